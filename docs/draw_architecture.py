@@ -43,9 +43,9 @@ ROOMS = (
     "processor",
     "backend",
     "batch",
-    "ir",
     "convert",
     "config",
+    "ir",
     "files",
     "errors",
 )

@@ -37,7 +37,7 @@ def test_texts(text: str, expected: list[list[str]]) -> None:
     found = read_stages(text)
     assert [list(words) for words in found.of] == expected
     assert found.layers == sum(words.count(T) for words in expected)
-    assert ParallelSettings(pp=len(expected), split=text).split_stages == len(expected)
+    assert ParallelSettings(pp=len(expected), split=text).stages_asked == len(expected)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
@@ -103,9 +103,9 @@ def test_stages_are_shared_by_the_ranks() -> None:
         ValueError, match=r"has 4 stages, but pp = 2 and virtual_stages = 3 make 6; give virtu"
     ):
         ParallelSettings(pp=2, virtual_stages=3, split="Et|t||L")
-    assert ParallelSettings(pp=2, virtual_stages=2, split="Et|t||L").split_stages == 4
-    assert ParallelSettings(pp=2, split=["blocks.1"]).split_stages == 2
-    assert ParallelSettings(pp=2).split_stages is None
+    assert ParallelSettings(pp=2, virtual_stages=2, split="Et|t||L").stages_asked == 4
+    assert ParallelSettings(pp=2, split=["blocks.1"]).stages_asked == 2
+    assert ParallelSettings(pp=2).stages_asked is None
 
 
 def test_parentheses_within_each_other_without_end_are_refused() -> None:

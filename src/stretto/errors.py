@@ -6,7 +6,22 @@ usage (`UsageError`) ends it with 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def meant(name: object, known: Iterable[str], form: str = "{} ") -> str:
+    """For a message that refuses a name: "did you mean 'zb-h1'?" with the nearest known one; nothing where
+    none is near. form: what stands around it."""
+    near = nearest(name, known)
+    return form.replace("{}", f"did you mean {near!r}?") if near is not None else ""
+
+
+def nearest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is most like another, whatever its case; None where none is."""
+    lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), lower, n=1) if isinstance(name, str) else []
+    return lower[near[0]] if near else None
 
 
 class StrettoError(Exception):

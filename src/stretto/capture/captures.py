@@ -80,6 +80,9 @@ class Captures:
             return self._job(parallel, stages, degree)
 
     def _job(self, parallel: ParallelSettings, stages: int | None, degree: int | None) -> Job:
+        each = virtual_stages_of(parallel.schedule, parallel.virtual_stages)
+        count = stages if stages is not None else parallel.stages_asked or parallel.pp * each
+        check_split(self._model, parallel.split)  # names are told before what takes long
         meshes = on_meshes(self._model, parallel, self._tp_plan)
         if meshes is None:
             traced, layout = self._trace(parallel, degree)

@@ -183,7 +183,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
-    stages = parallel.pp * (parallel.virtual_stages or 1)
+    stages = parallel.stages or parallel.pp * (parallel.virtual_stages or 1)
     if settings.task is not None:
         # What of the model fits its layout, its capture says.
         longest, what, layers, heads = length, "", stages, parallel.tp
@@ -204,7 +204,12 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             "every rank needs a block",
         ),
         (
-            parallel.split == "auto" and parallel.pp <= layers < stages,
+            parallel.split == "auto" and parallel.stages is not None and layers < parallel.stages,
+            f"parallel.stages = {parallel.stages} must not be above model.layers = {layers}: every "
+            "stage needs a block",
+        ),
+        (
+            parallel.split == "auto" and parallel.stages is None and parallel.pp <= layers < stages,
             f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} "
             f"ranks are more than model.layers = {layers}: give {layers // parallel.pp} or less",
         ),

@@ -9,8 +9,10 @@ from pydantic import Field, PlainValidator, ValidationError, model_validator
 
 from stretto.config.base import Settings
 from stretto.config.stage_text import read_stages
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.files.settings_file import refusal
+from stretto.ir.action import Schedule
+from stretto.ir.stage_maps import is_own
 
 RECOMPUTE = ("none", "selective", "full", "gathers")
 """Words for what the backward computes again; a number is a limit of memory."""
@@ -23,7 +25,10 @@ def _recompute(given: Any) -> str | int:
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
     words = ", ".join(repr(word) for word in RECOMPUTE)
-    raise ValueError(f"{given!r} is neither {words} nor a number of bytes that a rank may hold")
+    raise ValueError(
+        f"{given!r} is neither {words} nor a number of bytes that a rank may hold"
+        + meant(given, RECOMPUTE, "; {}")
+    )
 
 
 def _degree(given: Any) -> int | Literal["auto"]:
@@ -49,6 +54,12 @@ def _split(given: Any) -> str | list[str]:
         names = "" if "|" in given else f". Modules that begin stages are a list, as in [{given!r}]"
         raise ValueError(f"{error}{names}") from None
     return given
+
+
+def _schedule(given: Any) -> str | Schedule:
+    if isinstance(given, Schedule) or (isinstance(given, str) and given):
+        return given
+    raise ValueError(f"{given!r} is neither a schedule's name, nor the path of a .csv, nor a Schedule")
 
 
 class ParallelSettings(Settings):
@@ -91,9 +102,12 @@ class ParallelSettings(Settings):
     "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
-    schedule: str = Field(default="eager-1f1b", min_length=1)
-    """A family of schedules, the path of a .csv in PyTorch's format, or "auto" for the fastest that planning
-    finds with the stages that there are (`docs/schedules.md`)."""
+    schedule: Annotated[str | Schedule, PlainValidator(_schedule)] = "eager-1f1b"
+    """A family of schedules, the path of a .csv in PyTorch's format (in code also a Schedule), or "auto" for
+    the fastest that planning finds with the stages that there are (`docs/schedules.md`)."""
+    stages: int | None = Field(default=None, ge=1)
+    """Stages of the model in all; without it those of `split` or of a Schedule, or `pp` times
+    `virtual_stages`. Ranks may have unequally many with a schedule of one's own."""
     virtual_stages: int | None = Field(default=None, ge=1)
     """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
     and V-shaped ones."""
@@ -125,11 +139,23 @@ class ParallelSettings(Settings):
         return self.pp * self.dp * self.tp
 
     @property
-    def split_stages(self) -> int | None:
-        """Stages that `split` makes; None where it leaves their number open."""
-        if self.split == "auto":
-            return None
-        return len(read_stages(self.split).of) if isinstance(self.split, str) else len(self.split) + 1
+    def stages_asked(self) -> int | None:
+        """Stages by `stages`, `split`, or a Schedule; None where these leave their number open."""
+        return next((count for count, _ in self._stages_said()), None)
+
+    def _stages_said(self) -> Iterator[tuple[int, str]]:
+        """Each number of stages that the settings give, with how they do."""
+        if self.stages is not None:
+            yield self.stages, f"stages = {self.stages} makes {self.stages} stages"
+        if isinstance(self.split, list):
+            count = len(self.split) + 1
+            yield count, f"split names {len(self.split)} modules and so makes {count} stages"
+        elif self.split != "auto":
+            count = len(read_stages(self.split).of)
+            yield count, f"split = {self.split!r} has {count} stages"
+        own = self.schedule
+        if isinstance(own, Schedule):
+            yield own.stages, f"the schedule {own.family!r} has {own.stages} stages"
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -171,17 +197,26 @@ class ParallelSettings(Settings):
 
     @model_validator(mode="after")
     def _stages_fit(self) -> ParallelSettings:
-        stages = self.split_stages
-        if stages is None:
+        said = [*self._stages_said()]
+        if not said:
             return self
-        if isinstance(self.split, str):
-            made = f"split = {self.split!r} has {stages} stages"
-        else:
-            made = f"split names {len(self.split)} modules and so makes {stages} stages"
-            twice = sorted({name for name in self.split if self.split.count(name) > 1})
-            if twice:
-                raise ValueError(f"split names {', '.join(twice)} more than once; name each module once")
-        if stages % self.pp and not self.schedule.endswith(".csv"):
+        stages, made = said[0]
+        for other, how in said[1:]:
+            if other != stages:
+                raise ValueError(f"{made}, but {how}: give equally many, or leave one of them out")
+        twice = sorted({name for name in self.split if self.split.count(name) > 1})
+        if isinstance(self.split, list) and twice:
+            raise ValueError(f"split names {', '.join(twice)} more than once; name each module once")
+        own = self.schedule
+        if isinstance(own, Schedule):
+            for key, has in (("pp", own.ranks), ("microbatches", own.microbatches)):
+                if getattr(self, key) != has:
+                    raise ValueError(
+                        f"the schedule {own.family!r} is for {key} = {has}, not {getattr(self, key)}: give "
+                        f"{key} = {has}, or another schedule"
+                    )
+            return self
+        if stages % self.pp and not is_own(own):
             fitting = next(pp for pp in range(min(self.pp, stages), 0, -1) if stages % pp == 0)
             raise ValueError(
                 f"{made}, which must be a multiple of pp = {self.pp}: make them "

@@ -42,7 +42,7 @@ from typing import Annotated, Any, Literal
 
 from stretto.files.codec import UNWRITTEN
 from stretto.files.form import Fits, Keyword, Natural
-from stretto.ir.action import Phase
+from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
@@ -246,9 +246,9 @@ class Job:
     count: what the step's sum of losses is divided by, summed over microbatches; None where it is a mean.
     mean_over: of a loss that is a mean, over how many labels, where the ops tell; for a note to the user.
     param_dtype: the dtype in which parameters are computed with, when it is not their own.
-    schedule, max_live, pp, recompute: what the user asked for (a family or a CSV file; a limit of live
-        microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes again,
-        `stretto.passes.recompute`).
+    schedule, max_live, pp, recompute: what the user asked for (a family, a CSV file or a schedule; a limit
+        of live microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes
+        again, `stretto.passes.recompute`).
     microbatch_group: microbatches that go through one of a rank's stages before its next begins, where the
         user names a number (`stretto.schedule.interleaved`).
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
@@ -274,7 +274,7 @@ class Job:
     batch: tuple[tuple[str, TensorSpec], ...]
     loss: tuple[int, str]
     param_dtype: str | None = None
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     max_live: int | None = None
     pp: int | None = None
     device: str = "cpu"

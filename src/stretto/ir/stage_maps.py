@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
+from stretto.ir.action import Schedule
 
 
 def loop(ranks: int, virtual_stages: int) -> tuple[int, ...]:
@@ -53,8 +54,12 @@ class Places:
 AUTO = "auto"
 """In place of a family's name: the one, or the order, that is found to be the fastest."""
 
+ONE_EACH = Places()
 _LOOPED = Places("loop", usual=2, most=None)
 _V = Places("v", usual=2, least=2, most=2)
+
+ONE_STAGE = ("gpipe", "1f1b", "eager-1f1b", "eager-1f1b-split", "zb-h1", "zb-h2")
+"""Families with stage i on rank i."""
 
 PLACES: dict[str, Places] = {
     "interleaved-1f1b": _LOOPED,
@@ -65,21 +70,44 @@ PLACES: dict[str, Places] = {
     "v-min": _V,
     "dualpipev": _V,
 }
-"""Families by name that do not have one stage a rank."""
+"""The other families, and what users register (`stretto.schedule.register`)."""
+
+
+def families() -> tuple[str, ...]:
+    """The names of all families."""
+    return (*ONE_STAGE, *PLACES)
+
+
+def unknown_schedule(name: str | Schedule) -> str:
+    """What to say of a name that is no schedule's; "" for a family's, `AUTO`, and for orders of one's own."""
+    known = (*families(), AUTO)
+    if is_own(name) or name in known:
+        return ""
+    return f"unknown schedule family {name!r}; {meant(name, known)}choose one of: {', '.join(known)}"
 
 
 def places_of(family: str) -> Places:
-    """Where the family's stages are: stage i on rank i unless it is in `PLACES`. `AUTO` goes with any number
-    of stages, and with all maps of them."""
-    return Places(most=None) if family == AUTO else PLACES.get(family, Places())
+    """Where the family's stages are. `AUTO` goes with any number of stages, and with all maps of them.
+
+    Raises UsageError for a family that there is not.
+    """
+    if fault := unknown_schedule(family):
+        raise UsageError(fault)
+    return Places(most=None) if family == AUTO else PLACES.get(family, ONE_EACH)
 
 
-def virtual_stages_of(schedule: str, asked: int | None) -> int:
-    """Stages a rank, for a family's name or a CSV's path; asked: what the user wants, None for what is usual.
+def is_own(schedule: str | Schedule) -> bool:
+    """Whether an order is given itself, or as the path of a CSV, in place of a family's name."""
+    return isinstance(schedule, Schedule) or schedule.endswith(".csv")
+
+
+def virtual_stages_of(schedule: str | Schedule, asked: int | None) -> int:
+    """Stages a rank, for a family's name or an order of one's own; asked: what the user wants, None for what
+    is usual.
 
     Raises UsageError for a number that the family cannot have; it names the nearest that it can.
     """
-    if schedule.endswith(".csv"):
+    if isinstance(schedule, Schedule) or is_own(schedule):
         return asked or 1
     places = places_of(schedule)
     if asked is None:

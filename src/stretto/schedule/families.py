@@ -10,22 +10,94 @@ the backward is split, else B).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from stretto.errors import PlanError, UsageError
+from stretto.errors import PlanError, StrettoError, UsageError
 from stretto.ir.action import Schedule
-from stretto.ir.stage_maps import AUTO, virtual_stages_of
+from stretto.ir.stage_maps import (
+    AUTO,
+    ONE_EACH,
+    PLACES,
+    Places,
+    places_of,
+    unknown_schedule,
+    virtual_stages_of,
+)
 from stretto.schedule.dualpipe import DUALPIPE
 from stretto.schedule.family import Family, Wanted
 from stretto.schedule.interleaved import INTERLEAVED
 from stretto.schedule.one_stage import ONE_STAGE
-from stretto.schedule.timing import time_schedule
+from stretto.schedule.timing import peak_live, time_schedule
 from stretto.schedule.v_shaped import V_SHAPED
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (*ONE_STAGE, *INTERLEAVED, *V_SHAPED, *DUALPIPE)
 }
 """Every family by its name; the order is the one in which they are listed to users."""
+
+
+OWN = frozenset(FAMILIES)
+"""The families of Stretto."""
+
+
+def register(
+    name: str,
+    build: Callable[[Wanted], Schedule],
+    *,
+    places: Places = ONE_EACH,
+    min_live: Callable[[Wanted], int] | None = None,
+    description: str = "registered by the user",
+) -> None:
+    """Make a family of one's own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
+    tuning, and the search of "auto".
+
+    build: makes the schedule, from the numbers that it is given alone. places: where its stages are, and how
+    many a rank can have; one by default. min_live: the smallest limit of live microbatches that it can keep;
+    without it, what it holds without a limit.
+
+    Raises UsageError when Stretto has a family of that name (a user's own is replaced), for a name that no
+    family can have, and for what cannot be called.
+    """
+    if not isinstance(name, str) or not name or name == AUTO or name.endswith(".csv"):
+        raise UsageError(f"{name!r} is no name of a schedule family: register(name, build)")
+    if name in OWN:
+        raise UsageError(f"Stretto has a schedule family {name!r}: register yours under another name")
+    if not callable(build):
+        raise UsageError(
+            f"schedule family {name!r} is {build!r:.60}, which cannot be called: give a function"
+        )
+    PLACES[name] = places
+    made = partial(_checked, name, build)
+    least = min_live or (lambda wanted: max(peak_live(made(wanted))))
+    FAMILIES[name] = Family(name, made, description, "your own", least)
+
+
+def _checked(name: str, build: Callable[[Wanted], Schedule], wanted: Wanted) -> Schedule:
+    """What a user's family makes. Raises UsageError where it fails, or is not what was wanted."""
+    where = f"schedule family {name!r}, {wanted}"
+    try:
+        made = build(wanted)
+    except StrettoError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{where}: it fails with {type(error).__name__}: {error}") from error
+    if not isinstance(made, Schedule):
+        raise UsageError(f"{where}: it gives {made!r:.60}; give a stretto.schedule.Schedule")
+    for what, has, wants in (
+        ("ranks", made.ranks, wanted.ranks),
+        ("stages", made.stages, wanted.stages),
+        ("microbatches", made.microbatches, wanted.microbatches),
+        ("stage_ranks", made.stage_ranks, places_of(name).stage_ranks(wanted.ranks, wanted.virtual_stages)),
+    ):
+        if has != wants:
+            raise UsageError(f"{where}: its schedule has {what} = {has}, and {wants} is wanted")
+    try:
+        time_schedule(made)
+    except PlanError as error:
+        raise UsageError(f"{where}: {error}") from None
+    return replace(made, family=name)
 
 
 def make_schedule(
@@ -48,10 +120,10 @@ def make_schedule(
     have, for a limit that it cannot keep, and for groups with which ranks would wait for each other for ever;
     the message names the nearest number that it can.
     """
+    if family == AUTO:
+        raise UsageError("schedule 'auto' is chosen for given times: stretto.schedule.search, or a plan")
     if family not in FAMILIES:
-        if family == AUTO:
-            raise UsageError("schedule 'auto' is chosen for given times: stretto.schedule.search, or a plan")
-        raise UsageError(f"unknown schedule family {family!r}; choose one of: {', '.join((*FAMILIES, AUTO))}")
+        raise UsageError(unknown_schedule(family) or f"{family!r} is a file: stretto.schedule.csv reads it")
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages a rank": virtual_stages, "group": group}
     for name, value in numbers.items():
         if value is not None and value < 1:
