@@ -112,7 +112,7 @@ def test_overrides_change_what_the_file_says(load: Load) -> None:
 
 
 def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
-    assert load("", "parallel.schedule=1\nwarmup = 2").parallel.schedule == "1\nwarmup = 2"
+    assert load("", "data.text_field=1\nwarmup = 2").data.text_field == "1\nwarmup = 2"
 
 
 @pytest.mark.parametrize(

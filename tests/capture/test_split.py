@@ -67,7 +67,7 @@ def test_names_alone_say_how_many_stages() -> None:
         (
             ["layer.2"],
             2,
-            "'layer.2', which the forward never enters; did you mean layers.2",
+            "'layer.2', which the forward never enters; did you mean 'layers.2'?",
         ),
         (["zzz"], 2, "split names the module 'zzz', which the forward never enters"),
         (["layers.2", "layers.1"], 3, "in the order of execution, each once: layers.2, layers.1"),

@@ -31,7 +31,7 @@ import stretto
 from stretto.bench.in_lab import worker_command
 from stretto.bench.race import compare, fresh, race, timed
 from stretto.config import GPTSettings, HuggingFaceSettings
-from stretto.errors import RunError, UsageError
+from stretto.errors import RunError, UsageError, meant
 from stretto.models.build import build_model, counted_loss_function
 
 EAGER, OURS = "torch eager", "stretto"
@@ -184,7 +184,7 @@ def compute(
     """
     for model in models:
         if model not in MODELS:
-            raise UsageError(f"unknown model {model!r}; known: {', '.join(MODELS)}")
+            raise UsageError(f"unknown model {model!r}; {meant(model, MODELS)}known are {', '.join(MODELS)}")
     found: list[dict[str, Any]] = []
     for count in threads:
         for model in models:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.models.gpt import Block, GPTConfig
 from stretto.schedule.families import FAMILIES
 
@@ -90,7 +90,9 @@ def chosen(words: Sequence[str]) -> list[str]:
     for another word."""
     unknown = [word for word in words if word not in (*FAMILIES, ALL)]
     if unknown or not words:
+        near = meant(unknown[0], (*FAMILIES, ALL)) if unknown else ""
         raise UsageError(
-            f"--families {','.join(words)}: choose {ALL}, or of {', '.join(FAMILIES)}, with commas between"
+            f"--families {','.join(words)}: {near}choose {ALL}, or of {', '.join(FAMILIES)}, with commas "
+            "between"
         )
     return [name for name in FAMILIES if ALL in words or name in words]

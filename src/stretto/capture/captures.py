@@ -18,7 +18,7 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.explain import explained
 from stretto.capture.meshes import on_meshes, place_on_meshes
-from stretto.capture.split import split
+from stretto.capture.split import check_split, split
 from stretto.capture.stages import cut
 from stretto.capture.trace import Traced, trace
 from stretto.config import ParallelSettings
@@ -89,8 +89,6 @@ class Captures:
         else:
             layout = Layout(meshes.tensor_parallel(self._model))
             traced = self._traced_now(parallel, layout, meshes)
-        each = virtual_stages_of(parallel.schedule, parallel.virtual_stages)
-        count = stages if stages is not None else parallel.split_stages or parallel.pp * each
         if meshes is not None and count != len(meshes.meshes):
             raise UsageError(
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"

@@ -12,16 +12,17 @@
 
 from __future__ import annotations
 
-import difflib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from torch import nn
+
 from stretto.capture.layers import stage_cuts
 from stretto.capture.trace import Traced
 from stretto.config.stage_text import read_stages
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.ir.program import STARTS, WAIT, Op
 
 BYTE_FLOPS = 10.0
@@ -67,6 +68,16 @@ def split(traced: Traced, stages: int, how: str | Sequence[str] = "auto") -> Pla
     return place(traced, stages, cuts)
 
 
+def check_split(model: nn.Module, how: str | Sequence[str]) -> None:
+    """Before the model is traced: raises UsageError for a name that none of its modules has."""
+    names = () if isinstance(how, str) else how
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in modules:
+            near = meant(name, modules, "; {}")
+            raise UsageError(f"split names the module {name!r}, which the model does not have{near}")
+
+
 def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = True) -> Placement:
     """Steps 2 and 3, for given cuts: the segments that begin stages 1, 2, ..., ascending.
 
@@ -95,8 +106,7 @@ def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
     found: list[int] = []
     for name in names:
         if name not in first:
-            near = difflib.get_close_matches(name, first, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            hint = meant(name, first, "; {}")
             raise UsageError(f"split names the module {name!r}, which the forward never enters{hint}")
         found.append(first[name])
     if found != sorted(set(found)):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from stretto.cli import bench_tables as tables
 from stretto.cli.outputs import check_output
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import StrettoError, UsageError, meant
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.program import OVERLAP_MODES
 
@@ -249,7 +249,9 @@ def predict(
     for rate in chosen:
         parse_rate(rate)  # before the first lab is up
     if overlap not in OVERLAP_MODES:
-        raise UsageError(f"--overlap {overlap}: choose one of {', '.join(OVERLAP_MODES)}")
+        raise UsageError(
+            f"--overlap {overlap}: {meant(overlap, OVERLAP_MODES)}choose one of {', '.join(OVERLAP_MODES)}"
+        )
     layouts = _numbers("--pp", pp, (1, 2)), _numbers("--tp", tp, (1, 2))
     cells = [cell for cell in grid(chosen, overlap) if cell.pp in layouts[0] and cell.tp in layouts[1]]
 

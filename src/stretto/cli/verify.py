@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from stretto.errors import UsageError
+from stretto.files.near import near_path
 
 verify = typer.Typer(add_completion=False)
 
@@ -51,6 +52,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        near = near_path(path) if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"cannot read {path}: {error.strerror}{near}") from None
     except ValueError:
         raise UsageError(f"cannot read {path}: neither a plan (JSON) nor a schedule (CSV)") from None

@@ -27,6 +27,7 @@ from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.stage_text import read_stages
 from stretto.config.task import TaskSettings as TaskSettings
 from stretto.files.settings_file import read_settings
+from stretto.ir.stage_maps import unknown_schedule
 
 
 class DataSettings(Settings):
@@ -226,6 +227,10 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         ),
     )
     faults = [fault for wrong, fault in checked if wrong]
+    # A task's file may register families of its own, and is read later.
+    unknown = unknown_schedule(parallel.schedule) if settings.task is None else ""
+    if unknown:
+        faults.append(f"parallel.schedule = {parallel.schedule!r}: {unknown}")
     if settings.task is not None:
         given = (("model", model != GPTSettings()), ("data", settings.data != DataSettings()))
         return faults + [

@@ -15,7 +15,7 @@ from keyword import iskeyword
 from types import NoneType
 from typing import Annotated, Any
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, meant
 
 MOST = 1e15
 """No time in microseconds (31 years) and no size in bytes of a step is longer; sums of them stay finite."""
@@ -149,7 +149,7 @@ def read_members(value: Any, forms: Mapping[str, Form], optional: bool = False) 
     if value.keys() != forms.keys():
         for key in value:
             if key not in forms:
-                raise Misfit(f"unknown key {key!r}; known are: {', '.join(forms)}")
+                raise Misfit(f"unknown key {key!r}; {meant(key, forms)}known are: {', '.join(forms)}")
         for key in () if optional else forms:
             if key not in value:
                 raise Misfit(f"the key {key!r} is missing")

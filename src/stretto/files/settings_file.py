@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.files.parse import parse_toml
 from stretto.files.typed_file import read_text
 
@@ -121,8 +121,9 @@ def _parse_value(text: str) -> Any:
     return parsed["value"]
 
 
-def refusal(what: str, known: Sequence[str], error: ValidationError) -> UsageError:
+def refusal(what: str, kind: type[BaseModel], error: ValidationError) -> UsageError:
     """A wrong argument of a settings class that code calls by itself: what, which key, what to do."""
+    known = list(kind.model_fields)
     faults: list[str] = []
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"])
@@ -132,7 +133,8 @@ def refusal(what: str, known: Sequence[str], error: ValidationError) -> UsageErr
             faults.append(f"unknown argument {key}{hint}")
         else:
             said = _message(fault).removeprefix("Value error, ")
-            faults.append(f"{key} = {fault['input']!r}: {said}" if key else said)
+            near = _near_word(kind, key, fault)
+            faults.append(f"{key} = {fault['input']!r}: {said}{near}" if key else said)
     return UsageError(f"{what}: {'; '.join(faults)}")
 
 
@@ -199,19 +201,35 @@ def _explain(
         return key, f"is missing; {_meaning(holder, key)}"
     if what in ("union_tag_invalid", "union_tag_not_found"):
         given = f"{key}.kind = {context['tag']!r}" if "tag" in context else f"{key}.kind is missing"
-        known = [repr(tag) for one in _members(root, key) for tag in _tags(one)]
-        return given, f"expected {' or '.join(known)}"
+        tags = [tag for one in _members(root, key) for tag in _tags(one)]
+        return given, f"{meant(context.get('tag'), tags)}expected {' or '.join(map(repr, tags))}"
     if what in ("model_type", "model_attributes_type"):
         return f"{key} = {value!r}", f"expected a table, [{key}]"
     if what == "value_error":
         return key, str(context["error"])
     message = _message(fault)
-    return f"{key} = {value!r}", message[0].lower() + message[1:]
+    return f"{key} = {value!r}", message[0].lower() + message[1:] + _near_word(holder, key, fault)
 
 
 def _message(fault: ErrorDetails) -> str:
     """Pydantic's words; but a list is what TOML calls a tuple, and what code may give as well."""
     return re.sub(r"\b([Tt])uple\b", lambda found: "List" if found[1] == "T" else "list", fault["msg"])
+
+
+def _near_word(holder: type[BaseModel], key: str, fault: ErrorDetails) -> str:
+    """Of a word that is not one of the field's: the nearest that is."""
+    if fault["type"] != "literal_error":
+        return ""
+    return meant(fault["input"], _words(_annotation(holder, key.rpartition(".")[2])), "; {}")
+
+
+def _words(annotation: Any) -> Iterator[str]:
+    """The words that a field may have, anywhere in its annotation."""
+    if get_origin(annotation) is Literal:
+        yield from (word for word in get_args(annotation) if isinstance(word, str))
+    else:
+        for argument in get_args(annotation):
+            yield from _words(argument)
 
 
 def _join(start: str, rests: list[str]) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from stretto.errors import UsageError
 from stretto.files.codec import Codec, Lines, Members
 from stretto.files.form import Misfit
+from stretto.files.near import near_path
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import saving, write_file
 
@@ -45,7 +46,8 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise UsageError(f"cannot read {shown}: {error.strerror}") from None
+        near = near_path(path) if isinstance(error, FileNotFoundError) else ""
+        raise UsageError(f"cannot read {shown}: {error.strerror}{near}") from None
     except ValueError as error:  # not UTF-8, or a path with a null byte
         raise UsageError(f"cannot read {shown}: not a text file ({error})") from None
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.models.gpt import (
     GPT,
     GPTConfig,
@@ -139,11 +139,12 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
         kind = None
     config_class = getattr(kind, "config_class", None)
     if config_class is None or not hasattr(kind, "forward"):
+        models = [one for one in dir(transformers) if one.endswith(CAUSAL)]
         raise UsageError(
             f"model.architecture = {name!r}: transformers {transformers.__version__} has no such model; "
-            "give the name of a class such as 'LlamaForCausalLM'"
+            f"{meant(name, models)}give the name of a class such as 'LlamaForCausalLM'"
         )
-    if not name.endswith(("ForCausalLM", "LMHeadModel")):
+    if not name.endswith(CAUSAL):
         raise UsageError(
             f"model.architecture = {name!r} does not tell the next token; "
             "give a causal language model, such as 'LlamaForCausalLM'"
@@ -155,11 +156,12 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             f"model.config.vocab_size = {values['vocab_size']!r} is too small: the tokenizer has "
             f"{vocab_size} tokens; leave it out"
         )
-    if unknown := _unknown(kind, settings.config):
     for key in settings.config:
         if (advice := NOT_OF_A_CONFIG.get(SAME.get(key, key))) is not None:
             raise UsageError(f"model.config.{key} changes nothing of the model: {advice}")
-        raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting")
+    if unknown := _unknown(kind, settings.config):
+        near = meant(unknown[0], vars(config_class()), "; {}")
+        raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting{near}")
     devices = [] if not torch.cuda.is_available() else list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import islice
 from reprlib import repr as short
 
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import StrettoError, UsageError, meant
 from stretto.order.depend import WindowGraph
 from stretto.order.exact import exact_order
 from stretto.order.window import improve_order, list_order
@@ -71,7 +71,7 @@ def policy_of(name: str) -> Policy:
     """The policy of that name. Raises UsageError when there is none."""
     if not isinstance(name, str) or name not in POLICIES:
         raise UsageError(
-            f"unknown ordering policy {name!r}; choose one of: {', '.join(POLICIES)}. "
+            f"unknown ordering policy {name!r}; {meant(name, POLICIES)}choose one of: {', '.join(POLICIES)}. "
             "`stretto.order.register` names one of your own"
         )
     return POLICIES[name]

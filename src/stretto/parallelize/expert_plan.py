@@ -5,14 +5,12 @@ A plan is pattern of module names -> "experts". Looks at names and shapes; chang
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.parallelize.styles import named_by
+from stretto.parallelize.styles import named_by, no_module
 
 STYLE = "experts"
 OF_PARAMETERS = "grouped_gemm"
@@ -69,9 +67,7 @@ def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple
             raise UsageError(f"{where}: unknown style {style!r}; the one that there is: {STYLE!r}")
         found = named_by(pattern, modules)
         if not found:
-            near = difflib.get_close_matches(pattern, {_pattern(name) for name in modules}, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"{where}: the model has no module of that name{hint}")
+            raise UsageError(f"{where}: {no_module(pattern, modules)}")
         for name in found:
             if not any(p.dim() > 1 for p in modules[name].parameters(recurse=False)):
                 if isinstance(modules[name], nn.ModuleList):
@@ -82,8 +78,3 @@ def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple
                 )
         given |= dict.fromkeys(found)
     return tuple(given)
-
-
-def _pattern(name: str) -> str:
-    """The pattern that names a module in all layers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

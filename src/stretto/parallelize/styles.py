@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 
 KNOWN = (
     "colwise",
@@ -136,7 +136,8 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
     )
     if not isinstance(given, str) or kind not in KNOWN:
         shown = given if isinstance(given, str) else type(given).__name__
-        raise UsageError(f"{where}: unknown style {shown!r}; {known}. Give another plan with tp_plan")
+        near = meant(word, KNOWN)
+        raise UsageError(f"{where}: unknown style {shown!r}; {near}{known}. Give another plan with tp_plan")
     if kind in ("packed_colwise", "colwise"):
         packed = kind == "packed_colwise"
         if rest and not (rest.isdigit() and int(rest) > 0):
@@ -186,6 +187,12 @@ def named_by(pattern: str, modules: Iterable[str]) -> list[str]:
     return [name for name in modules if expression.fullmatch(name)]
 
 
+def no_module(pattern: str, names: Iterable[str]) -> str:
+    """What to say of a pattern that no module or parameter has: the nearest that some have."""
+    patterns = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): None for name in names if name}
+    return f"the model has no module of that name{meant(pattern, patterns, '; {}')}"
+
+
 def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
     """(dim, blocks) along which a parameter of experts is spread."""
     word, *numbers = str(given).split(":")
@@ -222,7 +229,7 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
         matched = named_by(pattern, modules)
         of_experts = [] if matched else named_by(pattern, parameters)
         if not matched and not of_experts and given is not None:
-            raise UsageError(f"{where}: the model has no module of that name")
+            raise UsageError(f"{where}: {no_module(pattern, (*modules, *parameters))}")
         if of_experts:
             dims.update(dict.fromkeys(of_experts, (style, where)))
             continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.ir.program import Job
 from stretto.passes.cut_before_adding import cut_before_adding
 from stretto.passes.dead_ops import dead_ops
@@ -89,7 +89,7 @@ def check_names(names: Collection[str]) -> None:
     if unknown:
         raise UsageError(
             f"skip_passes names {', '.join(map(repr, unknown))}, which no pass is called: "
-            f"the passes are {', '.join(known)}"
+            f"{meant(unknown[0], known)}the passes are {', '.join(known)}"
         )
 
 

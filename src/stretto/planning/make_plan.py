@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from stretto.errors import PlanError, UsageError
+from stretto.errors import PlanError, UsageError, meant
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
@@ -41,7 +41,7 @@ from stretto.planning.variants import communicates, overlaps, ways
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import make_schedule
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.sums import without_sums
 from stretto.schedule.timing import peak_live
@@ -74,8 +74,6 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
         if wish.endswith(".csv"):
             wish = read_csv(Path(wish))
         else:
-            if wish not in FAMILIES and wish != AUTO:
-                make_schedule(wish, 1, 1)  # which says what there is
             ranks, each = shared(len(job.stages), job.pp, wish)
             return make_schedule(
                 ANY if wish == AUTO else wish,
@@ -215,7 +213,9 @@ def _overlap_mode(text: str) -> OverlapMode:
     for mode in OVERLAP_MODES:
         if text == mode:
             return mode
-    raise UsageError(f"overlap is {text!r}; choose one of: {', '.join(OVERLAP_MODES)}")
+    raise UsageError(
+        f"overlap is {text!r}; {meant(text, OVERLAP_MODES)}choose one of: {', '.join(OVERLAP_MODES)}"
+    )
 
 
 def _finished(step: Step, context: Context) -> Plan:
@@ -265,9 +265,11 @@ def plan(
     """
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
+    found = describe(cluster)
+    _overlap_mode(job.overlap if overlap is None else overlap)  # names are told before anything is measured
+    policy_of(order)
     job = without_sums(job)
     chosen = choose_schedule(job, schedule=schedule)
-    found = describe(cluster)
     jobs = (replace(job, in_chunks=()), *job.in_chunks)
     priced = pricing(jobs, chosen, found)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.files.near import near_path
 from stretto.files.settings_file import read_toml
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
@@ -92,7 +93,9 @@ def describe(cluster: str | Description) -> Description | None:
 
 def _from_toml(path: Path) -> Cluster | Hardware:
     if not path.exists():
-        raise UsageError(f"{path}: there is no such file; give a cluster file, a name, or local")
+        raise UsageError(
+            f"{path}: there is no such file; {near_path(path, '{} ')}give a cluster file, a name, or local"
+        )
     found = read_toml(path, "cluster file")
     if "device" in found:
         return load_cluster(path)

@@ -28,7 +28,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.files.settings_file import read_settings
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.axes import PIPELINE
@@ -187,8 +187,9 @@ def named_cluster(name: str) -> Hardware:
     match = _NAME.match(name)
     if match is None or match["device"] not in devices():
         known = ", ".join(devices())
+        near = meant(match["device"] if match else name, (*devices(), "local"))
         raise UsageError(
-            f"unknown cluster {name!r}: {_unknown(name)}. A name is <device>x<count>, for "
+            f"unknown cluster {name!r}: {_unknown(name)}; {near}a name is <device>x<count>, for "
             f"example h100x1024; known devices are {known}. For another, write a cluster file"
         )
     return _resolve(name, ClusterFile(device=match["device"], count=int(match["count"])), Path())

@@ -6,7 +6,6 @@ what the cost models take. Touches nothing else.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.price.efficiency import Efficiency, Roof
 from stretto.price.fabric import Fabric, Topology
 
@@ -123,7 +122,5 @@ def device(key: str) -> Device:
     """A device of the catalogue. Raises UsageError that lists the known ones."""
     known = devices()
     if key not in known:
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"unknown device {key!r}: {hint}known are {', '.join(known)}")
+        raise UsageError(f"unknown device {key!r}: {meant(key, known)}known are {', '.join(known)}")
     return known[key]

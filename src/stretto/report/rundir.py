@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import UsageError
+from stretto.files.near import near_path
 from stretto.files.parse import parse_json
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import ObservedRun
@@ -52,7 +53,9 @@ def load_run(path: str | Path) -> Run:
     elif path.is_dir():
         run = _load_directory(path)
     else:
-        raise UsageError(f"cannot report on {path}: there is no such run directory or plan file")
+        raise UsageError(
+            f"cannot report on {path}: there is no such run directory or plan file{near_path(path)}"
+        )
     if run.plan is not None:
         verify(run.plan)
         if run.simulated is None:

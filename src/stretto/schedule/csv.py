@@ -12,9 +12,9 @@ import csv
 import io
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
 
@@ -107,13 +107,7 @@ def _load(source: str | os.PathLike[str]) -> tuple[str, str]:
     if isinstance(source, str) and _is_text(source):
         return "schedule text", source
     path = os.fspath(source)
-    try:
-        # utf-8-sig: spreadsheets put a byte-order mark in front of the first token.
-        return path, Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"cannot read schedule {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, ValueError) as error:
-        raise UsageError(f"cannot read schedule {path}: not a text file ({error})") from None
+    return path, read_text(path, "schedule")
 
 
 def _is_text(source: str) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
+from stretto.files.near import near_path
 from stretto.files.typed_file import TypedFile
 from stretto.saving.folder import recover, sync_folder, write_synced
 
@@ -94,10 +95,10 @@ def find(path: Path) -> Path:
         found = latest_in(candidate)
         if found is not None:
             return found
-    what = "holds no whole checkpoint" if path.exists() else "does not exist"
-    raise UsageError(
-        f"{path} {what}: name a checkpoint (a folder such as step-000100), or the folder of a run"
-    )
+    what = "holds no whole checkpoint: "
+    if not path.exists():
+        what = f"does not exist: {near_path(path, '{} ')}"
+    raise UsageError(f"{path} {what}name a checkpoint (a folder such as step-000100), or the folder of a run")
 
 
 def read_state(checkpoint: Path) -> State:

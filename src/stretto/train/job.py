@@ -22,7 +22,7 @@ from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 from stretto.train.layout import likely_vocab_size
-from stretto.train.task import own_task
+from stretto.train.task import check_files, own_task
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Trained:
 
 def trained(settings: TrainSettings) -> Trained:
     """What a run of these settings trains. Raises UsageError for a task that cannot be made."""
+    check_files(settings)
     seed, rows = settings.training.seed, settings.training.global_batch
     if settings.task is not None:
         task = own_task(settings.task, seed)

@@ -22,16 +22,19 @@ from stretto.train.text import Say, silent
 
 def refuse_early(settings: TrainSettings) -> None:
     """Before text is made into tokens and ranks are started, both of which take long: raises UsageError for a
-    layout that the model does not fit. What else can be wrong with a model, its capture says."""
+    model that there is not, and for a layout that it does not fit. What else can be wrong with a model, its
+    capture says."""
     parallel = settings.parallel
-    if parallel.tp == parallel.ep == parallel.ampipe_degree == 1:
-        return
+    plain = parallel.tp == parallel.ep == parallel.ampipe_degree == 1
     if settings.task is not None:
-        with without_values():
-            spread(own_task(settings.task, settings.training.seed).model(), settings, silent)
+        if not plain:
+            with without_values():
+                spread(own_task(settings.task, settings.training.seed).model(), settings, silent)
         return
     with without_values():
         model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
+        if plain:
+            return
         layout = spread(model, settings, silent)
         tokens = torch.zeros(1, settings.data.sequence_length + 1, dtype=torch.int64)
         if layout.chunks is not None:

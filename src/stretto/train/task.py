@@ -12,18 +12,25 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, format_tb
+from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from stretto.batch.loss import Loss
+from stretto.config import TrainSettings
 from stretto.config.task import TaskSettings
 from stretto.errors import StrettoError, UsageError
+from stretto.files.near import near_path
+from stretto.ir.stage_maps import is_own
+from stretto.schedule.csv import read_csv
 from stretto.train.text import Say
 
 FUNCTION = "task"
 """What the file of a task defines."""
+MODULE = "stretto_task_"
+"""How the modules of such files are called: this and the file's name."""
 KEPT = "task.sha256"
 """What a checkpoint keeps of a task of one's own: its digest."""
 
@@ -70,6 +77,13 @@ class Task:
     """For messages: the setting that data comes from, in words, and why it may differ between machines."""
 
 
+def check_files(settings: TrainSettings) -> None:
+    """Raises UsageError for files that settings name and planning reads, before anything takes long."""
+    schedule = settings.parallel.schedule
+    if isinstance(schedule, str) and is_own(schedule):
+        read_csv(schedule)
+
+
 def own_task(settings: TaskSettings, seed: int) -> Task:
     """The task that a file defines. Raises UsageError for a file that cannot be read or run, and for one that
     gives no task."""
@@ -78,10 +92,10 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
         code = path.read_bytes()
     except OSError as error:
         raise UsageError(
-            f"task.file = {settings.file!r} cannot be read ({error.strerror}): give a file of Python, "
-            "relative to the working directory"
+            f"task.file = {settings.file!r} cannot be read ({error.strerror}): {near_path(path, '{} ')}give "
+            "a file of Python, relative to the working directory"
         ) from None
-    spec = importlib.util.spec_from_file_location(f"stretto_task_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"{MODULE}{path.stem}", path)
     if spec is None or spec.loader is None:
         raise UsageError(f"task.file = {settings.file!r} is no file of Python: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
@@ -91,7 +105,7 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
         raise UsageError(f"task.file = {settings.file!r} cannot import what it needs: {error}") from error
     except SyntaxError as error:
         raise UsageError(f"task.file = {settings.file!r}, line {error.lineno}: {error.msg}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"task.file = {settings.file!r}{_line(error, path)}: {_in_words(error)}") from error
     make = getattr(module, FUNCTION, None)
     if not callable(make):
@@ -103,7 +117,7 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
         made = make(dict(settings.config), seed)
     except StrettoError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"task.file = {settings.file!r}{_line(error, path)}: {FUNCTION}(config, seed) failed with "
             f"task.config = {dict(settings.config)}: {_in_words(error)}"
@@ -117,11 +131,36 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
     return replace(made, digest=digest, where=made.where or str(path), kept=(KEPT, digest))
 
 
-def _line(error: Exception, path: Path) -> str:
+def of_user(error: BaseException) -> str | None:
+    """What to say of an error that the code of a task's file raised, or let through, later than its function
+    `task`: file, function and line, and what of the traceback is from there on. None for others."""
+    own = error.__traceback__
+    while own is not None and not _is_own(own):
+        own = own.tb_next
+    if own is None:
+        return None
+    last = own
+    below = own.tb_next
+    while below is not None:
+        last = below if _is_own(below) else last
+        below = below.tb_next
+    code = last.tb_frame.f_code
+    trace = "".join(format_tb(own)).rstrip()
+    return (
+        f"task.file: {code.co_qualname}() in {code.co_filename}, line {last.tb_lineno}, ended with "
+        f"{_in_words(error)}\n{trace}\n{_in_words(error)}"
+    )
+
+
+def _is_own(trace: TracebackType) -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith(MODULE)
+
+
+def _line(error: BaseException, path: Path) -> str:
     """Where in the file it was raised."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename) == path]
     return f", line {lines[-1]}" if lines else ""
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.files.near import near_path
 from stretto.files.parse import parse_json
 
 Say = Callable[[str], None]
@@ -65,7 +66,8 @@ def find_files(paths: Sequence[str]) -> list[TextFile]:
             files[path.resolve()] = _entry(path, named=True)
         else:
             raise UsageError(
-                f"data.paths: {name} does not exist (seen from {Path.cwd()}); name a file or a folder"
+                f"data.paths: {name} does not exist (seen from {Path.cwd()}); "
+                f"{near_path(path, '{} ')}name a file or a folder"
             )
     if not files:
         raise UsageError(f"data.paths: there is no file in {', '.join(paths)}")

@@ -15,7 +15,7 @@ from stretto.models.build import build_model, counted_loss_function
 from stretto.models.gpt import generate
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.data import TextData, prepare_data
-from stretto.train.task import Task, own_task
+from stretto.train.task import Task, check_files, own_task
 from stretto.train.text import Say
 
 SAMPLE_PROMPT_TOKENS = 16
@@ -29,6 +29,7 @@ def task_of(settings: TrainSettings, say: Say) -> Task:
 
     Raises UsageError for text that cannot be read, and for a file that gives no task.
     """
+    check_files(settings)
     if settings.task is not None:
         return own_task(settings.task, settings.training.seed)
     return text_task(settings, prepare_data(settings.data, say))

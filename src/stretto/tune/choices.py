@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
-from stretto.errors import UsageError
+from stretto.errors import UsageError, meant
 from stretto.files.settings_file import faults_of
-from stretto.ir.stage_maps import AUTO, places_of, virtual_stages_of
+from stretto.ir.stage_maps import AUTO, places_of, unknown_schedule, virtual_stages_of
 from stretto.schedule.families import FAMILIES
 
 KEYS = (
@@ -258,7 +258,8 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("parallel.")
         if key not in KEYS or not equals:
-            raise UsageError(f"--fix {text}: expected KEY=VALUE with a key of {', '.join(KEYS)}")
+            near = "" if key in KEYS else meant(key, KEYS)
+            raise UsageError(f"--fix {text}: {near}expected KEY=VALUE with a key of {', '.join(KEYS)}")
         read: Any = value.strip()
         if read.isdigit():
             read = int(read)
@@ -266,7 +267,7 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
             read = read == "true"
         faults = [line for _, line in faults_of(ParallelSettings, {key: read}, "", {})]
         if key == "schedule" and read not in (*FAMILIES, AUTO):
-            faults = [f"unknown schedule family {read!r}; choose one of: {', '.join((*FAMILIES, AUTO))}"]
+            faults = [unknown_schedule(read) or "an order of one's own is for one layout: name a family"]
         if key == "ampipe_degree" and read == "auto":
             faults = ["numbers of chunks are compared anyway: give one, or leave it out"]
         # These two are refused for others that they go with, which are chosen.

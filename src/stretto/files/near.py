@@ -1,0 +1,25 @@
+"""The path that a wrong one was probably meant to be. Lists folders, and reads no file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from stretto.errors import nearest
+
+
+def near_path(path: str | os.PathLike[str], form: str = "; {}") -> str:
+    """As `stretto.errors.meant`, for a path that does not exist: the nearest one that does, part by part.
+    Nothing where none is near, or where folders cannot be listed."""
+    given = Path(path)
+    found = Path(given.anchor)
+    for part in given.parts[bool(given.anchor) :]:
+        try:
+            if not (found / part).exists():
+                part = nearest(part, os.listdir(found)) or ""
+        except (OSError, ValueError):  # the latter of a null byte
+            return ""
+        if not part:
+            return ""
+        found /= part
+    return form.replace("{}", f"did you mean {found}?")
