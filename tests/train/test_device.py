@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
 from stretto.train import world
-from stretto.train.world import World, check_graph, check_kinds, device_for, device_note
+from stretto.train.world import World, check_graph, check_kinds, device_for, device_note, join
 
 
 @pytest.fixture
@@ -86,3 +87,16 @@ def test_ranks_of_two_kinds_are_refused_on_all() -> None:
         check_kinds(store, 1, 2, torch.device("cpu"))
     store.set("device/0", "cpu")
     check_kinds(store, 1, 2, torch.device("cpu"))
+
+
+def test_a_port_that_another_program_has_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port), ("RANK", "0")):
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(StrettoError, match=f"^port {port} of this machine, MASTER_PORT, is in use"):
+            join(World(rank=0, size=2, local_size=2))
