@@ -28,7 +28,6 @@ from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.task import Batches
 
-
 _CAPTURING = Lock()
 """PyTorch traces one model at a time in a process, whose threads may be ranks."""
 
