@@ -162,7 +162,10 @@ def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
         ("[model]\nmlp_ratio = 0.001", "makes an MLP of width 0; give 0.00391 or more"),
         ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9: input should be a valid list"),
         ("[parallel]\nskip_passes = 'no_ops'", "skip_passes = 'no_ops': input should be a valid list"),
-        ("[model]\nkind = 'gtp'", "model.kind = 'gtp': expected 'gpt' or 'moe' or 'huggingface'"),
+        (
+            "[model]\nkind = 'gtp'",
+            "model.kind = 'gtp': did you mean 'gpt'? expected 'gpt' or 'moe' or 'huggingface'",
+        ),
         (
             "[model]\nkind = 'huggingface'",
             "model.architecture: is missing; it is: The model's class in `transformers`",

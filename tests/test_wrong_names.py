@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-import torch
 
 import stretto
 from stretto.capture import torch_adapter
@@ -195,13 +194,3 @@ def test_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_what_a_tuning_is_not_to_choose(fixed: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         read_fixed([fixed])
-
-
-def test_in_precisions_and_devices() -> None:
-    for given, message in (
-        ({"precision": "bf61"}, "did you mean 'bf16'"),
-        ({"device": "cdua"}, "did you mean 'cuda'"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            stretto.capture(Chain(), rows(), mean_square, stretto.Parallel(), **given)
-    assert torch.get_default_dtype() is torch.float32

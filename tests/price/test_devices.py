@@ -55,6 +55,6 @@ def test_a_measured_ring_stays_with_its_device() -> None:
 
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        UsageError, match="unknown device 'mi300': did you mean mi300x\\? known are a100-80gb"
+        UsageError, match="unknown device 'mi300': did you mean 'mi300x'\\? known are a100-80gb"
     ):
         device("mi300")

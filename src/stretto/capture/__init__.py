@@ -14,7 +14,7 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.captures import Captures
 from stretto.config import ParallelSettings
-from stretto.errors import CaptureError, UsageError, meant
+from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Job
 
 DEVICES = ("cpu", "cuda")
@@ -70,8 +70,7 @@ def capture(
     Pipeline Parallelism (arXiv 2401.10241), by reachability in the graph.
     """
     if precision not in DTYPES:
-        known = " or ".join(map(repr, DTYPES))
-        raise UsageError(f"unknown precision {precision!r}: {meant(precision, DTYPES)}give {known}")
+        raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
     captures = Captures(
         model,
@@ -113,9 +112,7 @@ def _check_arguments(model: object, loss: object, parallel: object, device: obje
     if device is not None:
         kind = device.type if isinstance(device, torch.device) else str(device).partition(":")[0]
         if kind not in DEVICES:
-            raise UsageError(
-                f"unknown device {device!r}: {meant(device, DEVICES)}give {' or '.join(map(repr, DEVICES))}"
-            )
+            raise UsageError(f"unknown device {device!r}: give {' or '.join(map(repr, DEVICES))}")
     if stages is not None and (not isinstance(stages, int) or stages < 1):
         raise UsageError(
             f"stages = {stages!r}: give a whole number from 1 on, or leave it out for one a rank"
