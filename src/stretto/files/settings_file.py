@@ -133,8 +133,8 @@ def refusal(what: str, kind: type[BaseModel], error: ValidationError) -> UsageEr
             faults.append(f"unknown argument {key}{hint}")
         else:
             said = _message(fault).removeprefix("Value error, ")
-            near = _near_word(kind, key, fault)
-            faults.append(f"{key} = {fault['input']!r}: {said}{near}" if key else said)
+            said += _near_word(kind, key, fault)
+            faults.append(f"{key} = {fault['input']!r}: {said}" if key else said)
     return UsageError(f"{what}: {'; '.join(faults)}")
 
 
