@@ -210,7 +210,7 @@ def test_an_error_of_its_own_code_is_told_by_file_function_and_line(
     assert ended.value.code == 1, said
     words = "KeyError: 'none'" if how == "key" else "SystemExit: 0"
     first, *trace = said.splitlines()
-    place = rf"task\.file: task\.<locals>\.\S+\(\) in {re.escape(str(file))}, line 1\d"
+    place = rf"task\.file: {where}\(\) in {re.escape(str(file))}, line 1\d"
     assert re.fullmatch(f"stretto: {place}, ended with {words}", first)
     assert f"in {where}" in trace[0]
     assert trace[-1] == words

@@ -144,11 +144,10 @@ def of_user(error: BaseException) -> str | None:
     while below is not None:
         last = below if _is_own(below) else last
         below = below.tb_next
-    code = last.tb_frame.f_code
     trace = "".join(format_tb(own)).rstrip()
     return (
-        f"task.file: {code.co_qualname}() in {code.co_filename}, line {last.tb_lineno}, ended with "
-        f"{_in_words(error)}\n{trace}\n{_in_words(error)}"
+        f"task.file: {own.tb_frame.f_code.co_name}() in {last.tb_frame.f_code.co_filename}, line "
+        f"{last.tb_lineno}, ended with {_in_words(error)}\n{trace}\n{_in_words(error)}"
     )
 
 
