@@ -203,13 +203,13 @@ def export_joint(
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
     calls = Calls(("", model), ("the loss", loss))
-    known = Known()
+    values = Known()
     number: float | None = None
 
     def run(left: Mapping[str, Any], given: Leaves) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         nonlocal number
         if layers is not None:
-            layers.begin(segments, known)
+            layers.begin(segments, values)
         with (
             calls.one(left),
             nullcontext() if program is None else program.state(model),
@@ -217,7 +217,7 @@ def export_joint(
             watched(),
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
-            masks_recognised(known, calls.stand_ins(left)),
+            masks_recognised(values, calls.stand_ins(left)),
         ):
             value, count = loss_and_count(loss(model, rebuild(given)), loss)
             if program is not None:
