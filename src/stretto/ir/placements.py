@@ -331,8 +331,8 @@ class Placer:
     def _shared(
         self, op: Op, given: Sequence[Placement], specs: Sequence[TensorSpec]
     ) -> Sequence[TensorSpec]:
-        """Operands of attention with all heads that ranks have: one head of keys, which a rank's queries share,
-        is a part of several, or the only one."""
+        """Operands of attention with all heads that ranks have: one head of keys, which a rank's queries
+        share, is a part of several, or the only one."""
         if "scaled_dot_product" not in op.target:
             return specs
         first = 1 if "_backward" in op.target else 0
