@@ -55,7 +55,7 @@ class NotConstantError(Exception):
     """A value does not follow from the calls that made it."""
 
 
-class _OfConstants(TorchDispatchMode):
+class _OfConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if parts.draws(op, args, named) or "empty" in op.overloadpacket.__name__:

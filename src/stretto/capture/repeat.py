@@ -219,8 +219,8 @@ class Layers:
             raise NotRepeatedError(f"{name} is called twice: its gradients are sums")
         tensors: list[Tensor] = []
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        key = group, state, _structure((args, kwargs), tensors, self._kept)
-        key = *key, tuple(map(self._known.number, tensors))
+        given_as = _structure((args, kwargs), tensors, self._kept)
+        key = group, state, given_as, tuple(map(self._known.number, tensors))
         kind = self._kinds.setdefault(key, len(self._kinds))
         grads = [at for at, x in enumerate(tensors) if x.requires_grad and torch.is_grad_enabled()]
         begin = len(self._segments.names) - 1
