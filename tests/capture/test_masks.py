@@ -91,21 +91,34 @@ CAUSAL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("loss", [without_cache, with_cache])
-@pytest.mark.parametrize("name", CAUSAL)
+SLOW = pytest.mark.slow
+LEAN = [("LlamaForCausalLM", without_cache), ("GPT2LMHeadModel", with_cache)]
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        *LEAN,
+        *(
+            pytest.param(name, loss, marks=SLOW)
+            for name in CAUSAL
+            for loss in (without_cache, with_cache)
+            if (name, loss) not in LEAN
+        ),
+    ],
+)
 def test_models_of_transformers_call_the_kernel_that_they_call_in_training(name: str, loss: Any) -> None:
     model = from_transformers(name, **CAUSAL[name])
-    ids = tokens(2)
-    batch = {"input_ids": ids, "labels": ids}
+    batch = ids_of(2)
     found = calls_of(trace(model, batch, loss))
     assert found == plain_calls(model, loss, batch)
     assert {(causal, mask) for _, causal, mask in found} == {(True, False)}
     assert len(found) == 3
 
 
-def _with(**more: Any) -> Callable[[], dict[str, Tensor]]:
-    ids = tokens(4)
-    return lambda: {"input_ids": ids, "labels": ids.clone(), **more}
+def ids_of(rows: int = 4) -> dict[str, Tensor]:
+    ids = tokens(rows)
+    return {"input_ids": ids, "labels": ids.clone()}
 
 
 PADDED = torch.ones(4, T, dtype=torch.int64).index_fill(1, torch.tensor([5, 6]), 0)
@@ -115,23 +128,21 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2]]).expand(4, T)
 @pytest.mark.parametrize(
     ("name", "config", "more"),
     [
-        ("MistralForCausalLM", {"sliding_window": 4}, {}),
+        pytest.param("MistralForCausalLM", {"sliding_window": 4}, {}, marks=SLOW),
         ("LlamaForCausalLM", {}, {"attention_mask": PADDED}),
-        ("LlamaForCausalLM", {}, {"position_ids": PACKED}),
-        ("Gemma3ForCausalLM", {"sliding_window": 4, "head_dim": 8, "layer_types": None}, {}),
+        pytest.param("LlamaForCausalLM", {}, {"position_ids": PACKED}, marks=SLOW),
     ],
-    ids=["window", "padding", "packed", "windows in turn"],
+    ids=["window", "padding", "packed"],
 )
 def test_masks_of_transformers_that_hide_more_stay(
     name: str, config: dict[str, Any], more: dict[str, Tensor]
 ) -> None:
-    model = from_transformers(name, **{**SMALL, **{k: v for k, v in config.items() if v is not None}})
-    batch = _with(**more)()
-    loss = without_cache
-    traced = trace(model, batch, loss, microbatches=2)
-    assert any(mask for _, _, mask in calls_of(traced))
+    model = from_transformers(name, **{**SMALL, **config})
+    batch = {**ids_of(), **more}
+    traced = trace(model, batch, without_cache, microbatches=2)
+    assert all(mask for _, _, mask in calls_of(traced))
     found = run(plan_of(job_of(traced, 2, 2), "zb-h1"), model, batch)
-    assert_equal(found, plain(model, batch, loss), 1e-5)
+    assert_equal(found, plain(model, batch, without_cache), 1e-5)
 
 
 def test_layers_whose_windows_differ_keep_each_their_own() -> None:
@@ -139,7 +150,7 @@ def test_layers_whose_windows_differ_keep_each_their_own() -> None:
     config = {**SMALL, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 4}
     kinds = ["sliding_attention", "full_attention"] * 2
     model = from_transformers("Gemma3ForCausalLM", **config, layer_types=kinds)
-    batch = _with()()
+    batch = ids_of()
     traced = trace(model, batch, without_cache, microbatches=2)
     assert [mask for _, _, mask in calls_of(traced)] == [True, False] * 2
     found = run(plan_of(job_of(traced, 2, 2)), model, batch)
@@ -224,6 +235,10 @@ CAUSAL_BY_HAND = [
 ]
 
 
+NUMBERS = (_compared, _lowest)
+"""Those that are run."""
+
+
 @pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("mask", CAUSAL_BY_HAND)
 def test_masks_made_by_hand_are_recognised(mask: Callable[[Tensor], Tensor], once: bool) -> None:
@@ -231,7 +246,8 @@ def test_masks_made_by_hand_are_recognised(mask: Callable[[Tensor], Tensor], onc
     traced = trace(model, x, square, microbatches=2)
     assert [(causal, mask) for _, causal, mask in calls_of(traced)] == [(True, False)] * 3
     assert not [item for item in traced.ops if "tril" in item.op.target or "arange" in item.op.target]
-    assert_equal(run(plan_of(job_of(traced, 2, 2)), model, x), plain(model, x, square), 1e-5)
+    if mask in NUMBERS:
+        assert_equal(run(plan_of(job_of(traced, 2, 2)), model, x), plain(model, x, square), 1e-5)
 
 
 def test_a_mask_that_hides_nothing_is_left_out() -> None:
@@ -297,7 +313,7 @@ def test_masks_that_are_not_exactly_causal_stay(mask: Callable[[Tensor], Tensor]
     model, x = Hand(mask), torch.randn(4, T, 8)
     traced = trace(model, x, square, microbatches=2)
     assert [(causal, mask) for _, causal, mask in calls_of(traced)] == [(False, True)] * 3
-    if not any(item.op.random for item in traced.ops):
+    if mask in (_written_through_data, _window):
         assert_equal(run(plan_of(job_of(traced, 2, 2)), model, x), plain(model, x, square), 1e-5)
 
 
@@ -356,9 +372,6 @@ def test_queries_of_another_length_than_keys_keep_their_mask() -> None:
     assert call[1:] == (False, True)
 
 
-ATTENTION = "scaled_dot_product"
-
-
 def job_calls(job: stretto.Job) -> list[tuple[bool, bool]]:
     return [
         (op.args[4] is True, dict(op.kwargs).get("attn_mask") is not None)
@@ -372,17 +385,26 @@ def job_calls(job: stretto.Job) -> list[tuple[bool, bool]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp": 2},
-        {"tp": 2, "sequence_parallel": True, "pp": 2},
-        {"tp": 4},
-        {"pp": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b"},
-        {"pp": 2, "recompute": "full"},
+        {"tp": 2, "sequence_parallel": True},
+        *(
+            pytest.param(layout, marks=SLOW)
+            for layout in (
+                {"tp": 2},
+                {"tp": 4, "sequence_parallel": True, "pp": 2},
+                {"pp": 2, "virtual_stages": 2, "schedule": "interleaved-1f1b"},
+                {"pp": 2, "recompute": "full"},
+            )
+        ),
     ],
     ids=str,
 )
 def test_layouts_keep_the_kernel(layout: dict[str, Any]) -> None:
     sizes = {**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-    sizes |= {"num_hidden_layers": 4, "vocab_size": 64, "intermediate_size": 48}
+    sizes |= {
+        "num_hidden_layers": 4 if "virtual_stages" in layout else 2,
+        "vocab_size": 64,
+        "intermediate_size": 48,
+    }
     model = from_transformers("LlamaForCausalLM", **sizes).double()
     ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
@@ -395,7 +417,7 @@ def test_layouts_keep_the_kernel(layout: dict[str, Any]) -> None:
 def test_chunks_of_a_sequence_read_the_keys_that_they_may_see() -> None:
     model = from_transformers("LlamaForCausalLM", **SMALL)
     ids = tokens(4, columns=8)
-    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch = {"input_ids": ids, "labels": ids}
     job = stretto.capture(
         model, batch, huggingface_loss, stretto.Parallel(pp=1, microbatches=2, ampipe_degree=2)
     )
@@ -416,7 +438,7 @@ FLASH = "aten._scaled_dot_product_flash_attention.default"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA: its own choices are captured")
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("degree", [1, pytest.param(2, marks=SLOW)])
 def test_models_of_transformers_take_flash_attention_on_cuda(degree: int) -> None:
     import transformers
 
@@ -432,6 +454,8 @@ def test_models_of_transformers_take_flash_attention_on_cuda(degree: int) -> Non
         precision="bf16",
         device="cuda",
     )
-    found = [op for s in job.stages for ops in s.ops.values() for op in ops if ATTENTION in op.target]
+    found = [
+        op for s in job.stages for ops in s.ops.values() for op in ops if "scaled_dot_product" in op.target
+    ]
     assert {op.target for op in found} == {FLASH, FLASH.replace(".default", "_backward.default")}
     assert all(op.args[4] is True for op in found if op.target == FLASH)
