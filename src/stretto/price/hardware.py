@@ -12,15 +12,14 @@ Reads a description, touches no device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 
-from stretto.backend.dispatch import resolve
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
-from stretto.ir.program import CHUNK, INDEX, Job, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, INDEX, Job, Op, Ref
+from stretto.price.attention import attention_product, kernel_part
 from stretto.price.cluster_file import Hardware
 from stretto.price.convolution import convolution_products
 from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
@@ -36,10 +35,6 @@ TF32_PART = 1 / 2
 """Rate of products in TF32 over that in half precision: 156 of 312 TFLOP/s on the A100's sheet; assumed of
 other devices. PyTorch uses it for convolutions of float32 unless it is told not to
 (`torch.backends.cudnn.allow_tf32`)."""
-
-BACKWARD_PRODUCTS = 5
-"""Products of a fused attention's backward, of its forward's 2: the scores again, and four gradients (Dao et
-al. 2022, arXiv 2205.14135, algorithm 4)."""
 
 
 def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
@@ -108,7 +103,8 @@ def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
     attention = attention_product(op, specs)
     if attention is not None:
         product, count = attention
-        return max(count * _product_us(product, hardware) / part, hardware.op_us(0.0, moved))
+        rate = part * kernel_part(op, hardware.roof.efficiency)
+        return max(count * _product_us(product, hardware) / rate, hardware.op_us(0.0, moved))
     if "convolution" in op.target and _dtype(op) == "float32":
         part = TF32_PART
     products = convolution_products(op, specs)
@@ -126,40 +122,6 @@ def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
 def _product_us(product: Matmul, hardware: Hardware) -> float:
     """A product's time by arithmetic alone, without the shortest time of a kernel."""
     return matmul_us(product, 0.0, hardware.roof) - hardware.roof.efficiency.kernel_us
-
-
-def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, float] | None:
-    """(one product, how many of its size) of a fused attention, None for other ops.
-
-    A causal mask halves the products, because blocks above the diagonal are passed over.
-    """
-    if "scaled_dot_product" not in op.target:
-        return None
-    backward = "_backward" in op.target
-    names = _tensors(op)[1:3] if backward else _tensors(op)[:2]
-    query, key = (specs[name].shape for name in names)
-    batch = 1
-    for size in query[:-2]:
-        batch *= size
-    product = Matmul(query[-2], key[-2], query[-1], batch)
-    count = BACKWARD_PRODUCTS if backward else 2
-    return product, count / 2 if _is_causal(op) else float(count)
-
-
-def _is_causal(op: Op) -> bool:
-    given = dict(op.kwargs).get("is_causal")
-    if given is not None:
-        return bool(given)
-    at = _argument(op.target, "is_causal")
-    return at is not None and at < len(op.args) and op.args[at] is True
-
-
-@cache
-def _argument(target: str, name: str) -> int | None:
-    """Where an op's schema has an argument."""
-    schema = getattr(resolve(target), "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return names.index(name) if name in names else None
 
 
 def _tensors(op: Op) -> list[str]:
