@@ -68,7 +68,7 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
     parser.feed(page)
     assert parser.open == []
     assert parser.loads == []
-    for words in ("Predicted against measured", "Timelines", "Loss", "Summary", "Settings", "model.hidden"):
+    for words in ("Measured against predicted", "Timelines", "Loss", "Summary", "Settings", "model.hidden"):
         assert words in page
     assert "&lt;b&gt;" in page
     assert "Left out" not in page
@@ -148,7 +148,7 @@ def test_report_command_on_a_run_and_on_a_plan(run_dir: Path) -> None:
     page = run_dir / "report.html"
     result = CliRunner().invoke(report_command, [str(run_dir), "-o", str(page)])
     assert result.exit_code == 0, result.output
-    assert "Predicted against measured" in result.output
+    assert "Measured against predicted" in result.output
     assert page.read_text().startswith("<!doctype html>")
     result = CliRunner().invoke(report_command, [str(run_dir / "plan.json")])
     assert result.exit_code == 0, result.output
@@ -160,7 +160,7 @@ def test_the_terminal_report_fits_100_columns(run_dir: Path) -> None:
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.splitlines())) <= 100
     for words in (
-        "Predicted against measured",
+        "Measured against predicted",
         "What binds the bound: rank",
         "Communication, measured",
         "Costliest ops",

@@ -86,7 +86,7 @@ def test_a_run_learns_and_leaves_what_a_report_needs(
     for said in (
         "held-out loss",
         "a sample, continuing",
-        "Predicted against measured",
+        "Measured against predicted",
         "report.html",
         "trace",
     ):

@@ -45,7 +45,7 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Show a run, or a plan: predicted against measured, what is hidden, the bound, the costliest ops."""
+    """Show a run, or a plan: measured against predicted, what is hidden, the bound, the costliest ops."""
     writers: dict[str, Callable[[Run, Path], object]] = {
         ".html": lambda run, path: write_file(path, render(run)),
         TRACE: lambda run, path: save_perfetto(_timelines(run), path, run.plan),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from stretto.files.form import Amount, Fits, Share
+from stretto.ir.compared import against
 from stretto.ir.curve import Curve
 from stretto.ir.processor import Processor
 
@@ -140,4 +141,4 @@ class Prediction:
     @property
     def gap(self) -> float:
         """How far the plan is from its bound: 0.05 is five percent above it."""
-        return self.step_us / self.bound_us - 1.0 if self.bound_us else 0.0
+        return against(self.step_us, self.bound_us) or 0.0

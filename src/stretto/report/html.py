@@ -78,11 +78,7 @@ def _subtitle(run: Run) -> str:
     words = [str(run.path)]
     if run.plan is not None:
         schedule = run.plan.schedule
-        where = _count(run.plan.ranks, "rank")
-        if run.plan.job.axes:
-            axes = " x ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
-            where = f"{_count(run.plan.ranks, 'place')} of {axes} ({_count(run.plan.world, 'rank')})"
-        words.append(f"{schedule.family}, {_count(schedule.stages, 'stage')} on {where}")
+        words.append(f"{schedule.family}, {_count(schedule.stages, 'stage')} on {run.plan.where}")
         words.append(_count(run.plan.job.microbatches, "microbatch", "es"))
         words.append(f"costs: {run.plan.costs.source}")
     return " · ".join(words)
@@ -132,7 +128,7 @@ def _line(timeline: Timeline) -> str:
     exposed = ", ".join(
         f"{axis} {format_us(us)}" for axis, us in sorted(timeline.exposed_us.items()) if us > 0.0
     )
-    return f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the ranks)"
+    return f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the {timeline.counted})"
 
 
 def more_findings(run: Run) -> list[str]:
