@@ -77,6 +77,14 @@ NO_LINK = Link(0.0, math.inf, 0.0, "no messages")
 
 
 @dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a device computes of a job's arithmetic, in FLOP a microsecond. source: of that rate."""
+
+    flops_per_us: Annotated[float, Fits(lambda rate: 0 < rate < math.inf, "a rate above 0")]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Predicted times. op_us[(stage, op name)] on the compute lane: for the start of a communication that is
     what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
@@ -90,6 +98,7 @@ class Costs:
     processor: what only processors do that others share (`stretto.ir.processor`); None on accelerators.
     op_how[(stage, op name)]: how an op's time is known, in a word, where `source` does not say it for all
         (`stretto.price.priced`).
+    peak: of one device; None where no sheet says, as of processors. Predictions do not use it.
     """
 
     op_us: Mapping[tuple[int, str], Amount] = field(repr=False)
@@ -102,6 +111,7 @@ class Costs:
     skew: Amount = 0.0
     processor: Processor | None = None
     op_how: Mapping[tuple[int, str], str] = field(default_factory=dict, repr=False)
+    peak: Peak | None = None
 
     def how(self, stage: int, name: str) -> str:
         """How an op's time is known."""

@@ -24,25 +24,9 @@ def findings(
     if prediction is not None:
         step_us = prediction.step_us if measured is None else measured.step_us
         bound_us = prediction.bound_us
-        gap = against(step_us, bound_us) or 0.0
-        word = "step" if measured is None else "measured step"
-        if gap < -SHOWN:
-            # The bound is of ranks at even speed; chance may make a step of uneven ones a little faster.
-            why = (
-                "which takes ranks at their mean speed: it is as good as it can be"
-                if measured is None
-                else "so the plan's costs are too high: measure them again"
-            )
-            said.append(
-                f"The {word} ({format_us(step_us)}) is {slower(gap)} the lower bound "
-                f"({format_us(bound_us)}), {why}."
-            )
-        else:
-            said.append(
-                f"No order of this work can be faster than {format_us(bound_us)}; "
-                f"the {word} is {format_share(max(0.0, gap))} above that ({format_us(step_us)})."
-            )
-        said.append(f"What binds the bound: {prediction.binds}.")
+        if bound_us:
+            word = "step" if measured is None else "measured step"
+            said += [_beside_bound(word, step_us, bound_us), f"What binds the bound: {prediction.binds}."]
         if measured is not None:
             change = slower(against(measured.step_us, prediction.step_us) or 0.0)
             said.append(f"The measured step is {change} predicted ({format_us(prediction.step_us)}).")
@@ -50,6 +34,22 @@ def findings(
         said += _communication(shown)
         said += _idle(shown)
     return tuple(said)
+
+
+def _beside_bound(word: str, step_us: float, bound_us: float) -> str:
+    gap = against(step_us, bound_us) or 0.0
+    if gap >= -SHOWN:
+        best = f"No order of this work can be faster than {format_us(bound_us)}"
+        if gap < SHOWN:
+            return f"{best}; the {word} takes just that."
+        return f"{best}; the {word} is {format_share(gap)} above that ({format_us(step_us)})."
+    # The bound is of ranks at even speed; chance may make a step of uneven ones a little faster.
+    why = (
+        "which takes ranks at their mean speed: it is as good as it can be"
+        if word == "step"
+        else "so the plan's costs are too high: measure them again"
+    )
+    return f"The {word} ({format_us(step_us)}) is {slower(gap)} the lower bound ({format_us(bound_us)}), {why}."
 
 
 def _communication(timeline: Timeline) -> list[str]:

@@ -207,7 +207,7 @@ class _Picture:
     def _box(self, style: str, span: Span, end_us: float, y: float, height: float) -> float:
         x, width = self.x(span.start_us), self.x(end_us) - self.x(span.start_us)
         self.out.append(
-            f'<rect class="{style}" x="{x:.2f}" y="{y:.1f}" width="{width:.3g}" height="{height:g}">'
+            f'<rect class="{style}" x="{x:.2f}" y="{y:.1f}" width="{width:.6g}" height="{height:g}">'
             f"<title>{escape(self._tooltip(span))}</title></rect>"
         )
         return width

@@ -26,9 +26,10 @@ def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
     rows += [
         (f"bubble (mean of the {timeline.counted})", format_us(bubble_us), _share(bubble_us, step_us)),
         (f"peak memory (highest {timeline.counted[:-1]})", format_bytes(max(prediction.peak_bytes, default=0)), ""),
-        ("lower bound", format_us(prediction.bound_us), ""),
-        ("gap to the bound", beside_bound(prediction.step_us, prediction.bound_us), ""),
     ]
+    if prediction.bound_us:
+        rows.append(("lower bound", format_us(prediction.bound_us), ""))
+        rows.append(("gap to the bound", beside_bound(prediction.step_us, prediction.bound_us), ""))
     return Grid("The step", ("", KINDS.get(timeline.source, timeline.source), "of the step"), tuple(rows))
 
 
@@ -73,9 +74,10 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
             (f"peak memory, {measured.who(rank)}", format_bytes(expected), format_bytes(held), change)
         )
     bound_us = prediction.bound_us
-    rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))
-    gaps = (beside_bound(step_us, bound_us) for step_us in (prediction.step_us, measured.step_us))
-    rows.append(("gap to the bound", *gaps, ""))
+    if bound_us:
+        rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))
+        gaps = [beside_bound(step_us, bound_us) for step_us in (prediction.step_us, measured.step_us)]
+        rows.append(("gap to the bound", gaps[0], gaps[1], ""))
     caption = "difference: measured against predicted; + is longer, or more, than predicted"
     head = ("", "predicted", "measured", "difference")
     return Grid("Measured against predicted", head, tuple(rows), caption=caption)
