@@ -16,7 +16,8 @@ def test_more_than_was_predicted_is_plus(measured: float, predicted: float, word
 
 
 @pytest.mark.parametrize(
-    ("difference", "words"), [(0.031, "3.1% slower than"), (-0.2, "20.0% faster than"), (0.0001, "as long as")]
+    ("difference", "words"),
+    [(0.031, "3.1% slower than"), (-0.2, "20.0% faster than"), (0.0001, "as long as")],
 )
 def test_differences_in_sentences(difference: float, words: str) -> None:
     assert slower(difference) == words

@@ -20,7 +20,13 @@ from stretto.schedule.families import make_schedule
 from stretto.simulate import simulate
 from tests.synthetic_comm import make_comm_plan
 
-NAMES = {"pp": "pp 0>1 e0:0", "dp": "dp 0.0", "cp": "cp all_gather k", "ep": "ep all_to_all_sized x", "tp": "tp all_reduce m"}
+NAMES = {
+    "pp": "pp 0>1 e0:0",
+    "dp": "dp 0.0",
+    "cp": "cp all_gather k",
+    "ep": "ep all_to_all_sized x",
+    "tp": "tp all_reduce m",
+}
 
 
 def plan_of(family: str = "1f1b", microbatches: int = 4, **how: float) -> Plan:

@@ -163,7 +163,9 @@ def test_svg_boxes_are_as_wide_as_their_times(timeline: Timeline) -> None:
 
 
 def test_svg_has_every_lane_that_carries_something() -> None:
-    plan = make_comm_plan(make_schedule("1f1b", 2, 4), axes=(("dp", 2), ("tp", 2)), tied=True, collective_us=0.001)
+    plan = make_comm_plan(
+        make_schedule("1f1b", 2, 4), axes=(("dp", 2), ("tp", 2)), tied=True, collective_us=0.001
+    )
     timeline = simulate(plan)
     words = texts(report.draw([timeline]))
     wanted = {"sums" if lane == "loss" or lane.startswith("tied") else lane for lane in lanes_of(timeline)}

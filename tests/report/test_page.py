@@ -160,17 +160,19 @@ WIDTHS = """<script>(async () => {
   const page = document.documentElement;
   for (let k = 0; k < 200 && !page.dataset.ready; k++) await new Promise((done) => setTimeout(done, 20));
   const wide = [...document.querySelectorAll("main *")].filter((e) => !e.closest(".scroll, svg"))
-    .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5).map((e) => `${e.tagName}.${e.className}`);
+    .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5)
+    .map((e) => `${e.tagName}.${e.className}`);
   page.dataset.width = `${innerWidth} ${page.scrollWidth} ${wide.join(" ")}`;
 })();</script></body>"""
 
 
 @pytest.mark.parametrize("width", [500, 360])
 def test_the_page_holds_on_a_narrow_screen(page: Path, width: int) -> None:
-    """Nothing is wider than the screen; tables scroll inside. A frame, as no window is narrower than 500 px."""
+    """Nothing is wider than the screen; tables scroll inside. A frame, as windows are of 500 px at least."""
     narrow = page.with_name(f"narrow{width}.html")
     inside = page.read_text(encoding="utf-8").replace("</body>", WIDTHS)
-    frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(inside, quote=True)}"></iframe>'
+    style = f"width:{width}px;height:900px;border:0"
+    frame = f'<iframe style="{style}" srcdoc="{escape(inside, quote=True)}"></iframe>'
     tell = """<script>setInterval(() => {
       const told = document.querySelector("iframe").contentDocument.documentElement.dataset.width;
       if (told) document.documentElement.dataset.told = told;

@@ -155,11 +155,16 @@ def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
     assert run.plan is None
     assert run.prediction == whole.prediction
     assert run.notes == [
-        f"plan.json is of version 3, and this Stretto reads version {VERSION}. Left out: ops inside actions, the "
-        "costliest ops, and what would help by the plan's settings."
+        f"plan.json is of version 3, and this Stretto reads version {VERSION}. Left out: ops inside actions, "
+        "the costliest ops, and what would help by the plan's settings."
     ]
     page = render(run)
-    for words in ("Measured against predicted", "lower bound", "1f1b, 2 stages on 2 ranks", "plan.json is of version 3"):
+    for words in (
+        "Measured against predicted",
+        "lower bound",
+        "1f1b, 2 stages on 2 ranks",
+        "plan.json is of version 3",
+    ):
         assert words in page
     result = CliRunner().invoke(report_command, [str(run_dir)])
     assert result.exit_code == 0, result.output
@@ -169,7 +174,9 @@ def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
     assert bare.prediction is not None
     assert bare.prediction.step_us == whole.prediction.step_us if whole.prediction else False
     assert "The lower bound is not known" in " ".join(bare.notes)
-    assert "lower bound" not in str(comparison_grid(bare.prediction, bare.measured).rows if bare.measured else "")
+    assert "lower bound" not in str(
+        comparison_grid(bare.prediction, bare.measured).rows if bare.measured else ""
+    )
     assert "faster than 0" not in render(bare)
 
 

@@ -113,7 +113,7 @@ class TypedFile(Generic[T]):
             )
 
     def other_version(self, path: str | os.PathLike[str]) -> int | None:
-        """The version of a file of this kind that `load` refuses for its version alone; None for all others."""
+        """The version of a file of this kind that `load` refuses for that; None for all others."""
         try:
             data = parse_json(read_text(path, self.what))
         except (UsageError, ValueError):

@@ -277,7 +277,8 @@ class Plan:
         wish = asked if isinstance(asked, str) else f"to hold at most {asked:,} bytes"
         if not any(self.again_us):
             return f"{wish}: nothing needs to be computed again"
-        return f"{wish}: {', '.join(f'{us / 1000:.1f}' for us in self.again_us)} ms of the compute by {self.counted}"
+        times = ", ".join(f"{us / 1000:.1f}" for us in self.again_us)
+        return f"{wish}: {times} ms of the compute by {self.counted}"
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: readable, versioned; equal plans give equal bytes. Raises StrettoError."""

@@ -37,7 +37,9 @@ def named_peak(job: Job, name: str) -> Peak | None:
 
 def device_peak(job: Job, device: Device) -> Peak:
     """The job's peak on a device of the catalogue."""
-    return job_peak(job, device.number("peak_tflops") * 1e6, f"{device.name}, {device.figures['peak_tflops']}")
+    return job_peak(
+        job, device.number("peak_tflops") * 1e6, f"{device.name}, {device.figures['peak_tflops']}"
+    )
 
 
 def job_peak(job: Job, half_flops_per_us: float, source: str) -> Peak:

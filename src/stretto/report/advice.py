@@ -53,7 +53,9 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
             continue
         reason, words = _why(group, traffic, timeline, plan)
         told = f"{format_us(traffic.exposed_us)} ({format_share(share)})"
-        rows.append((group.name, told, words, help_for(reason, group.name, plan, _compute_us(timeline), traffic)))
+        rows.append(
+            (group.name, told, words, help_for(reason, group.name, plan, _compute_us(timeline), traffic))
+        )
     if not rows:
         return None
     head = ("", f"exposed, mean of the {timeline.counted}", "why", "what would help")
@@ -83,17 +85,22 @@ def _why(group: _Group, traffic: Traffic, timeline: Timeline, plan: Plan | None)
         return Reason.OFF, "the plan waits for each as soon as it is started (overlap = off)"
     after_us = _after_us(group, timeline) / timeline.ranks
     if after_us >= MOST * exposed_us:
-        return Reason.END, f"{format_us(after_us)} of it is after a rank's last op, with nothing left to hide it"
+        return (
+            Reason.END,
+            f"{format_us(after_us)} of it is after a rank's last op, with nothing left to hide it",
+        )
     before_us = _before_us(group, timeline) / timeline.ranks
     if before_us >= MOST * exposed_us:
         return Reason.BEGIN, f"{format_us(before_us)} of it is before a rank's first op: the pipeline fills"
     if traffic.total_us > compute_us:
-        words = f"it takes {format_us(traffic.total_us)}, and all compute that could hide it {format_us(compute_us)}"
-        return Reason.NETWORK, words
+        times = format_us(traffic.total_us), format_us(compute_us)
+        return Reason.NETWORK, f"it takes {times[0]}, and all compute that could hide it {times[1]}"
     latency = _latency(group, plan)
     if latency >= MOST:
         count, mean = len(group.messages), sum(s.nbytes for s in group.messages) / len(group.messages)
-        words = f"{count:,} of {format_bytes(mean)} on average: {format_share(latency)} of their time is latency"
+        words = (
+            f"{count:,} of {format_bytes(mean)} on average: {format_share(latency)} of their time is latency"
+        )
         return Reason.LATENCY, words
     return Reason.ORDER, "what needs it follows too soon: there are not enough other ops to run meanwhile"
 
@@ -103,8 +110,8 @@ def _compute_us(timeline: Timeline) -> float:
 
 
 def _late_us(group: _Group, timeline: Timeline) -> float:
-    """How long a rank waits, on average, for other ranks along the axis: measured timelines say. Between places
-    such waiting is a bubble."""
+    """How long a rank waits, on average, for other ranks along the axis: measured timelines say. Between
+    places such waiting is a bubble."""
     if group.axis == PIPELINE or not timeline.busy_us:
         return 0.0
     return sum(stall.us for stall in timeline.stalls if stall.axis == group.axis) / len(timeline.busy_us)

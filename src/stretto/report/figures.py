@@ -1,5 +1,5 @@
-"""What a report says of a plan beside its timelines, in a few numbers: kept in a run's folder, so that a run can
-be reported when its plan file is of another version.
+"""What a report says of a plan beside its timelines, in a few numbers: kept in a run's folder, so that a run
+can be reported when its plan file is of another version.
 
 May touch `stretto.ir` and `stretto.files`.
 """
@@ -16,8 +16,8 @@ from stretto.ir.work import Work, work_of
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """name: of the job. where: on what it runs, in words. costs: where they are from. world: ranks of the run.
-    prediction: None for a plan without one. work: of a rank in a step."""
+    """name: of the job. where: on what it runs, in words. costs: where they are from. world: ranks of the
+    run. prediction: None for a plan without one. work: of a rank in a step."""
 
     name: str
     schedule: str

@@ -49,7 +49,9 @@ def _beside_bound(word: str, step_us: float, bound_us: float) -> str:
         if word == "step"
         else "so the plan's costs are too high: measure them again"
     )
-    return f"The {word} ({format_us(step_us)}) is {slower(gap)} the lower bound ({format_us(bound_us)}), {why}."
+    return (
+        f"The {word} ({format_us(step_us)}) is {slower(gap)} the lower bound ({format_us(bound_us)}), {why}."
+    )
 
 
 def _communication(timeline: Timeline) -> list[str]:

@@ -62,7 +62,8 @@ def _on(plan: Plan | None) -> str:
 
 
 def _filled(plan: Plan | None) -> str:
-    return f"more microbatches{_now(plan, lambda p: p.job.microbatches)}: the pipeline fills once for all of them"
+    now = _now(plan, lambda p: p.job.microbatches)
+    return f"more microbatches{now}: the pipeline fills once for all of them"
 
 
 def _less(name: str, plan: Plan | None) -> Iterator[str]:
@@ -80,11 +81,14 @@ def _less(name: str, plan: Plan | None) -> Iterator[str]:
         )
     elif name == CP.name:
         yield (
-            f"fewer cp ranks{of_size}, or longer sequences: attention's compute grows with the square of their "
-            "length, its messages with the length"
+            f"fewer cp ranks{of_size}, or longer sequences: attention's compute grows with the square of "
+            "their length, its messages with the length"
         )
     elif name == EP.name:
-        yield f"experts shared by fewer ranks{of_size} or within a node, or a smaller capacity or parallel.ep_buffer"
+        yield (
+            f"experts shared by fewer ranks{of_size} or within a node, or a smaller capacity or "
+            "parallel.ep_buffer"
+        )
     elif size == 2:
         yield "tp = 1 where the model fits, or tp within a node"
     else:
@@ -113,10 +117,11 @@ def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
         yield from _ahead(plan)
         return
     if plan is None:
-        yield 'parallel.overlap = "window" and two microbatches or more: one computes while another communicates'
+        yield 'parallel.overlap = "window" and two microbatches or more: one computes, another communicates'
         return
     if plan.overlap != "window" and plan.job.overlap != "window":
-        yield f'parallel.overlap = "window" (now "{plan.job.overlap}"), which has ops of two microbatches to choose from'
+        now = f'(now "{plan.job.overlap}")'
+        yield f'parallel.overlap = "window" {now}, which has ops of two microbatches to choose from'
     if name == DP.name:
         yield (
             "more compute in the last backward, which alone can hide sums of gradients: larger microbatches "
@@ -146,11 +151,12 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
             f"borders each way, with {plan.ranks} it crosses {plan.ranks - 1}"
         )
     if schedule.family in ("gpipe", "1f1b"):
-        yield f'parallel.schedule = "eager-1f1b" (now "{schedule.family}"), which is a microbatch further ahead'
+        now = f'(now "{schedule.family}")'
+        yield f'parallel.schedule = "eager-1f1b" {now}, which is a microbatch further ahead'
     elif not plan.schedule_why:
         yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
     if plan.job.max_live is not None:
-        yield f"a higher parallel.max_live (now {plan.job.max_live}), which lets more microbatches be under way"
+        yield f"a higher parallel.max_live (now {plan.job.max_live}): more microbatches may be under way"
     yield from _less(PP.name, plan)
 
 

@@ -130,7 +130,9 @@ def _line(timeline: Timeline) -> str:
     exposed = ", ".join(
         f"{axis} {format_us(us)}" for axis, us in sorted(timeline.exposed_us.items()) if us > 0.0
     )
-    return f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the {timeline.counted})"
+    return (
+        f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the {timeline.counted})"
+    )
 
 
 def more_findings(run: Run) -> list[str]:

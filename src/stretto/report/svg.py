@@ -48,7 +48,7 @@ SMALL_CHAR_PX = 5.6
 """The same for the 9 px text on messages, and of the legend's letters above that: assumed."""
 LEGEND_CHAR_PX = 6.3
 EDGED_PX = 4.0
-"""Exposed boxes of this width and more have an edge, which would make a narrower one seem longer than it is."""
+"""Exposed boxes of this width and more have an edge, which would make a narrower one seem longer."""
 TICK_PX = 100
 """Between two times on the axis, at least."""
 
@@ -218,7 +218,9 @@ class _Picture:
         for at, span in enumerate(together):
             if span.kind is not SpanKind.COMPUTE:
                 self.kinds.add(span.kind.value)
-                edged = span.kind is SpanKind.EXPOSED and self.x(span.end_us) - self.x(span.start_us) >= EDGED_PX
+                edged = (
+                    span.kind is SpanKind.EXPOSED and self.x(span.end_us) - self.x(span.start_us) >= EDGED_PX
+                )
                 self._box(f"{span.kind.value}{' edged' * edged}", span, span.end_us, y, height)
                 continue
             phase = span.phase.value if span.phase is not None else "F"

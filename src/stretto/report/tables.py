@@ -25,7 +25,11 @@ def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
     ]
     rows += [
         (f"bubble (mean of the {timeline.counted})", format_us(bubble_us), _share(bubble_us, step_us)),
-        (f"peak memory (highest {timeline.counted[:-1]})", format_bytes(max(prediction.peak_bytes, default=0)), ""),
+        (
+            f"peak memory (highest {timeline.counted[:-1]})",
+            format_bytes(max(prediction.peak_bytes, default=0)),
+            "",
+        ),
     ]
     if prediction.bound_us:
         rows.append(("lower bound", format_us(prediction.bound_us), ""))
@@ -61,7 +65,11 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
         ("exposed communication", prediction.exposed_us, SpanKind.EXPOSED),
         ("bubble", prediction.bubble_us, SpanKind.BUBBLE),
     ):
-        rows.append(_times(f"{name} (mean of the {measured.counted})", _mean(predicted), _mean(measured.by_rank(kind))))
+        rows.append(
+            _times(
+                f"{name} (mean of the {measured.counted})", _mean(predicted), _mean(measured.by_rank(kind))
+            )
+        )
         by_axis = prediction.exposed_axis_us if kind is SpanKind.EXPOSED else {}
         axes = [axis for axis in by_axis if any(by_axis[axis]) or measured.exposed_us.get(axis)]
         for axis in axes if len(axes) > 1 else ():

@@ -1,7 +1,7 @@
 """What a run leaves in its folder beside metrics and checkpoints, and the paths to tell the user.
 
-Rank 0 writes: settings.json, plan.json, figures.json, simulated.json, measured.json, observed.json, trace.perfetto-trace,
-summary.json, report.html. `stretto report` reads them.
+Rank 0 writes: settings.json, plan.json, figures.json, simulated.json, measured.json, observed.json,
+trace.perfetto-trace, summary.json, report.html. `stretto report` reads them.
 """
 
 from __future__ import annotations
