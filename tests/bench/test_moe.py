@@ -241,6 +241,6 @@ def test_the_command_prints_tables_and_writes_what_can_be_read(
         ("moe", "310mbit", ""),
     ]
     read = json.loads(out.read_text())
-    assert read["version"] == 1
+    assert read["version"] == VERSION
     assert read["races"][0]["setup"]["asked_rate"] == "balanced"
     moe_table(read["races"][0]).print()

@@ -26,6 +26,9 @@ Rate = Annotated[
 ]
 
 
+Speed = Annotated[float, Fits(lambda rate: rate > 0, "a rate above 0")]
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """What a message between two ranks costs: latency, gap, gap a byte and overhead of LogGP.
@@ -80,7 +83,7 @@ NO_LINK = Link(0.0, math.inf, 0.0, "no messages")
 class Peak:
     """The most that a device computes of a job's arithmetic, in FLOP a microsecond. source: of that rate."""
 
-    flops_per_us: Annotated[float, Fits(lambda rate: 0 < rate < math.inf, "a rate above 0")]
+    flops_per_us: Speed
     source: str
 
 

@@ -49,7 +49,7 @@ def ranks_grid(timeline: Timeline) -> Grid:
         for rank in range(timeline.ranks)
     )
     return Grid(
-        f"By rank, {KINDS.get(timeline.source, timeline.source)}",
+        f"By {timeline.counted[:-1]}, {KINDS.get(timeline.source, timeline.source)}",
         ("", "compute", "exposed", "bubble", "peak memory"),
         rows,
     )
