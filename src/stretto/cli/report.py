@@ -77,9 +77,9 @@ def _print(found: Run) -> None:
         console.print(f"- {words}", highlight=False)
     for timeline in timelines[-1:]:
         console.print(ranks_grid(timeline).rich())
-        console.print(traffic_grid([timeline]).rich())
-    for grid in (advice_of(found), rates_of(found), *grids_of_ranks(found)):
-        if grid is not None:
+    traffic = [traffic_grid([timeline]) for timeline in timelines[-1:]]
+    for grid in (*traffic, advice_of(found), rates_of(found), *grids_of_ranks(found)):
+        if grid is not None and grid.rows:
             console.print(grid.rich())
     if found.plan is not None:
         costliest = costliest_ops(found.plan, most=COSTLIEST, by_inputs=False)

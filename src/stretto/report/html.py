@@ -178,9 +178,8 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     right = "".join(_section(ranks_grid(timeline)) for timeline in timelines)
     sides = "".join(f"<div>{side}</div>" for side in (left, right) if side)
     body.append(f'<div class="pair">{sides}</div>')
-    if timelines:
-        body.append(_section(traffic_grid(timelines)))
-    body += [_section(grid) for grid in (advice_of(run), rates_of(run)) if grid is not None]
+    grids = [traffic_grid(timelines) if timelines else None, advice_of(run), rates_of(run)]
+    body += [_section(grid) for grid in grids if grid is not None and grid.rows]
     body += [_section(grid) for grid in grids_of_ranks(run)]
     picture = None if run.observed is None else draw_loads(run.observed)
     if picture is not None:
