@@ -44,8 +44,9 @@ def sums_within(step: Step, context: Context) -> Step:
 
 def least_us(plan: Plan, than_us: float = inf) -> float:
     """What the step takes with sums as they are, or at the end of last runs: where collectives share network
-    cards, a sum takes its part of what compute waits for. than_us: of another step; where sums cannot make
-    this one as fast, it is not asked. Raises PlanError for a plan whose ranks wait for each other for ever."""
+    cards, a sum takes its part of what compute waits for. than_us: of another step; the end is not tried
+    where no sums could make this one as fast. Raises PlanError for a plan whose ranks wait for each other for
+    ever."""
     step_us = simulate(plan).step_us
     if not plan.costs.shared or step_us - _sums_us(plan) >= than_us:
         return step_us
