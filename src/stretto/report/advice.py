@@ -58,8 +58,9 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
         )
     if not rows:
         return None
-    head = ("", f"exposed, mean of the {timeline.counted}", "why", "what would help")
-    return Grid("Why communication is exposed", head, rows, (0, 2, 3))
+    head = ("", "exposed", "why", "what would help")
+    caption = f"exposed: mean of the {timeline.counted}"
+    return Grid("Why communication is exposed", head, rows, (0, 2, 3), caption)
 
 
 def _groups(timeline: Timeline) -> list[_Group]:
