@@ -171,7 +171,10 @@ def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[st
     setup = {**asdict(Setup(pp=2)), "communication_over_compute": 1.0, "bound_s": 1.6, "binds": "compute"}
     tensor_table({"setup": setup, "rows": [row]}).print()
     warn_of_noise([row])
+    quick = {**row, "step_s": 1.5, "ratio_to_bound": 1.5 / 1.6}
+    tensor_table({"setup": setup, "rows": [row, quick]}).print()
     printed = capsys.readouterr()
+    assert printed.out.count("below it, as its costs are too high: window") == 1
     for text in ("window (as off)", "2.000", "1.500", "1.250", "+5.3%", "0.300", "50%,"):
         assert text in printed.out, text
     assert "The rounds of window spread by more than 15 %" in printed.err

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from stretto.ir.compared import against, signed
+from stretto.ir.compared import SHOWN, against, signed
 from stretto.report.grid import Columns, Grid, Row, grid_of
 
 NOISY = 1.15
@@ -34,7 +34,7 @@ def pipeline_table(race: Row) -> Grid:
         f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds",
         columns,
         race["rows"],
-        caption=f"PyTorch's best is {setup['torch_best']}; {_bound(setup)}",
+        caption=f"PyTorch's best is {setup['torch_best']}; {_bound(race)}",
     )
 
 
@@ -66,7 +66,7 @@ def tensor_table(race: Row) -> Grid:
         f"{setup['rate']}: communication takes {setup['communication_over_compute']:.2f} of compute",
         columns,
         race["rows"],
-        caption=f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds; {_bound(setup)}",
+        caption=f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds; {_bound(race)}",
     )
 
 
@@ -96,7 +96,7 @@ def moe_table(race: Row) -> Grid:
         columns,
         race["rows"],
         caption=f"{setup['layers']} blocks, {setup['microbatches']} microbatches a rank, medians of "
-        f"{setup['rounds']} rounds; {_bound(setup)}",
+        f"{setup['rounds']} rounds; {_bound(race)}",
     )
 
 
@@ -124,7 +124,7 @@ def unet_table(race: Row) -> Grid:
         columns,
         race["rows"],
         caption=f"{setup['microbatches']} microbatches of {setup['microbatch']}, medians of "
-        f"{setup['rounds']} rounds; {_bound(setup)}",
+        f"{setup['rounds']} rounds; {_bound(race)}",
     )
 
 
@@ -210,8 +210,12 @@ def _against(measured: str, predicted: str) -> tuple[Callable[[Row], str | None]
     return cell, "{}"
 
 
-def _bound(setup: Row) -> str:
-    return f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}"
+def _bound(race: Row) -> str:
+    """The bound, and who was faster than it, which costs that are right let nobody be."""
+    setup = race["setup"]
+    words = f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}"
+    below = [row["system"] for row in race["rows"] if row.get("ratio_to_bound", 1.0) < 1.0 - SHOWN]
+    return f"{words}; below it, as its costs are too high: {', '.join(below)}" if below else words
 
 
 def _value(value: object) -> str:

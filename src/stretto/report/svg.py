@@ -21,7 +21,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.lanes import rows_of, with_sums_together
-from stretto.report.words import format_bytes, format_share, format_us
+from stretto.report.words import KINDS, format_bytes, format_share, format_us
 from stretto.schedule.draw import action_label, tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
 
@@ -63,9 +63,9 @@ def save_svg(timeline: Timeline, path: Path) -> None:
 def draw(timelines: Sequence[Timeline], titles: Sequence[str] = ()) -> str:
     """Draw timelines above each other on a common time scale, as the text of an SVG.
 
-    titles: one for each timeline, or none (then `simulated` and `measured`).
+    titles: one for each timeline, or none (then `predicted` and `measured`).
     """
-    names = list(titles) or [timeline.source for timeline in timelines]
+    names = list(titles) or [KINDS.get(timeline.source, timeline.source) for timeline in timelines]
     assert len(names) == len(timelines), "one title a timeline"
     picture = _Picture(max([t.step_us for t in timelines] + [1e-9]))
     for timeline, title in zip(timelines, names, strict=True):
