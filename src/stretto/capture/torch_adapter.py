@@ -29,6 +29,8 @@ from stretto.capture.carried import Calls
 from stretto.capture.explain import at_fault
 from stretto.capture.float32_losses import LossesInFloat32, in_float32
 from stretto.capture.graphs import JointGraph
+from stretto.capture.known import Known
+from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
@@ -204,12 +206,13 @@ def export_joint(
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
     calls = Calls(("", model), ("the loss", loss))
+    values = Known()
     number: float | None = None
 
     def run(left: Mapping[str, Any], given: Leaves) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         nonlocal number
         if layers is not None:
-            layers.begin(segments)
+            layers.begin(segments, values)
         with (
             calls.one(left),
             nullcontext() if program is None else program.state(model),
@@ -218,6 +221,7 @@ def export_joint(
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
             LossesInFloat32() if float32_losses else nullcontext(),
+            masks_recognised(values, calls.stand_ins(left)),
         ):
             value, count = loss_and_count(loss(model, rebuild(given)), loss)
             value = in_float32(value) if float32_losses else value

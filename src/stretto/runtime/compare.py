@@ -1,4 +1,4 @@
-"""Predicted against measured, as plain text: what `print(runner.report())` shows on every rank, and a
+"""Measured against predicted, as plain text: what `print(runner.report())` shows on every rank, and a
 rehearsal of the place that ran."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
@@ -17,20 +18,20 @@ LINES = 8
 
 
 def line(name: str, predicted: float | None, measured: float | None, unit: tuple[float, str] = MS) -> str:
-    """One row of the table: both values, in microseconds or bytes, and how far the prediction is off."""
+    """One row of the table: both values, in microseconds or bytes, and the second against the first."""
     size, word = unit
     guess, took = ("-" if one is None else f"{one / size:.1f} {word}" for one in (predicted, measured))
-    off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else ""
-    return f"  {name:20}{guess:>14}{took:>14}{off:>10}".rstrip()
+    off = signed(against(measured, predicted), "") if predicted and measured else ""
+    return f"  {name:24}{guess:>14}{took:>14}{off:>10}".rstrip()
 
 
-def predicted_lines(found: Prediction, place: int) -> Iterator[str]:
+def predicted_lines(found: Prediction, place: int, prefix: str) -> Iterator[str]:
     """A place's accounts as predicted, where nothing is measured."""
-    yield line(f"rank {place} compute", found.compute_us[place], None)
+    yield line(f"{prefix}compute", found.compute_us[place], None)
     for axis, exposed_us in sorted(found.exposed_axis_us.items()):
-        yield line(f"rank {place} exposed {axis}", exposed_us[place], None)
-    yield line(f"rank {place} bubble", found.bubble_us[place], None)
-    yield line(f"rank {place} peak memory", found.peak_bytes[place], None, MIB)
+        yield line(f"{prefix}exposed {axis}", exposed_us[place], None)
+    yield line(f"{prefix}bubble", found.bubble_us[place], None)
+    yield line(f"{prefix}peak memory", found.peak_bytes[place], None, MIB)
 
 
 def place_lines(found: Prediction | None, measured: Timeline, place: int, prefix: str = "") -> Iterator[str]:
@@ -78,17 +79,18 @@ class Report:
 
     def __str__(self) -> str:
         found, measured = self.plan.prediction, self.measured
-        family, ranks = self.plan.schedule.family, self.plan.ranks
+        who = f"{self.plan.job.name}, {self.plan.schedule.family} on {self.plan.where}"
         if measured is None:
-            lines = [f"{self.plan.job.name}, {family} on {ranks} ranks: predicted; not measured: {self.why}"]
+            lines = [f"{who}: predicted; not measured: {self.why}"]
             if found is not None:
                 lines.append(line("step", found.step_us, None))
-                lines += [one for place in range(ranks) for one in predicted_lines(found, place)]
+                for place in range(self.plan.ranks):
+                    lines += predicted_lines(found, place, f"{self.plan.counted} {place} ")
             return "\n".join([*lines, *map(metric_line, self.observed)])
-        head = f"{self.plan.job.name}, {family} on {ranks} ranks: predicted, measured"
+        head = f"{who}: predicted, measured"
         lines = [head, line("step", found.step_us if found else None, measured.step_us)]
-        for place in range(ranks):
-            lines += place_lines(found, measured, place, f"rank {place} ")
+        for place in range(self.plan.ranks):
+            lines += place_lines(found, measured, place, f"{measured.who(place)} ")
         more = [*stall_lines(measured), *map(metric_line, self.observed)]
         if found is None:
             return "\n".join(lines + more)
@@ -97,8 +99,8 @@ class Report:
             guess_share, share = found.hidden(axis), hidden.get(axis)
             if guess_share is not None and share is not None:
                 lines.append(
-                    f"  {f'{axis} communication':20}{100 * guess_share:12.0f} %{100 * share:12.0f} %   hidden"
+                    f"  {f'{axis} communication':24}{100 * guess_share:12.0f} %{100 * share:12.0f} %   hidden"
                 )
-        above = 100 * (measured.step_us / found.bound_us - 1) if found.bound_us else 0.0
-        lines.append(f"  measured step is {above:.1f} % above the lower bound: {found.binds}")
+        gap = beside_bound(measured.step_us, found.bound_us)
+        lines.append(f"  gap of the measured step to the lower bound: {gap}; what binds: {found.binds}")
         return "\n".join(lines + more)

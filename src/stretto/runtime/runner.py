@@ -299,7 +299,7 @@ class Runner:
         return observed(self.plan, self.transport, self.state.watch)
 
     def report(self) -> Report:
-        """Predicted against measured of the last step, and what `observed` would give; every rank must call
+        """Measured against predicted of the last step, and what `observed` would give; every rank must call
         it. `print` shows a table. What cannot be told is said in its place, so that a script's last line does
         not lose the rest."""
         seen = observed(self.plan, self.transport, self.state.watch, forget=False)
