@@ -38,7 +38,8 @@ def test_the_nearest_path_is_found_part_by_part(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "examples" / "gpt_text.toml").touch()
     right = tmp_path / "examples" / "gpt_text.toml"
     assert near_path(tmp_path / "exampels" / "gpt_txt.toml") == f"; did you mean {right}?"
-    assert near_path(tmp_path / "examples" / "zzzzzz") == ""
+    assert near_path(tmp_path / "examples" / "gpt_text.tml") == f"; did you mean {right}?"
+    assert near_path(tmp_path / "examples" / "zzzzzz.toml") == "", "an ending alone is no likeness"
     assert near_path("a\0b") == ""
     monkeypatch.chdir(tmp_path)
     assert near_path("exampels/gpt_text.toml", "{} ") == "did you mean examples/gpt_text.toml? "

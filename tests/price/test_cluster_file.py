@@ -122,7 +122,7 @@ def test_links_of_ones_own_take_the_place_of_measured_rings(tmp_path: Path, figu
         ('device = "h100"\ncount = 8\nnode = 8', r"ours.toml: .*node"),
         ('device = "h100"\ncount = 8\n[figures]\nnic = 8', r"ours.toml: .*nic"),
         ('device = "h100"\ncount = 8\n[figures]\nmatmul = 1.5', r"ours.toml: figures.matmul = 1.5"),
-        ('device = "h900"\ncount = 8', r"ours.toml: unknown device 'h900': did you mean h"),
+        ('device = "h900"\ncount = 8', r"ours.toml: unknown device 'h900': did you mean 'h"),
         ('device = "h100"\ncount = 8\n[measured]\nnccl_tests = ["no.txt"]', r"no.txt: cannot be read"),
         ("device =", r"ours.toml: is not TOML"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.errors import nearest
@@ -16,10 +17,20 @@ def near_path(path: str | os.PathLike[str], form: str = "; {}") -> str:
     for part in given.parts[bool(given.anchor) :]:
         try:
             if not (found / part).exists():
-                part = nearest(part, os.listdir(found)) or ""
+                part = _near(part, os.listdir(found))
         except (OSError, ValueError):  # the latter of a null byte
             return ""
         if not part:
             return ""
         found /= part
     return form.replace("{}", f"did you mean {found}?")
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    """Of files with the ending that was given the stems are compared, else all would be alike."""
+    stem, ending = os.path.splitext(name)
+    alike = {os.path.splitext(one)[0]: one for one in names if os.path.splitext(one)[1] == ending}
+    near = nearest(stem, alike)
+    if near is not None:
+        return alike[near]
+    return nearest(name, [one for one in names if one not in alike.values()]) or ""
