@@ -1,4 +1,4 @@
-"""Questions and answers to fine-tune on, from the Python standard library: a function's head, its docstring's first line.
+"""Questions and answers to fine-tune on: heads of functions of the standard library, and what they do.
 
 python examples/docstrings.py answers.jsonl
 """

@@ -52,7 +52,7 @@ def batches(rows: dict[str, Tensor], seed: int) -> Callable[[int, int], dict[str
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(sum, count) over the answers' tokens, each of which weighs alike however they fall into microbatches."""
+    """(sum, count) over the answers' tokens: each weighs alike, however they fall into microbatches."""
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
     labels = batch["labels"][:, 1:]
     total = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")

@@ -32,6 +32,6 @@ with torch.no_grad():
         stretch = ids[start : start + length + 1]
         nats, tokens = token_sum(model, stretch[None])
         total, count = total + float(nats), count + int(tokens)
-loss, size = total / count, len(text.encode())
-print(f"{count:,} tokens, {size:,} bytes")
-print(f"loss {loss:.4f} nats a token, perplexity {math.exp(loss):.2f}, {total / math.log(2) / size:.3f} bits a byte")
+loss, bits = total / count, total / math.log(2) / len(text.encode())
+print(f"{count:,} tokens, {len(text.encode()):,} bytes")
+print(f"loss {loss:.4f} nats a token, perplexity {math.exp(loss):.2f}, {bits:.3f} bits a byte")

@@ -34,7 +34,7 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
         for line in "\n".join([*blocks, indented]).replace("\\\n", " ").splitlines():
             found = re.match(r"\s*(?:torchrun .*-m )?stretto ([a-z].*)", line)
             if found and not line.startswith("stretto: ") and "Usage" not in line:
-                words = shlex.split(found[1].split(" && ")[0], comments=True)
+                words = shlex.split(re.split(r" && | > ", found[1])[0], comments=True)
                 if words[0] in root().list_commands(None) and not set(words) & set(STANDS_FOR):
                     yield page, words
 

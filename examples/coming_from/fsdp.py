@@ -25,4 +25,5 @@ for step in range(4):
     dist.all_reduce(whole)
     if rank == 0:
         print(f"step {step} loss {float(whole) / size:.6f}")
+dist.barrier()
 dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Export: a checkpoint becomes a folder of weights as safetensors, for others to read; with its tokenizer, where
-the run made one.
+"""Export: a checkpoint becomes a folder of weights as safetensors, with the tokenizer of a run on text, for
+others to read.
 
 Reads a checkpoint and writes one folder.
 """
@@ -41,8 +41,8 @@ def export(source: Path, output: Path) -> Path:
     model, _ = load_whole(checkpoint)
     if not isinstance(model, GPT) and not _is_huggingface(model):
         raise UsageError(
-            f"{checkpoint} is of a task of one's own (task.file), whose model is a {type(model).__name__}, and "
-            "export writes Stretto's GPT and models of transformers: read its weights with stretto.load"
+            f"{checkpoint} is of a task of one's own (task.file), whose model is a {type(model).__name__}, "
+            "and export writes Stretto's GPT and models of transformers: read its weights with stretto.load"
         )
     # Beside `output`, so that this comes to be at once; within it where it exists, because it may be a mount.
     partial = (output if output.exists() else output.parent) / f".{output.name}.{os.getpid()}.tmp"
