@@ -161,7 +161,7 @@ def join(place: World) -> World:
 
 
 def what_to_check(error: Exception, size: int) -> str:
-    """What to do where ranks could not meet: the interface, if Gloo could not use it, else where they meet."""
+    """What to look at where ranks could not meet: the interface, if Gloo cannot use it, else the address."""
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     if "address for" not in str(error) or not named:
         return f"check that all {size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
