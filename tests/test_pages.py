@@ -32,7 +32,7 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
         blocks = [code for language, code in BLOCK.findall(text) if language in ("", "bash", "sh")]
         indented = "\n".join(line for line in text.splitlines() if re.match(r"    stretto ", line))
         for line in "\n".join([*blocks, indented]).replace("\\\n", " ").splitlines():
-            found = re.match(r"\s*(?:torchrun .*-m )?stretto ([a-z].*)", line)
+            found = re.match(r"\s*(?:\$ )?(?:torchrun .*-m )?stretto ([a-z].*)", line)
             if found and not line.startswith("stretto: ") and "Usage" not in line:
                 words = shlex.split(re.split(r" && | > ", found[1])[0], comments=True)
                 if words[0] in root().list_commands(None) and not set(words) & set(STANDS_FOR):
