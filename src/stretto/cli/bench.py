@@ -247,7 +247,7 @@ def predict(
     json_out: JsonOut = None,
     keep_out: KeepOut = None,
 ) -> None:
-    """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
+    """Measured against predicted: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
     from stretto.bench.predict import RATES, grid, run_grid
     from stretto.lab.rates import parse_rate
 

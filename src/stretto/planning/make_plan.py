@@ -29,6 +29,7 @@ from stretto.ir.stage_maps import AUTO, shared
 from stretto.order.policies import DEFAULT, policy_of
 from stretto.passes.dense_messages import scattered
 from stretto.passes.step import Context, Step
+from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
@@ -138,6 +139,7 @@ def make_plan(
     return _fastest([begun], job, schedule, say)
 
 
+@rarely_collected()
 def _fastest(
     begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, say: Say | None
 ) -> Plan:

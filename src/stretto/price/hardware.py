@@ -23,13 +23,10 @@ from stretto.price.attention import attention_product, kernel_part
 from stretto.price.cluster_file import Hardware
 from stretto.price.convolution import convolution_products
 from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
+from stretto.price.peak import device_peak, rate_part
 from stretto.price.roofline import ACTION_US, FREE
 from stretto.price.sharing import sharing
 from stretto.price.wanted import wanted_collectives
-
-FP32_PART = 1 / 16
-"""Rate of products in float32 over that in half precision: 19.5 of 312 TFLOP/s on the A100's sheet; assumed
-of other devices. PyTorch uses no TF32 unless it is told to."""
 
 TF32_PART = 1 / 2
 """Rate of products in TF32 over that in half precision: 156 of 312 TFLOP/s on the A100's sheet; assumed of
@@ -61,7 +58,9 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
     leaving = {axis for axis, size in mesh.sizes if size > 1 and hardware.group(sizes, axis).nodes > 1}
     shared = sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1)
     source = f"roofline of {hardware.name} by shape"
-    return Costs(program_times(job, hardware), links, far, ACTION_US, source, collectives, shared)
+    peak = device_peak(job, hardware.device)
+    times = program_times(job, hardware)
+    return Costs(times, links, far, ACTION_US, source, collectives, shared, peak=peak)
 
 
 class HardwarePricer(Pricer):
@@ -99,7 +98,7 @@ def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
         # What works in place makes a copy of its own; the others make a buffer.
         return hardware.op_us(0.0, moved) if op.kind.in_place else 0.0
     shapes = [specs[name].shape for name in _tensors(op) if name in specs]
-    part = _rate_part(op)
+    part = rate_part(op)
     attention = attention_product(op, specs)
     if attention is not None:
         product, count = attention
@@ -131,10 +130,6 @@ def _tensors(op: Op) -> list[str]:
 
 def _dtype(op: Op) -> str:
     return next((spec.dtype for spec in op.outputs if spec is not None), "bfloat16")
-
-
-def _rate_part(op: Op) -> float:
-    return FP32_PART if _dtype(op) in ("float32", "float64") else 1.0
 
 
 def _is_free(op: Op) -> bool:
