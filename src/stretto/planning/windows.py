@@ -45,7 +45,8 @@ def ordered(step: Step, context: Context) -> Step:
     """Each window in the policy's order, but for those that have one."""
 
     def arranger() -> Arranger:
-        return Arranger(step.job, context.costs_of(step.job), step.schedule.stage_ranks, context.order)
+        costs, share = context.costs_of(step.job), context.effort.part(_step_us(step, context))
+        return Arranger(step.job, costs, step.schedule.stage_ranks, context.order, share=share)
 
     plain = context.once(step.job, ("arranger", context.order, step.schedule.stage_ranks), arranger)
     windows = {
@@ -70,6 +71,8 @@ def _refined(step: Step, context: Context) -> Refined | None:
         lambda windows: lowered(replace(short, windows=windows), context),
         captured_windows(short.job, short.schedule),
         quick,
+        context.effort.part(_step_us(step, context)),
+        context.watch,
     )
 
 
@@ -109,7 +112,8 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
     bound_us = lower_bound(step.job, step.schedule, context.costs_of(step.job)).us
     made = step
     for walks in (None,) if step.max_bytes is None else (BRIEF, None):
-        found = order_together(captured, bound_us, walks, kept)
+        worth_us = context.effort.worth_us(bound_us)
+        found = order_together(captured, bound_us, walks, kept, worth_us, context.watch)
         if found is None:
             raise LeftOutError
         made = replace(step, windows=found.windows)
@@ -122,6 +126,21 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
         if found.ended:
             break
     return made
+
+
+def short_bound_us(step: Step, context: Context) -> float:
+    """No order of the step by which others are compared is faster."""
+    short = replace(step.job, microbatches=step.short.microbatches)
+
+    def bound_us() -> float:
+        return lower_bound(short, step.short, context.costs_of(step.job)).us
+
+    return context.once(step.job, ("bound", step.short), bound_us)
+
+
+def _step_us(step: Step, context: Context) -> float:
+    """What the step takes at least, by that of fewer microbatches; what a search is worth follows from it."""
+    return short_bound_us(step, context) * step.job.microbatches / step.short.microbatches
 
 
 def lowered(step: Step, context: Context) -> Plan:

@@ -39,7 +39,7 @@ from stretto.train.checkpoint_files import State, find, latest_in, read_state, s
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.heartbeat import Heartbeat
-from stretto.train.heldout import HeldOut
+from stretto.train.heldout import HeldOut, held_out_steps
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
@@ -52,6 +52,7 @@ from stretto.train.shared import check_shared, take_folders
 from stretto.train.task import Task
 from stretto.train.text import silent
 from stretto.train.text_task import task_of
+from stretto.train.waiting import Waiting
 from stretto.train.world import World, is_launched, leave
 
 
@@ -141,11 +142,22 @@ class Trainer:
         model, loss = task.model(), task.loss
         batch = task.train(0, settings.training.global_batch)
         layout = spread(model, settings, say)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
-            device = self.world.device.type
-            job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
-        plan = make_plan(job, cluster="local")
+        with Waiting(say, "planning") as waiting:
+            waiting.now("the model's ops")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
+                device = self.world.device.type
+                job = capture(
+                    model, batch, loss, settings.parallel, precision=settings.precision, device=device
+                )
+            plan = make_plan(
+                job,
+                cluster="local",
+                order=settings.planning.order,
+                steps=settings.training.steps,
+                search_s=settings.planning.search_s,
+                say=waiting.now,
+            )
         for line in str(plan).splitlines():
             say(line)
         move(model, plan, self.world.rank, self.world.device)
@@ -167,6 +179,9 @@ class Trainer:
             settings.training.eval_batches,
             settings.training.global_batch,
             layout,
+            settings.planning.order,
+            held_out_steps(settings.training),
+            settings.planning.search_s,
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")
