@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,6 +103,16 @@ def test_toys_are_planned_in_a_second_or_two(parallel: dict[str, Any]) -> None:
     assert plan.prediction is not None
     assert quick.prediction is not None
     assert plan.prediction.step_us <= quick.prediction.step_us
+
+
+def test_a_step_that_is_hardly_ever_walked_in_its_time_is_not_searched_as_a_whole(allowed: list[int]) -> None:
+    job, costs = job_of(microbatches=4, blocks=1)
+    many = replace(job, microbatches=4_000)
+    plan = making.make_plan(many, costs, schedule="1f1b", overlap="window", steps=1)
+    assert allowed == []
+    assert plan.overlap == "window", "pairs are there"
+    making.make_plan(job, costs, schedule="1f1b", overlap="window", steps=1)
+    assert len(allowed) == 1
 
 
 def test_what_is_tried_is_told() -> None:

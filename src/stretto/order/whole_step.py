@@ -42,6 +42,9 @@ planning takes about as long as 50."""
 LEAST = 60_000
 """Items walked for even the shortest run. Measured: 0.25 s on one core."""
 
+FEWEST = 10
+"""Walks that are worth a search: as many as step 2 begins with."""
+
 WIDE = 0.1
 """Above the bound, by which part of it the best of step 2 is where all of that time is taken; of less, less.
 Assumed: a search gains 1 to 7 % of the step, and much of what is left above the bound no order can have."""
@@ -128,7 +131,7 @@ def order_together(
     """
     items = sum(len(window.items) for window in plan.windows.values())
     worth_us = bound_us if worth_us is None else worth_us
-    allowed = walks or max(1, int(max(LEAST, EFFORT * worth_us)) // items)
+    allowed = walks or walks_allowed(items, worth_us)
     budget = Budget(allowed, watch, bound_us)
     try:
         last = _searched(plan, bound_us, budget, frees, worth_us, walks is None)
@@ -146,6 +149,11 @@ def order_together(
         for whole, order in zip(last[0].wholes, last[1].orders, strict=True)
     }
     return Found(windows, budget.spent, allowed)
+
+
+def walks_allowed(items: int, worth_us: float) -> int:
+    """How often a step of so many items may be walked, at least once. worth_us: as in `order_together`."""
+    return max(1, int(max(LEAST, EFFORT * worth_us)) // max(1, items))
 
 
 def _searched(

@@ -52,7 +52,6 @@ from stretto.train.shared import check_shared, take_folders
 from stretto.train.task import Task
 from stretto.train.text import silent
 from stretto.train.text_task import task_of
-from stretto.train.waiting import Waiting
 from stretto.train.world import World, is_launched, leave
 
 
@@ -142,22 +141,17 @@ class Trainer:
         model, loss = task.model(), task.loss
         batch = task.train(0, settings.training.global_batch)
         layout = spread(model, settings, say)
-        with Waiting(say, "planning") as waiting:
-            waiting.now("the model's ops")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
-                device = self.world.device.type
-                job = capture(
-                    model, batch, loss, settings.parallel, precision=settings.precision, device=device
-                )
-            plan = make_plan(
-                job,
-                cluster="local",
-                order=settings.planning.order,
-                steps=settings.training.steps,
-                search_s=settings.planning.search_s,
-                say=waiting.now,
-            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
+            device = self.world.device.type
+            job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
+        plan = make_plan(
+            job,
+            cluster="local",
+            order=settings.planning.order,
+            steps=settings.training.steps,
+            search_s=settings.planning.search_s,
+        )
         for line in str(plan).splitlines():
             say(line)
         move(model, plan, self.world.rank, self.world.device)
