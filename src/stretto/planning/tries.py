@@ -156,17 +156,17 @@ class Tries:
             return [Tried(variants[0], self.step(variants[0]).overlap, 0.0)]
         found: list[Tried] = []
         seen: set[object] = set()
-        for at, variant in enumerate(variants):
+        for variant in variants:
             if found and self.context.watch.stopped:
                 break
             plain = moved_across not in variant
-            self._tell(f"variant {at + 1} of {len(variants)}, {names(variant)}", found)
             try:
                 before = self.step(variant[:-1])
                 plain &= before.schedule is self.first.schedule
                 place = id(before.job), before.schedule, variant[-1]
                 if place not in seen:
                     seen.add(place)
+                    self._tell(f"variant {len(found) + 1}, {names(variant)}", found)
                     found.append(self._tried(before, variant))
             except LeftOutError as error:
                 self._miss(str(error))
