@@ -82,6 +82,7 @@ def test_where_there_is_none_nothing_is_written(
     assert not list(tmp_path.glob("*plan.json*"))
 
 
+@pytest.mark.slow
 def test_a_process_shows_where_it_is_and_ends_with_130(tmp_path: Path) -> None:
     """A search that would take an hour."""
     process = subprocess.Popen(

@@ -54,6 +54,10 @@ from stretto.verify.memory import memory_faults
 ANY = "interleaved-1f1b"
 """A family with which a search begins: it has any number of stages a rank."""
 
+MOST_ACTIONS = 100_000
+"""Forwards and backwards that a plan may have, each of which it lists, walks and proves: some ten seconds of
+a core. Assumed: published layouts have less than half of that, as 192 microbatches of 96 stages."""
+
 CLEAR = 0.97
 """A variant that takes at most this share of the baseline's time over a shorter step does so over the whole
 one. Assumed."""
@@ -66,8 +70,17 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
     its stages are.
 
     Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the
-    job's, and for one that keeps more microbatches live than the job allows. Of "auto", one to begin with.
+    job's, for one that keeps more microbatches live than the job allows, and for too many microbatches. Of
+    "auto", one to begin with.
     """
+    most = max(1, MOST_ACTIONS // (2 * len(job.stages)))
+    if job.microbatches > most:
+        stages = f"{len(job.stages)} stage{'s' if len(job.stages) > 1 else ''}"
+        raise UsageError(
+            f"microbatches = {job.microbatches:,} on {stages} are "
+            f"too many for a plan, which lists each forward and backward: give {most:,} or fewer, with more "
+            "rows each, or take several steps of fewer and add their gradients"
+        )
     if not job.trains:
         places = schedule.stage_ranks if isinstance(schedule, Schedule) else None
         return forward_schedule(len(job.stages), job.microbatches, places)
