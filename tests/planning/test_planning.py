@@ -202,7 +202,7 @@ def test_what_is_no_schedule_is_said() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_more_microbatches_than_a_plan_can_list_are_refused(stages: int) -> None:
-    job = comm_job(stages, 4)
+    job = comm_job(stages, 4, (("tp", 2),))
     most = 100_000 // (2 * stages)
     words = rf"microbatches = 99,999 on {stages} stages? are too many for a plan.*give {most:,} or fewer"
     with pytest.raises(stretto.UsageError, match=words):
