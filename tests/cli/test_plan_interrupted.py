@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 import stretto
 from stretto.cli.main import app
-from stretto.errors import StrettoError
+from stretto.errors import StoppedError
 from stretto.planning import make_plan, tries
 from stretto.train import job as train_job
 from tests.train.tiny import write_settings
@@ -76,10 +77,20 @@ def test_where_there_is_none_nothing_is_written(
         monkeypatch.setattr(tries, "least_us", signalled(tries.least_us, 3))
     monkeypatch.setattr(where, name, signalled(own, at))
     result = CliRunner().invoke(app, command(tmp_path))
-    assert isinstance(result.exception, StrettoError), result.output
+    assert isinstance(result.exception, StoppedError), result.output
     assert result.exception.exit_status == 130
     assert "interrupted before there was a plan" in str(result.exception)
     assert not list(tmp_path.glob("*plan.json*"))
+
+
+def test_a_command_that_has_nothing_to_add_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("stretto.cli.plan"), "check_output", interrupted)
+    result = CliRunner().invoke(app, ["plan", "settings.toml"])
+    assert isinstance(result.exception, StoppedError)
+    assert result.exception.exit_status == 130
 
 
 @pytest.mark.slow

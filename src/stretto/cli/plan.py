@@ -20,7 +20,7 @@ from rich.console import Console
 import stretto
 from stretto.cli.outputs import check_output
 from stretto.config import TrainSettings, load_settings
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
 from stretto.train.waiting import Waiting
 
@@ -94,12 +94,6 @@ def run(
     if interrupted:
         sys.stdout.flush()
         raise typer.Exit(StoppedError.exit_status)
-
-
-class StoppedError(StrettoError):
-    """Ctrl-C."""
-
-    exit_status = 128 + signal.SIGINT
 
 
 @contextmanager
