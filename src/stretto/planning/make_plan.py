@@ -31,6 +31,7 @@ from stretto.passes.dense_messages import scattered
 from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
 from stretto.passes.watch import Say, Watch
+from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
@@ -171,6 +172,7 @@ def _effort(steps: int | None, search_s: float | None) -> Effort:
     return Effort(search_s=search_s) if steps is None else Effort(steps, search_s)
 
 
+@rarely_collected()
 def _fastest(
     begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, watch: Watch
 ) -> Plan:
