@@ -17,12 +17,20 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
 from stretto.capture.trace import PLAIN
+from stretto.config import TrainingSettings
 from stretto.ir.metrics import Observed
 from stretto.measure.profile import profile
+from stretto.order.policies import DEFAULT
 from stretto.parallelize.layout import Layout
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.task import Batches
+
+
+def held_out_steps(training: TrainingSettings) -> int:
+    """How many forwards of held-out text a run has."""
+    times = -(-training.steps // training.eval_every) if training.eval_every else 1
+    return times * training.eval_batches
 
 
 class HeldOut:
@@ -38,10 +46,13 @@ class HeldOut:
         batches: int,
         global_batch: int,
         layout: Layout = PLAIN,
+        order: str = DEFAULT,
+        steps: int | None = None,
+        search_s: float | None = None,
     ) -> None:
         """model: the one whose parameters `runner` holds. held_out, batches: what is
         measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
-        has."""
+        has. order, steps, search_s: as in `stretto.plan`, for its forwards."""
         job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
         mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
         # Ranks that do equal work found about the same; all must plan with equal costs.
@@ -52,7 +63,14 @@ class HeldOut:
         op_us = {op: statistics.median(times) for op, times in found.items()}
         # What is known of the training's ops says nothing of these, which may lack some of them.
         costs = replace(runner.plan.costs, op_us=op_us, op_how={})
-        plan = make_plan(job, costs, schedule=runner.plan.schedule)
+        plan = make_plan(
+            job,
+            costs,
+            schedule=runner.plan.schedule,
+            order=order,
+            steps=steps,
+            search_s=search_s,
+        )
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
         self._held_out = held_out
         self._batches = batches
