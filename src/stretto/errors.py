@@ -30,6 +30,12 @@ class StrettoError(Exception):
     exit_status = 1
 
 
+class StoppedError(StrettoError):
+    """The user stopped it. Exit status 130, by custom: 128 and the number of Ctrl-C's signal."""
+
+    exit_status = 130
+
+
 class UsageError(StrettoError):
     """A setting, an argument or an input file is wrong. Exit status 2."""
 

@@ -538,7 +538,9 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
     job, costs = job_of(microbatches=4, blocks=1)
     walks: list[int | None] = []
 
-    def counted(plan: Plan, bound_us: float, given: int | None, frees: Frees) -> whole_step.Found | None:
+    def counted(
+        plan: Plan, bound_us: float, given: int | None, frees: Frees, *_: object
+    ) -> whole_step.Found | None:
         walks.append(given)
         return order_together(plan, bound_us, given or 30, frees)
 
@@ -574,7 +576,7 @@ def test_where_a_whole_step_is_near_its_bound_nothing_else_is_ordered_again(
     job, costs = job_of(microbatches=4, blocks=1)
     asked: list[object] = []
     monkeypatch.setattr(windows, "order_together", lambda plan, us, *_: order_together(plan, us, 10))
-    monkeypatch.setattr(windows, "refine", lambda build, captured, quick: asked.append(captured))
+    monkeypatch.setattr(windows, "refine", lambda build, captured, *_: asked.append(captured))
     monkeypatch.setattr(tries, "AHEAD_OF", 0.0)  # it is not far ahead
     for near, again in ((0.0, True), (100.0, False)):
         asked.clear()

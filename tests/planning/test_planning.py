@@ -198,3 +198,12 @@ def test_what_is_no_schedule_is_said() -> None:
     wrong: Any = 3
     with pytest.raises(stretto.UsageError, match=r"a schedule is a name, .* not int"):
         stretto.plan(job_for(2), schedule=wrong)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_more_microbatches_than_a_plan_can_list_are_refused(stages: int) -> None:
+    job = comm_job(stages, 4, (("tp", 2),))
+    most = 100_000 // (2 * stages)
+    words = rf"microbatches = 99,999 on {stages} stages? are too many for a plan.*give {most:,} or fewer"
+    with pytest.raises(stretto.UsageError, match=words):
+        make_plan(replace(job, microbatches=99_999), make_comm_costs(job))

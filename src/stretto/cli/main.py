@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stretto.errors import StrettoError
+from stretto.errors import StoppedError, StrettoError
 
 COMMANDS = {
     "train": "Train a model as a settings file says.",
@@ -68,6 +68,12 @@ class LazyGroup(TyperGroup):
         command.name = cmd_name
         return command
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
+            raise StoppedError("interrupted") from None
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         # The listing must not import every command's module, so it is written from the table.
         wide = max(map(len, COMMANDS))
@@ -92,7 +98,8 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line; the process ends with status 0, 1 (failed or refused) or 2 (wrong usage)."""
+    """Run the command line; the process ends with status 0, 1 (failed or refused), 2 (wrong usage) or
+    130 (Ctrl-C)."""
     status: Any = 0
     try:
         try:

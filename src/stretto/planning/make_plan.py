@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,17 +28,19 @@ from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.stage_maps import AUTO, shared
 from stretto.order.policies import DEFAULT, policy_of
 from stretto.passes.dense_messages import scattered
+from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
+from stretto.passes.watch import Say, Watch
 from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
-from stretto.planning.search import Say, fastest_schedule
+from stretto.planning.search import fastest_schedule
 from stretto.planning.sends import sends_waited
 from stretto.planning.sums_within import sums_within
 from stretto.planning.tries import Tried, Tries, why_less
-from stretto.planning.variants import communicates, overlaps, ways
+from stretto.planning.variants import communicates, names, overlaps, ways
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
@@ -53,6 +55,10 @@ from stretto.verify.memory import memory_faults
 ANY = "interleaved-1f1b"
 """A family with which a search begins: it has any number of stages a rank."""
 
+MOST_ACTIONS = 100_000
+"""Forwards and backwards that a plan may have, each of which it lists, walks and proves: some ten seconds of
+a core. Assumed: published layouts have less than half of that, as 192 microbatches of 96 stages."""
+
 CLEAR = 0.97
 """A variant that takes at most this share of the baseline's time over a shorter step does so over the whole
 one. Assumed."""
@@ -65,8 +71,17 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
     its stages are.
 
     Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the
-    job's, and for one that keeps more microbatches live than the job allows. Of "auto", one to begin with.
+    job's, for one that keeps more microbatches live than the job allows, and for too many microbatches. Of
+    "auto", one to begin with.
     """
+    most = max(1, MOST_ACTIONS // (2 * len(job.stages)))
+    if job.microbatches > most:
+        stages = f"{len(job.stages)} stage{'s' if len(job.stages) > 1 else ''}"
+        raise UsageError(
+            f"microbatches = {job.microbatches:,} on {stages} are "
+            f"too many for a plan, which lists each forward and backward: give {most:,} or fewer, with more "
+            "rows each, or take several steps of fewer and add their gradients"
+        )
     if not job.trains:
         places = schedule.stage_ranks if isinstance(schedule, Schedule) else None
         return forward_schedule(len(job.stages), job.microbatches, places)
@@ -124,47 +139,58 @@ def make_plan(
     schedule: str | Schedule | None = None,
     overlap: OverlapMode | None = None,
     order: str = DEFAULT,
+    steps: int | None = None,
+    search_s: float | None = None,
     max_bytes: int | None = None,
     say: Say | None = None,
 ) -> Plan:
     """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order,
-    say: as in `plan`. max_bytes: the most that a rank may hold.
+    steps, search_s, say: as in `plan`. max_bytes: the most that a rank may hold.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     job = without_sums(job)
-    begun = partial(_begun, job, listed(job, costs), schedule, overlap, order, max_bytes)
-    return _fastest([begun], job, schedule, say)
+    wished = _Wished(schedule, overlap, order, _effort(steps, search_s), Watch(say))
+    begun = partial(_begun, job, listed(job, costs), wished, max_bytes)
+    return _fastest([begun], job, schedule, wished.watch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wished:
+    """What a plan is to be, beside its job: arguments of `plan`."""
+
+    schedule: str | Schedule | None
+    overlap: OverlapMode | None
+    order: str
+    effort: Effort
+    watch: Watch
+
+
+def _effort(steps: int | None, search_s: float | None) -> Effort:
+    return Effort(search_s=search_s) if steps is None else Effort(steps, search_s)
 
 
 @rarely_collected()
 def _fastest(
-    begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, say: Say | None
+    begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, watch: Watch
 ) -> Plan:
     """The fastest plan of all; for "auto", of all schedules."""
-    if not job.trains or (job.schedule if schedule is None else schedule) != AUTO:
-        return fastest(begun, _made)
-    return fastest(begun, partial(fastest_schedule, make=_made, say=say), stoppable=say is not None)
+    auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
+    return fastest(begun, partial(fastest_schedule, make=_made) if auto else _made, watch)
 
 
-def _begun(
-    job: Job,
-    prices: Prices,
-    schedule: str | Schedule | None,
-    overlap: OverlapMode | None,
-    order: str,
-    max_bytes: int | None,
-) -> Tries:
+def _begun(job: Job, prices: Prices, wished: _Wished, max_bytes: int | None) -> Tries:
     """Step 1, and the variants of step 2."""
-    asked = _overlap_mode(job.overlap if overlap is None else overlap)
-    policy_of(order)  # an unknown name is told even where there is nothing to order
-    chosen = choose_schedule(job, schedule=schedule)
+    asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
+    policy_of(wished.order)  # an unknown name is told even where there is nothing to order
+    chosen = choose_schedule(job, schedule=wished.schedule)
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=asked)
-    return Tries(step, Context(prices, order, partial(_peaks, prices=prices)))
+    peaks = partial(_peaks, prices=prices)
+    return Tries(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
 
 
 def _made(tries: Tries) -> Plan:
@@ -174,8 +200,9 @@ def _made(tries: Tries) -> Plan:
     refused: dict[OverlapMode, PlanError] = {}
 
     def finished(tried: Tried) -> Iterator[Plan]:
+        context.watch.tell(f"{names(tried.variant)}: messages and proof")
         try:
-            made = _finished(tries.step(tried.variant), context)
+            made = _finished_anyway(tries.step(tried.variant), context)
         except PlanError as error:
             refused.setdefault(tried.overlap, error)
             tries.missing.append(f"{tried.overlap} is refused: {error.faults[0]}")
@@ -187,7 +214,7 @@ def _made(tries: Tries) -> Plan:
         if not made:
             continue
         off = next((one for one in found[at:] if one.overlap == "off"), tried)
-        if off is not tried and tried.step_us >= CLEAR * off.step_us:
+        if off is not tried and not context.watch.stopped and tried.step_us >= CLEAR * off.step_us:
             made += finished(off)
         return min(made, key=_predicted_us)
     raise refused.get("off") or next(iter(refused.values()))
@@ -220,6 +247,15 @@ def _overlap_mode(text: str) -> OverlapMode:
     )
 
 
+def _finished_anyway(step: Step, context: Context) -> Plan:
+    """Steps 4 to 6, and once more after an interrupt that meant the search."""
+    try:
+        return _finished(step, context)
+    except KeyboardInterrupt as error:
+        context.watch.stop(error)
+    return _finished(step, context)
+
+
 def _finished(step: Step, context: Context) -> Plan:
     """Steps 4 to 6. Raises PlanError for a step that cannot work."""
     # A policy that the user chose orders last runs as well.
@@ -246,6 +282,8 @@ def plan(
     schedule: str | Schedule | None = None,
     overlap: OverlapMode | None = None,
     order: str = DEFAULT,
+    steps: int | None = None,
+    search_s: float | None = None,
     say: Say | None = None,
 ) -> Plan:
     """Plan a captured job for a cluster.
@@ -259,8 +297,11 @@ def plan(
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
     order: the policy that orders ops in windows: "improve", "list", "exact" (needs `ortools`), "captured", or
-    one of your own (`stretto.order.register`). say: takes lines of what "auto" tries; an interrupt
-    then takes the best so far.
+    one of your own (`stretto.order.register`).
+    steps: of the run that the plan is for; "improve" searches as long as a shorter step saves over it. 1,000
+    are assumed without it. search_s: instead, about how many seconds of a processor core the longest search
+    takes. It is counted in orders walked, so that equal jobs get equal plans on all machines.
+    say: takes lines of what is tried; an interrupt (Ctrl-C) then takes the best so far, where there is one.
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
@@ -272,10 +313,12 @@ def plan(
     policy_of(order)
     job = without_sums(job)
     chosen = choose_schedule(job, schedule=schedule)
+    wished = _Wished(chosen, overlap, order, _effort(steps, search_s), Watch(say))
     jobs = (replace(job, in_chunks=()), *job.in_chunks)
     priced = pricing(jobs, chosen, found)
 
     def begun(one: Job) -> Tries:
-        return _begun(one, priced(one), chosen, overlap, order, memory_limit(found, one))
+        wished.watch.tell("what its ops and messages take")
+        return _begun(one, priced(one), wished, memory_limit(found, one))
 
-    return _fastest([partial(begun, one) for one in jobs], job, schedule, say)
+    return _fastest([partial(begun, one) for one in jobs], job, schedule, wished.watch)

@@ -19,10 +19,11 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
 from stretto.capture.trace import PLAIN
-from stretto.config import ParallelSettings
+from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
 from stretto.ir.metrics import Observed
 from stretto.measure.profile import profile
+from stretto.order.policies import DEFAULT
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
@@ -46,10 +47,13 @@ class Evaluation:
         parallel: ParallelSettings | None = None,
         tp_plan: Mapping[str, Any] | None = None,
         layout: Layout | None = None,
+        order: str = DEFAULT,
+        steps: int | None = None,
+        search_s: float | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
         captured with; `parallel` may be left out where neither tp, ep nor AMPipe spread the model. layout: in
-        place of these two, where it is known.
+        place of these two, where it is known. order, steps, search_s: as in `stretto.plan`, for its forwards.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
         training, UsageError for a model that does not fit.
@@ -76,7 +80,9 @@ class Evaluation:
         op_us = {op: statistics.median(times) for op, times in found.items()}
         # What is known of the training's ops says nothing of these, which may lack some of them.
         costs = replace(runner.plan.costs, op_us=op_us, op_how={})
-        plan = make_plan(job, costs, schedule=runner.plan.schedule)
+        plan = make_plan(
+            job, costs, schedule=runner.plan.schedule, order=order, steps=steps, search_s=search_s
+        )
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
 
     def observed(self) -> tuple[Observed, ...]:
@@ -96,6 +102,12 @@ class Evaluation:
         return sum(losses) / len(losses)
 
 
+def held_out_steps(training: TrainingSettings) -> int:
+    """How many forwards of held-out text a run has."""
+    times = -(-training.steps // training.eval_every) if training.eval_every else 1
+    return times * training.eval_batches
+
+
 class HeldOut:
     """The held-out loss of a training run."""
 
@@ -109,11 +121,16 @@ class HeldOut:
         batches: int,
         global_batch: int,
         layout: Layout = PLAIN,
+        order: str = DEFAULT,
+        steps: int | None = None,
+        search_s: float | None = None,
     ) -> None:
         """model: the one whose parameters `runner` holds. held_out, batches: what is
         measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
-        has."""
-        self._evaluation = Evaluation(runner, model, batch, loss, layout=layout)
+        has. order, steps, search_s: as in `stretto.plan`, for its forwards."""
+        self._evaluation = Evaluation(
+            runner, model, batch, loss, layout=layout, order=order, steps=steps, search_s=search_s
+        )
         self._held_out = held_out
         self._batches = batches
         self._global_batch = global_batch

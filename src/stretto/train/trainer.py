@@ -40,7 +40,7 @@ from stretto.train.checkpoint_files import State, find, latest_in, read_state, s
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.heartbeat import Heartbeat
-from stretto.train.heldout import HeldOut
+from stretto.train.heldout import HeldOut, held_out_steps
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
@@ -149,7 +149,13 @@ class Trainer:
             warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
             device = self.world.device.type
             job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
-        plan = make_plan(job, cluster="local")
+        plan = make_plan(
+            job,
+            cluster="local",
+            order=settings.planning.order,
+            steps=settings.training.steps,
+            search_s=settings.planning.search_s,
+        )
         for line in str(plan).splitlines():
             say(line)
         self._work = work_of(plan)
@@ -172,6 +178,9 @@ class Trainer:
             settings.training.eval_batches,
             settings.training.global_batch,
             layout,
+            settings.planning.order,
+            held_out_steps(settings.training),
+            settings.planning.search_s,
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(
