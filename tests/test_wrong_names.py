@@ -181,7 +181,7 @@ def test_before_text_is_read(
 def test_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_adapter, "export_joint", _begun)
     with pytest.raises(UsageError, match="did you mean 'captured'"):
-        plan_of(TrainSettings(), stretto.Cluster(), "captred")
+        plan_of(TrainSettings.model_validate({"planning": {"order": "captred"}}), stretto.Cluster())
 
 
 @pytest.mark.parametrize(

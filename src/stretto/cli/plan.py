@@ -138,7 +138,6 @@ def make(
     from stretto.train.job import device_of, trained
     from stretto.train.world import threads, use_threads
 
-    policy_of(order)  # a name that there is not is told before the model is captured
     # As in training: the measured times are those of as many threads.
     use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
     if say is not None:
