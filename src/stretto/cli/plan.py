@@ -6,6 +6,7 @@ Nothing is trained. The model is built without values, so that it may be larger 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -49,12 +50,18 @@ def run(
     order: Annotated[
         str, typer.Option(help='How ops are ordered in windows: "improve", "list", "exact" or "captured".')
     ] = "improve",
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set reuse=renew."),
+    ] = False,
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it."""
     check_output("--output", output)
     wishes = list(changes or [])
     if overlap is not None:
         wishes.append(f"parallel.overlap={overlap}")
+    if fresh:
+        wishes.append("reuse=renew")
     # Shown on terminals alone.
     with Console(stderr=True).status("planning") as status:
         made = make(load_settings(config, wishes), read_cluster(cluster), order, say=status.update)
@@ -83,6 +90,7 @@ def make(
     import torch
 
     from stretto.train.job import device_of, trained
+    from stretto.train.reuse import kept_by
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
@@ -94,7 +102,8 @@ def make(
     job = stretto.capture(
         model, of.batch, of.loss, settings.parallel, precision=settings.precision, device=device
     )
-    return stretto.plan(job, cluster, order=order, say=say)
+    kept = kept_by(settings, partial(typer.echo, err=True)) if cluster == "local" else None
+    return stretto.plan(job, cluster, order=order, say=say, kept=kept)
 
 
 def read_cluster(cluster: str) -> str | Description:

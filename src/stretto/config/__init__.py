@@ -155,6 +155,10 @@ class TrainSettings(Settings):
     cuda_graph: bool = False
     """Whether the step is recorded once and then replayed, so that the host need not queue it: on
     accelerators, for models without dropout."""
+    reuse: Literal["auto", "renew", "off"] = "auto"
+    """Costs and plans of earlier runs on this machine, which are kept in `$XDG_CACHE_HOME/stretto` or
+    `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans anew and
+    keeps that, "off" neither looks nor keeps. The environment's STRETTO_REUSE comes before it."""
     training: TrainingSettings = TrainingSettings()
     """How long to train."""
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -20,16 +20,22 @@ from functools import partial
 from pathlib import Path
 
 from stretto.errors import PlanError, UsageError
+from stretto.files.kept import Kept, key_of, unheard
+from stretto.files.typed_file import to_line
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
+from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO, shared
-from stretto.order.policies import DEFAULT, policy_of
+from stretto.measure.measured import Measuring, device_of
+from stretto.measure.running import running
+from stretto.order.policies import DEFAULT, OWN, policy_of
 from stretto.passes.dense_messages import scattered
 from stretto.passes.step import Context, Step
 from stretto.planning.costs import listed, memory_limit, pricing
+from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
@@ -245,11 +251,12 @@ def plan(
     overlap: OverlapMode | None = None,
     order: str = DEFAULT,
     say: Say | None = None,
+    kept: Kept | None = None,
 ) -> Plan:
     """Plan a captured job for a cluster.
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
-    stages, and all must call). A name (`h100x64`), a cluster file (.toml), a calibration (.json) or a
+    stages, rank 0 plans for all, and all must call). A name (`h100x64`), a cluster file (.toml), a calibration (.json) or a
     `stretto.Cluster(...)` stands for one that is not at hand. schedule: a
     family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is found; the
     job's own wish by default.
@@ -258,7 +265,7 @@ def plan(
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
     order: the policy that orders ops in windows: "improve", "list", "exact" (needs `ortools`), "captured", or
     one of your own (`stretto.order.register`). say: takes lines of what "auto" tries; an interrupt
-    then takes the best so far.
+    then takes the best so far. kept: with "local", where costs and plans of earlier runs are found, and kept.
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
@@ -269,9 +276,48 @@ def plan(
     chosen = choose_schedule(job, schedule=schedule)
     found = describe(cluster)
     jobs = (replace(job, in_chunks=()), *job.in_chunks)
+    if found is None:
+        return _planned_here(job, jobs, chosen, schedule, overlap, order, say, kept)
     priced = pricing(jobs, chosen, found)
 
     def begun(one: Job) -> Tries:
         return _begun(one, priced(one), chosen, overlap, order, memory_limit(found, one))
 
     return _fastest([partial(begun, one) for one in jobs], job, schedule, say)
+
+
+def _planned_here(
+    job: Job,
+    jobs: Sequence[Job],
+    chosen: Schedule,
+    schedule: str | Schedule | None,
+    overlap: OverlapMode | None,
+    order: str,
+    say: Say | None,
+    kept: Kept | None,
+) -> Plan:
+    """Where the plan will run: all ranks measure, one plans."""
+    asked = _overlap_mode(job.overlap if overlap is None else overlap)
+    policy_of(order)
+    device = device_of(job)
+    ranks = running(job.mesh(chosen.ranks).world, device)
+    auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
+    wishes = {
+        "job": key_of(*map(job_text, jobs)),
+        "schedule": f"{AUTO if auto else ''} {to_line(chosen, CODEC)}",
+        "overlap": asked,
+        "order": order,
+    }
+    if ranks.size > 1:
+        agree_on(ranks, wishes)  # before they measure, which would not come together
+    measuring = Measuring(jobs, chosen, kept, say or unheard)
+    costs = [measuring.costs_of(one) for one in jobs]
+    limits = [memory_limit(None, one) for one in jobs]
+    begun = [
+        partial(_begun, one, listed(one, cost), chosen, overlap, order, limit)
+        for one, cost, limit in zip(jobs, costs, limits, strict=True)
+    ]
+    wishes |= {"costs": key_of(*map(to_line, costs)), "memory": str(limits)}
+    if order not in OWN:
+        kept = None  # what a policy of the user's does today, nothing tells
+    return plan_on_first(ranks, wishes, lambda: _fastest(begun, job, schedule, say), kept)

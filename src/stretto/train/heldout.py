@@ -2,7 +2,7 @@
 
 1. Capture the model in eval() mode, cut where the training is cut, without its backward.
 2. Measure its ops, each rank those of its own stage; links and collectives cost what they cost the training.
-3. Plan, prove, and give each rank a Runner on the training's lanes, with the parts that the training changes.
+3. One rank plans and proves; each gets a Runner on the training's lanes, with the parts that the training changes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
 from stretto.capture.trace import PLAIN
+from stretto.files.kept import Kept
+from stretto.files.typed_file import to_line
+from stretto.ir.costs import Costs
 from stretto.ir.metrics import Observed
+from stretto.ir.serialize import CODEC, job_text
 from stretto.measure.profile import profile
+from stretto.measure.running import costs_again, running
 from stretto.parallelize.layout import Layout
+from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.task import Batches
@@ -38,21 +44,30 @@ class HeldOut:
         batches: int,
         global_batch: int,
         layout: Layout = PLAIN,
+        kept: Kept | None = None,
     ) -> None:
         """model: the one whose parameters `runner` holds. held_out, batches: what is
         measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
-        has."""
+        has. kept: where costs and plans of earlier runs are found, and kept."""
         job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
-        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
-        # Ranks that do equal work found about the same; all must plan with equal costs.
-        found: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for measured in runner.transport.all_gather(dict(mine.op_us)):
-            for op, us in measured.items():
-                found[op].append(us)
-        op_us = {op: statistics.median(times) for op, times in found.items()}
+        schedule = runner.plan.schedule
+        ranks = running(runner.plan.world, runner.device)
         # What is known of the training's ops says nothing of these, which may lack some of them.
-        costs = replace(runner.plan.costs, op_us=op_us, op_how={})
-        plan = make_plan(job, costs, schedule=runner.plan.schedule)
+        rest = replace(runner.plan.costs, op_us={}, op_how={})
+
+        def measured() -> Costs:
+            mine = profile(job, runner.device, schedule.stages_of(runner.state.place))
+            # Ranks that do equal work found about the same; all must plan with equal costs.
+            found: dict[tuple[int, str], list[float]] = defaultdict(list)
+            for measured in ranks.all_gather(dict(mine.op_us)):
+                for op, us in measured.items():
+                    found[op].append(us)
+            return replace(rest, op_us={op: statistics.median(times) for op, times in found.items()})
+
+        of = {"job": job_text(job), "schedule": to_line(schedule, CODEC)}
+        costs = costs_again(ranks, runner.device, lambda: (*of.values(), to_line(rest)), measured, kept)
+        of["costs"] = to_line(costs)
+        plan = plan_on_first(ranks, of, lambda: make_plan(job, costs, schedule=schedule), kept)
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
         self._held_out = held_out
         self._batches = batches
