@@ -141,6 +141,12 @@ def test_a_kept_plan_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
     assert said == [f"plan: made here 0 s ago for this job and these costs, kept in {tmp_path}"]
 
 
+def test_the_best_so_far_is_not_kept(tmp_path: Path) -> None:
+    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), lambda: True)
+    assert found == a_plan()
+    assert not [*tmp_path.iterdir()]
+
+
 Planned = Callable[..., Plan]
 
 

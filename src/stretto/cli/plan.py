@@ -52,7 +52,7 @@ def run(
     ] = "improve",
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set reuse=renew."),
+        typer.Option("--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew."),
     ] = False,
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it."""
@@ -61,7 +61,7 @@ def run(
     if overlap is not None:
         wishes.append(f"parallel.overlap={overlap}")
     if fresh:
-        wishes.append("reuse=renew")
+        wishes.append("planning.reuse=renew")
     # Shown on terminals alone.
     with Console(stderr=True).status("planning") as status:
         made = make(load_settings(config, wishes), read_cluster(cluster), order, say=status.update)

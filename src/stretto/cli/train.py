@@ -12,7 +12,6 @@ import typer
 
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.train.checkpoint_files import latest_in
 from stretto.train.starting import Starting
 
 train = typer.Typer(add_completion=False)
@@ -43,31 +42,37 @@ def run(
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set reuse=renew."),
+        typer.Option("--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew."),
     ] = False,
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
     starting = Starting(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]
     if fresh:
-        overrides.append("reuse=renew")
+        overrides.append("planning.reuse=renew")
     if resume is not None:
         overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
     if steps is not None:
         overrides.append(f"training.steps={steps}")
     settings = load_settings(config, overrides)
 
-    if resume and latest_in(settings.checkpoint_dir) is None:
+    starting.begin("loading PyTorch")
+    try:
+        if resume:
+            _refuse_without_checkpoint(settings)
+        _started(settings, config, overrides, starting)
+    finally:
+        starting.end()
+
+
+def _refuse_without_checkpoint(settings: TrainSettings) -> None:
+    from stretto.train.checkpoint_files import latest_in
+
+    if latest_in(settings.checkpoint_dir) is None:
         raise UsageError(
             f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume the run "
             "starts at its first step"
         )
-
-    starting.begin("loading PyTorch")
-    try:
-        _started(settings, config, overrides, starting)
-    finally:
-        starting.end()
 
 
 def _started(settings: TrainSettings, config: Path, overrides: Sequence[str], starting: Starting) -> None:

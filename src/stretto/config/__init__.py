@@ -131,6 +131,15 @@ class OutputSettings(Settings):
     and compared with the prediction. 0 gathers none."""
 
 
+class PlanningSettings(Settings):
+    """How the plan of a step is searched for."""
+
+    reuse: Literal["auto", "renew", "off"] = "auto"
+    """Costs and plans of earlier runs on this machine, which are kept in `$XDG_CACHE_HOME/stretto` or
+    `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans anew and
+    keeps that, "off" neither looks nor keeps. The environment's STRETTO_REUSE comes before it."""
+
+
 class TrainSettings(Settings):
     """All settings of a run."""
 
@@ -144,6 +153,8 @@ class TrainSettings(Settings):
     """A task of one's own, in the place of `model` and `data`."""
     parallel: ParallelSettings = ParallelSettings()
     """How it is spread over ranks."""
+    planning: PlanningSettings = PlanningSettings()
+    """How the plan of a step is searched for."""
     optimizer: OptimizerSettings = OptimizerSettings()
     """How weights follow gradients."""
     lr_schedule: LRScheduleSettings = LRScheduleSettings()
@@ -155,10 +166,6 @@ class TrainSettings(Settings):
     cuda_graph: bool = False
     """Whether the step is recorded once and then replayed, so that the host need not queue it: on
     accelerators, for models without dropout."""
-    reuse: Literal["auto", "renew", "off"] = "auto"
-    """Costs and plans of earlier runs on this machine, which are kept in `$XDG_CACHE_HOME/stretto` or
-    `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans anew and
-    keeps that, "off" neither looks nor keeps. The environment's STRETTO_REUSE comes before it."""
     training: TrainingSettings = TrainingSettings()
     """How long to train."""
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -78,10 +78,11 @@ class Measuring:
         self._schedule = schedule
         self._kept = kept
         self._say = say
+        self._texts: list[str] = []
         self._communication: _Communication | None = None
 
     def costs_of(self, job: Job) -> Costs:
-        """As `measured_costs`. All ranks ask for the same jobs, in the same order."""
+        """As `measured_costs`. job: one of the jobs. All ranks ask for the same, in the same order."""
         device = device_of(job)
         mesh = job.mesh(self._schedule.ranks)
         ranks = running(mesh.world, device)
@@ -89,8 +90,9 @@ class Measuring:
 
         def parts() -> list[str]:
             # What is sent is measured for all jobs at once.
-            jobs = map(job_text, (job, *self._jobs))
-            return [repr(self._schedule.stage_ranks), str(ranks.size), *jobs]
+            self._texts = self._texts or [*map(job_text, self._jobs)]
+            at = next(at for at, one in enumerate(self._jobs) if one is job)
+            return [repr(self._schedule.stage_ranks), str(ranks.size), str(at), *self._texts]
 
         def measure() -> Costs:
             return self._measured(job, mesh, device, ranks)

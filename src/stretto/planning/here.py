@@ -41,10 +41,15 @@ def agree_on(ranks: Running, wishes: Mapping[str, str]) -> None:
 
 
 def plan_on_first(
-    ranks: Running, wishes: Mapping[str, str], make: Callable[[], Plan], kept: Kept | None = None
+    ranks: Running,
+    wishes: Mapping[str, str],
+    make: Callable[[], Plan],
+    kept: Kept | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Steps 1 to 3; every rank must call it. wishes: all that the plan depends on, as texts. make: plans, without
-    a word to other ranks; called on rank 0 alone.
+    a word to other ranks; called on rank 0 alone. stopped: whether what it gave is the best so far of a search that
+    was interrupted, and so is not to be kept.
 
     Raises what `make` raises, on all ranks.
     """
@@ -56,7 +61,7 @@ def plan_on_first(
         if found is not None:
             return found
         made = make()
-        if kept is not None:
+        if kept is not None and not stopped():
             kept.keep(PLAN, key, plan_to_text(made))
         return made
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import get_args
 
-from stretto.config import TrainSettings
+from stretto.config import PlanningSettings, TrainSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept, cache_dir, unheard
 from stretto.train.text import Say
 
 REUSE = "STRETTO_REUSE"
-"""Environment variable: comes before the setting `reuse`."""
+"""Environment variable: comes before the setting `planning.reuse`."""
 
 
 def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
@@ -19,8 +19,8 @@ def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
 
     Raises UsageError for a variable that is none of the setting's values.
     """
-    known = get_args(TrainSettings.model_fields["reuse"].annotation)
-    wish = os.environ.get(REUSE) or settings.reuse
+    known = get_args(PlanningSettings.model_fields["reuse"].annotation)
+    wish = os.environ.get(REUSE) or settings.planning.reuse
     if wish not in known:
         raise UsageError(f"{REUSE} = {wish!r} in the environment: choose one of {', '.join(known)}")
     return None if wish == "off" else Kept(cache_dir() / "kept", wish == "renew", say)

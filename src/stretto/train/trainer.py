@@ -178,7 +178,7 @@ class Trainer:
             settings.training.eval_batches,
             settings.training.global_batch,
             layout,
-            kept,
+            None if kept is None else replace(kept, say=silent),  # it was said of the training
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(f"model: {type(model).__name__}, {parameters / 1e6:.2f} million parameters, {settings.precision}")
