@@ -25,6 +25,7 @@ from stretto.schedule.families import make_schedule
 from tests.planning.ranks import Threads, on_threads
 from tests.synthetic import make_costs, make_job
 from tests.synthetic import make_plan as synthetic_plan
+from tests.synthetic_comm import make_comm_costs, make_comm_job
 
 CPU = torch.device("cpu")
 
@@ -68,8 +69,8 @@ def test_a_rank_that_is_to_plan_something_else_is_refused_by_all() -> None:
     found = on_threads(3, work)
     assert [type(error) for error in found] == [UsageError] * 3
     assert {str(error) for error in found} == {
-        "the job to plan on rank 2 is another than on rank 0: start all ranks with the same model, settings, code "
-        "and release of PyTorch"
+        "the job to plan on rank 2 is another than on rank 0: start all ranks with the same model, settings, "
+        "code and release of PyTorch"
     }
 
 
@@ -158,13 +159,14 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     def measure(self: measured.Measuring, job: stretto.Job, *_: object) -> Costs:
         nonlocal count
         count += 1
-        return make_costs(job, bytes_per_us=100.0 + count)
+        return make_comm_costs(job, bytes_per_us=100.0 + count)
 
     monkeypatch.setattr(measured.Measuring, "_measured", measure)
 
     def plan(microbatches: int = 2, *, kept: bool = True, renew: bool = False, **more: object) -> Plan:
         where = Kept(tmp_path, renew) if kept else None
-        return stretto.plan(make_job(2, microbatches), kept=where, **more)  # type: ignore[arg-type]
+        job = make_comm_job(2, microbatches)
+        return stretto.plan(job, kept=where, **more)  # type: ignore[arg-type]
 
     return plan
 
@@ -203,7 +205,9 @@ def test_costs_of_another_machine_are_not_taken(planned: Planned, monkeypatch: p
     assert planned().costs != first.costs, "emulated hosts"
 
 
-def test_a_policy_of_the_users_own_is_asked_each_time(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_of_the_users_own_is_asked_each_time(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = 0
 
     def policy(graph: object) -> object:

@@ -17,7 +17,7 @@ from tests.forks import Fork, run_forks
 from stretto.config import DataSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.files.kept import cache_dir
-from stretto.train import cache, data
+from stretto.train import data
 from stretto.train.data import TextData, prepare_data
 
 Prepare = Callable[..., TextData]

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-
 from tests.train.tiny import write_settings
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +56,9 @@ def until_first_step(config: Path, folder: Path, *more: str) -> Lines:
 
 def silence_s(lines: Lines) -> tuple[float, str]:
     """The longest time without a line, and the line before."""
-    return max((after - before, said) for (before, said), (after, _) in pairwise([(0.0, "the start"), *lines]))
+    return max(
+        (after - before, said) for (before, said), (after, _) in pairwise([(0.0, "the start"), *lines])
+    )
 
 
 @pytest.mark.slow

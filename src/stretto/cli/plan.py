@@ -52,7 +52,10 @@ def run(
     ] = "improve",
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew."),
+        typer.Option(
+            "--fresh",
+            help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew.",
+        ),
     ] = False,
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it."""

@@ -42,7 +42,10 @@ def run(
     ] = None,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew."),
+        typer.Option(
+            "--fresh",
+            help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew.",
+        ),
     ] = False,
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""

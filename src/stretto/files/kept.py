@@ -1,8 +1,9 @@
 """Texts that were made once and are found again by what they depend on: costs that were measured, and plans.
 
-An entry is one file in a folder: a line of JSON that says when it was made and what its text's digest is, and
-then the text. It is written whole or not at all, so that any number of processes may keep and find at once; one
-that is damaged is none, and is removed. The entries that were used longest ago go when there are too many.
+An entry is one file in a folder: a line of JSON that says when it was made and what its text's digest is,
+and then the text. It is written whole or not at all, so that any number of processes may keep and find at
+once; one that is damaged is none, and is removed. The entries that were used longest ago go when there are
+too many.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class Kept:
     say: Callable[[str], None] = unheard
 
     def find(self, kind: str, key: str, most_age_s: float = math.inf) -> Entry | None:
-        """The entry of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it is
-        damaged, or cannot be read."""
+        """The entry of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it
+        is damaged, or cannot be read."""
         if self.renew:
             return None
         path = self._path(kind, key)

@@ -32,8 +32,8 @@ FLIGHT_S = 0.1
 MOST_COLLECTIVES = 64
 
 ALONE_S = 0.05
-"""Length of the compute that is timed alone, before and after. Assumed: tens of products; both together are as
-long as a flight."""
+"""Length of the compute that is timed alone, before and after. Assumed: tens of products; both together are
+as long as a flight."""
 
 UNDER_QUOTA = 4.0
 """Times as long for both under a quota. Assumed: tens of its periods, which are 10 to 100 ms long."""

@@ -41,7 +41,6 @@ from stretto.price.roofline import ACTION_US
 from stretto.price.wanted import wanted_collectives
 from stretto.processor.quota import agreed_quota
 
-
 Say = Callable[[str], None]
 """Takes a line of what is being measured."""
 

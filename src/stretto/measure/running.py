@@ -1,9 +1,9 @@
 """The ranks that run, their machines, and costs that were measured on them before.
 
-    1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, and
-       which ranks share a host; where there are several hosts, also which they are, as their network counts.
-    2. Rank 0 looks among what its host has kept; what it finds all ranks take. Else all measure, and rank 0
-       keeps it.
+1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, and
+   which ranks share a host; where there are several hosts, also which they are, as their network counts.
+2. Rank 0 looks among what its host has kept; what it finds all ranks take. Else all measure, and rank 0
+   keeps it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from stretto.measure.time_collectives import tell
 from stretto.measure.time_ops import machine_of
 from stretto.processor.quota import quota_share
 
+CPU = torch.device("cpu")
 COSTS = "costs"
 MOST_AGE_S = 7 * 86400.0
 """Costs that are older are measured anew. Assumed: what else runs on a machine changes by the week."""
@@ -36,7 +37,7 @@ class Running:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's item, by rank. Any thread may call it, one at a time."""
@@ -63,13 +64,13 @@ def running(world: int, device: torch.device) -> Running:
 
 
 def machines(ranks: Running, device: torch.device) -> str | None:
-    """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are emulated on
-    one machine have whatever network they were given this time."""
+    """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are emulated
+    on one machine have whatever network they were given this time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     mine = (str(machine_of(device)), cores, f"{quota_share():.3f}", host(), os.uname().nodename)
     told = ranks.all_gather(mine)
     hosts = [one[3] for one in told]
-    boots = {boot: space for boot, space in hosts}
+    boots = dict(hosts)
     if any(boots[boot] != space for boot, space in hosts):
         return None
     order = {one: at for at, one in enumerate(dict.fromkeys(hosts))}
@@ -84,8 +85,8 @@ def costs_again(
     measure: Callable[[], Costs],
     kept: Kept | None,
 ) -> Costs:
-    """Step 2; every rank must call it. parts: what beside the machines the costs belong to. measure: called on
-    all ranks or on none."""
+    """Step 2; every rank must call it. parts: what beside the machines the costs belong to. measure: called
+    on all ranks or on none."""
     if not ranks.broadcast(kept is not None):
         return measure()
     here = machines(ranks, device)

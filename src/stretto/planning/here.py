@@ -1,9 +1,9 @@
 """A plan for the ranks that run: one of them plans, and tells the others.
 
-    1. Ranks compare what they are to plan: jobs, schedule, wishes and costs. Where one has others than rank 0, all
-       refuse.
-    2. Rank 0 looks for such a plan among what its host has kept, or plans, and keeps it. Its plan is everybody's,
-       whatever other hosts have kept.
+    1. Ranks compare what they are to plan: jobs, schedule, wishes and costs. Where one has others than rank 0,
+       all refuse.
+    2. Rank 0 looks for such a plan among what its host has kept, or plans, and keeps it. Its plan is
+       everybody's, whatever other hosts have kept.
     3. All read the plan's text.
 
 A process alone does the same by itself. May touch the ranks' messages and the folder of what is kept.
@@ -35,8 +35,8 @@ def agree_on(ranks: Running, wishes: Mapping[str, str]) -> None:
         for name in (*first, *other):
             if first.get(name) != other.get(name):
                 raise UsageError(
-                    f"the {name} to plan on rank {rank} is another than on rank 0: start all ranks with the same "
-                    "model, settings, code and release of PyTorch"
+                    f"the {name} to plan on rank {rank} is another than on rank 0: start all ranks with the "
+                    "same model, settings, code and release of PyTorch"
                 )
 
 
@@ -47,14 +47,16 @@ def plan_on_first(
     kept: Kept | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Steps 1 to 3; every rank must call it. wishes: all that the plan depends on, as texts. make: plans, without
-    a word to other ranks; called on rank 0 alone. stopped: whether what it gave is the best so far of a search that
-    was interrupted, and so is not to be kept.
+    """Steps 1 to 3; every rank must call it. wishes: all that the plan depends on, as texts. make: plans,
+    without a word to other ranks; called on rank 0 alone. stopped: whether what it gave is the best so far of
+    a search that was interrupted, and so is not to be kept.
 
     Raises what `make` raises, on all ranks.
     """
     agree_on(ranks, wishes)
-    key = key_of(PLAN, code_digest(), torch.__version__, *(text for one in sorted(wishes.items()) for text in one))
+    key = key_of(
+        PLAN, code_digest(), torch.__version__, *(text for one in sorted(wishes.items()) for text in one)
+    )
 
     def found_or_made() -> Plan:
         found = None if kept is None else _found(kept, key)

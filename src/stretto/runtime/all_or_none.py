@@ -81,12 +81,12 @@ def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def first_alone(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
-    """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it. Returns
-    on rank 0 what it gave, None elsewhere.
+    """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it.
+    Returns on rank 0 what it gave, None elsewhere.
 
-    The work is done by the thread that calls, so that signals reach it; another one tells the ranks that wait.
-    It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a defect)
-    is LostRankError on the others; what: what rank 0 does, for that message.
+    The work is done by the thread that calls, so that signals reach it; another one tells the ranks that
+    wait. It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a
+    defect) is LostRankError on the others; what: what rank 0 does, for that message.
     """
     if ranks.size == 1:
         return work()
@@ -135,8 +135,8 @@ class _Beating:
             self._failed.append(error)
 
     def end(self, told: Exception | bool) -> None:
-        """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the work
-        itself has failed, which says more."""
+        """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the
+        work itself has failed, which says more."""
         self._done.set()
         self._thread.join()
         if told is not True:

@@ -14,7 +14,15 @@ from stretto.errors import UsageError
 from stretto.train.checkpoint_files import State, read_kept
 from stretto.train.task import Task
 
-UNTOLD = ("name", "checkpoint", "output", "parallel", "planning", "training.steps", "training.threads_per_rank")
+UNTOLD = (
+    "name",
+    "checkpoint",
+    "output",
+    "parallel",
+    "planning",
+    "training.steps",
+    "training.threads_per_rank",
+)
 """What may change from run to run without changing what is learned, or is changed on purpose to go on."""
 
 

@@ -2,7 +2,8 @@
 
 1. Capture the model in eval() mode, cut where the training is cut, without its backward.
 2. Measure its ops, each rank those of its own stage; links and collectives cost what they cost the training.
-3. One rank plans and proves; each gets a Runner on the training's lanes, with the parts that the training changes.
+3. One rank plans and proves; each gets a Runner on the training's lanes, with the parts that the training
+   changes.
 """
 
 from __future__ import annotations

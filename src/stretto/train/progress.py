@@ -43,7 +43,8 @@ class Progress:
             self.starting.say(line)
 
     def show(self, line: Mapping[str, float], exposed: float | None) -> None:
-        """Show a step: on a terminal the live line, else a plain one for the first and every `log_every` steps.
+        """Show a step: on a terminal the live line, else a plain one for the first and every `log_every`
+        steps.
 
         line: as `stretto.train.metrics` writes it. exposed: share of the step, of the last that was gathered.
         """

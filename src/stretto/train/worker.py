@@ -41,8 +41,8 @@ whether what they refuse has been said."""
 
 
 def work(settings: TrainSettings, starting: Starting | None = None) -> int:
-    """Train as the rank that the environment names, or alone. Returns the exit status. starting: what tells of
-    the run until its first step.
+    """Train as the rank that the environment names, or alone. Returns the exit status. starting: what tells
+    of the run until its first step.
 
     Alone, errors are raised as they are. As one of several ranks the process ends here when it fails:
     connections to ranks that are gone cannot be closed in order.
