@@ -12,8 +12,9 @@ import stretto
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.passes.watch import Watch
 from stretto.planning.groups import balanced_groups, equal_groups, loads_of, of_stages
-from stretto.planning.in_chunks import Stopped, fastest
+from stretto.planning.in_chunks import fastest
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
@@ -167,7 +168,8 @@ def test_one_interrupt_ends_the_search_in_other_numbers_of_chunks_too() -> None:
         return OneOfSeveral(chunks)
 
     def search_ended(tries: OneOfSeveral) -> Plan:
-        raise Stopped(plan)
+        watch.stop(KeyboardInterrupt())
+        return plan
 
     def before_any(tries: OneOfSeveral) -> Plan:
         if tries.chunks == 1:
@@ -175,9 +177,10 @@ def test_one_interrupt_ends_the_search_in_other_numbers_of_chunks_too() -> None:
         raise KeyboardInterrupt
 
     several = [partial(begin, chunks) for chunks in (1, 2, 4)]
-    assert fastest(several, search_ended, stoppable=True).job == plan.job  # type: ignore[arg-type]
+    watch = Watch(lambda line: None)
+    assert fastest(several, search_ended, watch).job == plan.job  # type: ignore[arg-type]
     assert begun == [1]
-    assert fastest(several, before_any, stoppable=True).job == plan.job  # type: ignore[arg-type]
+    assert fastest(several, before_any, Watch(lambda line: None)).job == plan.job  # type: ignore[arg-type]
     assert begun == [1, 1, 2]
     with pytest.raises(KeyboardInterrupt):
-        fastest(several, before_any)  # type: ignore[arg-type]
+        fastest(several, before_any, Watch())  # type: ignore[arg-type]

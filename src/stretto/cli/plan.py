@@ -1,13 +1,18 @@
 """`stretto plan`: plan a training step as a settings file describes it, and save the plan.
 
-Nothing is trained. The model is built without values, so that it may be larger than this machine.
+Nothing is trained. The model is built without values, so that it may be larger than this machine. Ctrl-C
+takes the best plan so far, which is printed and saved; the status is 130 with one and without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -16,10 +21,14 @@ from rich.console import Console
 import stretto
 from stretto.cli.outputs import check_output
 from stretto.config import TrainSettings, load_settings
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
 from stretto.price.cluster import Description, describe
+from stretto.train.waiting import Waiting
 
 plan = typer.Typer(add_completion=False)
+
+SEEN_S = 0.25
+"""Seconds between two looks of the line on a terminal."""
 
 
 @plan.command()
@@ -48,8 +57,12 @@ def run(
         ),
     ] = None,
     order: Annotated[
-        str, typer.Option(help='How ops are ordered in windows: "improve", "list", "exact" or "captured".')
-    ] = "improve",
+        str | None,
+        typer.Option(
+            help='How ops are ordered in windows: "improve", "list", "exact" or "captured"; '
+            "planning.order of the settings without it."
+        ),
+    ] = None,
     fresh: Annotated[
         bool,
         typer.Option(
@@ -58,55 +71,111 @@ def run(
         ),
     ] = False,
 ) -> None:
-    """Plan a training step for this machine, or for one that is described; print the plan and save it."""
+    """Plan a training step for this machine, or for one that is described; print the plan and save it.
+
+    Ctrl-C takes the best plan so far and ends with status 130, with it or without."""
     check_output("--output", output)
     wishes = list(changes or [])
     if overlap is not None:
         wishes.append(f"parallel.overlap={overlap}")
     if fresh:
         wishes.append("planning.reuse=renew")
-    # Shown on terminals alone.
-    with Console(stderr=True).status("planning") as status:
-        made = make(load_settings(config, wishes), read_cluster(cluster), order, say=status.update)
-    # First the summary, then the file: whichever of the two cannot be written, the other is not lost.
-    try:
-        typer.echo(str(made))
-    finally:
+    if order is not None:
+        wishes.append(f"planning.order={order}")
+    settings, description = load_settings(config, wishes), read_cluster(cluster)
+    with _interrupts() as interrupted:
+        try:
+            with _shown() as say:
+                made = make(settings, description, say=say)
+        except KeyboardInterrupt:
+            raise StoppedError("interrupted before there was a plan; nothing was written") from None
+        # From here on there is little left to do.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if interrupted:
+            typer.echo("interrupted: this is the best plan so far", err=True)
+        # First the summary, then the file: whichever of the two cannot be written, the other is not lost.
+        try:
+            typer.echo(str(made))
+        finally:
+            if output is not None:
+                made.save(output)
         if output is not None:
-            made.save(output)
-    if output is not None:
-        typer.echo(f"wrote {output}")
+            typer.echo(f"wrote {output}")
+    if interrupted:
+        sys.stdout.flush()
+        raise typer.Exit(StoppedError.exit_status)
+
+
+class StoppedError(StrettoError):
+    """Ctrl-C."""
+
+    exit_status = 128 + signal.SIGINT
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """The numbers of the signals that Ctrl-C has sent: planning may take the first for the end of its search
+    and say nothing."""
+    heard: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield heard
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[str], None]]:
+    """Takes lines of progress: on a terminal one is there at a time, elsewhere they follow one another."""
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        with Waiting(console.print, "planning") as waiting:
+            yield waiting.now
+        return
+    with console.status("planning") as status, Waiting(status.update, "planning", SEEN_S) as waiting:
+        yield waiting.now
 
 
 def make(
-    settings: TrainSettings,
-    cluster: str | Description,
-    order: str = "improve",
-    *,
-    say: Callable[[str], None] | None = None,
+    settings: TrainSettings, cluster: str | Description, *, say: Callable[[str], None] | None = None
 ) -> stretto.Plan:
-    """The plan of one training step; order: the policy that orders ops in windows. say: as in
-    `stretto.plan`.
+    """The plan of one training step. say: as in `stretto.plan`.
 
     Raises UsageError, CaptureError and PlanError as its parts do.
     """
     import torch
 
+    from stretto.order.policies import policy_of
     from stretto.train.job import device_of, trained
     from stretto.train.reuse import kept_by
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
     use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
+    if say is not None:
+        say("the model's ops")
     of = trained(settings)
+    policy_of(settings.planning.order)  # which a task may have registered
     with torch.device("meta"):
         model = of.model()
     device = None if isinstance(cluster, str) else device_of(cluster)
     job = stretto.capture(
         model, of.batch, of.loss, settings.parallel, precision=settings.precision, device=device
     )
-    kept = kept_by(settings, partial(typer.echo, err=True)) if cluster == "local" else None
-    return stretto.plan(job, cluster, order=order, say=say, kept=kept)
+    return stretto.plan(
+        job,
+        cluster,
+        order=settings.planning.order,
+        steps=settings.training.steps,
+        search_s=settings.planning.search_s,
+        say=say,
+        kept=kept_by(settings, partial(typer.echo, err=True)) if cluster == "local" else None,
+    )
 
 
 def read_cluster(cluster: str) -> str | Description:

@@ -134,6 +134,13 @@ class OutputSettings(Settings):
 class PlanningSettings(Settings):
     """How the plan of a step is searched for."""
 
+    order: str = Field(default="improve", min_length=1)
+    """The policy that orders ops in windows (`docs/overlap.md`): "improve" searches, "list" lists them in a
+    moment (steps are 2 to 13 % longer), "captured" leaves them as they are, "exact" needs `ortools`; or one
+    that a task registers."""
+    search_s: float | None = Field(default=None, gt=0)
+    """About how many seconds of a processor core the longest search takes; without it, what a shorter step
+    saves over `training.steps`. It is counted in orders walked, so that equal settings give equal plans."""
     reuse: Literal["auto", "renew", "off"] = "auto"
     """Costs and plans of earlier runs on this machine, which are kept in `$XDG_CACHE_HOME/stretto` or
     `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans anew and
@@ -224,7 +231,7 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         (
             training.global_batch % pieces,
             f"training.global_batch = {training.global_batch} must be a multiple of "
-            f"parallel.microbatches = {parallel.microbatches}{by}",
+            f"parallel.microbatches = {parallel.microbatches}{by}: give {_fitting(settings)}",
         ),
         (
             parallel.sequence_parallel and length % parallel.tp,
@@ -245,6 +252,18 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             if wrong
         ]
     return [*faults, *faults_of_experts(model, parallel, length, training.global_batch // pieces)]
+
+
+def _fitting(settings: TrainSettings) -> str:
+    """The numbers nearest to a batch or to microbatches that do not fit each other."""
+    parallel, batch = settings.parallel, settings.training.global_batch
+    pieces = parallel.microbatches * parallel.dp
+    batches = f"training.global_batch = {-(-batch // pieces) * pieces}"
+    if batch % parallel.dp:
+        return batches
+    most = min(parallel.microbatches, batch // parallel.dp)
+    fewer = next(count for count in range(most, 0, -1) if batch // parallel.dp % count == 0)
+    return f"parallel.microbatches = {fewer}, or {batches}"
 
 
 def _faults_of_stages(settings: TrainSettings) -> list[tuple[bool, str]]:

@@ -64,8 +64,8 @@ def running(world: int, device: torch.device) -> Running:
 
 
 def machines(ranks: Running, device: torch.device) -> str | None:
-    """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are emulated
-    on one machine have whatever network they were given this time."""
+    """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are
+    emulated on one machine have whatever network they were given this time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     mine = (str(machine_of(device)), cores, f"{quota_share():.3f}", host(), os.uname().nodename)
     told = ranks.all_gather(mine)

@@ -26,14 +26,17 @@ class Arranger:
         stage_ranks: Sequence[int],
         policy: str = DEFAULT,
         rounds: int | None = None,
+        share: float = 1.0,
     ) -> None:
         """policy: a name of `stretto.order.policies`. rounds: instead of it, local search
-        with so many rounds. The costs are those of every window."""
+        with so many rounds. share: of the search for an order, what a window is worth. The costs are those
+        of every window."""
         self._job = job
         self._costs = costs
         self._stage_ranks = stage_ranks
         self._policy = policy
         self._rounds = rounds
+        self._share = share
         self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._windows: dict[tuple[object, ...], Window] = {}
 
@@ -59,9 +62,11 @@ class Arranger:
         key = graph.key()
         order = self._orders.get(key)
         if order is None:
-            if self._rounds is None:
-                order = legal_order(self._policy, graph)
-            else:
+            if self._rounds is not None:
                 order = improve_order(graph, walks=self._rounds)
+            elif self._policy == DEFAULT:
+                order = improve_order(graph, share=self._share)
+            else:
+                order = legal_order(self._policy, graph)
             self._orders[key] = order
         return replace(window, items=tuple(graph.nodes[index].item for index in order))

@@ -9,7 +9,7 @@ Both depend on all windows together, so they are searched for, with the simulate
        cards it may pay that messages go later than they could, and no window by itself shows this.
     3. 2 again until nothing is gained, or as many steps have been simulated as are allowed.
 
-May touch `stretto.ir`, `stretto.simulate` and this room.
+May touch `stretto.ir`, `stretto.passes.watch`, `stretto.simulate` and this room.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from stretto.ir.plan import Plan, Window
 from stretto.order import NOTHING, Arranger, Outside, Role
 from stretto.order.search import GAIN, Budget, Point, Scope, Search
 from stretto.order.walk import Chosen
+from stretto.passes.watch import Watch
 from stretto.simulate import simulate
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
@@ -52,27 +53,39 @@ class Refined:
     windows: Mapping[str, Window]
 
 
-def refine(build: Build, captured: Mapping[str, Window], quick: Arranger) -> Refined | None:
+def refine(
+    build: Build,
+    captured: Mapping[str, Window],
+    quick: Arranger,
+    share: float = 1.0,
+    watch: Watch | None = None,
+) -> Refined | None:
     """The windows with the shortest step that the search finds.
 
-    captured: by name, in the captured order. quick: orders what is tried; ROUNDS are enough.
-    None where there is nothing to search: no messages between ranks, or steps too long to be simulated often.
+    captured: by name, in the captured order. quick: orders what is tried; ROUNDS are enough. share: of WORK,
+    what the step is worth. watch: is told how far it is; at an interrupt that it takes, the best so far
+    counts. None where there is nothing to search: no messages between ranks, or steps too long to be
+    simulated often.
     """
     plan = build(captured)
     items = (len(window.items) for rank in range(plan.ranks) for _, _, window in plan.runs(rank))
-    allowed = min(MOST, WORK // max(1, sum(items)))
+    watch = watch or Watch()
+    allowed = min(MOST, int(share * WORK) // max(1, sum(items)))
     if plan.ranks == 1 or allowed < FEWEST:
         return None
     scope = _Windows(build, captured, quick)
     knobs = [knob for name, window in captured.items() for knob in _knobs(plan, quick, name, window)]
-    search = Search(scope, Budget(allowed))
+    search = Search(scope, Budget(allowed, watch))
     if not knobs or not scope.new({}) or not search.tried(search.point):
         return None
 
     before_us = float("inf")
-    while search.measure_us < (1.0 - GAIN) * before_us:
-        before_us = search.measure_us
-        search.go(partial(_each, scope, knobs), 1, allowed)
+    try:
+        while search.measure_us < (1.0 - GAIN) * before_us:
+            before_us = search.measure_us
+            search.go(partial(_each, scope, knobs), 1, allowed)
+    except KeyboardInterrupt as error:
+        watch.stop(error)
     return Refined(search.measure_us, scope.windows(search.point.outside))
 
 

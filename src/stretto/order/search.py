@@ -9,7 +9,8 @@
        while, and where its budget of walks is spent.
 
 Walks are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every machine. A
-walk is given up as soon as it is known to be longer than the best. May touch `stretto.ir` and this room.
+walk is given up as soon as it is known to be longer than the best. May touch `stretto.ir`,
+`stretto.passes.watch` and this room.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from stretto.order.pairs import Borders, Meetings
 from stretto.order.scope import Whole
 from stretto.order.walk import Chosen, Rank, walk
 from stretto.order.worlds import StepWorld, WindowWorld
+from stretto.passes.watch import Watch
 
 T = TypeVar("T")
 
@@ -86,16 +88,33 @@ class Scope:
 
 
 class Budget:
-    """left: walks that may be made; spent: those that were."""
+    """left: walks that may be made; spent: those that were. best: what all searches that share it have found,
+    and the scope of it. watch: is told of it; bound_us: what no order beats, where that is known."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, left: int, watch: Watch | None = None, bound_us: float = 0.0) -> None:
+        self.left = self.allowed = left
         self.spent = 0
+        self.best: tuple[Scope, Chosen] | None = None
+        self.bound_us = bound_us
+        self._watch = watch or Watch()
 
     def spend(self) -> None:
         """A walk is made."""
         self.spent += 1
         self.left = max(0, self.left - 1)
+        if self.best is not None:
+            self._watch.still(self._far)
+
+    def found(self, scope: Scope, found: Chosen) -> None:
+        """A search has come to this."""
+        if self.best is None or found.measure_us < self.best[1].measure_us:
+            self.best = scope, found
+
+    def _far(self) -> str:
+        assert self.best is not None
+        best_us = self.best[1].step_us
+        of_bound = f", {best_us / self.bound_us:.3f} of the bound" if self.bound_us else ""
+        return f"{self.spent} of at most {self.allowed} orders walked, best {best_us / 1000:.1f} ms{of_bound}"
 
     def keep(self, part: float) -> int:
         """Take a part away, for later; how much it is."""
@@ -142,6 +161,7 @@ class Search:
         if found.measure_us < self._mark_us * (1.0 - GAIN):
             self._mark_us, self.stale = found.measure_us, 0
         self.best, self.point = found, point
+        self.budget.found(self.scope, found)
         return True
 
     def _serves(self, point: Point, found: Chosen) -> bool:

@@ -11,8 +11,8 @@ it goes.
     3. The most promising go on by other urgencies, the best of these by pushes and single ops, and last the
        best of all, as long as there are walks.
 
-The search takes the time that the step is worth (EFFORT) and says how far it came. May touch `stretto.ir`
-and this room.
+The search takes the time that the step is worth over its run (EFFORT), less where little is left above the
+bound (WIDE), and says how far it came. May touch `stretto.ir`, `stretto.passes.watch` and this room.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from stretto.order.moves import by_op, relisted
 from stretto.order.pairs import MORE, Borders, borders, paired
 from stretto.order.push import Pushing
 from stretto.order.search import Budget, Point, Scope, Search
+from stretto.order.walk import Chosen
+from stretto.passes.watch import Watch
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
@@ -34,10 +36,18 @@ PATIENCE = (0.0, 0.5, 1.0)
 """Tried for each rank. Assumed."""
 
 EFFORT = 12.0
-"""Items walked for each microsecond of the step: planning takes about as long as 50 of its steps, once."""
+"""Items walked for each microsecond of what the step is worth (`passes.effort`): of a run of 1,000 steps,
+planning takes about as long as 50."""
 
-LEAST, LARGEST = 1_200_000, 30_000_000
-"""Items walked for even the shortest step, and for the longest. Measured: 5 s and 120 s on one core."""
+LEAST = 60_000
+"""Items walked for even the shortest run. Measured: 0.25 s on one core."""
+
+FEWEST = 10
+"""Walks that are worth a search: as many as step 2 begins with."""
+
+WIDE = 0.1
+"""Above the bound, by which part of it the best of step 2 is where all of that time is taken; of less, less.
+Assumed: a search gains 1 to 7 % of the step, and much of what is left above the bound no order can have."""
 
 SEARCHING = 0.7
 """Part of them that step 2 and other urgencies may take; the rest is for the best of them. Assumed."""
@@ -104,40 +114,74 @@ class Found:
         return self.walks < self.allowed
 
 
-def order_together(plan: Plan, bound_us: float, walks: int | None = None, frees: Frees = ()) -> Found | None:
+def order_together(
+    plan: Plan,
+    bound_us: float,
+    walks: int | None = None,
+    frees: Frees = (),
+    worth_us: float | None = None,
+    watch: Watch | None = None,
+) -> Found | None:
     """The windows with the shortest step that the search finds in its time (EFFORT).
 
     plan: each rank has one window, in the captured order. bound_us: no order is faster. walks: at most
-    so many, instead. frees: by rank, which forwards begin when which backwards are done (`make_graph`). None
-    where no order lets all ranks reach their end.
+    so many, instead. frees: by rank, which forwards begin when which backwards are done (`make_graph`).
+    worth_us: of the step over its run; the bound without it. watch: is told how far it is; at an interrupt
+    that it takes, the best so far counts. None where no order lets all ranks reach their end.
     """
     items = sum(len(window.items) for window in plan.windows.values())
-    allowed = walks or max(1, int(min(LARGEST, max(LEAST, EFFORT * bound_us))) // items)
-    budget = Budget(allowed)
-    later = budget.keep(1.0 - SEARCHING)
-    found = _begun(plan, bound_us, budget, frees)
-    budget.left += later
-    found.sort(key=_measure_us)
-    finalists = found[: min(FINALISTS, 1 + int(found[0].measure_us / A_FINALIST_US))] if found else []
-    ends = [_longer(search) for search in budget.shared(finalists)]
-    if not ends:
+    worth_us = bound_us if worth_us is None else worth_us
+    allowed = walks or walks_allowed(items, worth_us)
+    budget = Budget(allowed, watch, bound_us)
+    try:
+        last = _searched(plan, bound_us, budget, frees, worth_us, walks is None)
+    except KeyboardInterrupt as error:
+        last = budget.best
+        if last is None or watch is None:
+            raise
+        watch.stop(error)
+    if last is None:
         return None
-    last = min(ends, key=_measure_us)
-    best = by_op(last, _moves(last, 1.0), MOVES_STALE)
     windows = {
         whole.graph.window.name: replace(
             whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
         )
-        for whole, order in zip(last.scope.wholes, best.orders, strict=True)
+        for whole, order in zip(last[0].wholes, last[1].orders, strict=True)
     }
     return Found(windows, budget.spent, allowed)
+
+
+def walks_allowed(items: int, worth_us: float) -> int:
+    """How often a step of so many items may be walked, at least once. worth_us: as in `order_together`."""
+    return max(1, int(max(LEAST, EFFORT * worth_us)) // max(1, items))
+
+
+def _searched(
+    plan: Plan, bound_us: float, budget: Budget, frees: Frees, worth_us: float, less: bool
+) -> tuple[Scope, Chosen] | None:
+    """All steps: the best, and its scope. less: whether WIDE counts."""
+    later = budget.keep(1.0 - SEARCHING)
+    found = _begun(plan, bound_us, budget, frees, less)
+    found.sort(key=_measure_us)
+    if not found:
+        return None
+    budget.left += int(later * (_open(found[0], bound_us) if less else 1.0))
+    finalists = found[: min(FINALISTS, 1 + int(worth_us / A_FINALIST_US))]
+    ends = [_longer(search, worth_us) for search in budget.shared(finalists)]
+    last = min(ends, key=_measure_us)
+    return last.scope, by_op(last, _moves(worth_us, 1.0), MOVES_STALE)
+
+
+def _open(search: Search, bound_us: float) -> float:
+    """WIDE: which part of its time a search is given, by where it has come."""
+    return min(1.0, max(0.0, search.measure_us / bound_us - 1.0) / WIDE) if bound_us else 1.0
 
 
 def _measure_us(search: Search) -> float:
     return search.measure_us
 
 
-def _begun(plan: Plan, bound_us: float, budget: Budget, frees: Frees) -> list[Search]:
+def _begun(plan: Plan, bound_us: float, budget: Budget, frees: Frees, less: bool) -> list[Search]:
     """Step 2, and other urgencies; searches that let all ranks reach their end."""
     apart = borders(plan)
     ways = list(dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)]))
@@ -148,7 +192,10 @@ def _begun(plan: Plan, bound_us: float, budget: Budget, frees: Frees) -> list[Se
         scope = Scope(graphs.wholes(little), CLOSE * bound_us, CHANGE * each_us, plan)
         tried = [sloped(scope, graphs, each_us, budget, pairs) for pairs in ways if budget.left or not found]
         tried = [search for search in tried if search.best is not None]
-        found += [search.go(relisted, MOST, STALE) for search in sorted(tried, key=_measure_us)[:PROMISING]]
+        tried.sort(key=_measure_us)
+        if less and tried:
+            budget.left = int(budget.left * _open(tried[0], bound_us))
+        found += [search.go(relisted, MOST, STALE) for search in tried[:PROMISING]]
         if any(search.close for search in found):
             break
     return found
@@ -199,14 +246,14 @@ def point_of(
     return Point(urgency, patience, pairs)
 
 
-def _longer(search: Search) -> Search:
+def _longer(search: Search, worth_us: float) -> Search:
     """A finalist goes on."""
-    search.go(relisted, min(LONGER, int(search.measure_us / A_WALK_US)), 2 * STALE)
+    search.go(relisted, min(LONGER, int(worth_us / A_WALK_US)), 2 * STALE)
     search.go(Pushing(search.scope.wholes), PUSHES, PUSHES_STALE)
-    search.best = by_op(search, _moves(search, TRIAL), MOVES_STALE)
+    search.best = by_op(search, _moves(worth_us, TRIAL), MOVES_STALE)
     return search
 
 
-def _moves(search: Search, share: float) -> int:
+def _moves(worth_us: float, share: float) -> int:
     """How many moves of single ops the step is worth."""
-    return int(share * min(MOVES, search.measure_us / A_MOVE_US))
+    return int(share * min(MOVES, worth_us / A_MOVE_US))

@@ -79,9 +79,10 @@ def list_order(
 
 
 def improve_order(
-    graph: WindowGraph, *, limit_bytes: int | None = None, walks: int | None = None
+    graph: WindowGraph, *, limit_bytes: int | None = None, walks: int | None = None, share: float = 1.0
 ) -> tuple[int, ...]:
-    """The best order found. limit_bytes: as in `list_order`; walks: instead of the constants above."""
+    """The best order found. limit_bytes: as in `list_order`; walks: instead of the constants above; share: of
+    them, what the window is worth."""
     fine = Scope((make_whole(graph),), CLOSE * floor_us(graph), 0.0)
     captured = replace(fine, limit_bytes=0).walk(Point(orders=(range(len(graph.nodes)),)))
     assert captured is not None, "a legal order of one window comes to its end"
@@ -91,17 +92,18 @@ def improve_order(
     tried.best = captured
     tried.tried(Point((urgencies(graph),), (0.0,)))
     if not tried.close and walks != 0:
-        found = _searched(graph, fine, walks)
+        found = _searched(graph, fine, walks, share)
         tried.tried(Point(orders=(found,)))
         places = {index: -float(at) for at, index in enumerate(found)}
         tried.tried(Point(([places[index] for index in range(len(found))],), (0.0,)))
     return tried.best.orders[0]
 
 
-def _searched(graph: WindowGraph, fine: Scope, walks: int | None) -> tuple[int, ...]:
+def _searched(graph: WindowGraph, fine: Scope, walks: int | None, share: float) -> tuple[int, ...]:
     """Step 2, with few ops placed for themselves."""
     whole = make_whole(graph, little=LITTLE)
-    budget = Budget(walks or max(FEWEST, min(WALKS, WORK // max(1, sum(whole.named)))))
+    most = min(WALKS, WORK // max(1, sum(whole.named)))
+    budget = Budget(walks or max(FEWEST, int(share * most)))
     starts_us = [node.time_us for node in graph.nodes if node.role is Role.START]
     typical_us = sum(starts_us) / max(1, len(starts_us)) + graph.work_us / max(1, len(whole.stretches))
     search = Search(replace(fine, wholes=(whole,), change_us=CHANGE * typical_us), budget)

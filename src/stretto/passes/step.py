@@ -3,7 +3,7 @@
 All passes that know costs have one signature, `Step, Context -> Step`, give the step itself where they have
 nothing to do, and never price what they make (`stretto.ir.prices`). A pass that was asked for and cannot be
 done raises `LeftOutError`. Those that look at a captured graph, before there are stages, ranks and costs, are
-`Graph -> Graph` (`stretto.passes.graph`). Touches `stretto.ir` only.
+`Graph -> Graph` (`stretto.passes.graph`). Touches `stretto.ir`, `passes.effort` and `passes.watch` only.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Window
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job, OverlapMode
+from stretto.passes.effort import Effort
+from stretto.passes.watch import Watch
 
 T = TypeVar("T")
 
@@ -46,11 +48,13 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Context:
     """What passes may ask. order: the policy that orders ops in windows. peaks: the most bytes that each rank
-    holds when a step is planned."""
+    holds when a step is planned. effort: how long orders are searched for; watch: who waits for the plan."""
 
     prices: Prices
     order: str
     peaks: Callable[[Step], Sequence[int]]
+    effort: Effort = field(default_factory=Effort)
+    watch: Watch = field(default_factory=Watch, repr=False)
     _known: dict[object, object] = field(default_factory=dict, repr=False)
 
     def costs_of(self, job: Job) -> Costs:

@@ -1,7 +1,7 @@
 """A plan for the ranks that run: one of them plans, and tells the others.
 
-    1. Ranks compare what they are to plan: jobs, schedule, wishes and costs. Where one has others than rank 0,
-       all refuse.
+    1. Ranks compare what they are to plan: jobs, schedule, wishes and costs. Where one has others than rank
+       0, all refuse.
     2. Rank 0 looks for such a plan among what its host has kept, or plans, and keeps it. Its plan is
        everybody's, whatever other hosts have kept.
     3. All read the plan's text.

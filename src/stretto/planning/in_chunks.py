@@ -2,10 +2,10 @@
 
     1. The first is planned. Each other is priced, and bounded: where no order of its ops comes to less than
        the fastest plan so far takes, it is not planned.
-    2. The fastest comes out, and says what it was compared with. Where an interrupt may end a search, it ends
-       this one too, with what there is.
+    2. The fastest comes out, and says what it was compared with. An interrupt that ends a search
+       (`stretto.passes.watch`) ends this one too, with what there is.
 
-May touch `stretto.ir` and `planning.tries`.
+May touch `stretto.ir`, `stretto.passes.watch` and `planning.tries`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import PlanError
 from stretto.ir.plan import Plan
+from stretto.passes.watch import Watch
 from stretto.planning.tries import Tries
 
 
@@ -30,23 +31,12 @@ class _Other:
         return f"{self.chunks} {'takes' if self.chunks == 1 else 'take'} {_ms(self.us, self.least)}"
 
 
-class Stopped(KeyboardInterrupt):
-    """An interrupt of who looks for a plan and has one."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__()
-        self.plan = plan
-
-
 def _ms(us: float, least: bool = False) -> str:
     return f"{'at least ' if least else ''}{us / 1000:.1f} ms"
 
 
-def fastest(
-    begun: Sequence[Callable[[], Tries]], make: Callable[[Tries], Plan], *, stoppable: bool = False
-) -> Plan:
+def fastest(begun: Sequence[Callable[[], Tries]], make: Callable[[Tries], Plan], watch: Watch) -> Plan:
     """The fastest plan. begun: the variants of each, made when their turn comes, fewest chunks first.
-    stoppable: whether an interrupt takes the fastest so far, if there is one.
 
     Raises PlanError, the first one's, when all are refused.
     """
@@ -55,6 +45,8 @@ def fastest(
     refused: list[tuple[int, PlanError]] = []
     try:
         for begin in begun:
+            if made and watch.stopped:
+                break
             tries = begin()
             try:
                 if made:
@@ -65,11 +57,10 @@ def fastest(
                 made.append(make(tries))
             except PlanError as error:  # another number of chunks may hold less
                 refused.append((tries.chunks, error))
-    except Stopped as stopped:
-        made.append(stopped.plan)
-    except KeyboardInterrupt:
-        if not (made and stoppable):
+    except KeyboardInterrupt as error:
+        if not made:
             raise
+        watch.stop(error)
     if not made:
         raise refused[0][1]
     if len(begun) == 1:

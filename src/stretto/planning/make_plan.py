@@ -15,12 +15,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from stretto.errors import PlanError, UsageError
-from stretto.files.kept import Kept, key_of, unheard
+from stretto.files.kept import Kept, key_of
 from stretto.files.typed_file import to_line
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
@@ -33,17 +33,19 @@ from stretto.measure.measured import Measuring, device_of
 from stretto.measure.running import running
 from stretto.order.policies import DEFAULT, OWN, policy_of
 from stretto.passes.dense_messages import scattered
+from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
+from stretto.passes.watch import Say, Watch
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
-from stretto.planning.search import Say, fastest_schedule
+from stretto.planning.search import fastest_schedule
 from stretto.planning.sends import sends_waited
 from stretto.planning.sums_within import sums_within
 from stretto.planning.tries import Tried, Tries, why_less
-from stretto.planning.variants import communicates, overlaps, ways
+from stretto.planning.variants import communicates, names, overlaps, ways
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
@@ -131,46 +133,57 @@ def make_plan(
     schedule: str | Schedule | None = None,
     overlap: OverlapMode | None = None,
     order: str = DEFAULT,
+    steps: int | None = None,
+    search_s: float | None = None,
     max_bytes: int | None = None,
     say: Say | None = None,
 ) -> Plan:
     """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order,
-    say: as in `plan`. max_bytes: the most that a rank may hold.
+    steps, search_s, say: as in `plan`. max_bytes: the most that a rank may hold.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     job = without_sums(job)
-    begun = partial(_begun, job, listed(job, costs), schedule, overlap, order, max_bytes)
-    return _fastest([begun], job, schedule, say)
+    wished = _Wished(schedule, overlap, order, _effort(steps, search_s), Watch(say))
+    begun = partial(_begun, job, listed(job, costs), wished, max_bytes)
+    return _fastest([begun], job, schedule, wished.watch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wished:
+    """What a plan is to be, beside its job: arguments of `plan`."""
+
+    schedule: str | Schedule | None
+    overlap: OverlapMode | None
+    order: str
+    effort: Effort
+    watch: Watch
+
+
+def _effort(steps: int | None, search_s: float | None) -> Effort:
+    return Effort(search_s=search_s) if steps is None else Effort(steps, search_s)
 
 
 def _fastest(
-    begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, say: Say | None
+    begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, watch: Watch
 ) -> Plan:
     """The fastest plan of all; for "auto", of all schedules."""
-    if not job.trains or (job.schedule if schedule is None else schedule) != AUTO:
-        return fastest(begun, _made)
-    return fastest(begun, partial(fastest_schedule, make=_made, say=say), stoppable=say is not None)
+    auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
+    return fastest(begun, partial(fastest_schedule, make=_made) if auto else _made, watch)
 
 
-def _begun(
-    job: Job,
-    prices: Prices,
-    schedule: str | Schedule | None,
-    overlap: OverlapMode | None,
-    order: str,
-    max_bytes: int | None,
-) -> Tries:
+def _begun(job: Job, prices: Prices, wished: _Wished, max_bytes: int | None) -> Tries:
     """Step 1, and the variants of step 2."""
-    asked = _overlap_mode(job.overlap if overlap is None else overlap)
-    policy_of(order)  # an unknown name is told even where there is nothing to order
-    chosen = choose_schedule(job, schedule=schedule)
+    asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
+    policy_of(wished.order)  # an unknown name is told even where there is nothing to order
+    chosen = choose_schedule(job, schedule=wished.schedule)
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=asked)
-    return Tries(step, Context(prices, order, partial(_peaks, prices=prices)))
+    peaks = partial(_peaks, prices=prices)
+    return Tries(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
 
 
 def _made(tries: Tries) -> Plan:
@@ -180,8 +193,9 @@ def _made(tries: Tries) -> Plan:
     refused: dict[OverlapMode, PlanError] = {}
 
     def finished(tried: Tried) -> Iterator[Plan]:
+        context.watch.tell(f"{names(tried.variant)}: messages and proof")
         try:
-            made = _finished(tries.step(tried.variant), context)
+            made = _finished_anyway(tries.step(tried.variant), context)
         except PlanError as error:
             refused.setdefault(tried.overlap, error)
             tries.missing.append(f"{tried.overlap} is refused: {error.faults[0]}")
@@ -193,7 +207,7 @@ def _made(tries: Tries) -> Plan:
         if not made:
             continue
         off = next((one for one in found[at:] if one.overlap == "off"), tried)
-        if off is not tried and tried.step_us >= CLEAR * off.step_us:
+        if off is not tried and not context.watch.stopped and tried.step_us >= CLEAR * off.step_us:
             made += finished(off)
         return min(made, key=_predicted_us)
     raise refused.get("off") or next(iter(refused.values()))
@@ -224,6 +238,15 @@ def _overlap_mode(text: str) -> OverlapMode:
     raise UsageError(f"overlap is {text!r}; choose one of: {', '.join(OVERLAP_MODES)}")
 
 
+def _finished_anyway(step: Step, context: Context) -> Plan:
+    """Steps 4 to 6, and once more after an interrupt that meant the search."""
+    try:
+        return _finished(step, context)
+    except KeyboardInterrupt as error:
+        context.watch.stop(error)
+    return _finished(step, context)
+
+
 def _finished(step: Step, context: Context) -> Plan:
     """Steps 4 to 6. Raises PlanError for a step that cannot work."""
     # A policy that the user chose orders last runs as well.
@@ -250,6 +273,8 @@ def plan(
     schedule: str | Schedule | None = None,
     overlap: OverlapMode | None = None,
     order: str = DEFAULT,
+    steps: int | None = None,
+    search_s: float | None = None,
     say: Say | None = None,
     kept: Kept | None = None,
 ) -> Plan:
@@ -257,14 +282,19 @@ def plan(
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, rank 0 plans for all, and all must call). A name (`h100x64`), a cluster file (.toml), a
-    calibration (.json) or a `stretto.Cluster(...)` stands for one that is not at hand. schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is found; the
-    job's own wish by default.
+    calibration (.json) or a `stretto.Cluster(...)` stands for one that is not at hand.
+    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is
+    found; the job's own wish by default.
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
     order: the policy that orders ops in windows: "improve", "list", "exact" (needs `ortools`), "captured", or
-    one of your own (`stretto.order.register`). say: takes lines of what "auto" tries; an interrupt
-    then takes the best so far. kept: with "local", where costs and plans of earlier runs are found, and kept.
+    one of your own (`stretto.order.register`).
+    steps: of the run that the plan is for; "improve" searches as long as a shorter step saves over it. 1,000
+    are assumed without it. search_s: instead, about how many seconds of a processor core the longest search
+    takes. It is counted in orders walked, so that equal jobs get equal plans on all machines.
+    say: takes lines of what is tried; an interrupt (Ctrl-C) then takes the best so far, where there is one.
+    kept: with "local", where costs and plans of earlier runs are found, and kept.
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
@@ -273,16 +303,18 @@ def plan(
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     job = without_sums(job)
     chosen = choose_schedule(job, schedule=schedule)
+    wished = _Wished(chosen, overlap, order, _effort(steps, search_s), Watch(say))
     found = describe(cluster)
     jobs = (replace(job, in_chunks=()), *job.in_chunks)
     if found is None:
-        return _planned_here(job, jobs, chosen, schedule, overlap, order, say, kept)
+        return _planned_here(job, jobs, chosen, schedule, wished, kept)
     priced = pricing(jobs, chosen, found)
 
     def begun(one: Job) -> Tries:
-        return _begun(one, priced(one), chosen, overlap, order, memory_limit(found, one))
+        wished.watch.tell("what its ops and messages take")
+        return _begun(one, priced(one), wished, memory_limit(found, one))
 
-    return _fastest([partial(begun, one) for one in jobs], job, schedule, say)
+    return _fastest([partial(begun, one) for one in jobs], job, schedule, wished.watch)
 
 
 def _planned_here(
@@ -290,14 +322,12 @@ def _planned_here(
     jobs: Sequence[Job],
     chosen: Schedule,
     schedule: str | Schedule | None,
-    overlap: OverlapMode | None,
-    order: str,
-    say: Say | None,
+    wished: _Wished,
     kept: Kept | None,
 ) -> Plan:
     """Where the plan will run: all ranks measure, one plans."""
-    asked = _overlap_mode(job.overlap if overlap is None else overlap)
-    policy_of(order)
+    asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
+    policy_of(wished.order)
     device = device_of(job)
     ranks = running(job.mesh(chosen.ranks).world, device)
     auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
@@ -305,18 +335,23 @@ def _planned_here(
         "job": key_of(*map(job_text, jobs)),
         "schedule": f"{AUTO if auto else ''} {to_line(chosen, CODEC)}",
         "overlap": asked,
-        "order": order,
+        "order": wished.order,
+        "search": repr(wished.effort),
     }
     if ranks.size > 1:
         agree_on(ranks, wishes)  # before they measure, which would not come together
-    measuring = Measuring(jobs, chosen, kept, say or unheard)
+    measuring = Measuring(jobs, chosen, kept, wished.watch.tell)
     costs = [measuring.costs_of(one) for one in jobs]
     limits = [memory_limit(None, one) for one in jobs]
     begun = [
-        partial(_begun, one, listed(one, cost), chosen, overlap, order, limit)
+        partial(_begun, one, listed(one, cost), wished, limit)
         for one, cost, limit in zip(jobs, costs, limits, strict=True)
     ]
     wishes |= {"costs": key_of(*map(to_line, costs)), "memory": str(limits)}
-    if order not in OWN:
-        kept = None  # what a policy of the user's does today, nothing tells
-    return plan_on_first(ranks, wishes, lambda: _fastest(begun, job, schedule, say), kept)
+
+    def make() -> Plan:
+        return _fastest(begun, job, schedule, wished.watch)
+
+    # What a policy of the user's does today, nothing tells.
+    known = kept if wished.order in OWN else None
+    return plan_on_first(ranks, wishes, make, known, lambda: wished.watch.stopped)

@@ -23,8 +23,8 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
+from stretto.passes.watch import Say
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
-from stretto.planning.in_chunks import Stopped
 from stretto.planning.pair import pair
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import ENOUGH, paired, shorter
@@ -60,9 +60,6 @@ variants and waits for messages make less of a difference between two orders."""
 ROUNDS = 3
 """How often memory is given up for what a simulation held too much. Assumed."""
 
-Say = Callable[[str], None]
-"""Takes a line of progress. Who gives one is there to see it, and may interrupt what it tells of."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Ranked:
@@ -79,15 +76,14 @@ def _with_schedule(step: Step, schedule: Schedule) -> Step:
     return replace(step, schedule=schedule, short=shorter(schedule))
 
 
-def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | None = None) -> Plan:
+def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan]) -> Plan:
     """The fastest plan with any schedule. tries: of a step with any one of its stages. make: a plan of one
     schedule's tries.
 
-    Raises PlanError, the first one's, when all are refused; with `say`, Stopped where an interrupt ends the
-    search and there is a plan.
+    Raises PlanError, the first one's, when all are refused.
     """
-    first, context = tries.first, tries.context
-    tell = say or (lambda line: None)
+    first, context, watch = tries.first, tries.context, tries.context.watch
+    tell = watch.tell
     # To compare orders, windows need not be improved, which takes most of the time.
     brief = replace(context, order="list") if context.order == DEFAULT else context
     most = max(1, min(WHOLE, PLANNED // _runs(first.job)))
@@ -98,15 +94,17 @@ def fastest_schedule(tries: Tries, make: Callable[[Tries], Plan], say: Say | Non
         for one in _worth_a_plan(found, most):
             if len(made) == most or (made and one.step_us > CLOSE * found[0].step_us):
                 break
+            if made and watch.stopped:
+                break
             tell(f"{one.schedule.family}: a whole plan")
             try:
                 made.append(make(Tries(_with_schedule(first, one.schedule), context)))
             except PlanError as error:
                 refused.append(error)
-    except KeyboardInterrupt:
-        if not made or say is None:
+    except KeyboardInterrupt as error:
+        if not made:
             raise
-        raise Stopped(_best(made, found)) from None
+        watch.stop(error)
     if not made:
         raise refused[0] if refused else PlanError("auto finds no schedule", ["none can be simulated"])
     return _best(made, found)

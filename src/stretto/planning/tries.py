@@ -25,8 +25,8 @@ from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.schedules import moved_across
 from stretto.planning.sums_within import least_us
-from stretto.planning.variants import Variant, again, begins, overlaps, ways
-from stretto.planning.windows import at_once, lowered, whole_step
+from stretto.planning.variants import Variant, again, begins, names, overlaps, ways
+from stretto.planning.windows import at_once, lowered, short_bound_us, whole_step
 from stretto.simulate import simulate
 
 PROMISING = 3
@@ -66,13 +66,14 @@ class Tried:
 
 
 class Tries:
-    """The variants of one step, `first`. missing: why some are not there."""
+    """The variants of one step, `first`. missing: why some are not there; tried: those that are."""
 
     def __init__(self, step: Step, context: Context) -> None:
         self.first = step
         self.context = context
         self._made: dict[tuple[int, Pass], Step | Exception] = {}
         self.missing: list[str] = []
+        self.tried: list[Tried] = []
 
     def step(self, variant: Variant) -> Step:
         """The step that a variant makes. Raises what its passes raise.
@@ -95,10 +96,21 @@ class Tries:
 
     def best_first(self, order: str) -> list[Tried]:
         """All that the step may be; the last is what waits for everything at once, where there is nothing to
-        compare it with.
+        compare it with. At an interrupt (`stretto.passes.watch`), what has been tried.
 
         Raises PlanError when the job cannot be made as it must be, or its schedule cannot be simulated.
         """
+        try:
+            return self._best_first(order)
+        except KeyboardInterrupt as error:
+            if not self.tried:
+                raise
+            self.context.watch.stop(error)
+        # One window a rank has the time of all microbatches, to which others are not compared yet.
+        others = [one for one in self.tried if whole_step not in one.variant]
+        return sorted(others or self.tried, key=self._weighed_us)
+
+    def _best_first(self, order: str) -> list[Tried]:
         asked = self.first.asked
         variants: list[Variant] = []
         for begin in self._begins():
@@ -144,8 +156,11 @@ class Tries:
             return [Tried(variants[0], self.step(variants[0]).overlap, 0.0)]
         found: list[Tried] = []
         seen: set[object] = set()
-        for variant in variants:
+        for at, variant in enumerate(variants):
+            if found and self.context.watch.stopped:
+                break
             plain = moved_across not in variant
+            self._tell(f"variant {at + 1} of {len(variants)}, {names(variant)}", found)
             try:
                 before = self.step(variant[:-1])
                 plain &= before.schedule is self.first.schedule
@@ -170,7 +185,8 @@ class Tries:
             made = self.step(variant)
         else:
             made = variant[-1](replace(before, schedule=before.short), self.context)
-        return Tried(variant, made.overlap, least_us(lowered(made, self.context)))
+        self.tried.append(Tried(variant, made.overlap, least_us(lowered(made, self.context))))
+        return self.tried[-1]
 
     def _as_short(self, whole: Tried, other: Tried) -> Tried:
         """One window a rank, which is ordered and simulated for all microbatches, with the step by which
@@ -195,6 +211,16 @@ class Tries:
     def _job_bound_us(self, job: Job) -> float:
         return lower_bound(job, self.first.schedule, self.context.costs_of(job)).us
 
+    def _tell(self, what: str, found: Sequence[Tried]) -> None:
+        """What is tried now, and how far it has come."""
+        if self.context.watch.shown:
+            best_us = min((one.step_us for one in found), default=inf)
+            best = ""
+            if 0.0 < best_us < inf:
+                bound_us = short_bound_us(self.step(found[0].variant[:-1]), self.context)
+                best = f"; best so far {best_us / 1000:.1f} ms, {best_us / bound_us:.3f} of the bound"
+            self.context.watch.tell(what + best)
+
     def _miss(self, why: str) -> None:
         if why and why not in self.missing:
             self.missing.append(why)
@@ -206,6 +232,9 @@ class Tries:
         promising = [one.variant for one in most[:PROMISING] if one.step_us <= WITHIN * most[0].step_us]
         found: list[Tried] = []
         for variant in again(promising):
+            if self.context.watch.stopped:
+                break
+            self._tell(names(variant), tried)
             try:
                 one = self._tried(self.step(variant[:-1]), variant)
             except LeftOutError:

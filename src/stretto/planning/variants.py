@@ -85,6 +85,13 @@ def again(variants: Sequence[Variant]) -> list[Variant]:
     return [(*variant[:-1], refined) for variant in variants]
 
 
+def names(variant: Variant) -> str:
+    """What a variant does to windows, for people: its last passes, without those of `begins`."""
+    found = [one.func if isinstance(one, partial) else one for one in variant]
+    job = {one.apply for one in STEP_PASSES}
+    return ", ".join(one.__name__ for one in found if one not in job)
+
+
 def overlaps(step: Step) -> bool:
     """Whether the schedule has windows that microbatches share by itself."""
     return any(isinstance(slot, Overlap) for slots in step.schedule.orders for slot in slots)

@@ -7,13 +7,14 @@ One of them is in every variant. May touch `stretto.ir`, `stretto.passes.step`, 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
 from stretto.order import Arranger
 from stretto.order.graphs import Frees
 from stretto.order.refine import ROUNDS, Refined, refine
-from stretto.order.whole_step import order_together
+from stretto.order.whole_step import FEWEST, order_together, walks_allowed
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import apart, frees
@@ -45,7 +46,8 @@ def ordered(step: Step, context: Context) -> Step:
     """Each window in the policy's order, but for those that have one."""
 
     def arranger() -> Arranger:
-        return Arranger(step.job, context.costs_of(step.job), step.schedule.stage_ranks, context.order)
+        costs, share = context.costs_of(step.job), context.effort.part(_step_us(step, context))
+        return Arranger(step.job, costs, step.schedule.stage_ranks, context.order, share=share)
 
     plain = context.once(step.job, ("arranger", context.order, step.schedule.stage_ranks), arranger)
     windows = {
@@ -70,6 +72,8 @@ def _refined(step: Step, context: Context) -> Refined | None:
         lambda windows: lowered(replace(short, windows=windows), context),
         captured_windows(short.job, short.schedule),
         quick,
+        context.effort.part(_step_us(step, context)),
+        context.watch,
     )
 
 
@@ -78,8 +82,15 @@ def whole_step(step: Step, context: Context) -> Step:
 
     Any number of microbatches is live; where that is more than the job or a rank may hold, some more than in
     the schedule's own order. Left out where a rank holds too much even so, so that other orders are searched
-    for as well.
+    for as well, and where the step has so many items that it is hardly ever walked in its time.
     """
+    effort = context.effort
+    items = step.job.microbatches * sum(len(ops) for stage in step.job.stages for ops in stage.ops.values())
+    # First by what no step is worth, since the bound of a very long one takes long itself.
+    if walks_allowed(items, effort.worth_us(inf)) < FEWEST:
+        raise LeftOutError
+    if walks_allowed(items, effort.worth_us(_step_us(step, context))) < FEWEST:
+        raise LeftOutError
     most = step.job.max_live
     orders = step.schedule.orders
     if most is not None and max(peak_live(step.schedule)) > most:
@@ -106,10 +117,11 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
     plain = as_captured(step, context)
     # Ordered as they are without the sums that start in them.
     captured = replace(lowered(plain, context), windows=plain.windows)
-    bound_us = lower_bound(step.job, step.schedule, context.costs_of(step.job)).us
+    bound_us = _step_us(step, context)
     made = step
     for walks in (None,) if step.max_bytes is None else (BRIEF, None):
-        found = order_together(captured, bound_us, walks, kept)
+        worth_us = context.effort.worth_us(bound_us)
+        found = order_together(captured, bound_us, walks, kept, worth_us, context.watch)
         if found is None:
             raise LeftOutError
         made = replace(step, windows=found.windows)
@@ -122,6 +134,21 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
         if found.ended:
             break
     return made
+
+
+def short_bound_us(step: Step, context: Context) -> float:
+    """No order of the step by which others are compared is faster."""
+    short = replace(step.job, microbatches=step.short.microbatches)
+
+    def bound_us() -> float:
+        return lower_bound(short, step.short, context.costs_of(step.job)).us
+
+    return context.once(step.job, ("bound", step.short), bound_us)
+
+
+def _step_us(step: Step, context: Context) -> float:
+    """What the step takes at least, by that of fewer microbatches; what a search is worth follows from it."""
+    return short_bound_us(step, context) * step.job.microbatches / step.short.microbatches
 
 
 def lowered(step: Step, context: Context) -> Plan:

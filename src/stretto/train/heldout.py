@@ -18,18 +18,27 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capture.evaluation import capture_evaluation
 from stretto.capture.trace import PLAIN
+from stretto.config import TrainingSettings
 from stretto.files.kept import Kept
 from stretto.files.typed_file import to_line
 from stretto.ir.costs import Costs
 from stretto.ir.metrics import Observed
+from stretto.ir.plan import Plan
 from stretto.ir.serialize import CODEC, job_text
 from stretto.measure.profile import profile
 from stretto.measure.running import costs_again, running
+from stretto.order.policies import DEFAULT, OWN
 from stretto.parallelize.layout import Layout
 from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.task import Batches
+
+
+def held_out_steps(training: TrainingSettings) -> int:
+    """How many forwards of held-out text a run has."""
+    times = -(-training.steps // training.eval_every) if training.eval_every else 1
+    return times * training.eval_batches
 
 
 class HeldOut:
@@ -45,11 +54,14 @@ class HeldOut:
         batches: int,
         global_batch: int,
         layout: Layout = PLAIN,
+        order: str = DEFAULT,
+        steps: int | None = None,
+        search_s: float | None = None,
         kept: Kept | None = None,
     ) -> None:
         """model: the one whose parameters `runner` holds. held_out, batches: what is
         measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
-        has. kept: where costs and plans of earlier runs are found, and kept."""
+        has. order, steps, search_s, kept: as in `stretto.plan`, for its forwards."""
         job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
         schedule = runner.plan.schedule
         ranks = running(runner.plan.world, runner.device)
@@ -65,10 +77,13 @@ class HeldOut:
                     found[op].append(us)
             return replace(rest, op_us={op: statistics.median(times) for op, times in found.items()})
 
+        def planned() -> Plan:
+            return make_plan(job, costs, schedule=schedule, order=order, steps=steps, search_s=search_s)
+
         of = {"job": job_text(job), "schedule": to_line(schedule, CODEC)}
         costs = costs_again(ranks, runner.device, lambda: (*of.values(), to_line(rest)), measured, kept)
-        of["costs"] = to_line(costs)
-        plan = plan_on_first(ranks, of, lambda: make_plan(job, costs, schedule=schedule), kept)
+        of |= {"costs": to_line(costs), "order": order, "search": f"{steps} {search_s}"}
+        plan = plan_on_first(ranks, of, planned, kept if order in OWN else None)
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
         self._held_out = held_out
         self._batches = batches

@@ -1,4 +1,4 @@
-"""Where a run finds costs and plans of earlier ones: a folder of the user's cache, if it is to look at all."""
+"""Where a run finds costs and plans of earlier ones: a folder of the user's cache, if it may look."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ from stretto.train.checkpoint_files import State, find, latest_in, read_state, s
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.heartbeat import Heartbeat
-from stretto.train.heldout import HeldOut
+from stretto.train.heldout import HeldOut, held_out_steps
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
@@ -154,8 +154,15 @@ class Trainer:
             job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
         kept = kept_by(settings, say)
         begin("planning")
-        detail = self.progress.starting.detail if self.world.rank == 0 else None
-        plan = make_plan(job, cluster="local", say=detail, kept=kept)
+        plan = make_plan(
+            job,
+            cluster="local",
+            order=settings.planning.order,
+            steps=settings.training.steps,
+            search_s=settings.planning.search_s,
+            say=self.progress.starting.detail if self.world.rank == 0 else None,
+            kept=kept,
+        )
         for line in str(plan).splitlines():
             say(line)
         move(model, plan, self.world.rank, self.world.device)
@@ -178,6 +185,9 @@ class Trainer:
             settings.training.eval_batches,
             settings.training.global_batch,
             layout,
+            settings.planning.order,
+            held_out_steps(settings.training),
+            settings.planning.search_s,
             None if kept is None else replace(kept, say=silent),  # it was said of the training
         )
         parameters = sum(p.numel() for p in model.parameters())

@@ -39,6 +39,7 @@ class Work:
     def __init__(
         self, settings: TrainSettings, devices: int, found: Description, fixed: Mapping[str, Any]
     ) -> None:
+        self._settings = settings
         self._choices = Choices(settings, devices, fixed)
         self._found = found
         self._captures = captures_of(settings, found)
@@ -62,7 +63,14 @@ class Work:
     def _plan(self, candidate: Candidate, order: str) -> Planned | Refused:
         parallel = self._choices.settings_of(candidate).parallel
         job = self._captures.job(parallel)
-        made = plan(job, self._found, order=order)
+        settings = self._settings
+        made = plan(
+            job,
+            self._found,
+            order=order,
+            steps=settings.training.steps,
+            search_s=settings.planning.search_s,
+        )
         # What a plan holds has no optimizer, and its limit is the whole device.
         one = planned_of(candidate, order, made, states_by_rank(made.job, made.schedule.stage_ranks))
         if self._limit is not None and one.peak_bytes > self._limit:
