@@ -25,7 +25,6 @@ from stretto.schedule.families import make_schedule
 from tests.planning.ranks import Threads, on_threads
 from tests.synthetic import make_costs, make_job
 from tests.synthetic import make_plan as synthetic_plan
-from tests.synthetic_comm import make_comm_costs, make_comm_job
 
 CPU = torch.device("cpu")
 
@@ -159,13 +158,13 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     def measure(self: measured.Measuring, job: stretto.Job, *_: object) -> Costs:
         nonlocal count
         count += 1
-        return make_comm_costs(job, bytes_per_us=100.0 + count)
+        return make_costs(job, bytes_per_us=100.0 + count)
 
     monkeypatch.setattr(measured.Measuring, "_measured", measure)
 
     def plan(microbatches: int = 2, *, kept: bool = True, renew: bool = False, **more: object) -> Plan:
         where = Kept(tmp_path, renew) if kept else None
-        job = make_comm_job(2, microbatches)
+        job = make_job(2, microbatches)
         return stretto.plan(job, kept=where, **more)  # type: ignore[arg-type]
 
     return plan
@@ -205,22 +204,24 @@ def test_costs_of_another_machine_are_not_taken(planned: Planned, monkeypatch: p
     assert planned().costs != first.costs, "emulated hosts"
 
 
-def test_a_policy_of_the_users_own_is_asked_each_time(
+def test_plans_with_a_policy_of_the_users_own_are_not_kept(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = 0
+    monkeypatch.setitem(POLICIES, "of-this-test", captured_order)
+    made: list[Plan] = []
 
-    def policy(graph: object) -> object:
-        nonlocal asked
-        asked += 1
-        return captured_order(graph)  # type: ignore[arg-type]
+    def counted(*of: object) -> Plan:
+        made.append(fastest(*of))
+        return made[-1]
 
-    monkeypatch.setitem(POLICIES, "of-this-test", policy)
-    planned(order="of-this-test")
-    before = asked
-    assert before
-    planned(order="of-this-test")
-    assert asked == 2 * before
+    fastest: Callable[..., Plan] = make_plan._fastest
+    monkeypatch.setattr(make_plan, "_fastest", counted)
+    for order, times in (("captured", 1), ("of-this-test", 2)):
+        made.clear()
+        planned(order=order)
+        planned(order=order)
+        assert len(made) == times, order
+    assert made[0].costs == made[1].costs, "costs are"
 
 
 def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,6 @@ from stretto.train.reuse import kept_by
 from stretto.train.starting import STARTED, Starting
 from stretto.train.text import Say, silent
 from stretto.train.text_task import task_of
-from stretto.train.worker import work
 from stretto.train.world import (
     LAUNCHER_PID,
     World,
@@ -68,10 +67,10 @@ def start(settings: TrainSettings, command: Sequence[str], starting: Starting | 
         refuse_if_held(folders_of(settings))
     kept_by(settings)
     if is_worker():
-        return work(settings, starting)
+        return _work(settings, starting)
     if settings.parallel.world == 1:
         refuse_early(settings)
-        return work(settings, starting)
+        return _work(settings, starting)
     starting = starting or Starting()
     with Interrupts(end_at_once) as interrupts:
         try:
@@ -86,6 +85,12 @@ def start(settings: TrainSettings, command: Sequence[str], starting: Starting | 
             starting.end()
             print("stretto: interrupted before the first step", file=sys.stderr)
             return error.status
+
+
+def _work(settings: TrainSettings, starting: Starting | None) -> int:
+    from stretto.train.worker import work  # loads what ranks need: their launcher does without
+
+    return work(settings, starting)
 
 
 def _check(settings: TrainSettings, say: Say) -> None:
