@@ -29,10 +29,17 @@ Lines = list[tuple[float, str]]
 def until_first_step(config: Path, folder: Path, *more: str) -> Lines:
     """(seconds since the command began, line), up to the line that tells of the first step. The run is then
     interrupted. folder: has the run and what is kept."""
+    lines, _, _ = until(config, folder, "first step ", *more)
+    return lines
+
+
+def until(config: Path, folder: Path, start: str, *more: str) -> tuple[Lines, str, int]:
+    """The same up to a line that begins so; what was said after that, and the exit status."""
+    kept = {name: value for name, value in os.environ.items() if name != "STRETTO_REUSE"}
     began_s = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "stretto", "train", str(config), f"output.run_dir={folder / 'run'}", *more],
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "STRETTO_REUSE": "auto"},
+        env={**kept, "XDG_CACHE_HOME": str(folder / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -43,15 +50,15 @@ def until_first_step(config: Path, folder: Path, *more: str) -> Lines:
     try:
         for line in process.stdout:
             lines.append((time.monotonic() - began_s, line.rstrip("\n")))
-            if line.startswith("first step "):
+            if line.startswith(start):
                 process.send_signal(signal.SIGINT)
                 break
-        process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=60)
     finally:
         process.kill()
     assert lines, "nothing was said"
-    assert lines[-1][1].startswith("first step "), "\n".join(line for _, line in lines)
-    return lines
+    assert lines[-1][1].startswith(start), "\n".join(line for _, line in lines)
+    return lines, rest, process.returncode
 
 
 def silence_s(lines: Lines) -> tuple[float, str]:
@@ -90,6 +97,14 @@ def test_a_second_run_takes_costs_and_plan_of_the_first(tmp_path: Path) -> None:
     phases = ("loading PyTorch", "starting 2 ranks", "capturing the model", "planning", "the first step")
     said = "\n".join(first)
     assert all(f"\n  {phase}" in f"\n{said}" for phase in phases), said
+
+
+def test_an_interrupt_before_the_first_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+    config = write_settings(tmp_path, pp=2, steps=3)
+    _, rest, status = until(config, tmp_path, "  planning")
+    assert status == 128 + signal.SIGINT, rest
+    told = [line for line in rest.splitlines() if not line.startswith("  ")]
+    assert told == ["stretto: interrupted at step 0; there is no checkpoint yet"], rest
 
 
 if __name__ == "__main__":

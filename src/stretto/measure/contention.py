@@ -38,7 +38,7 @@ as long as a flight."""
 UNDER_QUOTA = 4.0
 """Times as long for both under a quota. Assumed: tens of its periods, which are 10 to 100 ms long."""
 
-LEAST_REPEATS, MOST_REPEATS = 3, 7
+LEAST_REPEATS, MOST_REPEATS = 3, 5
 """The median of as many measurements is taken: as many as it takes until the figure is steady."""
 
 STEADY = 0.05

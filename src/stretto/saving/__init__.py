@@ -9,7 +9,7 @@ __all__ = ["load", "save"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: who looks for a checkpoint's folder does not wait for all that a Runner needs."""
+    """Loaded when asked for: who looks for a checkpoint does not wait for all that a Runner needs."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from stretto.saving import face
