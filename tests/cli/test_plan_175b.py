@@ -18,11 +18,26 @@ MOST_S = 120.0
 MOST_BYTES = 8 * 10**9
 
 
+VIRTUAL = ("--set", "parallel.virtual_stages=2", "--set")
+
+
 @pytest.mark.slow
 @pytest.mark.quiet
-def test_the_175b_example_is_planned_in_two_minutes_and_eight_gigabytes(tmp_path: Path) -> None:
+@pytest.mark.timeout(3 * MOST_S + 30)
+@pytest.mark.parametrize(
+    ("changes", "stages"),
+    [
+        ((), 16),
+        ((*VIRTUAL, "parallel.schedule=interleaved-1f1b"), 32),
+        ((*VIRTUAL, "parallel.schedule=auto"), 32),
+    ],
+    ids=["1f1b", "interleaved", "auto"],
+)
+def test_the_175b_example_is_planned_in_two_minutes_and_eight_gigabytes(
+    changes: tuple[str, ...], stages: int, tmp_path: Path
+) -> None:
     out = tmp_path / "plan.json"
-    arguments = ["plan", str(EXAMPLE), "--cluster", "h100x1024", "-o", str(out)]
+    arguments = ["plan", str(EXAMPLE), "--cluster", "h100x1024", "-o", str(out), *changes]
     begin = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", "stretto", *arguments],
@@ -40,6 +55,6 @@ def test_the_175b_example_is_planned_in_two_minutes_and_eight_gigabytes(tmp_path
     assert most_bytes < MOST_BYTES
     plan = json.loads(out.read_text())
     assert dict(plan["job"]["axes"]) == {"dp": 8, "tp": 8}
-    assert len(plan["job"]["stages"]) == 16
+    assert len(plan["job"]["stages"]) == stages
     assert plan["prediction"]["bound_us"] < plan["prediction"]["step_us"]
     assert plan["overlap"] == "window"

@@ -15,6 +15,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
+from stretto.ir.timeline import Timeline
 from stretto.planning import receives
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
@@ -127,6 +128,26 @@ def test_memory_has_the_last_word() -> None:
     assert kept.overlap == "local", "no refusal, but fewer buffers"
     assert max(peak_bytes(kept, rank) for rank in range(2)) < most
     assert figures(kept)[0] > figures(free)[0]
+
+
+def test_a_long_step_is_not_walked_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = skips_job(2, 64)
+    costs = costs_of(job)
+    walked: list[int] = []
+
+    def simulated(plan: Plan) -> Timeline:
+        walked.append(plan.job.microbatches)
+        return stretto.simulate(plan)
+
+    monkeypatch.setattr(receives, "simulate", simulated)
+    plan = make_plan(job, costs, schedule="1f1b")
+    assert walked
+    assert max(walked) < 16
+    drafts = [lower(job, plan.schedule, costs, ahead=ahead) for ahead in range(receives.MOST + 1)]
+    times = [stretto.simulate(draft).step_us for draft in drafts]
+    assert times[0] > min(times) / receives.WORTH
+    enough = next(at for at, us in enumerate(times) if us <= min(times) / receives.WORTH)
+    assert posted(plan) == posted(drafts[enough])
 
 
 def test_one_message_a_microbatch_is_as_it_was() -> None:

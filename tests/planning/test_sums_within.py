@@ -11,10 +11,13 @@ import stretto
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan, Window
 from stretto.ir.program import Job, OverlapMode
+from stretto.ir.timeline import Timeline
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order.depend import make_graph
 from stretto.order.early_sums import early_sums
 from stretto.order.follow import replay
+from stretto.planning import sums_within as within
+from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
 from stretto.verify import verify
@@ -151,3 +154,19 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
     assert local.prediction is not None
     assert local.overlap == "local"
     assert local.prediction.step_us < 0.995 * off.prediction.step_us
+    walked: list[Plan] = []
+
+    def simulated(plan: Plan) -> Timeline:
+        walked.append(plan)
+        return stretto.simulate(plan)
+
+    monkeypatch.setattr(within, "simulate", simulated)
+    draft = lower(local.job, local.schedule, local.costs, overlap="local")
+    early = within._with(draft, within._reordered(draft))
+    early_us = stretto.simulate(early).step_us
+    late_us = within.least_us(early)
+    assert late_us < early_us
+    assert len(walked) == 2
+    assert within.least_us(early, than_us=0.999 * early_us) == late_us
+    assert within.least_us(early, than_us=0.01 * early_us) == early_us, "as fast as that no order of sums is"
+    assert len(walked) == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -301,3 +302,19 @@ def test_work_that_ends_as_a_message_begins_is_not_held_up_by_it() -> None:
     first = next(s for s in timeline.spans if s.rank == 1 and s.name == "1F0")
     assert message(timeline, "pp 0>1 e0:1").start_us == pytest.approx(first.end_us)
     assert first.end_us - first.start_us == pytest.approx(90)
+
+
+def test_garbage_is_collected_again_when_a_simulation_has_ended() -> None:
+    plan = make_plan(ONE_F_ONE_B)
+    never = replace(plan, orders=(plan.orders[0], ()))
+    simulate(plan)
+    assert gc.isenabled()
+    with pytest.raises(PlanError):
+        simulate(never)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        simulate(plan)
+        assert not gc.isenabled(), "who has switched it off wants it so"
+    finally:
+        gc.enable()

@@ -13,7 +13,7 @@ Reads names and classes of modules; changes nothing but the styles that it compl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -103,7 +103,13 @@ def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
                     "input"
                 )
             found[parent] = None
-    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
+    return [name for name in found if found.keys().isdisjoint(_around(name))]
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that a module is in, by name, the innermost first."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def mixtures(gathering: Sequence[str], styles: Mapping[str, Style]) -> list[str]:

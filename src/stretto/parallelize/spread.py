@@ -35,10 +35,11 @@ from stretto.parallelize.vocabulary import embed
 
 @dataclass(slots=True)
 class _Forward:
-    """What modules share during one forward: inputs that were let in already, by identity; where it is in
-    slices of the sequence."""
+    """What modules share: those that gather the sequence; during one forward, inputs that were let in
+    already, by identity, and where it is in slices of the sequence."""
 
     slices: Slices
+    gathering: list[str]
     entered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -47,7 +48,7 @@ def spread(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[N
     """While the context lasts, the model computes one rank's part. Parameters must already be parts. degree:
     chunks into which blocks cut the sequence."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    state = _Forward(Slices(how, degree))
+    state = _Forward(Slices(how, degree), _gathering(how))
     replaced: set[tuple[int, str]] = set()
     undo: list[Callable[[], None]] = []
 
@@ -146,9 +147,9 @@ def _gathering(how: TensorParallel) -> list[str]:
     return [] if how.first is None else whole_inside(how.first.rpartition(".")[0], how.modules)
 
 
-def _where(name: str, how: TensorParallel) -> tuple[bool, bool]:
+def _where(name: str, how: TensorParallel, state: _Forward) -> tuple[bool, bool]:
     """Whether a module is in one that gathers the sequence, and in one with experts."""
-    around = [parent for parent in _gathering(how) if name.startswith(f"{parent}.")]
+    around = [parent for parent in state.gathering if name.startswith(f"{parent}.")]
     return bool(around), bool(mixtures(around, how.modules))
 
 
@@ -166,9 +167,8 @@ def _sequence(
     for name, style in how.modules.items():
         if style.kind == "sequence" and name.startswith(f"{blocks}."):
             yield name, slices.norm_inside(name, modules[name])
-    gathering = _gathering(how)
-    mixed = mixtures(gathering, how.modules)
-    for name in gathering:
+    mixed = mixtures(state.gathering, how.modules)
+    for name in state.gathering:
         inside = slices.mixture if name in mixed else partial(slices.whole_inside, gather=gather)
         yield name, inside(name, modules[name])
     for name, block in modules[blocks].named_children():
@@ -180,7 +180,7 @@ def _sequence(
 def _colwise(
     module: nn.Module, name: str, how: TensorParallel, state: _Forward, gathers: bool
 ) -> Callable[..., Any]:
-    own, inside, mixed = _own(module), *_where(name, how)
+    own, inside, mixed = _own(module), *_where(name, how, state)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if inside:
@@ -194,7 +194,7 @@ def _colwise(
 def _rowwise(
     module: nn.Module, name: str, how: TensorParallel, state: _Forward, splits: bool
 ) -> Callable[..., Any]:
-    own, (_, mixed) = _own(module), _where(name, how)
+    own, (_, mixed) = _own(module), _where(name, how, state)
     scatters = how.first is not None and not mixed and name.startswith(f"{how.first.rpartition('.')[0]}.")
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:

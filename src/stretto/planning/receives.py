@@ -5,10 +5,11 @@ microbatches; of a stage whose skips cross as well it is a part of one, and the 
 cannot begin before the work of this one ends. Posted earlier, they travel under that work, and their buffers
 are held for longer. So:
 
-    1. Lower the step with receives posted 0, 1, ... `MOST` microbatches ahead, and simulate it. Where that
-       changes nothing, as of one message a microbatch, the step stays as it is (and with one edge between
-       any two ranks, none of it is done).
-    2. Of those that take about as long as the fastest (`WORTH`), the one with the fewest buffers is taken.
+    1. Lower the step, or the one of fewer microbatches by which steps are compared, with receives posted 0,
+       1, ... `MOST` microbatches ahead. Where that changes nothing, as of one message a microbatch, the step
+       stays as it is (and with one edge between any two ranks, none of it is done).
+    2. The most buffers make the fastest step. Of those that take about as long (`WORTH`), the one with the
+       fewest is taken; simulations tell.
     3. Where it holds more than the step may, so do those with more buffers; step 2 is done for the others.
 
 A receive that is posted earlier never makes a rank wait: what could pass still can, whether or not sends are
@@ -19,13 +20,12 @@ buffered. Messages keep their order. May touch `stretto.ir`, `stretto.passes.ste
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from stretto.ir.plan import Plan
 from stretto.passes.step import Context, Step
 from stretto.planning.sends import sends_waited
-from stretto.planning.windows import lowered
+from stretto.planning.windows import as_short, lowered
 from stretto.simulate import simulate
 from stretto.verify.memory import memory_faults
 
@@ -47,21 +47,25 @@ def receives_ahead(step: Step, context: Context) -> Step:
     tried: list[tuple[Step, Plan]] = []
     for ahead in range(MOST + 1):
         one = replace(step, ahead=ahead)
-        draft = lowered(one, context)
+        draft = lowered(as_short(one), context)
         if not tried or draft.orders != tried[-1][1].orders:
             tried.append((one, draft))
     if len(tried) == 1:
         return step
-    times_us = [simulate(draft).step_us for _, draft in tried]
-    chosen = _enough(times_us)
-    while chosen and not _fits(tried[chosen][0], context):
-        chosen = _enough(times_us[:chosen])
-    return tried[chosen][0]
+    known: dict[int, float] = {}
 
+    def step_us(at: int) -> float:
+        if at not in known:
+            known[at] = simulate(tried[at][1]).step_us
+        return known[at]
 
-def _enough(times_us: Sequence[float]) -> int:
-    """Step 2."""
-    return next(at for at, us in enumerate(times_us) if us <= min(times_us) / WORTH)
+    most = len(tried) - 1
+    while most:
+        chosen = next(at for at in range(most + 1) if step_us(at) <= step_us(most) / WORTH)
+        if not chosen or _fits(tried[chosen][0], context):
+            return tried[chosen][0]
+        most = chosen - 1
+    return step
 
 
 def _fits(step: Step, context: Context) -> bool:

@@ -26,7 +26,7 @@ from stretto.passes.step import Context, LeftOutError, Step
 from stretto.passes.watch import Say
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
 from stretto.planning.pair import pair
-from stretto.planning.receives import receives_ahead
+from stretto.planning.receives import MOST
 from stretto.planning.schedules import ENOUGH, paired, shorter
 from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
@@ -281,7 +281,8 @@ def _simulated(step: Step, context: Context, family: bool) -> _Ranked | None:
             made = short
             for one in way:
                 made = one(made, context)
-            step_us = simulate(lowered(receives_ahead(made, context), context)).step_us
+            # As early as any whole plan may post its receives.
+            step_us = simulate(lowered(replace(made, ahead=MOST), context)).step_us
         except (LeftOutError, PlanError):
             continue
         found.append(_Ranked(step.schedule, step_us, family))

@@ -2,7 +2,8 @@
 
 The last run of a window that completes gradients is a window of its own. `lower` gives it the order of the
 other runs; here the orders of `stretto.order.early_sums` are tried, as a whole step has it: where a backward
-sends a message, weight gradients that come first make another rank wait.
+sends a message, weight gradients that come first make another rank wait. The step of fewer microbatches
+(`Step.short`) ends as the whole one does, so orders are compared by it.
 
 May touch `stretto.ir`, `stretto.order`, `stretto.passes.step`, `stretto.simulate` and this package.
 """
@@ -11,15 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Plan, Window
+from stretto.ir.transfers import collective_time
 from stretto.order.depend import make_graph
 from stretto.order.early_sums import early_sums
 from stretto.passes.step import Context, Step
 from stretto.planning.lower import lower
-from stretto.planning.windows import lowered
+from stretto.planning.windows import as_short, lowered
 from stretto.simulate import simulate
 
 
@@ -28,25 +31,39 @@ def sums_within(step: Step, context: Context) -> Step:
     take least."""
     plan = lowered(step, context)
     early = _reordered(plan)
-    tried = [plan]
-    if early:
-        silent = {name: window for name, window in early.items() if not _sends(window)}
-        tried.append(_with(plan, early))
-        if silent and silent != early:
-            tried.append(_with(plan, silent))
-    if plan.costs.shared:
-        tried.append(_with(plan, _at_end(plan)))
-    best = min(tried, key=_step_us)
-    return step if best is plan else replace(step, windows=best.windows)
-
-
-def least_us(plan: Plan) -> float:
-    """What the step takes with sums as they are, or at the end of last runs: where collectives share network
-    cards, a sum takes its part of what compute waits for. Raises PlanError for a plan whose ranks wait for
-    each other for ever."""
-    step_us = simulate(plan).step_us
+    silent = {name: window for name, window in early.items() if not _sends(window)}
     late = _at_end(plan) if plan.costs.shared else {}
+    tried: list[Mapping[str, Window]] = [{}]
+    tried += [windows for windows in (early, silent, late) if windows and windows not in tried]
+    if len(tried) == 1:
+        return step
+    brief = lowered(as_short(step), context)
+    best = min(tried, key=lambda windows: _step_us(_with(brief, windows)))
+    return replace(step, windows={**plan.windows, **best}) if best else step
+
+
+def least_us(plan: Plan, than_us: float = inf) -> float:
+    """What the step takes with sums as they are, or at the end of last runs: where collectives share network
+    cards, a sum takes its part of what compute waits for. than_us: of another step; the end is not tried
+    where no sums could make this one as fast. Raises PlanError for a plan whose ranks wait for each other for
+    ever."""
+    step_us = simulate(plan).step_us
+    if not plan.costs.shared or step_us - _sums_us(plan) >= than_us:
+        return step_us
+    late = _at_end(plan)
     return min(step_us, _step_us(_with(plan, late))) if late else step_us
+
+
+def _sums_us(plan: Plan) -> float:
+    """The longest that sums of gradients take on any rank, one after another."""
+
+    def takes_us(rank: int) -> float:
+        found = [op.collective for op in plan.sums(rank) if op.collective is not None]
+        return sum(
+            collective_time(plan.costs, plan.job, plan.communicator(one.axis), one).us for one in found
+        )
+
+    return max(takes_us(rank) for rank in range(plan.ranks))
 
 
 def _at_end(plan: Plan) -> dict[str, Window]:

@@ -167,7 +167,8 @@ class Tries:
                 place = id(before.job), before.schedule, variant[-1]
                 if place not in seen:
                     seen.add(place)
-                    found.append(self._tried(before, variant))
+                    least_us = min((one.step_us for one in found), default=inf)
+                    found.append(self._tried(before, variant, least_us))
             except LeftOutError as error:
                 self._miss(str(error))
             except (PlanError, TooLargeError) as error:
@@ -180,12 +181,13 @@ class Tries:
                 )
         return found
 
-    def _tried(self, before: Step, variant: Variant) -> Tried:
+    def _tried(self, before: Step, variant: Variant, than_us: float = inf) -> Tried:
+        """than_us: as in `least_us`."""
         if before.short is before.schedule:
             made = self.step(variant)
         else:
             made = variant[-1](replace(before, schedule=before.short), self.context)
-        self.tried.append(Tried(variant, made.overlap, least_us(lowered(made, self.context))))
+        self.tried.append(Tried(variant, made.overlap, least_us(lowered(made, self.context), than_us)))
         return self.tried[-1]
 
     def _as_short(self, whole: Tried, other: Tried) -> Tried:

@@ -84,12 +84,15 @@ def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window
 
 def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
     """Tied group -> the window's items that add to its gradient, ascending."""
+    parts: dict[tuple[int, Phase], list[int]] = defaultdict(list)
+    for part, (stage, runs) in enumerate(window.parts):
+        for phase in runs.parts:
+            parts[stage, phase].append(part)
     adds: dict[tuple[int, str], list[str]] = defaultdict(list)
     for parameter in job.parameters:
         for stage, phase, value in parameter.grads:
-            for part, (where, runs) in enumerate(window.parts):
-                if where == stage and phase in runs.parts:
-                    adds[part, value].append(parameter.tied_to)
+            for part in parts.get((stage, phase), ()):
+                adds[part, value].append(parameter.tied_to)
     found: dict[str, list[int]] = defaultdict(list)
     for at, item in enumerate(window.items):
         if item.kind is ItemKind.OP:

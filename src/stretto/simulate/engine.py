@@ -23,7 +23,9 @@ May touch `stretto.ir` and this room. The contract:
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import gc
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 from stretto.errors import PlanError
 from stretto.ir.action import Action
@@ -50,7 +52,21 @@ def simulate(plan: Plan) -> Timeline:
     contract says. Raises PlanError when ranks wait for each other for ever, and for windows, ops or costs
     that are missing.
     """
-    return Walk(plan).run()
+    with _without_collection():
+        return Walk(plan).run()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's garbage collector looks at everything that lives whenever that has grown by a quarter, and
+    what a walk makes lives to its end. Measured: a fifth of the time of planning for 1,024 devices."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Walk:
@@ -187,14 +203,14 @@ class _Rank:
                 microbatch = microbatches[segment.control_part]
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
-                    if call.op.sums:
+                    if call.sums:
                         accounts.hold(clock.now_us, memory.reduce(call.op))
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
                 started = self._started.get(key)
                 if started is None or not started.done.happened:
                     yield from self._finish(started, call)
-                if call.op.sums:
+                if call.sums:
                     memory.reduced(call.op)
                     accounts.hold(clock.now_us, memory.bytes_held)
                 elif started is not None:

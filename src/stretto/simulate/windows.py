@@ -31,7 +31,8 @@ class Control(IntEnum):
 @dataclass(frozen=True, slots=True)
 class Call:
     """An op that starts a collective. key: what its wait finds it by; name: as in the timeline; places: of
-    the pipeline that it joins, () for the ranks of one; op: that starts it."""
+    the pipeline that it joins, () for the ranks of one; op: that starts it; sums: whether it sums gradients
+    or the loss, once a step."""
 
     key: tuple[int, Phase, str]
     axis: str
@@ -42,6 +43,7 @@ class Call:
     phase: Phase
     places: tuple[int, ...]
     op: Op
+    sums: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,10 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     time = collective_time(plan.costs, plan.job, communicator, collective)
     phase = programs[started.name][1]
     key = (stage, phase, started.name)
-    return Call(key, collective.axis, started.label, collective.nbytes, time, stage, phase, places, started)
+    return Call(
+        *(key, collective.axis, started.label, collective.nbytes, time, stage, phase, places, started),
+        sums=bool(started.sums),
+    )
 
 
 def _segments(
