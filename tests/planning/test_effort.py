@@ -86,14 +86,23 @@ def test_longer_runs_are_planned_for_longer_and_alike_each_time(allowed: list[in
     def planned(**given: Any) -> Plan:
         return making.make_plan(job, costs, schedule="1f1b", overlap="window", **given)
 
-    plans = [planned(steps=10**6), planned(steps=10**7), planned(search_s=0.05), planned(search_s=0.1)]
-    assert allowed[0] < allowed[1]
-    assert allowed[2] < allowed[3]
-    assert plan_to_text(planned(steps=10**6)) == plan_to_text(plans[0])
-    assert plan_to_text(planned(search_s=0.1)) == plan_to_text(plans[3])
+    shorter, longer = planned(steps=5_000), planned(search_s=0.5)
+    assert plan_to_text(planned(steps=5_000)) == plan_to_text(shorter)
+    assert plan_to_text(planned(search_s=0.5)) == plan_to_text(longer)
+    planned(steps=10_000)
+    planned(search_s=1.0)
+    assert allowed[0] == allowed[2] < allowed[4]
+    assert allowed[1] == allowed[3] < allowed[5]
 
 
-@pytest.mark.parametrize("parallel", [{}, {"pp": 2, "microbatches": 4}, {"sequence_parallel": True}])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        pytest.param({"pp": 2, "microbatches": 4}, marks=pytest.mark.slow),
+        pytest.param({"sequence_parallel": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_toys_are_planned_in_a_second_or_two(parallel: dict[str, Any]) -> None:
     job = toy(**parallel)
     begin_s = time.process_time()
@@ -107,7 +116,7 @@ def test_toys_are_planned_in_a_second_or_two(parallel: dict[str, Any]) -> None:
 
 def test_a_step_that_is_hardly_ever_walked_in_its_time_is_not_searched_as_a_whole(allowed: list[int]) -> None:
     job, costs = job_of(microbatches=4, blocks=1)
-    many = replace(job, microbatches=4_000)
+    many = replace(job, microbatches=200)
     plan = making.make_plan(many, costs, schedule="1f1b", overlap="window", steps=1)
     assert allowed == []
     assert plan.overlap == "window", "pairs are there"
@@ -119,8 +128,8 @@ def test_what_is_tried_is_told() -> None:
     job, costs = job_of(microbatches=4, blocks=1)
     lines: list[str] = []
     making.make_plan(job, costs, schedule="1f1b", overlap="window", say=lines.append)
-    assert lines[0] == "variant 1 of 12, at_once"
-    assert any(line.startswith("variant 12 of 12, one_window, whole_step; best so far ") for line in lines)
+    assert lines[0] == "variant 1, at_once"
+    assert any(line.endswith(" of the bound") and ", one_window, whole_step; best" in line for line in lines)
     assert lines[-1].endswith(": messages and proof")
 
 
@@ -157,7 +166,7 @@ def silent(line: str) -> None:
     pass
 
 
-@pytest.mark.parametrize("at", [2, 3, 9])
+@pytest.mark.parametrize("at", [2, 3, 5])
 def test_an_interrupt_between_variants_takes_the_best_so_far(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,11 +156,10 @@ class Tries:
             return [Tried(variants[0], self.step(variants[0]).overlap, 0.0)]
         found: list[Tried] = []
         seen: set[object] = set()
-        for at, variant in enumerate(variants):
+        for variant in variants:
             if found and self.context.watch.stopped:
                 break
             plain = moved_across not in variant
-            self._tell(f"variant {at + 1} of {len(variants)}, {names(variant)}", found)
             try:
                 before = self.step(variant[:-1])
                 plain &= before.schedule is self.first.schedule
@@ -168,6 +167,7 @@ class Tries:
                 if place not in seen:
                     seen.add(place)
                     least_us = min((one.step_us for one in found), default=inf)
+                    self._tell(f"variant {len(found) + 1}, {names(variant)}", found)
                     found.append(self._tried(before, variant, least_us))
             except LeftOutError as error:
                 self._miss(str(error))
