@@ -29,7 +29,7 @@ Lines = list[tuple[float, str]]
 def until_first_step(config: Path, folder: Path, *more: str) -> Lines:
     """(seconds since the command began, line), up to the line that tells of the first step. The run is then
     interrupted. folder: has the run and what is kept."""
-    lines, _, _ = until(config, folder, "first step ", *more)
+    lines, _, _ = until(config, folder, "first step: ", *more)
     return lines
 
 

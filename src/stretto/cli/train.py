@@ -59,13 +59,11 @@ def run(
         overrides.append(f"training.steps={steps}")
     settings = load_settings(config, overrides)
 
-    starting.begin("loading PyTorch")
-    try:
+    with starting:
+        starting.begin("loading PyTorch")
         if resume:
             _refuse_without_checkpoint(settings)
         _started(settings, config, overrides, starting)
-    finally:
-        starting.end()
 
 
 def _refuse_without_checkpoint(settings: TrainSettings) -> None:

@@ -72,7 +72,7 @@ def start(settings: TrainSettings, command: Sequence[str], starting: Starting | 
         refuse_early(settings)
         return _work(settings, starting)
     starting = starting or Starting()
-    with Interrupts(end_at_once) as interrupts:
+    with Interrupts(end_at_once) as interrupts, starting:
         try:
             starting.begin("looking at settings, data and model")
             refuse_early(settings)

@@ -50,11 +50,11 @@ class Progress:
         """
         if not self._shown:
             return
-        first = not self.starting.ended
+        first = self.starting.going_on
         self.starting.end()
         step, shown = int(line["step"]), self._line(line, exposed)
         if first:
-            self.say(f"first step {time.time() - self.starting.started_at_s:.1f} s after the start")
+            self.say(f"first step: {time.time() - self.starting.started_at_s:.1f} s from the start")
         last = step == self._steps
         if not self._console.is_terminal:
             if first or last or step % self._log_every == 0:

@@ -25,7 +25,7 @@ STARTED = "STRETTO_STARTED_AT"
 
 
 class Starting:
-    """Tells phases until `end`. shown: False tells nothing."""
+    """Tells phases until `end`, at the latest until it is left as a context. shown: False tells nothing."""
 
     def __init__(self, shown: bool = True, console: Console | None = None) -> None:
         self.console = console if console is not None else Console(soft_wrap=True)
@@ -39,18 +39,25 @@ class Starting:
         told = os.environ.get(STARTED, "")
         self._started_at_s = float(told) if told.replace(".", "", 1).isdigit() else time.time()
 
+    def __enter__(self) -> Starting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     @property
     def started_at_s(self) -> float:
         """When the command was started, in seconds of the clock."""
         return self._started_at_s
 
     @property
-    def ended(self) -> bool:
-        return self._over.is_set()
+    def going_on(self) -> bool:
+        """Whether a phase was told and none was the last."""
+        return self._thread is not None and not self._over.is_set()
 
     def begin(self, phase: str) -> None:
         """A phase begins, and with it the one before ends."""
-        if not self._shown or self.ended:
+        if not self._shown or self._over.is_set():
             return
         with self._lock:
             self._phase, self._detail, self._begun_s = phase, "", time.monotonic()
