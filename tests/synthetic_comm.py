@@ -149,10 +149,12 @@ def make_comm_plan(
     axes: tuple[tuple[str, int], ...] = (("tp", 2),),
     blocks: int = 1,
     sequence: bool = False,
+    tied: bool = False,
     **costs: float,
 ) -> Plan:
     """A plan of a made-up job of the schedule's stages and microbatches; `costs` as in `make_comm_costs`."""
-    job = make_comm_job(schedule.stages, schedule.microbatches, axes=axes, blocks=blocks, sequence=sequence)
+    shape = schedule.stages, schedule.microbatches
+    job = make_comm_job(*shape, axes=axes, blocks=blocks, sequence=sequence, tied=tied)
     return plan_with(job, schedule, make_comm_costs(job, **costs))  # type: ignore[arg-type]
 
 

@@ -34,7 +34,7 @@ optimizer = torch.optim.AdamW(runner.parameters(), lr=3e-4)
 for batch in loader:
     loss = runner.step(batch)                  # gradients are in .grad, as everywhere in PyTorch
     optimizer.step(); optimizer.zero_grad()
-print(runner.report())                         # predicted against measured
+print(runner.report())                         # measured against predicted
 """  # noqa: E501 - as it stands in the design
 
 BEFORE = """

@@ -17,6 +17,7 @@ from stretto.cli.bench import bench as commands
 from stretto.cli.bench_tables import compute_table
 from stretto.config import GPTSettings
 from stretto.errors import RunError, UsageError
+from stretto.models.build import build_model
 
 
 def test_a_cell_compares_and_times_both(
@@ -25,7 +26,8 @@ def test_a_cell_compares_and_times_both(
     monkeypatch.setattr(
         bench, "MODELS", {"tiny": GPTSettings(layers=2, hidden=32, heads=2, context=bench.SEQUENCE)}
     )
-    found = bench.run_worker(bench.Setup("tiny", 1, microbatches=2, rounds=3, compile=False))
+    found = bench.run_worker(bench.Setup("tiny", 1, microbatches=2, rounds=3, compile=False, sequence=48))
+    assert found["cell"]["sequence"] == 48
     assert [row["system"] for row in found["rows"]] == [bench.EAGER, bench.OURS]
     eager, ours = found["rows"]
     assert eager["ratio_to_eager"] == 1.0
@@ -53,6 +55,14 @@ def test_systems_that_disagree_void_the_race() -> None:
     }
     with pytest.raises(RunError, match=r"other differs from torch eager in (weight|loss) by 1.0e-03"):
         bench._compare(model, systems)
+
+
+def test_models_have_room_for_the_sequence() -> None:
+    for name in bench.MODELS:
+        with torch.device("meta"), torch.no_grad():
+            model = build_model(bench.Setup(name, 1, sequence=320).settings, 16, seed=0)
+            out = model(torch.zeros(1, 320, dtype=torch.int64))
+        assert getattr(out, "logits", out).shape[:2] == (1, 320)
 
 
 def test_an_unknown_model_is_told_the_known_ones(tmp_path: Path) -> None:

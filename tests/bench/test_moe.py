@@ -209,7 +209,8 @@ def row_of(system: str, step_s: float, **more: Any) -> dict[str, Any]:
         "ratio_to_bound": step_s / 1.6,
         "bound_s": 1.6,
         "rounds_s": [step_s] * 3,
-        "planned_over_measured": 0.95,
+        "planned_s": 1.9,
+        "measured_over_planned": step_s / 1.9,
         "hidden": 0.923,
         **more,
     }
@@ -233,13 +234,13 @@ def test_the_command_prints_tables_and_writes_what_can_be_read(
     assert done.exception is None
     for text in ("ep=4, the router's own assignment, 310mbit", "auto (2 chunks, window)"):
         assert text in done.output, text
-    for text in ("2000", "2.00", "1.50", "92%", "1600", "1.25", "-5.0%"):
+    for text in ("2000", "2.00", "1.50", "92%", "1600", "1.25", "+5.3%"):
         assert text in done.output, text
     assert [(module, setup.rate, kept) for module, setup, kept in asked] == [
         ("moe", "unlimited", "probe"),
         ("moe", "310mbit", ""),
     ]
     read = json.loads(out.read_text())
-    assert read["version"] == 1
+    assert read["version"] == VERSION
     assert read["races"][0]["setup"]["asked_rate"] == "balanced"
     moe_table(read["races"][0]).print()

@@ -1,4 +1,4 @@
-"""The grid of predicted against measured: what is kept when a lab fails, and what stands in the end."""
+"""The grid of measured against predicted: what is kept when a lab fails, and what stands in the end."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_what_was_measured_before_a_lab_failed_is_kept(
         run_grid(CELLS, 3, tmp_path, lambda text: None, kept.append)
     assert [[row["cell"] for row in one["rows"]] for one in kept] == [list(map(str, CELLS[:2]))]
     assert kept[0]["summary"]["cells"] == 2
-    assert kept[0]["summary"]["worst_step_error_pct"] == pytest.approx(-5.0)
-    assert kept[0]["summary"]["worst_peak_error_pct"] == pytest.approx(25.0)
+    assert kept[0]["summary"]["worst_step_difference_pct"] == pytest.approx(100 / 95 * 100 - 100)
+    assert kept[0]["summary"]["worst_peak_difference_pct"] == pytest.approx(-20.0)
     json.dumps(kept[0])
 
 
@@ -130,9 +130,10 @@ def test_a_cell_is_predicted_again_by_its_costs_after_the_steps(tmp_path: Path) 
 
 def test_figures_of_a_cell() -> None:
     found = Found("a", 90.0, 110.0, 100.0, (100.0,), 0.25, 0.2, (105, 90), (100, 100))
-    assert found.error == pytest.approx(0.1)
-    assert found.exposed_points == pytest.approx(5.0)
-    assert found.peak_error == pytest.approx(-0.1)
+    assert found.difference == pytest.approx(-1 / 11)
+    assert found.planned_difference == pytest.approx(1 / 9)
+    assert found.exposed_points == pytest.approx(-5.0)
+    assert found.peak_difference == pytest.approx(1 / 9)
     cell = replace(SHAPES[0], pp=2, tp=2, rate="50mbit")
     assert Cell(**json.loads(json.dumps(asdict(cell)))) == cell
     assert str(cell) == "wide pp=2 tp=2 50mbit"

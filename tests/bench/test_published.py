@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from stretto.bench.published import collectives_report, rates, table1_errors
+from stretto.bench.published import collectives_report, rates, table1_differences
 from stretto.bench.published_steps import MULTI_NIC_GBIT, mean_error, step_rows
 from stretto.cli.bench import bench
 
@@ -43,7 +43,7 @@ def test_multi_node_steps_beat_the_bar() -> None:
 
 
 def test_steps_of_another_paper_are_predicted_with_nothing_fitted() -> None:
-    found = table1_errors()
+    found = table1_differences()
     assert len(found) == 6
     assert max(map(abs, found.values())) < 10.0
 

@@ -102,7 +102,7 @@ def test_the_table_names_each_case_with_its_error(capsys: pytest.CaptureFixture[
     }
     reshard_table({"setup": asdict(Setup()), "rows": [row]}).print()
     printed = capsys.readouterr().out
-    for word in ("64 MiB at 200mbit", "one host to 3", "point to point", "-25.0%", "4.00"):
+    for word in ("64 MiB at 200mbit", "one host to 3", "point to point", "+33.3%", "4.00"):
         assert word in printed
 
 

@@ -51,7 +51,7 @@ def check(result: Any, places: int) -> None:
         if name in MODES:
             assert row["predicted_s"] >= setup["bound_s"] * (1 - 1e-9)
             assert row["planned_s"] > 0
-            assert row["predicted_over_measured"] == pytest.approx(row["predicted_s"] / row["step_s"])
+            assert row["measured_over_predicted"] == pytest.approx(row["step_s"] / row["predicted_s"])
             assert row["overlap"] == name or row["overlap_why"]
             assert len(row["hidden"]) == len(row["exposed_s"]) == places
             shares = [1 - mine / off for mine, off in zip(row["exposed_s"], rows["off"]["exposed_s"])]
@@ -163,7 +163,7 @@ def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[st
         "speedup_vs_torch": 1.5,
         "ratio_to_bound": 1.25,
         "rounds_s": [2.0, 2.0, 2.5],
-        "predicted_over_measured": 0.95,
+        "measured_over_predicted": 2.0 / 1.9,
         "predicted_s": 1.9,
         "exposed_s": [0.1, 0.3],
         "hidden": [0.5, None],
@@ -171,8 +171,12 @@ def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[st
     setup = {**asdict(Setup(pp=2)), "communication_over_compute": 1.0, "bound_s": 1.6, "binds": "compute"}
     tensor_table({"setup": setup, "rows": [row]}).print()
     warn_of_noise([row])
+    quick = {**row, "step_s": 1.5, "ratio_to_bound": 1.5 / 1.6}
+    tensor_table({"setup": setup, "rows": [row, quick]}).print()
     printed = capsys.readouterr()
-    for text in ("window (as off)", "2.000", "1.500", "1.250", "-5.0%", "0.300", "50%,"):
+    told = " ".join(printed.out.split())
+    assert told.count("below it, as its costs are too high: window") == 1
+    for text in ("window (as off)", "2.000", "1.500", "1.250", "+5.3%", "0.300", "50%,"):
         assert text in printed.out, text
     assert "The rounds of window spread by more than 15 %" in printed.err
 

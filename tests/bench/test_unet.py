@@ -153,7 +153,8 @@ def test_the_command_prints_tables_and_writes_what_can_be_read(
             "ratio_to_bound": 1.07,
             "rounds_s": [5.0] * 3,
             "exposed_s": [0.1, 0.25],
-            "planned_over_measured": 0.97,
+            "planned_s": 4.85,
+            "measured_over_planned": 5.0 / 4.85,
         }
         theirs = {key: row[key] for key in row if "exposed" not in key and "planned" not in key}
         more = {"forward": [place], "bound_s": 4.67, "binds": "compute"}
@@ -164,7 +165,7 @@ def test_the_command_prints_tables_and_writes_what_can_be_read(
     out = tmp_path / "unet.json"
     done = CliRunner().invoke(bench, ["unet", "--json", str(out)])
     assert done.exception is None, done.output
-    for text in ("60mbit", "auto (zb-h2)", "5000", "1.61", "1.72", "1.07", "250", "-3.0%"):
+    for text in ("60mbit", "auto (zb-h2)", "5000", "1.61", "1.72", "1.07", "250", "+3.1%"):
         assert text in done.output, text
     assert asked == [("unet", "unlimited", "probe"), ("unet", "60mbit", "")]
     read = json.loads(out.read_text())

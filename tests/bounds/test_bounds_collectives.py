@@ -36,13 +36,13 @@ def test_the_load_of_a_lane_binds() -> None:
     # fm0.0 before the first; by0.0 and dx0 after the last; the norm's sum is small and comes once.
     once_us = 1000 * 2048 / ACTIVATION.nbytes
     assert bound.parts["rank 0 tp"] == pytest.approx(1 + 10 * 2000 + 2 + once_us, rel=1e-4)
-    assert bound.binds.startswith("rank 0's tp collectives (10 x 2 ms")
+    assert bound.binds.startswith("place 0's tp collectives (10 x 2 ms")
 
 
 def test_collectives_hidden_by_compute_leave_compute_to_bind() -> None:
     job = make_comm_job(1, 10)
     bound = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=10))
-    assert bound.binds.startswith("rank 0's compute (10 x 10 ms)")
+    assert bound.binds.startswith("place 0's compute (10 x 10 ms)")
 
 
 def test_lost_speed_counts_where_it_cannot_fall_into_idle_time() -> None:

@@ -111,7 +111,7 @@ def test_a_first_stage_is_starved_by_its_collectives_until_its_first_backward() 
     done_us = 8 * 100 + 4 * 200
     assert bound.us == pytest.approx(4100 + 8 * 3800 - done_us)
     assert bound.binds == (
-        "rank 0's compute (8 x 3.8 ms), which tp collectives hold up until 4.1 ms:"
+        "place 0's compute (8 x 3.8 ms), which tp collectives hold up until 4.1 ms:"
         " at most 1.6 ms of that is done by then"
     )
 

@@ -116,7 +116,7 @@ def test_a_second_stage_stands_until_the_second_microbatch_is_there() -> None:
     head_us = find_reach(job, (0, 1), costs).stages[1].head_us.min()
     each_us = sum(us for (stage, _), us in costs.op_us.items() if stage == 1)
     assert bound.parts["rank 1 compute"] > head_us + 8 * each_us + 100
-    assert bound.binds.startswith("rank 1's compute")
+    assert bound.binds.startswith("place 1's compute")
     assert f"which {TURNS} hold up until" in bound.binds
 
 

@@ -14,8 +14,9 @@ from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.passes.recompute import repeat
 from stretto.planning.costs import costs_of, listed, prices_of
-from stretto.price.alike import ListedPricer
+from stretto.price.alike import AlikePricer, ListedPricer
 from stretto.price.cluster import describe
+from stretto.price.op_times import Timing
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
 
@@ -69,3 +70,31 @@ def test_equal_lists_give_equal_prices() -> None:
     backwards = replace(costs, op_us=dict(reversed(costs.op_us.items())))
     assert listed(job, costs).costs_of(made) == listed(job, backwards).costs_of(made)
     assert listed(job, costs).costs_of(made).op_us.items() >= costs.op_us.items()
+
+
+def test_attention_of_a_length_is_priced_by_attention_with_the_same_kind_of_mask() -> None:
+    def attention(length: int, causal: bool) -> tuple[Op, dict[str, TensorSpec]]:
+        specs = dict.fromkeys("qkv", TensorSpec((1, 8, length, 64), "float32"))
+        specs["m"] = TensorSpec((1, 1, length, length), "float32")
+        op = Op(
+            "y",
+            "aten._scaled_dot_product_flash_attention_for_cpu.default",
+            (*map(Ref, "qkv"), 0.0, causal),
+            () if causal else (("attn_mask", Ref("m")),),
+            (specs["q"], None),
+            flops=4 * 8 * length * length * 64,
+        )
+        return op, specs
+
+    def timed(length: int, causal: bool, us: float) -> tuple[str, Timing]:
+        op, specs = attention(length, causal)
+        return signature(op, specs), Timing(us, 0.0, op.flops, 1)
+
+    known = dict(timed(n, causal, us) for n, causal, us in MEASURED)
+    pricer = AlikePricer(lambda: known)
+    assert 100.0 < pricer.price(*attention(768, True)).us < 400.0
+    assert 1000.0 < pricer.price(*attention(768, False)).us < 4000.0
+
+
+MEASURED = [(512, True, 100.0), (1024, True, 400.0), (512, False, 1000.0), (1024, False, 4000.0)]
+"""Lengths, whether causal, microseconds."""

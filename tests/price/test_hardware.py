@@ -16,11 +16,12 @@ from stretto.ir.prices import specs_of, traffic_bytes
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.measure import measured
 from stretto.planning.costs import costs_of, memory_limit
+from stretto.price.attention import attention_product
 from stretto.price.cluster import describe
 from stretto.price.cluster_file import Hardware, find_cluster
 from stretto.price.convolution import BACKWARD, FORWARD, convolution_products
 from stretto.price.efficiency import Matmul
-from stretto.price.hardware import attention_product, device_us, hardware_costs, program_times
+from stretto.price.hardware import device_us, hardware_costs, program_times
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
 
@@ -113,13 +114,70 @@ def test_fused_attention_is_priced_by_its_products() -> None:
     product, count = found[full] or (None, 0)
     assert product is not None
     assert (product.m, product.n, product.k, product.batch, count) == (1024, 1024, 64, 16, 2)
-    assert (found[causal] or (None, 0))[1] == 1
+    assert (found[causal] or (None, 0))[1] == 2 * (0.5 + 256 / 1024 / 2), "tiles on the diagonal are whole"
     assert (found[backward] or (None, 0))[1] == 5
     us = {op: device_us(op, specs, H100) for op in found}
     assert us[causal] < us[full] < us[backward]
     flops = 4 * 16 * 1024 * 1024 * 64
     assert flops / us[full] < H100.roof.flops_per_us
     assert attention_product(Op("y", "aten.mm.default", (Ref("q"), Ref("k"))), specs) is None
+
+
+MEASURED = {
+    ("flash", 1024, 64, True): (170, 600),
+    ("flash", 8192, 64, True): (980, 2766),
+    ("flash", 2048, 128, True): (475, 1600),
+    ("flash", 2048, 128, False): (775, 2595),
+    ("cudnn", 2048, 64, True): (177, 564),
+    ("cudnn", 8192, 128, True): (905, 2650),
+    ("efficient", 1024, 64, True): (320, 1009),
+    ("efficient", 2048, 64, False): (1058, 3234),
+    ("efficient", 8192, 128, False): (6195, 19913),
+}
+"""Microseconds (forward, backward) of 16,384 tokens of 16 heads in bfloat16 on one H100, PyTorch 2.11: by
+kernel, length, dim of a head, and whether it is causal."""
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_each_kernel_of_attention_has_a_price_of_its_own(case: tuple[str, int, int, bool]) -> None:
+    kernel, length, width, causal = case
+    shape = TensorSpec((16384 // length, 16, length, width), "bfloat16")
+    specs = dict.fromkeys("gqkvo", shape)
+    between = {"flash": (), "cudnn": (None, True), "efficient": (None, True)}[kernel]
+    target = f"aten._scaled_dot_product_{kernel}_attention"
+    forward = Op(
+        "y",
+        f"{target}.default",
+        (*map(Ref, "qkv"), *between, 0.0, causal),
+        (),
+        (shape, None),
+    )
+    ends: dict[str, tuple[Any, ...]] = {
+        "flash": (None, None, None, length, length, 0.0, causal),
+        "cudnn": (None, None, None, None, None, None, length, length, 0.0, causal),
+        "efficient": (None, None, None, 0.0, (True, True, True, False), causal),
+    }
+    operands = (*map(Ref, "gqkv"), *((None,) if kernel == "efficient" else ()), Ref("o"))
+    backward = Op("y", f"{target}_backward.default", (*operands, *ends[kernel]), (), (shape, shape, shape))
+    for op, us in zip((forward, backward), MEASURED[case], strict=True):
+        assert us / 1.4 < device_us(op, specs, H100) < us * 1.4
+
+
+def test_the_last_of_causal_queries_read_more_than_half_of_the_keys() -> None:
+    """A chunk of a sequence, which reads all keys before it."""
+    specs = {"q": TensorSpec((1, 8, 2048, 64), "bfloat16")}
+    specs |= dict.fromkeys("kv", TensorSpec((1, 8, 4096, 64), "bfloat16"))
+    op = Op(
+        "y",
+        "aten._scaled_dot_product_flash_attention.default",
+        (*map(Ref, "qkv"), 0.0, True),
+        (),
+        (specs["q"], None),
+    )
+    product, count = attention_product(op, specs) or (None, 0.0)
+    assert product is not None
+    assert (product.m, product.n) == (2048, 4096)
+    assert count == 2 * (1 - (2048 - 256) / 8192)
 
 
 def test_a_cluster_that_is_too_small_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,11 +15,14 @@ import stretto.report as report
 from stretto.errors import UsageError
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.curve import draw_loss
+from stretto.schedule.families import make_schedule
 from stretto.simulate import simulate
 from tests.simulate.test_engine import NBYTES, ONE_F_ONE_B, RATE
 from tests.synthetic import make_plan
+from tests.synthetic_comm import make_comm_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
+MESSAGE = SpanKind.MESSAGE
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +137,46 @@ def test_svg_shows_two_timelines_on_one_scale(timeline: Timeline) -> None:
     first = [float(r.attrib["width"]) for title, r in boxes if title.startswith("0F0,")]
     # Twice the time is twice the width: the scale is common.
     assert first[0] == pytest.approx(2 * first[1], rel=1e-3)
-    hatched = [title for title, r in boxes if r.attrib.get("class") == "exposed" and title]
+    hatched = [title for title, r in boxes if "exposed" in r.attrib.get("class", "").split() and title]
     expected = sum(s.kind is SpanKind.EXPOSED for t in (slow, timeline) for s in t.spans)
     assert len(hatched) == expected
     assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+
+
+def boxes_of(svg: str) -> list[tuple[str, dict[str, str]]]:
+    """(what is told of it, attributes) of every box of a span."""
+    boxes = ElementTree.fromstring(svg).iter(f"{SVG}rect")
+    return [(title, box.attrib) for box in boxes if (title := box.findtext(f"{SVG}title"))]
+
+
+def test_svg_boxes_are_as_wide_as_their_times(timeline: Timeline) -> None:
+    """A step of 10,000 us on 1,092 px, so that the rest is far below a pixel each."""
+    long = replace(timeline.spans[0], start_us=timeline.step_us, end_us=10_000.0)
+    svg = report.draw([replace(timeline, step_us=10_000.0, spans=(*timeline.spans, long))])
+    scale = (1200 - 84 - 24) / 10_000
+    shown = sorted(span.duration_us * scale for span in (*timeline.spans, long) if span.kind is not MESSAGE)
+    boxes = [box for title, box in boxes_of(svg) if not title.startswith("message")]
+    assert sorted(float(box["width"]) for box in boxes) == pytest.approx(shown, rel=1e-4)
+    assert min(shown) < 4
+    # An edge would be wider than the box.
+    assert all("edged" not in box["class"] for box in boxes if float(box["width"]) < 4)
+
+
+def test_svg_has_every_lane_that_carries_something() -> None:
+    plan = make_comm_plan(
+        make_schedule("1f1b", 2, 4), axes=(("dp", 2), ("tp", 2)), tied=True, collective_us=0.001
+    )
+    timeline = simulate(plan)
+    words = texts(report.draw([timeline]))
+    wanted = {"sums" if lane == "loss" or lane.startswith("tied") else lane for lane in lanes_of(timeline)}
+    assert wanted >= {"pp 0>1", "pp 1>0", "tp", "dp", "sums"}
+    assert wanted <= set(words)
+    told = " ".join(title for title, _ in boxes_of(report.draw([timeline])))
+    assert all(span.name in told for span in timeline.spans if span.kind is MESSAGE)
+
+
+def lanes_of(timeline: Timeline) -> set[str]:
+    return {span.lane for span in timeline.spans if span.kind is MESSAGE}
 
 
 def test_svg_boxes_stay_inside(timeline: Timeline) -> None:

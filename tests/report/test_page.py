@@ -7,7 +7,7 @@ import re
 import struct
 import zlib
 from dataclasses import replace
-from html import unescape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,33 @@ def test_the_address_keeps_the_view(outcome: dict[str, Any]) -> None:
 def test_a_link_into_the_page_shows_its_stretch(page: Path) -> None:
     document = open_page(page, "--window-size=1280,900", "--dump-dom", fragment="#view=10000,13500")
     assert "Shown: 10 ms to 13.5 ms." in document
+
+
+WIDTHS = """<script>(async () => {
+  const page = document.documentElement;
+  for (let k = 0; k < 200 && !page.dataset.ready; k++) await new Promise((done) => setTimeout(done, 20));
+  const wide = [...document.querySelectorAll("main *")].filter((e) => !e.closest(".scroll, svg"))
+    .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5)
+    .map((e) => `${e.tagName}.${e.className}`);
+  page.dataset.width = `${innerWidth} ${page.scrollWidth} ${wide.join(" ")}`;
+})();</script></body>"""
+
+
+@pytest.mark.parametrize("width", [500, 360])
+def test_the_page_holds_on_a_narrow_screen(page: Path, width: int) -> None:
+    """Nothing is wider than the screen; tables scroll inside. A frame, as windows are of 500 px at least."""
+    narrow = page.with_name(f"narrow{width}.html")
+    inside = page.read_text(encoding="utf-8").replace("</body>", WIDTHS)
+    style = f"width:{width}px;height:900px;border:0"
+    frame = f'<iframe style="{style}" srcdoc="{escape(inside, quote=True)}"></iframe>'
+    tell = """<script>setInterval(() => {
+      const told = document.querySelector("iframe").contentDocument.documentElement.dataset.width;
+      if (told) document.documentElement.dataset.told = told;
+    }, 50)</script>"""
+    narrow.write_text(f'<!doctype html><meta charset="utf-8">{frame}{tell}', encoding="utf-8")
+    found = re.search(r'data-told="([^"]*)"', open_page(narrow, "--window-size=1000,1000", "--dump-dom"))
+    assert found is not None
+    assert found[1].split() == [str(width), str(width)]
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,21 @@ from typer.testing import CliRunner
 from stretto.cli.report import report as report_command
 from stretto.cli.simulate import simulate as simulate_command
 from stretto.errors import UsageError
-from stretto.ir.plan import Plan
+from stretto.ir.compared import against, beside_bound, signed
+from stretto.ir.plan import VERSION, Plan
 from stretto.ir.serialize import save_plan
 from stretto.report import load_timeline, save_json
+from stretto.report.figures import FIGURES
 from stretto.report.html import render
 from stretto.report.rundir import load_run
-from stretto.report.tables import comparison_grid, ranks_grid
-from stretto.report.words import format_bytes, format_change, format_share
+from stretto.report.tables import comparison_grid, ranks_grid, summary_grid
+from stretto.report.words import format_bytes
+from stretto.runtime.compare import Report
+from stretto.schedule.families import make_schedule
 from stretto.simulate import predict, simulate
 from tests.simulate.test_engine import ONE_F_ONE_B, RATE
 from tests.synthetic import make_plan
+from tests.synthetic_comm import make_comm_plan
 
 
 def a_plan(**costs: float) -> Plan:
@@ -68,7 +73,7 @@ def test_the_page_holds_everything_and_loads_nothing(run_dir: Path) -> None:
     parser.feed(page)
     assert parser.open == []
     assert parser.loads == []
-    for words in ("Predicted against measured", "Timelines", "Loss", "Summary", "Settings", "model.hidden"):
+    for words in ("Measured against predicted", "Timelines", "Loss", "Summary", "Settings", "model.hidden"):
         assert words in page
     assert "&lt;b&gt;" in page
     assert "Left out" not in page
@@ -97,14 +102,89 @@ def test_predicted_against_measured(run_dir: Path) -> None:
     # 2 x 90 and 2 x 200 us on both ranks; measured 2 x 180 for F.
     assert rows["compute (mean of the ranks)"] == ("580 us", "760 us", "+31.0%")
     predicted, measured = run.prediction.step_us, run.measured.step_us
-    assert rows["step"][2] == format_change(predicted, measured)
-    assert rows["gap to the bound"][1] == format_share(measured / run.prediction.bound_us - 1)
+    assert rows["step"][2] == signed(against(measured, predicted))
+    assert rows["step"][2].startswith("+")  # it was slower than predicted
+    assert rows["gap to the bound"][1] == beside_bound(measured, run.prediction.bound_us)
+
+
+def test_a_measured_step_below_its_bound_has_no_negative_gap(run_dir: Path) -> None:
+    run = load_run(run_dir)
+    assert run.prediction is not None
+    assert run.measured is not None
+    quick = replace(run.measured, step_us=run.prediction.bound_us * 0.9)
+    rows = {row[0]: row[1:] for row in comparison_grid(run.prediction, quick).rows}
+    assert rows["gap to the bound"][1] == "10.0% below the bound"
+
+
+def test_places_are_not_called_ranks() -> None:
+    """Two places of the pipeline, each of two ranks: nothing is `of the ranks`, nor on `2 ranks`."""
+    plan = make_comm_plan(make_schedule("1f1b", 2, 4))
+    plan = replace(plan, prediction=predict(plan))
+    timeline = simulate(plan)
+    assert plan.where == "2 places of tp=2 (4 ranks)"
+    head, *lines = str(plan).split("\n")
+    assert "2 stages on 2 places of tp=2 (4 ranks)" in head
+    assert any(line.startswith("  compute by place ") for line in lines)
+    assert plan.prediction is not None
+    for grid in (summary_grid(timeline, plan.prediction), comparison_grid(plan.prediction, timeline)):
+        names = " ".join(row[0] for row in grid.rows)
+        assert "mean of the places" in names
+        assert "mean of the ranks" not in names
+    told = str(Report(plan, replace(timeline, source="measured")))
+    assert "on 2 places of tp=2 (4 ranks): predicted, measured" in told
+    assert "ranks 2-3 compute" in told
+    assert "rank 0 compute" not in told
+    alone = make_comm_plan(make_schedule("1f1b", 2, 4), axes=())
+    assert alone.where == "2 ranks"
 
 
 def test_accounts_by_rank() -> None:
     rows = ranks_grid(simulate(a_plan(i_us=100, w_us=100))).rows
     assert rows[0][:4] == ("rank 0", "580 us (69.9%)", "60 us (7.2%)", "190 us (22.9%)")
     assert rows[1][:4] == ("rank 1", "580 us (69.9%)", "30 us (3.6%)", "220 us (26.5%)")
+
+
+def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
+    """Its report needs timelines and figures alone, and says what is left out."""
+    whole = load_run(run_dir)
+    assert whole.figures is not None
+    FIGURES.save(whole.figures, run_dir / "figures.json")
+    path = run_dir / "plan.json"
+    path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 3', 1))
+    run = load_run(run_dir)
+    assert run.plan is None
+    assert run.prediction == whole.prediction
+    assert run.notes == [
+        f"plan.json is of version 3, and this Stretto reads version {VERSION}. Left out: ops inside actions, "
+        "the costliest ops, and what would help by the plan's settings."
+    ]
+    page = render(run)
+    for words in (
+        "Measured against predicted",
+        "lower bound",
+        "2 stages on 2 ranks",
+        "plan.json is of version 3",
+    ):
+        assert words in page
+    result = CliRunner().invoke(report_command, [str(run_dir)])
+    assert result.exit_code == 0, result.output
+    # Of a run from before figures were kept, the timelines are left.
+    (run_dir / "figures.json").unlink()
+    bare = load_run(run_dir)
+    assert bare.prediction is not None
+    assert bare.prediction.step_us == whole.prediction.step_us if whole.prediction else False
+    assert "The lower bound is not known" in " ".join(bare.notes)
+    assert "lower bound" not in str(
+        comparison_grid(bare.prediction, bare.measured).rows if bare.measured else ""
+    )
+    assert "faster than 0" not in render(bare)
+
+
+def test_a_plan_that_is_broken_is_still_refused(run_dir: Path) -> None:
+    path = run_dir / "plan.json"
+    path.write_text(path.read_text().replace('"job"', '"jab"', 1))
+    with pytest.raises(UsageError, match=r"plan\.json"):
+        load_run(run_dir)
 
 
 def test_a_broken_metrics_line_is_named(run_dir: Path) -> None:
@@ -148,7 +228,7 @@ def test_report_command_on_a_run_and_on_a_plan(run_dir: Path) -> None:
     page = run_dir / "report.html"
     result = CliRunner().invoke(report_command, [str(run_dir), "-o", str(page)])
     assert result.exit_code == 0, result.output
-    assert "Predicted against measured" in result.output
+    assert "Measured against predicted" in result.output
     assert page.read_text().startswith("<!doctype html>")
     result = CliRunner().invoke(report_command, [str(run_dir / "plan.json")])
     assert result.exit_code == 0, result.output
@@ -160,7 +240,7 @@ def test_the_terminal_report_fits_100_columns(run_dir: Path) -> None:
     assert result.exit_code == 0, result.output
     assert max(map(len, result.output.splitlines())) <= 100
     for words in (
-        "Predicted against measured",
+        "Measured against predicted",
         "What binds the bound: rank",
         "Communication, measured",
         "Costliest ops",

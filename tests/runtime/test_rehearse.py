@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,6 +115,23 @@ def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
     assert [span.kind for span in stood] == [SpanKind.BUBBLE, SpanKind.EXPOSED]
     assert stood[1].end_us - arrived["pp 0>1 e0:0"] < 20_000.0, "it goes on when the message is there"
     assert stood[1].end_us >= arrived["pp 0>1 e0:0"]
+
+
+def test_making_up_what_is_received_is_no_work_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be booked as compute where a transfer had ended before it was waited for."""
+    plain = EmulatedTransport._made_up
+
+    def slow(end: EmulatedTransport, like: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return plain(end, like)
+
+    monkeypatch.setattr(EmulatedTransport, "_made_up", slow)
+    found = rehearse(plan_of(pp=2), 1, steps=1)
+    assert found.compute_us < 200_000.0, "four messages, 0.1 s each"
+    assert found.step_us < 300_000.0
+    assert found.compute_us + sum(found.exposed_us.values()) + found.bubble_us == pytest.approx(
+        found.step_us, rel=0.01
+    )
 
 
 def test_a_model_and_a_batch_may_be_given() -> None:

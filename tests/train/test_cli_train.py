@@ -15,6 +15,9 @@ from typer.testing import CliRunner
 
 from stretto.cli.main import app
 from stretto.errors import UsageError
+from stretto.ir.costs import Peak
+from stretto.ir.work import Work
+from stretto.train.metrics import speed_line
 from stretto.train.progress import Progress, duration
 
 
@@ -44,6 +47,16 @@ def test_a_wrong_setting_names_its_origin(tmp_path: Path) -> None:
 
 def line_of(step: int) -> dict[str, float]:
     return {"step": step, "loss": 1.25, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 12345.0, "step_s": 0.02}
+
+
+def test_a_line_tells_the_speed_of_a_device() -> None:
+    out = io.StringIO()
+    progress = Progress(20, 1, True, Console(file=out, width=200, soft_wrap=True))
+    progress.show(line_of(2) | speed_line("tokens", 6000, 0.5, 4, Work(4e9, 0.0, Peak(1e5, "a sheet"))), None)
+    progress.show(line_of(3) | speed_line("tokens", 6000, 0.5, 1, Work(4e9, 0.0)), None)
+    several, alone = out.getvalue().splitlines()
+    assert "12,000 tokens/s (3,000 a device)  MFU 8.0 %" in several
+    assert "12,000 tokens/s  500 ms a step" in alone
 
 
 def shown(terminal: bool) -> str:

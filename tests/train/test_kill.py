@@ -76,7 +76,7 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
     status, out, err = run("train", config, "--resume")
     assert (status, err) == (0, "")
     assert "resumed from" in out
-    assert "Predicted against measured" in out
+    assert "Measured against predicted" in out
     expected, found = steps_of(undisturbed), steps_of(folder / "killed")
     for key in ("loss", "grad_norm"):
         assert {step: line[key] for step, line in found.items()} == {

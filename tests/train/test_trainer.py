@@ -24,6 +24,7 @@ from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
+from stretto.report.figures import FIGURES
 from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
 from stretto.train.checkpoint_files import latest_in
@@ -78,15 +79,19 @@ def test_a_run_learns_and_leaves_what_a_report_needs(
     assert found.summary is not None
     assert held[-1]["held_out_loss"] == found.summary["held_out_loss"]
     assert all(
-        set(line) >= {"lr", "grad_norm", "tokens_per_s", "step_s"} for line in found.metrics if "loss" in line
+        set(line) >= {"lr", "grad_norm", "tokens_per_s", "tokens_per_s_per_device", "step_s"}
+        for line in found.metrics
+        if "loss" in line
     )
+    assert "mfu" not in losses_line(found.metrics), "no sheet says what a processor computes at most"
+    assert FIGURES.load(settings.run_dir / "figures.json") == found.figures
     assert (
         sum("exposed_fraction" in line for line in found.metrics) == 13
     )  # every fifth, and the one before last
     for said in (
         "held-out loss",
         "a sample, continuing",
-        "Predicted against measured",
+        "Measured against predicted",
         "report.html",
         "trace",
     ):
@@ -94,6 +99,10 @@ def test_a_run_learns_and_leaves_what_a_report_needs(
     assert (settings.run_dir / "trace.perfetto-trace").stat().st_size > 0
     assert "<html" in (settings.run_dir / "report.html").read_text()
     assert [p.name for p in settings.checkpoint_dir.iterdir() if p.is_dir()] == ["step-000060"]
+
+
+def losses_line(metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    return next(line for line in metrics if "loss" in line)
 
 
 def test_the_held_out_loss_is_that_of_the_plain_model(folder: Path) -> None:

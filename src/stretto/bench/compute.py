@@ -42,7 +42,10 @@ WARM_UPS = 4
 giving it anew, for three steps; later steps fault no pages."""
 
 ROWS, SEQUENCE, VOCABULARY = 1, 256, 4096
-"""Of a microbatch, and of all models."""
+"""Of a microbatch, unless it is asked for longer ones, and of all models."""
+
+CONTEXTS = ("max_position_embeddings", "n_positions")
+"""What models of `transformers` call the longest sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,21 @@ class Setup:
     microbatches: int = 4
     rounds: int = 9
     compile: bool = True
+    sequence: int = SEQUENCE
     world: int = 1
 
     @property
     def threads_per_rank(self) -> int:
         return self.threads
+
+    @property
+    def settings(self) -> GPTSettings | HuggingFaceSettings:
+        """The model's, with room for the sequence."""
+        found = MODELS[self.model]
+        if isinstance(found, GPTSettings):
+            return found.model_copy(update={"context": self.sequence})
+        sizes = {key: self.sequence if key in CONTEXTS else size for key, size in found.config.items()}
+        return found.model_copy(update={"config": sizes})
 
 
 def _gpt(hidden: int, layers: int) -> GPTSettings:
@@ -101,14 +114,14 @@ MODELS: Mapping[str, GPTSettings | HuggingFaceSettings] = {
 def run_worker(cell: Setup) -> dict[str, Any]:
     """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
     torch.manual_seed(0)
-    model = build_model(MODELS[cell.model], VOCABULARY, seed=0)
-    counted = counted_loss_function(MODELS[cell.model])
+    model = build_model(cell.settings, VOCABULARY, seed=0)
+    counted = counted_loss_function(cell.settings)
 
     def loss(module: nn.Module, tokens: Tensor) -> Tensor:
         total, count = counted(module, tokens)
         return total / count
 
-    batch = torch.randint(0, VOCABULARY, (ROWS * cell.microbatches, SEQUENCE + 1))
+    batch = torch.randint(0, VOCABULARY, (ROWS * cell.microbatches, cell.sequence + 1))
     job = stretto.capture(model, batch, loss=loss, parallel=stretto.Parallel(microbatches=cell.microbatches))
     plan = stretto.plan(job, "local")
     torch.set_num_threads(cell.threads)  # measuring has threads of its own
@@ -176,11 +189,13 @@ def compute(
     folder: Path,
     *,
     compile: bool = True,
+    sequence: int = SEQUENCE,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Step 1: all cells, one process after the other: {"setup": ..., "cells": [...]}.
 
-    folder: for the processes' files. Raises UsageError for an unknown model, RunError when a cell failed.
+    folder: for the processes' files; sequence: tokens of a microbatch. Raises UsageError for an unknown
+    model, RunError when a cell failed.
     """
     for model in models:
         if model not in MODELS:
@@ -188,7 +203,7 @@ def compute(
     found: list[dict[str, Any]] = []
     for count in threads:
         for model in models:
-            cell = Setup(model, count, rounds=rounds, compile=compile)
+            cell = Setup(model, count, rounds=rounds, compile=compile, sequence=sequence)
             say(f"{model}, {count} {'thread' if count == 1 else 'threads'}")
             out = folder / f"{len(found)}.json"
             command = worker_command("compute", asdict(cell), out)
@@ -201,7 +216,7 @@ def compute(
         "torch": torch.__version__,
         "python": platform.python_version(),
         "rows": ROWS,
-        "sequence": SEQUENCE,
+        "sequence": sequence,
         "vocabulary": VOCABULARY,
         "dtype": "float32",
         "rounds": rounds,

@@ -154,7 +154,7 @@ def make_result(
                 "overlap_why": plan.overlap_why,
                 "chunks": plan.job.chunks,
                 "planned_s": predicted_s,
-                "planned_over_measured": predicted_s / found.median_s,
+                "measured_over_planned": found.median_s / predicted_s,
                 "exposed_s": exposed[name],
                 "hidden": hidden([exposed[name]], [exposed[SERIAL]])[0],
                 "peak_bytes": max(timelines[name][-1].peak_bytes),

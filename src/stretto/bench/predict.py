@@ -1,4 +1,4 @@
-"""Predicted against measured, over a grid of GPTs, layouts and rates of the network.
+"""Measured against predicted, over a grid of GPTs, layouts and rates of the network.
 
     1. A cell is a shape of GPT, a layout (pp, tp) and a rate. Cells of one layout and rate share a lab, one
        rank on each host; ranks share the machine's cores equally.
@@ -26,6 +26,7 @@ from stretto.bench.in_lab import CORES, lab_of, result_of
 from stretto.bench.kept import keep_run, prediction_of, with_costs
 from stretto.bench.race import drop_gradients, is_first, say_on_first, timed
 from stretto.bench.work import GPTWork
+from stretto.ir.compared import against, signed
 from stretto.ir.plan import Plan
 from stretto.ir.program import OverlapMode
 from stretto.ir.timeline import SpanKind, Timeline
@@ -75,20 +76,25 @@ class Found:
     peak_measured: tuple[int, ...]
 
     @property
-    def error(self) -> float:
-        """Predicted over measured step, less one."""
-        return self.predicted_ms / self.measured_ms - 1.0
+    def difference(self) -> float:
+        """Of the measured step against the predicted (`stretto.ir.compared`)."""
+        return against(self.measured_ms, self.predicted_ms) or 0.0
+
+    @property
+    def planned_difference(self) -> float:
+        """Of the measured step against the planned."""
+        return against(self.measured_ms, self.planned_ms) or 0.0
 
     @property
     def exposed_points(self) -> float:
-        """Difference of exposed shares, in percent of the step."""
-        return 100.0 * (self.exposed_predicted - self.exposed_measured)
+        """Of exposed shares, measured less predicted, in percent of the step."""
+        return 100.0 * (self.exposed_measured - self.exposed_predicted)
 
     @property
-    def peak_error(self) -> float:
-        """The largest relative error of a place's peak memory, with its sign."""
-        errors = [p / m - 1.0 for p, m in zip(self.peak_predicted, self.peak_measured, strict=True) if m]
-        return max(errors, key=abs, default=0.0)
+    def peak_difference(self) -> float:
+        """Of a place's measured peak memory against its predicted, the largest."""
+        pairs = zip(self.peak_measured, self.peak_predicted, strict=True)
+        return max((against(m, p) or 0.0 for m, p in pairs if m), key=abs, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ def run_worker(setup: Setup) -> list[dict[str, Any]]:
         if is_first():
             keep_run(cell.folder(Path(setup.folder)), planned, plan, timelines)
         figures.append(asdict(found))
-        say_on_first(f"{cell}: {100 * found.error:+.1f} %")
+        say_on_first(f"{cell}: {signed(found.difference)} against predicted")
     return figures
 
 
@@ -233,10 +239,10 @@ def _row(found: Found) -> dict[str, Any]:
         "measured_ms": found.measured_ms,
         "planned_ms": found.planned_ms,
         "predicted_ms": found.predicted_ms,
-        "error_pct": 100.0 * found.error,
+        "difference_pct": 100.0 * found.difference,
         "exposed_measured_pct": 100.0 * found.exposed_measured,
         "exposed_predicted_pct": 100.0 * found.exposed_predicted,
-        "peak_error_pct": 100.0 * found.peak_error,
+        "peak_difference_pct": 100.0 * found.peak_difference,
         "rounds_ms": list(found.rounds_ms),
     }
 
@@ -244,10 +250,10 @@ def _row(found: Found) -> dict[str, Any]:
 def _summary(rows: Sequence[Found]) -> dict[str, float]:
     """Mean and worst magnitudes, in percent (of the step, of the peak) and in points of exposed share."""
     figures: dict[str, list[float]] = {
-        "step_error_pct": [100.0 * found.error for found in rows],
-        "planned_step_error_pct": [100.0 * (f.planned_ms / f.measured_ms - 1.0) for f in rows],
+        "step_difference_pct": [100.0 * found.difference for found in rows],
+        "planned_step_difference_pct": [100.0 * found.planned_difference for found in rows],
         "exposed_points": [found.exposed_points for found in rows],
-        "peak_error_pct": [100.0 * found.peak_error for found in rows],
+        "peak_difference_pct": [100.0 * found.peak_difference for found in rows],
         "spread_pct": [100.0 * (max(f.rounds_ms) / min(f.rounds_ms) - 1.0) for f in rows],
     }
     summary = {"cells": float(len(rows))}

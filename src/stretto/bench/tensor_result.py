@@ -66,7 +66,7 @@ def make_result(
                 "overlap_why": plans[name].overlap_why,
                 "planned_s": prediction_of(planned[name]).step_us / 1e6,
                 "predicted_s": predicted.step_us / 1e6,
-                "predicted_over_measured": predicted.step_us / 1e6 / found.median_s,
+                "measured_over_predicted": found.median_s / (predicted.step_us / 1e6),
                 "exposed_s": exposed[name],
                 "hidden": hidden(exposed[name], exposed["off"]),
                 "peak_bytes": list(timelines[name][-1].peak_bytes),

@@ -79,6 +79,7 @@ def lower_bound(
     words = {"critical path": f"the critical path of one microbatch ({format_us(reach.critical_us)})"}
     # 2. Machines.
     held: set[str] = set()
+    counted = "place" if any(size > 1 for _, size in job.axes) else "rank"
     for rank in sorted(set(stage_ranks)):
         place = _Place(job, stage_ranks, costs, reach, turns, rank)
         works = {"compute": (place.compute(forwards), "compute")}
@@ -92,7 +93,7 @@ def lower_bound(
                 parts[f"rank {rank} {name}"] = machine.us
                 if machine.at_first is not None or machine.at_last is not None:
                     held.add(f"rank {rank} {name}")
-                words[f"rank {rank} {name}"] = machine_in_words(f"rank {rank}'s {what}", m, machine)
+                words[f"rank {rank} {name}"] = machine_in_words(f"{counted} {rank}'s {what}", m, machine)
     # 5. Memory.
     limits = max_live or (() if job.max_live is None else (job.max_live,) * len(job.stages))
     for stage, limit in enumerate(limits):

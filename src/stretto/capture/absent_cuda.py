@@ -9,11 +9,11 @@ otherwise on CUDA is chosen here. Attention, `scaled_dot_product_attention`:
     the plain ops                              all else
 
 The first two want four dims, and heads of one dim in query, key and value that is at most 256 and a multiple
-of 8. Those are the conditions of PyTorch's sdp_utils.cpp for compute capability 8.0 and later (A100, H100,
-H200, B200). A device may have another kernel yet, cuDNN's, which PyTorch finds out by asking it; a capture
-with the device at hand holds that one. Layer norms keep mean and deviation in float32, as CUDA's kernels do.
-A model that asks for the type of its tensors' device is told "cpu".
-"""
+of 8; the second also as many heads of keys as of queries. Those are the conditions of PyTorch's sdp_utils.cpp
+for compute capability 8.0 and later (A100, H100, H200, B200). A device may have another kernel yet, cuDNN's,
+which PyTorch finds out by asking it (an H100 takes it for all of half precision); a capture with the device
+at hand holds that one. Layer norms keep mean and deviation in float32, as CUDA's kernels do. A model that
+asks for the type of its tensors' device is told "cpu"."""
 
 from __future__ import annotations
 
@@ -57,20 +57,18 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    half = query.dtype in HALF
-    if enable_gqa and query.dim() == 4 and key.shape[1] != query.shape[1]:
-        # Neither kernel shares heads in training: PyTorch repeats them, as its plain ops do.
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    if query.dtype == torch.float64 or not heads_fit(query, key, value):
+    flash = query.dtype in HALF and attn_mask is None
+    fits = query.dtype != torch.float64 and heads_fit(query, key, value)
+    if not fits or (key.shape[1] != query.shape[1] and not flash):
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-    if half and attn_mask is None:
-        flash, *_ = _aten._scaled_dot_product_flash_attention(
+    if flash:
+        made, *_ = _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
-        return cast(Tensor, flash)
+        return cast(Tensor, made)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = zeros.masked_fill(attn_mask.logical_not(), float("-inf"))

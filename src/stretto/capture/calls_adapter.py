@@ -3,8 +3,8 @@
 torch._subclasses.functional_tensor.FunctionalTensor, and the slots of torch.fx.experimental.proxy_tensor
                                                 which node makes a tensor
 nn.Module._parameters, _buffers                 other tensors in their places
-torch._C.DisableTorchFunction, torch.utils._python_dispatch._disable_current_modes
-                                                looking at real tensors while a graph is made
+torch._C.DisableTorchFunction, and of torch.utils._python_dispatch
+    _disable_current_modes, TorchDispatchMode   looking at real tensors while a graph is made
 torch._ops.OpOverload, FakeTensor.constant      what is an op, the elements of a constant
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stretto.errors import CaptureError
 from stretto.tensor import parts
@@ -48,6 +48,26 @@ def nodes_of(
 def untraced() -> Iterator[None]:
     """While the context lasts, ops are no part of the graph under way, and may read real tensors."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+class NotConstantError(Exception):
+    """A value does not follow from the calls that made it."""
+
+
+class _OfConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if parts.draws(op, args, named) or "empty" in op.overloadpacket.__name__:
+            raise NotConstantError
+        return op(*args, **named)
+
+
+@contextmanager
+def of_constants() -> Iterator[None]:
+    """As `untraced`, without gradients. Raises NotConstantError for an op that draws or leaves elements
+    unset."""
+    with untraced(), torch.no_grad(), _OfConstants():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -76,6 +76,10 @@ class Calls:
         if self._begin is self._first and self._first.changes():
             self._number_left()
 
+    def stand_ins(self, left: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(what stands for a tensor, the tensor that an earlier call left), by the names of `one`."""
+        return [(left[name], tensor) for name, tensor in self._left.items()]
+
     def _number_left(self) -> None:
         """Step 3: the numbers of tensors that this run left."""
         under_way = nodes_of(self._new_tensors(self._first.again()))

@@ -4,7 +4,8 @@ The model's own code runs through all of its layers; only what happens inside an
 again (`stretto.capture.expand` puts it there afterwards). What is done to a call of such a layer:
 
     1. Calls are of one kind when their layers are equal (`stretto.capture.equal`) and their arguments are:
-       tensors of the same shape, dtype, stride and need of a gradient, all else equal.
+       tensors of the same shape, dtype, stride, need of a gradient and, where they are known, value; all else
+       equal.
     2. The first two calls of a kind run, between marks: `enter` for each tensor that goes in and `leave` for
        each that comes out, with `enter_grad` and `leave_grad` in the backward.
     3. Every later call becomes one op, `layer`, and `layer_grad` in the backward.
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.capture.equal import Group, equal_layers, renamed
+from stretto.capture.known import Known
 from stretto.parallelize.functions import put_forward
 
 NAMESPACE = "stretto_layers"
@@ -153,14 +155,17 @@ class Layers:
         self._modules = dict(model.named_modules())
         self._groups = groups
         self._segments: Segments | None = None
+        self._known = Known()
         self._kinds: dict[Any, int] = {}
         self._traced: dict[int, int] = {}
         self._watched: set[int] = set()
         self._kept: list[Any] = []
 
-    def begin(self, segments: Segments) -> None:
-        """Before each run of the forward (the exporter runs it twice)."""
+    def begin(self, segments: Segments, known: Known) -> None:
+        """Before each run of the forward (the exporter runs it twice). known: what is known of its
+        tensors."""
         self._segments = segments
+        self._known = known
         self._kinds.clear()
         self._traced.clear()
         self._watched.clear()
@@ -214,7 +219,8 @@ class Layers:
             raise NotRepeatedError(f"{name} is called twice: its gradients are sums")
         tensors: list[Tensor] = []
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        key = group, state, _structure((args, kwargs), tensors, self._kept)
+        given_as = _structure((args, kwargs), tensors, self._kept)
+        key = group, state, given_as, tuple(map(self._known.number, tensors))
         kind = self._kinds.setdefault(key, len(self._kinds))
         grads = [at for at, x in enumerate(tensors) if x.requires_grad and torch.is_grad_enabled()]
         begin = len(self._segments.names) - 1
@@ -229,6 +235,8 @@ class Layers:
             return self._stand_in(number, self.calls[seen], tensors)
         self._traced[kind] = number
         entered = [_marked(x, "enter", number, at) for at, x in enumerate(tensors)]
+        for x, before in zip(entered, tensors, strict=True):
+            self._known.same(x, before)
         given, named = _replaced((args, kwargs), iter(entered))
         made = self._observed(name, own, given, named, entered)
         call.end = len(self._segments.names) - 1

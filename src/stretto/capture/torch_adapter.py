@@ -28,6 +28,8 @@ from stretto.capture.calls_adapter import buffers_in_place, replaced
 from stretto.capture.carried import Calls
 from stretto.capture.explain import at_fault
 from stretto.capture.graphs import JointGraph
+from stretto.capture.known import Known
+from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.repeat import Layers
 from stretto.capture.torch_state import tracing_state
@@ -201,12 +203,13 @@ def export_joint(
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
     calls = Calls(("", model), ("the loss", loss))
+    values = Known()
     number: float | None = None
 
     def run(left: Mapping[str, Any], given: Leaves) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         nonlocal number
         if layers is not None:
-            layers.begin(segments)
+            layers.begin(segments, values)
         with (
             calls.one(left),
             nullcontext() if program is None else program.state(model),
@@ -214,6 +217,7 @@ def export_joint(
             watched(),
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
+            masks_recognised(values, calls.stand_ins(left)),
         ):
             value, count = loss_and_count(loss(model, rebuild(given)), loss)
             if program is not None:

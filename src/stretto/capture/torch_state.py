@@ -15,7 +15,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -32,15 +32,20 @@ def tracing_state() -> Iterator[None]:
 
 
 @contextmanager
-def _exporting() -> Iterator[None]:
+def _exporting(told: bool = True) -> Iterator[None]:
     """Tell model code that it is being exported, as `torch.export` does: models (Hugging Face's among them)
     ask `torch.compiler.is_compiling()` before they look at the values of tensors."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = told
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+def not_exporting() -> AbstractContextManager[None]:
+    """Tell code that it is not, where it cannot look at the values of tensors."""
+    return _exporting(told=False)
 
 
 @contextmanager

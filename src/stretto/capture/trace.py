@@ -32,7 +32,9 @@ from stretto.capture.count import count_of, mean_over
 from stretto.capture.equal import renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explained
+from stretto.capture.known import Known
 from stretto.capture.layers import layer_names
+from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import OnMeshes
 from stretto.capture.observed import Seen, taken_out
 from stretto.capture.proof import Proof
@@ -291,9 +293,9 @@ def _alone(
     repeats: bool,
 ) -> Mapping[Key, Found]:
     """The calls of the model alone; those of equal layers are those of the first."""
-    layers = layers_of(model) if repeats else None
+    layers, known = layers_of(model) if repeats else None, Known()
     if layers is not None:
-        layers.begin(SimpleNamespace(names=[""], follow=lambda names: None))
+        layers.begin(SimpleNamespace(names=[""], follow=lambda names: None), known)
     with (
         torch_adapter.fake_state(model, mode, at, param_dtype),
         alone(),
@@ -304,6 +306,7 @@ def _alone(
         nullcontext() if layers is None else layers.installed(),
         calls.forward(),
         watched(),  # it calls what the spread model calls
+        masks_recognised(known),
     ):
         before = State(("", model), ("the loss", loss))
         try:

@@ -53,6 +53,7 @@ def compute(
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Race the compiled systems too (Inductor).")
     ] = True,
+    sequence: Annotated[int, typer.Option(min=2, help="Tokens of a microbatch.")] = 256,
     json_out: JsonOut = None,
 ) -> None:
     """Our window functions against eager PyTorch and torch.compile: one rank, no communication."""
@@ -66,7 +67,13 @@ def compute(
     names = _words(models) or list(MODELS)
     with tempfile.TemporaryDirectory() as folder:
         result = race(
-            names, list(map(int, counts)), rounds, Path(folder), compile=compiled, say=progress.print
+            names,
+            list(map(int, counts)),
+            rounds,
+            Path(folder),
+            compile=compiled,
+            sequence=sequence,
+            say=progress.print,
         )
     tables.compute_table(result).print()
     write_json(result, json_out)
@@ -240,7 +247,7 @@ def predict(
     json_out: JsonOut = None,
     keep_out: KeepOut = None,
 ) -> None:
-    """Predicted against measured: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
+    """Measured against predicted: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
     from stretto.bench.predict import RATES, grid, run_grid
     from stretto.lab.rates import parse_rate
 

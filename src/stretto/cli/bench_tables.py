@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
+from stretto.ir.compared import SHOWN, against, signed
 from stretto.report.grid import Columns, Grid, Row, grid_of
 
 NOISY = 1.15
 """Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
 machine of 2 cores: 1.03 to 1.08."""
 
-SHARE = "{:+.1%}"
 SECONDS = "{:.3f}"
 
 
@@ -26,10 +26,7 @@ def pipeline_table(race: Row) -> Grid:
         "vs torch's best": ("speedup_vs_torch_best", SECONDS),
         "vs bound": ("ratio_to_bound", SECONDS),
         "exposed s": (lambda row: row.get("exposed_s"), SECONDS),
-        "predicted": (
-            lambda row: _less_one(row["predicted_s"] / row["step_s"] if "predicted_s" in row else None),
-            SHARE,
-        ),
+        "vs predicted": _against("step_s", "predicted_s"),
         "peak MiB": (lambda row: max(row["peak_bytes"]) / 2**20 if "peak_bytes" in row else None, "{:.0f}"),
     }
     return grid_of(
@@ -37,7 +34,7 @@ def pipeline_table(race: Row) -> Grid:
         f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds",
         columns,
         race["rows"],
-        caption=f"PyTorch's best is {setup['torch_best']}; {_bound(setup)}",
+        caption=f"PyTorch's best is {setup['torch_best']}; {_bound(race)}",
     )
 
 
@@ -55,7 +52,7 @@ def tensor_table(race: Row) -> Grid:
         "vs off": ("speedup_vs_off", SECONDS),
         "vs torch": ("speedup_vs_torch", SECONDS),
         "vs bound": ("ratio_to_bound", SECONDS),
-        "predicted": (lambda row: _less_one(row.get("predicted_over_measured")), SHARE),
+        "vs predicted": _against("step_s", "predicted_s"),
         "exposed s": (lambda row: max(row["exposed_s"]) if "exposed_s" in row else None, SECONDS),
         "hidden": (
             lambda row: ", ".join("" if one is None else f"{one:.0%}" for one in row.get("hidden", ())),
@@ -69,7 +66,7 @@ def tensor_table(race: Row) -> Grid:
         f"{setup['rate']}: communication takes {setup['communication_over_compute']:.2f} of compute",
         columns,
         race["rows"],
-        caption=f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds; {_bound(setup)}",
+        caption=f"{setup['microbatches']} microbatches, medians of {setup['rounds']} rounds; {_bound(race)}",
     )
 
 
@@ -90,7 +87,7 @@ def moe_table(race: Row) -> Grid:
         "hidden": ("hidden", "{:.0%}"),
         "bound ms": (lambda row: 1e3 * row["bound_s"], "{:.0f}"),
         "vs bound": ("ratio_to_bound", "{:.2f}"),
-        "planned": (lambda row: row["planned_over_measured"] - 1, SHARE),
+        "vs planned": _against("step_s", "planned_s"),
     }
     chosen = "balanced assignment" if setup["routing"] == "balanced" else "the router's own assignment"
     return grid_of(
@@ -99,7 +96,7 @@ def moe_table(race: Row) -> Grid:
         columns,
         race["rows"],
         caption=f"{setup['layers']} blocks, {setup['microbatches']} microbatches a rank, medians of "
-        f"{setup['rounds']} rounds; {_bound(setup)}",
+        f"{setup['rounds']} rounds; {_bound(race)}",
     )
 
 
@@ -117,7 +114,7 @@ def unet_table(race: Row) -> Grid:
         "x torch 1f1b": ("speedup_vs_torch_1f1b", "{:.2f}"),
         "vs bound": ("ratio_to_bound", "{:.2f}"),
         "exposed ms": (lambda row: 1e3 * max(row["exposed_s"]) if "exposed_s" in row else None, "{:.0f}"),
-        "planned": (lambda row: _less_one(row.get("planned_over_measured")), SHARE),
+        "vs planned": _against("step_s", "planned_s"),
     }
     setup = race["setup"]
     forward = max(work["compute_us"] for work in setup["forward"]) / 1e3
@@ -127,7 +124,7 @@ def unet_table(race: Row) -> Grid:
         columns,
         race["rows"],
         caption=f"{setup['microbatches']} microbatches of {setup['microbatch']}, medians of "
-        f"{setup['rounds']} rounds; {_bound(setup)}",
+        f"{setup['rounds']} rounds; {_bound(race)}",
     )
 
 
@@ -136,11 +133,11 @@ def predict_table(result: Row) -> Grid:
     columns: Columns = {
         "cell": ("cell", "{}"),
         "measured ms": ("measured_ms", "{:.0f}"),
-        "predicted %": ("error_pct", "{:+.1f}"),
-        "planned": (lambda row: row["planned_ms"] / row["measured_ms"] - 1, SHARE),
+        "vs predicted": _against("measured_ms", "predicted_ms"),
+        "vs planned": _against("measured_ms", "planned_ms"),
         "exposed %": ("exposed_measured_pct", "{:.1f}"),
         "predicted exposed %": ("exposed_predicted_pct", "{:.1f}"),
-        "peak %": ("peak_error_pct", "{:+.1f}"),
+        "peak vs predicted": (lambda row: signed(row["peak_difference_pct"] / 100), "{}"),
     }
     summary = (f"{name.replace('_', ' ')} {value:.1f}" for name, value in result["summary"].items())
     return grid_of("", columns, result["rows"], caption="\n".join(summary))
@@ -155,7 +152,7 @@ def reshard_table(result: Row) -> Grid:
         "bound s": ("bound_s", SECONDS),
         "predicted s": ("predicted_s", SECONDS),
         "measured s": ("measured_s", SECONDS),
-        "error": (lambda row: 1 / row["measured_over_predicted"] - 1, SHARE),
+        "vs predicted": _against("measured_s", "predicted_s"),
         "of bound": ("ratio_to_bound", "{:.2f}"),
     }
     setup = result["setup"]
@@ -204,12 +201,21 @@ def warn_of_noise(rows: Sequence[Row]) -> None:
         )
 
 
-def _less_one(ratio: float | None) -> float | None:
-    return None if ratio is None else ratio - 1
+def _against(measured: str, predicted: str) -> tuple[Callable[[Row], str | None], str]:
+    """The column of what was measured against what was predicted, where that is known."""
+
+    def cell(row: Row) -> str | None:
+        return signed(against(row[measured], row[predicted])) if predicted in row else None
+
+    return cell, "{}"
 
 
-def _bound(setup: Row) -> str:
-    return f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}"
+def _bound(race: Row) -> str:
+    """The bound, and who was faster than it, which costs that are right let nobody be."""
+    setup = race["setup"]
+    words = f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}"
+    below = [row["system"] for row in race["rows"] if row.get("ratio_to_bound", 1.0) < 1.0 - SHOWN]
+    return f"{words}; below it, as its costs are too high: {', '.join(below)}" if below else words
 
 
 def _value(value: object) -> str:

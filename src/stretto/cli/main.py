@@ -33,7 +33,7 @@ COMMANDS = {
     "lab": "Emulate a slow cluster on this machine.",
     "bench": "Race Stretto against other systems.",
     "show": "List the ops of one phase of one stage of a plan.",
-    "report": "Show a finished run: predicted against measured.",
+    "report": "Show a finished run: measured against predicted.",
     "convert": "Make settings of a Megatron-LM command line.",
     "export": "Write a checkpoint as safetensors.",
 }

@@ -15,7 +15,7 @@ from stretto.files.whole_file import saving, write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.costliest import costliest_ops
 from stretto.report.findings import findings
-from stretto.report.html import grids_of_ranks, more_findings, render
+from stretto.report.html import advice_of, grids_of_ranks, more_findings, rates_of, render
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
@@ -45,7 +45,7 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Show a run, or a plan: predicted against measured, what is hidden, the bound, the costliest ops."""
+    """Show a run, or a plan: measured against predicted, what is hidden, the bound, the costliest ops."""
     writers: dict[str, Callable[[Run, Path], object]] = {
         ".html": lambda run, path: write_file(path, render(run)),
         TRACE: lambda run, path: save_perfetto(_timelines(run), path, run.plan),
@@ -77,9 +77,10 @@ def _print(found: Run) -> None:
         console.print(f"- {words}", highlight=False)
     for timeline in timelines[-1:]:
         console.print(ranks_grid(timeline).rich())
-        console.print(traffic_grid([timeline]).rich())
-    for grid in grids_of_ranks(found):
-        console.print(grid.rich())
+    traffic = [traffic_grid([timeline]) for timeline in timelines[-1:]]
+    for grid in (*traffic, advice_of(found), rates_of(found), *grids_of_ranks(found)):
+        if grid is not None and grid.rows:
+            console.print(grid.rich())
     if found.plan is not None:
         costliest = costliest_ops(found.plan, most=COSTLIEST, by_inputs=False)
         if costliest:

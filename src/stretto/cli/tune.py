@@ -21,6 +21,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.files.edit_toml import edited
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
+from stretto.ir.compared import beside_bound
 from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description, describe
 from stretto.price.cluster_file import Hardware
@@ -186,7 +187,7 @@ def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
         "bubble": ("bubble", "{}"),
         "peak": ("peak", "{}"),
         "bound": ("bound", "{}"),
-        "gap": ("gap", "{:.1%}"),
+        "gap": ("gap", "{}"),
         "order": ("order", "{}"),
     }
     rows = [
@@ -199,7 +200,7 @@ def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
             "bubble": format_us(one.bubble_us),
             "peak": format_bytes(one.peak_bytes),
             "bound": format_us(one.bound_us),
-            "gap": one.gap,
+            "gap": beside_bound(one.step_us, one.bound_us),
             "order": one.order,
         }
         for one in tuned.planned[:top]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from stretto.files.form import Amount, Fits, Share
+from stretto.ir.compared import against
 from stretto.ir.curve import Curve
 from stretto.ir.processor import Processor
 
@@ -23,6 +24,9 @@ LEAST_RATE = 1e-6
 Rate = Annotated[
     float, Fits(lambda rate: rate >= LEAST_RATE, f"a rate of at least {LEAST_RATE} bytes a microsecond")
 ]
+
+
+Speed = Annotated[float, Fits(lambda rate: rate > 0, "a rate above 0")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,14 @@ NO_LINK = Link(0.0, math.inf, 0.0, "no messages")
 
 
 @dataclass(frozen=True, slots=True)
+class Peak:
+    """The most that a device computes of a job's arithmetic, in FLOP a microsecond. source: of that rate."""
+
+    flops_per_us: Speed
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Predicted times. op_us[(stage, op name)] on the compute lane: for the start of a communication that is
     what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
@@ -89,6 +101,7 @@ class Costs:
     processor: what only processors do that others share (`stretto.ir.processor`); None on accelerators.
     op_how[(stage, op name)]: how an op's time is known, in a word, where `source` does not say it for all
         (`stretto.price.priced`).
+    peak: of one device; None where no sheet says, as of processors. Predictions do not use it.
     """
 
     op_us: Mapping[tuple[int, str], Amount] = field(repr=False)
@@ -101,6 +114,7 @@ class Costs:
     skew: Amount = 0.0
     processor: Processor | None = None
     op_how: Mapping[tuple[int, str], str] = field(default_factory=dict, repr=False)
+    peak: Peak | None = None
 
     def how(self, stage: int, name: str) -> str:
         """How an op's time is known."""
@@ -140,4 +154,4 @@ class Prediction:
     @property
     def gap(self) -> float:
         """How far the plan is from its bound: 0.05 is five percent above it."""
-        return self.step_us / self.bound_us - 1.0 if self.bound_us else 0.0
+        return against(self.step_us, self.bound_us) or 0.0

@@ -290,7 +290,7 @@ class Placer:
         if op.target == CAT:  # what is empty has no dims
             used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
             names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
-        rule = _joined(op, specs) if op.target == CAT else dims_of(op, specs)
+        rule = _joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
         if rule is None:
@@ -327,6 +327,21 @@ class Placer:
                     return (SUM,) * len(op.outputs)
             raise NeedsEqualError([names[at] for at in sorted(addends)])
         return whole(op, rule, given, specs, self._exact)
+
+    def _shared(
+        self, op: Op, given: Sequence[Placement], specs: Sequence[TensorSpec]
+    ) -> Sequence[TensorSpec]:
+        """Operands of attention with all heads that ranks have: one head of keys, which a rank's queries
+        share, is a part of several, or the only one."""
+        if "scaled_dot_product" not in op.target:
+            return specs
+        first = 1 if "_backward" in op.target else 0
+        found = list(specs)
+        for k in range(first, first + 3):
+            batch, *rest = found[k].shape
+            if (1, 1) in given[k].at and rest:
+                found[k] = replace(found[k], shape=(batch, rest[0] * self.along, *rest[1:]), stride=None)
+        return found
 
     def _view(self, op: Op, held: Placement, spec: TensorSpec) -> Placement:
         made = op.outputs[0]

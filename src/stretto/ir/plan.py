@@ -27,11 +27,12 @@ from pathlib import Path
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
+from stretto.ir.compared import beside_bound
 from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
 
-VERSION = 18
+VERSION = 19
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
 quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed;
 6 how much slower compute is after waiting; 7 whether messages may be cut in parts; 8 a quota's skew; 9 how
@@ -39,7 +40,8 @@ unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfe
 12 what links buffer; 13 counts, and leaves that every microbatch is given whole; 14 one section for what only
 processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
 window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step; 17 has
-metrics; 18 says what a schedule was chosen from."""
+metrics; 18 says what a schedule was chosen from; 19 has a device's
+peak rate."""
 
 
 class ItemKind(StrEnum):
@@ -217,6 +219,20 @@ class Plan:
         """Ranks of one place."""
         return self.world // self.ranks
 
+    @property
+    def where(self) -> str:
+        """On what it runs, in words: `2 ranks`, or `2 places of dp=2 tp=2 (8 ranks)`."""
+        ranks = f"{self.world} rank{'s' if self.world > 1 else ''}"
+        if self.members == 1:
+            return ranks
+        each = " ".join(f"{axis}={size}" for axis, size in self.job.axes)
+        return f"{self.ranks} place{'s' if self.ranks > 1 else ''} of {each} ({ranks})"
+
+    @property
+    def counted(self) -> str:
+        """What its lists by rank count, in a word: a `place`, where one is of several ranks."""
+        return "rank" if self.members == 1 else "place"
+
     def runs(self, rank: int) -> Iterator[tuple[int, Instruction, Window]]:
         """The rank's runs of actions, one a slot of the schedule, with their places in its order."""
         for at, instruction in enumerate(self.orders[rank]):
@@ -261,7 +277,8 @@ class Plan:
         wish = asked if isinstance(asked, str) else f"to hold at most {asked:,} bytes"
         if not any(self.again_us):
             return f"{wish}: nothing needs to be computed again"
-        return f"{wish}: {', '.join(f'{us / 1000:.1f}' for us in self.again_us)} ms of the compute by rank"
+        times = ", ".join(f"{us / 1000:.1f}" for us in self.again_us)
+        return f"{wish}: {times} ms of the compute by {self.counted}"
 
     def save(self, path: str | Path) -> None:
         """Write the plan file: readable, versioned; equal plans give equal bytes. Raises StrettoError."""
@@ -269,12 +286,8 @@ class Plan:
         write(self, Path(path))
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks} ranks"
-        if self.job.axes:
-            each = " ".join(f"{axis}={size}" for axis, size in self.job.axes)
-            ranks = f"{self.ranks} places of {each} ({self.world} ranks)"
         head = (
-            f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {ranks}, "
+            f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {self.where}, "
             f"{self.job.microbatches} microbatches (costs {self.costs.source})"
         )
         found = self.prediction
@@ -284,8 +297,11 @@ class Plan:
         def ms(values: tuple[float, ...]) -> str:
             return ", ".join(f"{us / 1000:.1f}" for us in values)
 
-        axes = {axis: by for axis, by in found.exposed_axis_us.items() if sum(by) or found.hidden(axis)}
-        exposed = [f"  exposed by rank  {ms(by)} ms ({axis})" for axis, by in axes.items()]
+        def by(figure: str) -> str:
+            return f"  {f'{figure} by {self.counted}':17}"
+
+        axes = {axis: us for axis, us in found.exposed_axis_us.items() if sum(us) or found.hidden(axis)}
+        exposed = [f"{by('exposed')}{ms(each)} ms ({axis})" for axis, each in axes.items()]
         shares = [(axis, found.hidden(axis)) for axis in found.comm_axis_us]
         hidden = ", ".join(f"{100 * share:.1f} % of {axis}" for axis, share in shares if share is not None)
         return "\n".join(
@@ -297,14 +313,14 @@ class Plan:
                     else []
                 ),
                 f"  predicted step   {found.step_us / 1000:.1f} ms",
-                f"  compute by rank  {ms(found.compute_us)} ms",
+                f"{by('compute')}{ms(found.compute_us)} ms",
                 *([f"  recompute        {self._recompute()}"] if self.job.recompute != "none" else []),
-                *(exposed or [f"  exposed by rank  {ms(found.exposed_us)} ms"]),
+                *(exposed or [f"{by('exposed')}{ms(found.exposed_us)} ms"]),
                 f"  hidden           {hidden or 'nothing is communicated'}",
                 f"  overlap          {self.overlap}" + (f": {self.overlap_why}" if self.overlap_why else ""),
-                f"  bubble by rank   {ms(found.bubble_us)} ms",
-                f"  peak by rank     {', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
+                f"{by('bubble')}{ms(found.bubble_us)} ms",
+                f"{by('peak')}{', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
                 f"  lower bound      {found.bound_us / 1000:.1f} ms: {found.binds}",
-                f"  gap              {100 * found.gap:.1f} %",
+                f"  gap              {beside_bound(found.step_us, found.bound_us)}",
             )
         )

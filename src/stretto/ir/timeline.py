@@ -112,6 +112,11 @@ class Timeline:
             return f"rank {rank}"
         return f"ranks {rank * self.members}-{(rank + 1) * self.members - 1}"
 
+    @property
+    def counted(self) -> str:
+        """What `ranks` counts, in a word: `places`, where one is of several ranks."""
+        return "ranks" if self.members == 1 else "places"
+
     def total_us(self, kind: SpanKind, rank: int) -> float:
         """Time of one kind on one rank's compute lane (for `message`: on all of its lanes)."""
         return self.by_rank(kind)[rank]

@@ -37,6 +37,7 @@ from stretto.measure.profile import STOLEN, device_name, profile
 from stretto.measure.running import Running, costs_again, running
 from stretto.measure.time_collectives import tell
 from stretto.price.calls import calls_us
+from stretto.price.peak import named_peak
 from stretto.price.roofline import ACTION_US
 from stretto.price.wanted import wanted_collectives
 from stretto.processor.quota import agreed_quota
@@ -204,6 +205,7 @@ def _costs(
         {key: one.cost for key, one in measured.items()},
         communication.shared,
         processor=communication.processor,
+        peak=named_peak(job, device_name(device_of(job))),
     )
 
 

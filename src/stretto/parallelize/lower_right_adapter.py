@@ -49,7 +49,7 @@ def lower_right(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tenso
         on_cuda(query)
         and query.dtype in HALF
         and heads_fit(query, key, value)
-        and query.shape[1] == key.shape[1]
+        and (query.shape[1] == key.shape[1] or more.get("enable_gqa"))
     ):
         aten: Any = torch.ops.aten
         made, *_ = aten._scaled_dot_product_flash_attention(

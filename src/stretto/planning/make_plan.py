@@ -36,6 +36,7 @@ from stretto.passes.dense_messages import scattered
 from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
 from stretto.passes.watch import Say, Watch
+from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.in_chunks import fastest
@@ -164,6 +165,7 @@ def _effort(steps: int | None, search_s: float | None) -> Effort:
     return Effort(search_s=search_s) if steps is None else Effort(steps, search_s)
 
 
+@rarely_collected()
 def _fastest(
     begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, watch: Watch
 ) -> Plan:

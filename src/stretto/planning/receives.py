@@ -47,7 +47,7 @@ def receives_ahead(step: Step, context: Context) -> Step:
     tried: list[tuple[Step, Plan]] = []
     for ahead in range(MOST + 1):
         one = replace(step, ahead=ahead)
-        draft = lowered(as_short(one), context)
+        draft = lowered(as_short(one, context), context)
         if not tried or draft.orders != tried[-1][1].orders:
             tried.append((one, draft))
     if len(tried) == 1:

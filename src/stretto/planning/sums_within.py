@@ -37,7 +37,7 @@ def sums_within(step: Step, context: Context) -> Step:
     tried += [windows for windows in (early, silent, late) if windows and windows not in tried]
     if len(tried) == 1:
         return step
-    brief = lowered(as_short(step), context)
+    brief = lowered(as_short(step, context), context)
     best = min(tried, key=lambda windows: _step_us(_with(brief, windows)))
     return replace(step, windows={**plan.windows, **best}) if best else step
 

@@ -19,7 +19,6 @@ from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import apart, frees
 from stretto.schedule.timing import peak_live
-from stretto.schedule.windows import window_name
 from stretto.simulate import simulate
 
 BRIEF = 20
@@ -152,13 +151,10 @@ def _step_us(step: Step, context: Context) -> float:
     return short_bound_us(step, context) * step.job.microbatches / step.short.microbatches
 
 
-def as_short(step: Step) -> Step:
-    """The step with the fewer microbatches by which steps are compared; itself where that has windows that
-    this one does not have."""
-    if step.short is step.schedule:
-        return step
-    names = {window_name(slot) for order in step.short.orders for slot in order}
-    return replace(step, schedule=step.short) if names <= step.windows.keys() else step
+def as_short(step: Step, context: Context) -> Step:
+    """The step with the fewer microbatches by which steps are compared. What windows only that one has are
+    in the policy's order."""
+    return step if step.short is step.schedule else ordered(replace(step, schedule=step.short), context)
 
 
 def lowered(step: Step, context: Context) -> Plan:

@@ -4,8 +4,9 @@ An op's time, the first that is known:
 
     measured      an op of the same signature
     fitted        a matrix product like others of its op, dtype and layout (`stretto.price.matmul_fit`)
-    interpolated  ops of the same target and dtype with less and with more work (arithmetic, or bytes where
-                  there is none): the time between theirs, on logarithmic scales
+    interpolated  ops of the same target and dtype (and kind of mask, of attention) with less and with more
+                  work (arithmetic, or bytes where there is none): the time between theirs, on logarithmic
+                  scales
     roofline      the best rates that any measured op reached, and the shortest time of one
 
 Touches no device.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +31,8 @@ from stretto.ir.program import WAIT, Job, Op
 from stretto.price.matmul_fit import MatmulFit
 from stretto.price.op_times import Timing
 from stretto.price.roofline import FREE
+
+_HIDES = re.compile(r"\bTrue\b|\bFalse\b|\battn_mask=")
 
 BEYOND = 4.0
 """Work this many times below the least or above the most that was measured is still taken at the nearest op's
@@ -47,9 +51,9 @@ class AlikePricer(Pricer):
         return self._known()
 
     @cached_property
-    def _alike(self) -> dict[tuple[str, str], list[tuple[float, float]]]:
-        """(target, dtype of the first tensor) -> (work, us), ascending by work, one time each."""
-        found: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    def _alike(self) -> dict[tuple[str, ...], list[tuple[float, float]]]:
+        """Family of a signature -> (work, us), ascending by work, one time each."""
+        found: dict[tuple[str, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
         for key, timing in self._ops.items():
             work = float(timing.flops or timing.nbytes)
             if work and timing.us:
@@ -186,10 +190,12 @@ class ListedPricer(AlikePricer):
         return found
 
 
-def _family(key: str) -> tuple[str, str]:
-    """(target, dtype of the first tensor) of a signature."""
+def _family(key: str) -> tuple[str, ...]:
+    """(target, dtype of the first tensor) of a signature; of attention also whether it is causal and has a
+    mask, of which its arithmetic does not tell."""
     target, _, rest = key.partition("(")
-    return target, rest.partition("[")[0].lstrip("[")
+    hides = _HIDES.findall(rest) if "scaled_dot_product" in target else ()
+    return target, rest.partition("[")[0].lstrip("["), *hides
 
 
 def _between(points: list[tuple[float, float]], work: float, least_us: float | None) -> float | None:

@@ -88,6 +88,12 @@ class Figures(_Strict):
     """What is left of `matmul` where a dim is no multiple of 8."""
     grouped: Part | None = None
     """What is left of `matmul` for one kernel of products of groups of rows."""
+    flash: Part | None = None
+    """Part of a product's rate that flash attention reaches in half precision."""
+    efficient: Part | None = None
+    """The same of the memory-efficient kernel, which takes masks."""
+    cudnn: Part | None = None
+    """The same of cuDNN's attention."""
     slowdown: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Part of the compute's speed that is lost while a collective is in flight."""
 

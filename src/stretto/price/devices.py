@@ -68,7 +68,10 @@ class Device:
 
     def roof(self) -> Roof:
         """The device as ops see it."""
-        names = ("matmul", "k_ramp", "memory", "kernel_us", "launch_us", "unaligned", "grouped")
+        names = (
+            *("matmul", "k_ramp", "memory", "kernel_us", "launch_us", "unaligned", "grouped"),
+            *("flash", "efficient", "cudnn"),
+        )
         return Roof(
             flops_per_us=self.number("peak_tflops") * 1e6,
             memory_bytes_per_us=self.number("memory_tbps") * 1e6,

@@ -34,8 +34,8 @@ class Efficiency:
     as its loop; memory: part of the memory rate that streaming kernels reach; kernel_us: shortest time of a
     kernel; launch_us: time of the host for one op; unaligned: what is left of `matmul` where a dim is no
     multiple of 8, so that rows of half precision do not begin at 16 bytes; grouped: what is left of it for
-    one kernel of products of groups of rows.
-    """
+    one kernel of products of groups of rows; flash, efficient, cudnn: part of a product's rate that kernels
+    of attention reach in half precision (FlashAttention 2, the memory-efficient one, cuDNN's)."""
 
     matmul: float
     k_ramp: float
@@ -44,6 +44,9 @@ class Efficiency:
     launch_us: float
     unaligned: float = 1.0
     grouped: float = 1.0
+    flash: float = 1.0
+    efficient: float = 1.0
+    cudnn: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

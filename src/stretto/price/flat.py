@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.files.settings_file import refusal
-from stretto.ir.costs import Costs, Link
+from stretto.ir.costs import Costs, Link, Peak
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import Job, Op
 from stretto.price.roofline import ACTION_US, FREE, ring_cost
@@ -92,4 +92,5 @@ def described_costs(job: Job, cluster: Cluster) -> Costs:
     axes = tuple(dict.fromkeys(axis for axis, _ in collectives))
     op_us = {key: priced.us for key, priced in price_list(job, FlatPricer(cluster)).items()}
     # All links of a flat description are one network, which pipeline messages use as well.
-    return Costs(op_us, {}, link, ACTION_US, source, collectives, axes)
+    peak = Peak(cluster.flops_per_us, "flops_per_us of the description")
+    return Costs(op_us, {}, link, ACTION_US, source, collectives, axes, peak=peak)

@@ -12,34 +12,26 @@ Reads a description, touches no device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 
-from stretto.backend.dispatch import resolve
 from stretto.errors import UsageError
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
-from stretto.ir.program import CHUNK, INDEX, Job, Op, Ref, TensorSpec
+from stretto.ir.program import CHUNK, INDEX, Job, Op, Ref
+from stretto.price.attention import attention_product, kernel_part
 from stretto.price.cluster_file import Hardware
 from stretto.price.convolution import convolution_products
 from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
+from stretto.price.peak import device_peak, rate_part
 from stretto.price.roofline import ACTION_US, FREE
 from stretto.price.sharing import sharing
 from stretto.price.wanted import wanted_collectives
-
-FP32_PART = 1 / 16
-"""Rate of products in float32 over that in half precision: 19.5 of 312 TFLOP/s on the A100's sheet; assumed
-of other devices. PyTorch uses no TF32 unless it is told to."""
 
 TF32_PART = 1 / 2
 """Rate of products in TF32 over that in half precision: 156 of 312 TFLOP/s on the A100's sheet; assumed of
 other devices. PyTorch uses it for convolutions of float32 unless it is told not to
 (`torch.backends.cudnn.allow_tf32`)."""
-
-BACKWARD_PRODUCTS = 5
-"""Products of a fused attention's backward, of its forward's 2: the scores again, and four gradients (Dao et
-al. 2022, arXiv 2205.14135, algorithm 4)."""
 
 
 def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
@@ -66,7 +58,9 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
     leaving = {axis for axis, size in mesh.sizes if size > 1 and hardware.group(sizes, axis).nodes > 1}
     shared = sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1)
     source = f"roofline of {hardware.name} by shape"
-    return Costs(program_times(job, hardware), links, far, ACTION_US, source, collectives, shared)
+    peak = device_peak(job, hardware.device)
+    times = program_times(job, hardware)
+    return Costs(times, links, far, ACTION_US, source, collectives, shared, peak=peak)
 
 
 class HardwarePricer(Pricer):
@@ -104,11 +98,12 @@ def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
         # What works in place makes a copy of its own; the others make a buffer.
         return hardware.op_us(0.0, moved) if op.kind.in_place else 0.0
     shapes = [specs[name].shape for name in _tensors(op) if name in specs]
-    part = _rate_part(op)
+    part = rate_part(op)
     attention = attention_product(op, specs)
     if attention is not None:
         product, count = attention
-        return max(count * _product_us(product, hardware) / part, hardware.op_us(0.0, moved))
+        rate = part * kernel_part(op, hardware.roof.efficiency)
+        return max(count * _product_us(product, hardware) / rate, hardware.op_us(0.0, moved))
     if "convolution" in op.target and _dtype(op) == "float32":
         part = TF32_PART
     products = convolution_products(op, specs)
@@ -128,40 +123,6 @@ def _product_us(product: Matmul, hardware: Hardware) -> float:
     return matmul_us(product, 0.0, hardware.roof) - hardware.roof.efficiency.kernel_us
 
 
-def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, float] | None:
-    """(one product, how many of its size) of a fused attention, None for other ops.
-
-    A causal mask halves the products, because blocks above the diagonal are passed over.
-    """
-    if "scaled_dot_product" not in op.target:
-        return None
-    backward = "_backward" in op.target
-    names = _tensors(op)[1:3] if backward else _tensors(op)[:2]
-    query, key = (specs[name].shape for name in names)
-    batch = 1
-    for size in query[:-2]:
-        batch *= size
-    product = Matmul(query[-2], key[-2], query[-1], batch)
-    count = BACKWARD_PRODUCTS if backward else 2
-    return product, count / 2 if _is_causal(op) else float(count)
-
-
-def _is_causal(op: Op) -> bool:
-    given = dict(op.kwargs).get("is_causal")
-    if given is not None:
-        return bool(given)
-    at = _argument(op.target, "is_causal")
-    return at is not None and at < len(op.args) and op.args[at] is True
-
-
-@cache
-def _argument(target: str, name: str) -> int | None:
-    """Where an op's schema has an argument."""
-    schema = getattr(resolve(target), "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    return names.index(name) if name in names else None
-
-
 def _tensors(op: Op) -> list[str]:
     """Names of the tensor arguments by position, repeated ones included: a product may square its input."""
     return [arg.name for arg in op.args if isinstance(arg, Ref)]
@@ -169,10 +130,6 @@ def _tensors(op: Op) -> list[str]:
 
 def _dtype(op: Op) -> str:
     return next((spec.dtype for spec in op.outputs if spec is not None), "bfloat16")
-
-
-def _rate_part(op: Op) -> float:
-    return FP32_PART if _dtype(op) in ("float32", "float64") else 1.0
 
 
 def _is_free(op: Op) -> bool:

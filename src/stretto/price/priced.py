@@ -26,6 +26,7 @@ from stretto.price.alike import AlikePricer
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
 from stretto.price.calls import Calls
 from stretto.price.op_times import Timing
+from stretto.price.peak import named_peak
 from stretto.price.profiler_trace import trace_key
 from stretto.price.roofline import ACTION_US, FREE, scaled
 from stretto.price.sharing import sharing
@@ -126,6 +127,7 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
         {key: group.cost for key, group in groups.items()},
         sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1),
         op_how={key: priced.how for key, priced in ops.items() if priced.how != "free"},
+        peak=named_peak(job, calibration.machine.device),
     )
 
 

@@ -5,13 +5,11 @@ May touch `stretto.ir` and this room's tables of communication.
 
 from __future__ import annotations
 
+from stretto.ir.compared import SHOWN, against, slower
 from stretto.ir.costs import Prediction
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.traffic import axes_of, communication_of
-from stretto.report.words import KINDS, format_change, format_share, format_us
-
-ROUNDING = 1e-6
-"""What a gap may be below zero by arithmetic alone."""
+from stretto.report.words import KINDS, format_share, format_us
 
 LEAST_SHARE = 0.005
 """Exposed time below this share of the step is not worth a reader's time."""
@@ -26,32 +24,34 @@ def findings(
     if prediction is not None:
         step_us = prediction.step_us if measured is None else measured.step_us
         bound_us = prediction.bound_us
-        gap = step_us / bound_us - 1.0 if bound_us else 0.0
-        word = "step" if measured is None else "measured step"
-        if gap < -ROUNDING:
-            # The bound is of ranks at even speed; chance may make a step of uneven ones a little faster.
-            why = (
-                "which takes ranks at their mean speed: it is as good as it can be"
-                if measured is None
-                else "so the plan's costs are too high: measure them again"
-            )
-            said.append(
-                f"The {word} ({format_us(step_us)}) is {format_share(-gap)} faster than the lower bound "
-                f"({format_us(bound_us)}), {why}."
-            )
-        else:
-            said.append(
-                f"No order of this work can be faster than {format_us(bound_us)}; "
-                f"the {word} is {format_share(max(0.0, gap))} above that ({format_us(step_us)})."
-            )
-        said.append(f"What binds the bound: {prediction.binds}.")
+        if bound_us:
+            word = "step" if measured is None else "measured step"
+            said += [_beside_bound(word, step_us, bound_us), f"What binds the bound: {prediction.binds}."]
         if measured is not None:
-            change = format_change(prediction.step_us, measured.step_us)
-            said.append(f"Predicted: {format_us(prediction.step_us)}; the measured step differs by {change}.")
+            change = slower(against(measured.step_us, prediction.step_us) or 0.0)
+            said.append(f"The measured step is {change} predicted ({format_us(prediction.step_us)}).")
     if shown is not None:
         said += _communication(shown)
         said += _idle(shown)
     return tuple(said)
+
+
+def _beside_bound(word: str, step_us: float, bound_us: float) -> str:
+    gap = against(step_us, bound_us) or 0.0
+    if gap >= -SHOWN:
+        best = f"No order of this work can be faster than {format_us(bound_us)}"
+        if gap < SHOWN:
+            return f"{best}; the {word} takes just that."
+        return f"{best}; the {word} is {format_share(gap)} above that ({format_us(step_us)})."
+    # The bound is of ranks at even speed; chance may make a step of uneven ones a little faster.
+    why = (
+        "which takes ranks at their mean speed: it is as good as it can be"
+        if word == "step"
+        else "so the plan's costs are too high: measure them again"
+    )
+    return (
+        f"The {word} ({format_us(step_us)}) is {slower(gap)} the lower bound ({format_us(bound_us)}), {why}."
+    )
 
 
 def _communication(timeline: Timeline) -> list[str]:
@@ -70,7 +70,7 @@ def _communication(timeline: Timeline) -> list[str]:
             said.append(f"{words}; {exposed}, most of it in {kind} ({format_us(most_us)}).")
             continue
         said.append(
-            f"{words}; {exposed} (mean of the ranks). "
+            f"{words}; {exposed} (mean of the {timeline.counted}). "
             f"Most on {timeline.who(rank)}: {format_us(most_us)} of {kind}."
         )
     kind = KINDS.get(timeline.source, timeline.source)
@@ -99,6 +99,6 @@ def _idle(timeline: Timeline) -> list[str]:
     if timeline.ranks == 1:
         return [f"Bubbles take {format_share(share)} of the step ({format_us(total_us)})."]
     return [
-        f"Bubbles take {format_share(share)} of the ranks' time, "
+        f"Bubbles take {format_share(share)} of the {timeline.counted}' time, "
         f"most on {timeline.who(rank)} ({format_us(bubble[rank])})."
     ]

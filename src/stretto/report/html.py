@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from stretto.ir.timeline import Timeline
+from stretto.report.advice import advice_grid
 from stretto.report.costliest import costliest_ops
 from stretto.report.curve import draw_loss
 from stretto.report.findings import findings
@@ -19,6 +20,7 @@ from stretto.report.grid import Grid
 from stretto.report.load import load_findings, load_grid, others_grid
 from stretto.report.load_picture import draw_loads
 from stretto.report.pack import packed
+from stretto.report.rates import rates_grid
 from stretto.report.rundir import Run
 from stretto.report.stalls import stalls_findings, stalls_grid
 from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
@@ -35,7 +37,7 @@ HINTS = (
 
 def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
-    name = run.plan.job.name if run.plan else run.path.name
+    name = run.figures.name if run.figures else run.path.name
     body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>']
     told = [*findings(run.prediction, run.simulated, run.measured), *more_findings(run)]
     said = "".join(f"<li>{escape(words)}</li>" for words in told)
@@ -76,15 +78,11 @@ def _page_file(name: str) -> str:
 
 def _subtitle(run: Run) -> str:
     words = [str(run.path)]
-    if run.plan is not None:
-        schedule = run.plan.schedule
-        where = _count(run.plan.ranks, "rank")
-        if run.plan.job.axes:
-            axes = " x ".join(f"{axis}={size}" for axis, size in run.plan.job.axes)
-            where = f"{_count(run.plan.ranks, 'place')} of {axes} ({_count(run.plan.world, 'rank')})"
-        words.append(f"{schedule.family}, {_count(schedule.stages, 'stage')} on {where}")
-        words.append(_count(run.plan.job.microbatches, "microbatch", "es"))
-        words.append(f"costs: {run.plan.costs.source}")
+    known = run.figures
+    if known is not None:
+        words.append(f"{known.schedule}, {_count(known.stages, 'stage')} on {known.where}")
+        words.append(_count(known.microbatches, "microbatch", "es"))
+        words.append(f"costs: {known.costs}")
     return " · ".join(words)
 
 
@@ -132,13 +130,28 @@ def _line(timeline: Timeline) -> str:
     exposed = ", ".join(
         f"{axis} {format_us(us)}" for axis, us in sorted(timeline.exposed_us.items()) if us > 0.0
     )
-    return f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the ranks)"
+    return (
+        f"step {format_us(timeline.step_us)}, exposed {exposed or 'nothing'} (mean of the {timeline.counted})"
+    )
 
 
 def more_findings(run: Run) -> list[str]:
     """What ranks and routers did, in sentences."""
     said = [] if run.measured is None else stalls_findings(run.measured)
     return said + ([] if run.observed is None else load_findings(run.observed))
+
+
+def advice_of(run: Run) -> Grid | None:
+    """Why communication is exposed: in the measured step, or else in the predicted one."""
+    shown = run.measured or run.simulated
+    return None if shown is None else advice_grid(shown, run.plan)
+
+
+def rates_of(run: Run) -> Grid | None:
+    """How fast ranks compute, predicted and measured."""
+    timelines = [t for t in (run.simulated, run.measured) if t is not None]
+    known = run.figures
+    return None if known is None else rates_grid(known.work, timelines, known.world, run.summary)
 
 
 def grids_of_ranks(run: Run) -> list[Grid]:
@@ -165,8 +178,8 @@ def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
     right = "".join(_section(ranks_grid(timeline)) for timeline in timelines)
     sides = "".join(f"<div>{side}</div>" for side in (left, right) if side)
     body.append(f'<div class="pair">{sides}</div>')
-    if timelines:
-        body.append(_section(traffic_grid(timelines)))
+    grids = [traffic_grid(timelines) if timelines else None, advice_of(run), rates_of(run)]
+    body += [_section(grid) for grid in grids if grid is not None and grid.rows]
     body += [_section(grid) for grid in grids_of_ranks(run)]
     picture = None if run.observed is None else draw_loads(run.observed)
     if picture is not None:

@@ -1,8 +1,9 @@
 """What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
 
-A run directory holds settings.json, plan.json, metrics.jsonl, measured.json, simulated.json, observed.json
-and summary.json. Any may be missing; the report says which. May touch `stretto.simulate`, to predict what was
-not saved.
+A run directory holds settings.json, plan.json, figures.json, metrics.jsonl, measured.json, simulated.json,
+observed.json and summary.json. Any may be missing, or be of another version than this Stretto writes; the
+report says which. What it says of a step needs no more than timelines and figures, so that a run outlives the
+version of its plan file. May touch `stretto.simulate`, to predict what was not saved.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ from typing import Any
 
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
+from stretto.files.typed_file import TypedFile
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
+from stretto.ir.serialize import FILE as PLAN
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
-from stretto.report.jsonfile import OBSERVED, load_timeline
+from stretto.report.figures import FIGURES, Figures
+from stretto.report.jsonfile import FILE as TIMELINE
+from stretto.report.jsonfile import OBSERVED
 from stretto.simulate import predict, simulate
+from stretto.simulate.predict import accounts_of
 from stretto.verify import verify
 
 
@@ -31,6 +37,7 @@ class Run:
     path: Path
     settings: dict[str, Any] | None = None
     plan: Plan | None = None
+    figures: Figures | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
     measured: Timeline | None = None
     simulated: Timeline | None = None
@@ -61,7 +68,13 @@ def load_run(path: str | Path) -> Run:
                 run.notes.append(
                     "The predicted timeline was not saved; it was simulated again from plan.json."
                 )
+        run.figures = Figures.of(run.plan)
         run.prediction = run.plan.prediction or predict(run.plan, run.simulated)
+    elif run.figures is not None:
+        run.prediction = run.figures.prediction
+    if run.prediction is None and run.simulated is not None:
+        run.prediction = accounts_of(run.simulated)
+        run.notes.append("The lower bound is not known: neither plan.json nor figures.json says it.")
     return run
 
 
@@ -70,8 +83,17 @@ def _load_directory(path: Path) -> Run:
     found = 0
     for name, (what, read) in FILES.items():
         if (path / name).is_file():
-            setattr(run, Path(name).stem, read(path / name))
             found += 1
+            try:
+                setattr(run, Path(name).stem, read(path / name))
+            except UsageError:
+                version = KINDS[name].other_version(path / name) if name in KINDS else None
+                if version is None:
+                    raise
+                run.notes.append(
+                    f"{name} is of version {version}, and this Stretto reads version {KINDS[name].version}. "
+                    f"Left out: {LEFT_OUT.get(name, what)}."
+                )
         elif name not in MAY_LACK:
             run.notes.append(f"{name} is missing. Left out: {what}.")
     if not found:
@@ -117,13 +139,26 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "settings.json": ("the settings", _load_object),
     "plan.json": ("the plan", load_plan),
+    "figures.json": ("the plan's figures", FIGURES.load),
     "metrics.jsonl": ("the loss and speed of each step", _load_lines),
-    "measured.json": ("the measured timeline", load_timeline),
-    "simulated.json": ("the predicted timeline", load_timeline),
+    "measured.json": ("the measured timeline", TIMELINE.load),
+    "simulated.json": ("the predicted timeline", TIMELINE.load),
     "observed.json": ("what the model let see", OBSERVED.load),
     "summary.json": ("the summary", _load_object),
 }
 """Name -> what it holds, and what reads it into the field of `Run` of that name."""
 
-MAY_LACK = ("simulated.json", "observed.json")
-"""The first is made again; of a model that lets see nothing there is no other."""
+KINDS: dict[str, TypedFile[Any]] = {
+    "plan.json": PLAN,
+    "figures.json": FIGURES,
+    "measured.json": TIMELINE,
+    "simulated.json": TIMELINE,
+    "observed.json": OBSERVED,
+}
+"""Those that have a version. A run whose file is of another one is reported without it."""
+
+LEFT_OUT = {"plan.json": "ops inside actions, the costliest ops, and what would help by the plan's settings"}
+"""Of what stands for more than it holds, what is not in the report without it."""
+
+MAY_LACK = ("simulated.json", "observed.json", "figures.json")
+"""The first is made again, as are figures; of a model that lets see nothing there is no other."""

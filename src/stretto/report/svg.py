@@ -1,9 +1,10 @@
 """Timelines and schedules as a picture: one self-contained SVG, all timelines on one common time scale.
 
 Phases differ by colour, microbatches by tint, and both by the label in the box; exposed communication is
-hatched red, bubbles are pale, messages lie on thin lanes below the rank that receives them. Actions of equal
-times on one lane, which a schedule overlaps, share its height. The picture brings its own ground, light or
-dark as the reader prefers.
+hatched red, bubbles are pale, messages lie on thin lanes below the rank that receives them; every lane that
+carries something is there. A box is as wide as its time, however short: what is narrower than a pixel is
+drawn fainter, not wider. Actions of equal times on one lane, which a schedule overlaps, share its height. The
+picture brings its own ground, light or dark as the reader prefers.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.lanes import rows_of
-from stretto.report.words import format_bytes, format_share, format_us
+from stretto.report.lanes import rows_of, with_sums_together
+from stretto.report.words import KINDS, format_bytes, format_share, format_us
 from stretto.schedule.draw import action_label, tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
 
@@ -46,10 +47,8 @@ W_EXTRA_PX = 4.5
 SMALL_CHAR_PX = 5.6
 """The same for the 9 px text on messages, and of the legend's letters above that: assumed."""
 LEGEND_CHAR_PX = 6.3
-LEAST_PX = 0.25
-"""Narrower boxes would vanish; they are drawn this wide."""
-VISIBLE_PX = 1.0
-"""A message lane whose longest message is narrower than this is not drawn."""
+EDGED_PX = 4.0
+"""Exposed boxes of this width and more have an edge, which would make a narrower one seem longer."""
 TICK_PX = 100
 """Between two times on the axis, at least."""
 
@@ -64,9 +63,9 @@ def save_svg(timeline: Timeline, path: Path) -> None:
 def draw(timelines: Sequence[Timeline], titles: Sequence[str] = ()) -> str:
     """Draw timelines above each other on a common time scale, as the text of an SVG.
 
-    titles: one for each timeline, or none (then `simulated` and `measured`).
+    titles: one for each timeline, or none (then `predicted` and `measured`).
     """
-    names = list(titles) or [timeline.source for timeline in timelines]
+    names = list(titles) or [KINDS.get(timeline.source, timeline.source) for timeline in timelines]
     assert len(names) == len(timelines), "one title a timeline"
     picture = _Picture(max([t.step_us for t in timelines] + [1e-9]))
     for timeline, title in zip(timelines, names, strict=True):
@@ -162,13 +161,10 @@ class _Picture:
     def timeline(self, timeline: Timeline) -> None:
         body: list[tuple[float, int, str, list[Span]]] = []
         y = top = self.y
-        for rank, rows in enumerate(rows_of(timeline)):
+        for rank, rows in enumerate(rows_of(timeline, with_sums_together)):
             for lane, spans in rows.items():
-                # A lane with nothing to see, such as the loss's few bytes, gets no row.
-                widest_us = max((span.duration_us for span in spans), default=0.0)
-                if lane == COMPUTE_LANE or widest_us / self.longest_us * self.chart_px >= VISIBLE_PX:
-                    body.append((y, rank, lane, spans))
-                    y += _height(lane) + MESSAGE_GAP_PX
+                body.append((y, rank, lane, spans))
+                y += _height(lane) + MESSAGE_GAP_PX
             y += RANK_GAP_PX
         y -= RANK_GAP_PX
         for row_y, rank, lane, _ in body:
@@ -209,9 +205,9 @@ class _Picture:
         self.text(min(end_x, self.width_px - 34.0), bottom + 17, self.say(step_us), "name", "middle")
 
     def _box(self, style: str, span: Span, end_us: float, y: float, height: float) -> float:
-        x, width = self.x(span.start_us), max(LEAST_PX, self.x(end_us) - self.x(span.start_us))
+        x, width = self.x(span.start_us), self.x(end_us) - self.x(span.start_us)
         self.out.append(
-            f'<rect class="{style}" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{height:g}">'
+            f'<rect class="{style}" x="{x:.2f}" y="{y:.1f}" width="{width:.6g}" height="{height:g}">'
             f"<title>{escape(self._tooltip(span))}</title></rect>"
         )
         return width
@@ -222,7 +218,10 @@ class _Picture:
         for at, span in enumerate(together):
             if span.kind is not SpanKind.COMPUTE:
                 self.kinds.add(span.kind.value)
-                self._box(span.kind.value, span, span.end_us, y, height)
+                edged = (
+                    span.kind is SpanKind.EXPOSED and self.x(span.end_us) - self.x(span.start_us) >= EDGED_PX
+                )
+                self._box(f"{span.kind.value}{' edged' * edged}", span, span.end_us, y, height)
                 continue
             phase = span.phase.value if span.phase is not None else "F"
             self.kinds.add(phase)
@@ -267,7 +266,7 @@ class _Picture:
         entries += [
             ("exposed", "exposed", "exposed communication"),
             ("bubble", "bubble", "bubble: nothing to do"),
-            ("message", "mF", "message, at its receiver"),
+            ("message", "mF", "message at its receiver, or a collective"),
         ]
         for kind, style, words in entries:
             if kind not in self.kinds:
@@ -287,7 +286,7 @@ def _accounts(timeline: Timeline) -> tuple[str, str, str]:
     exposed_us = sum(timeline.by_rank(SpanKind.EXPOSED)) / ranks
     bubble_us = sum(timeline.by_rank(SpanKind.BUBBLE)) / ranks
     return (
-        f"step {format_us(timeline.step_us)} · mean of the ranks: ",
+        f"step {format_us(timeline.step_us)} · mean of the {timeline.counted}: ",
         f"exposed communication {format_us(exposed_us)} ({format_share(exposed_us * of)})",
         f" · bubble {format_us(bubble_us)} ({format_share(bubble_us * of)})",
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.costs import Prediction
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.costliest import OpGroup
 from stretto.report.grid import Grid
 from stretto.report.traffic import axes_of, traffic_of
-from stretto.report.words import KINDS, format_bytes, format_change, format_flops, format_share, format_us
+from stretto.report.words import KINDS, format_bytes, format_flops, format_share, format_us
 
 
 def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
@@ -19,16 +20,21 @@ def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
     bubble_us = _mean(prediction.bubble_us)
     rows = [("step", format_us(step_us), "")]
     rows += [
-        (f"exposed, {axis} (mean of the ranks)", format_us(us), _share(us, step_us))
+        (f"exposed, {axis} (mean of the {timeline.counted})", format_us(us), _share(us, step_us))
         for axis, us in sorted(timeline.exposed_us.items())
     ]
     rows += [
-        ("bubble (mean of the ranks)", format_us(bubble_us), _share(bubble_us, step_us)),
-        ("peak memory (highest rank)", format_bytes(max(prediction.peak_bytes, default=0)), ""),
-        ("lower bound", format_us(prediction.bound_us), ""),
-        ("gap to the bound", format_share(prediction.gap), ""),
+        (f"bubble (mean of the {timeline.counted})", format_us(bubble_us), _share(bubble_us, step_us)),
+        (
+            f"peak memory (highest {timeline.counted[:-1]})",
+            format_bytes(max(prediction.peak_bytes, default=0)),
+            "",
+        ),
     ]
-    return Grid("The step", ("", timeline.source, "of the step"), tuple(rows))
+    if prediction.bound_us:
+        rows.append(("lower bound", format_us(prediction.bound_us), ""))
+        rows.append(("gap to the bound", beside_bound(prediction.step_us, prediction.bound_us), ""))
+    return Grid("The step", ("", KINDS.get(timeline.source, timeline.source), "of the step"), tuple(rows))
 
 
 def ranks_grid(timeline: Timeline) -> Grid:
@@ -43,21 +49,27 @@ def ranks_grid(timeline: Timeline) -> Grid:
         for rank in range(timeline.ranks)
     )
     return Grid(
-        f"By rank, {KINDS.get(timeline.source, timeline.source)}",
+        f"By {timeline.counted[:-1]}, {KINDS.get(timeline.source, timeline.source)}",
         ("", "compute", "exposed", "bubble", "peak memory"),
         rows,
     )
 
 
 def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
-    """Predicted against measured: the step, its accounts as means over ranks, and peak memory by rank."""
+    """Measured against predicted: the step, its accounts as means over ranks, and peak memory by rank.
+
+    Differences are of the measured against the predicted (`stretto.ir.compared`)."""
     rows = [_times("step", prediction.step_us, measured.step_us)]
     for name, predicted, kind in (
         ("compute", prediction.compute_us, SpanKind.COMPUTE),
         ("exposed communication", prediction.exposed_us, SpanKind.EXPOSED),
         ("bubble", prediction.bubble_us, SpanKind.BUBBLE),
     ):
-        rows.append(_times(f"{name} (mean of the ranks)", _mean(predicted), _mean(measured.by_rank(kind))))
+        rows.append(
+            _times(
+                f"{name} (mean of the {measured.counted})", _mean(predicted), _mean(measured.by_rank(kind))
+            )
+        )
         by_axis = prediction.exposed_axis_us if kind is SpanKind.EXPOSED else {}
         axes = [axis for axis in by_axis if any(by_axis[axis]) or measured.exposed_us.get(axis)]
         for axis in axes if len(axes) > 1 else ():
@@ -65,15 +77,18 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
             rows.append(_times(f"  of it {axis}", _mean(by_axis[axis]), measured.exposed_us.get(axis, 0.0)))
     for rank, held in enumerate(measured.peak_bytes):
         expected = prediction.peak_bytes[rank] if rank < len(prediction.peak_bytes) else 0
-        change = format_change(expected, held)
+        change = signed(against(held, expected))
         rows.append(
             (f"peak memory, {measured.who(rank)}", format_bytes(expected), format_bytes(held), change)
         )
     bound_us = prediction.bound_us
-    gap = measured.step_us / bound_us - 1 if bound_us else 0.0
-    rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))
-    rows.append(("gap to the bound", format_share(prediction.gap), format_share(gap), ""))
-    return Grid("Predicted against measured", ("", "predicted", "measured", "difference"), tuple(rows))
+    if bound_us:
+        rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))
+        gaps = [beside_bound(step_us, bound_us) for step_us in (prediction.step_us, measured.step_us)]
+        rows.append(("gap to the bound", gaps[0], gaps[1], ""))
+    caption = "difference: measured against predicted; + is longer, or more, than predicted"
+    head = ("", "predicted", "measured", "difference")
+    return Grid("Measured against predicted", head, tuple(rows), caption=caption)
 
 
 def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
@@ -101,13 +116,14 @@ def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
     if len(timelines) == 1:
         head: tuple[str, ...] = ("", "number", "bytes", "time", "exposed", "hidden")
         title = (
-            f"Communication, {KINDS.get(timelines[0].source, timelines[0].source)} (times: mean of the ranks)"
+            f"Communication, {KINDS.get(timelines[0].source, timelines[0].source)} "
+            f"(times: mean of the {timelines[0].counted})"
         )
     else:
         names = [KINDS.get(t.source, t.source) for t in timelines]
         each = (f"{what}, {name}" for name in names for what in ("time", "exposed", "hidden"))
         head = ("", "number", "bytes", *each)
-        title = "Communication (times: mean of the ranks)"
+        title = f"Communication (times: mean of the {timelines[0].counted})"
     return Grid(title, head, tuple(rows))
 
 
@@ -137,7 +153,7 @@ def _short(made: str) -> str:
 
 
 def _times(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
-    return name, format_us(predicted), format_us(measured), format_change(predicted, measured)
+    return name, format_us(predicted), format_us(measured), signed(against(measured, predicted))
 
 
 def _mean(values: tuple[float, ...]) -> float:

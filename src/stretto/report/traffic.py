@@ -59,7 +59,7 @@ def traffic_of(timeline: Timeline) -> tuple[Traffic, ...]:
     for span in timeline.spans:
         if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
             spans[communication_of(span.name)].append(span)
-    found = (_traffic(timeline, axis, kind, of) for (axis, kind), of in spans.items())
+    found = (traffic_among(timeline, axis, kind, of) for (axis, kind), of in spans.items())
     place = {axis: at for at, axis in enumerate(AXES)}
     return tuple(sorted(found, key=lambda t: (place[t.axis], -t.total_us, t.kind)))
 
@@ -70,10 +70,11 @@ def axes_of(timeline: Timeline) -> tuple[Traffic, ...]:
     for span in timeline.spans:
         if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
             spans[span.axis].append(span)
-    return tuple(_traffic(timeline, axis, "all", spans[axis]) for axis in AXES if axis in spans)
+    return tuple(traffic_among(timeline, axis, "all", spans[axis]) for axis in AXES if axis in spans)
 
 
-def _traffic(timeline: Timeline, axis: str, kind: str, spans: list[Span]) -> Traffic:
+def traffic_among(timeline: Timeline, axis: str, kind: str, spans: list[Span]) -> Traffic:
+    """What some spans of an axis come to."""
     alone = replace(timeline, spans=tuple(spans))
     messages = [span for span in spans if span.kind is SpanKind.MESSAGE]
     return Traffic(

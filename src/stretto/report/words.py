@@ -9,7 +9,7 @@ KIB = 1024
 KINDS = {"simulated": "predicted", "measured": "measured"}
 """A timeline's source -> the word for what it shows."""
 
-__all__ = ["KINDS", "format_bytes", "format_change", "format_flops", "format_share", "format_us"]
+__all__ = ["KINDS", "format_bytes", "format_flops", "format_share", "format_us"]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -34,8 +34,3 @@ def format_flops(flops: float) -> str:
 def format_share(share: float) -> str:
     """A share of a whole: `6.5%`."""
     return f"{100 * share:.1f}%"
-
-
-def format_change(before: float, after: float) -> str:
-    """How far `after` is from `before`: `+3.1%`; a dash when there is nothing to compare with."""
-    return f"{100 * (after / before - 1):+.1f}%" if before else "-"

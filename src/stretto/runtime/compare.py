@@ -1,4 +1,4 @@
-"""Predicted against measured, as plain text: what `print(runner.report())` shows on every rank, and a
+"""Measured against predicted, as plain text: what `print(runner.report())` shows on every rank, and a
 rehearsal of the place that ran."""
 
 from __future__ import annotations
@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
@@ -17,11 +18,11 @@ LINES = 8
 
 
 def line(name: str, predicted: float | None, measured: float, unit: tuple[float, str] = MS) -> str:
-    """One row of the table: both values, in microseconds or bytes, and how far the prediction is off."""
+    """One row of the table: both values, in microseconds or bytes, and the second against the first."""
     size, word = unit
     guess = "-" if predicted is None else f"{predicted / size:.1f} {word}"
-    off = f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured > 0 else ""
-    return f"  {name:20}{guess:>14}{f'{measured / size:.1f} {word}':>14}{off:>10}".rstrip()
+    off = signed(against(measured, predicted), "") if predicted and measured > 0 else ""
+    return f"  {name:24}{guess:>14}{f'{measured / size:.1f} {word}':>14}{off:>10}".rstrip()
 
 
 def place_lines(found: Prediction | None, measured: Timeline, place: int, prefix: str = "") -> Iterator[str]:
@@ -68,11 +69,10 @@ class Report:
 
     def __str__(self) -> str:
         found, measured = self.plan.prediction, self.measured
-        family, ranks = self.plan.schedule.family, self.plan.ranks
-        head = f"{self.plan.job.name}, {family} on {ranks} ranks: predicted, measured"
+        head = f"{self.plan.job.name}, {self.plan.schedule.family} on {self.plan.where}: predicted, measured"
         lines = [head, line("step", found.step_us if found else None, measured.step_us)]
-        for place in range(ranks):
-            lines += place_lines(found, measured, place, f"rank {place} ")
+        for place in range(self.plan.ranks):
+            lines += place_lines(found, measured, place, f"{measured.who(place)} ")
         more = [*stall_lines(measured), *map(metric_line, self.observed)]
         if found is None:
             return "\n".join(lines + more)
@@ -81,8 +81,8 @@ class Report:
             guess_share, share = found.hidden(axis), hidden.get(axis)
             if guess_share is not None and share is not None:
                 lines.append(
-                    f"  {f'{axis} communication':20}{100 * guess_share:12.0f} %{100 * share:12.0f} %   hidden"
+                    f"  {f'{axis} communication':24}{100 * guess_share:12.0f} %{100 * share:12.0f} %   hidden"
                 )
-        above = 100 * (measured.step_us / found.bound_us - 1) if found.bound_us else 0.0
-        lines.append(f"  measured step is {above:.1f} % above the lower bound: {found.binds}")
+        gap = beside_bound(measured.step_us, found.bound_us)
+        lines.append(f"  gap of the measured step to the lower bound: {gap}; what binds: {found.binds}")
         return "\n".join(lines + more)

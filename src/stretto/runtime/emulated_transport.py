@@ -7,14 +7,15 @@ May touch `stretto.simulate` and `stretto.verify.trace`. The contract:
    answers when the simulation says, given when this rank really started what the peer waits for.
 2. What every lone end does is that of `stretto.runtime.lone`; by it a transfer is known.
 3. What is received is made up: messages are small random numbers; other members of a collective hold what
-   this rank holds, and an all-reduce leaves its value as it is. It is written while the rank stands, where it
-   does.
+   this rank holds, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
+   transport's own threads or a device's copy engine would do: the step's clock stands meanwhile.
 4. A wait that finds its transfer unfinished sleeps until the end that is predicted, and is recorded.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,6 +54,9 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         self.idle: list[Idle] = []
         self._live = Live(plan, self._place, self._windows)
         self._origin_ns = 0
+        # When the clock went on after it had stood, and for how long it had in all, in nanoseconds.
+        self._went_on_ns: list[int] = []
+        self._stood_ns: list[int] = [0]
 
     # The step.
 
@@ -61,6 +65,7 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         super().begin()
         self._live = Live(self._plan, self._place, self._windows)
         self.idle = []
+        self._went_on_ns, self._stood_ns = [], [0]
         self._origin_ns = time.perf_counter_ns()
         self._live.begin()
 
@@ -73,8 +78,10 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         return self.us_of(time.perf_counter_ns())
 
     def us_of(self, time_ns: int) -> float:
-        """A reading of the process's clock, as microseconds since `begin`."""
-        return (time_ns - self._origin_ns) / 1000.0
+        """A reading of the process's clock, as microseconds of the step: since `begin`, without the time in
+        which values were made up."""
+        stood_ns = self._stood_ns[bisect_right(self._went_on_ns, time_ns)]
+        return (time_ns - self._origin_ns - stood_ns) / 1000.0
 
     # The transport's words.
 
@@ -114,13 +121,21 @@ class EmulatedTransport(LoneEnd["Emulated"]):
         self._live.advance(start_us)
         end_us = start_us if moment.happened else self._live.until(moment, name)
         if fill is not None:
-            with torch.no_grad():
-                fill()
+            self._outside_of_time(fill)
         if end_us <= start_us:
             return
         self._sleep_until(end_us)
         begun_us = start_us if moment.begun_us is None else moment.begun_us
         self.idle.append(Idle(name, start_us, begun_us, self.now_us()))
+
+    def _outside_of_time(self, fill: Callable[[], object]) -> None:
+        """Write what is received while the step's clock stands."""
+        begun_ns = time.perf_counter_ns()
+        with torch.no_grad():
+            fill()
+        now_ns = time.perf_counter_ns()
+        self._went_on_ns.append(now_ns)
+        self._stood_ns.append(self._stood_ns[-1] + now_ns - begun_ns)
 
     def _sleep_until(self, time_us: float) -> None:
         left_us = time_us - self.now_us()

@@ -293,7 +293,7 @@ class Runner:
         return observed(self.plan, self.transport, self.state.watch)
 
     def report(self) -> Report:
-        """Predicted against measured of the last step, and what `observed` would give; every rank must call
+        """Measured against predicted of the last step, and what `observed` would give; every rank must call
         it. `print` shows a table."""
         seen = observed(self.plan, self.transport, self.state.watch, forget=False)
         return Report(self.plan, self.timeline(), seen)

@@ -5,6 +5,8 @@ May touch `stretto.ir`, `stretto.bounds.step` and this room.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stretto.bounds.step import lower_bound
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
@@ -20,14 +22,19 @@ def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
     """
     timeline = simulate(plan) if timeline is None else timeline
     bound = lower_bound(plan.job, plan.schedule, plan.costs)
+    return replace(accounts_of(timeline), bound_us=bound.us, binds=bound.binds)
+
+
+def accounts_of(timeline: Timeline) -> Prediction:
+    """What a simulated timeline alone says of its plan; `bound_us` is 0, which is none."""
     return Prediction(
         step_us=timeline.step_us,
         compute_us=timeline.by_rank(SpanKind.COMPUTE),
         exposed_us=timeline.by_rank(SpanKind.EXPOSED),
         bubble_us=timeline.by_rank(SpanKind.BUBBLE),
         peak_bytes=timeline.peak_bytes,
-        bound_us=bound.us,
-        binds=bound.binds,
+        bound_us=0.0,
+        binds="",
         exposed_axis_us=timeline.exposed_axis_us(),
         comm_axis_us=timeline.comm_axis_us(),
     )

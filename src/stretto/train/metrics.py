@@ -1,9 +1,9 @@
 """What each step gave, as lines of JSON and, if asked for, as TensorBoard events. Rank 0 writes them.
 
-Keys: step (steps done), loss, lr, grad_norm, step_s, tokens_per_s; exposed_fraction on the steps whose
-timeline was gathered; observed on those that are logged, of a model that lets see something (module -> name
--> by element, the mean of the steps since the last such line); held_out_loss on a line of its own, with what
-was observed in that measurement.
+Keys: step (steps done), loss, lr, grad_norm, step_s, tokens_per_s, tokens_per_s_per_device; mfu where a
+device's peak is known; exposed_fraction on the steps whose timeline was gathered; observed on those that are
+logged, of a model that lets see something (module -> name -> by element, the mean of the steps since the last
+such line); held_out_loss on a line of its own, with what was observed in that measurement.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from stretto.errors import StrettoError, UsageError
 from stretto.files.whole_file import write_file
 from stretto.ir.metrics import Observed
+from stretto.ir.work import Work
 
 NAMES = {
     "loss": "loss/train",
@@ -25,6 +26,8 @@ NAMES = {
     "lr": "optimizer/lr",
     "grad_norm": "optimizer/grad_norm",
     "tokens_per_s": "speed/tokens_per_s",
+    "tokens_per_s_per_device": "speed/tokens_per_s_per_device",
+    "mfu": "speed/mfu",
     "exposed_fraction": "speed/exposed_fraction",
 }
 """Key of a line -> name of the scalar in TensorBoard."""
@@ -55,6 +58,15 @@ def observed_line(seen: Sequence[Observed]) -> dict[str, dict[str, list[float]]]
     for one in seen:
         found.setdefault(one.module, {})[one.name] = [float(f"{value:.6g}") for value in one.mean]
     return found
+
+
+def speed_line(unit: str, count: int, step_s: float, world: int, work: Work) -> dict[str, float]:
+    """How fast a step of `count` tokens, samples or the like (`unit`) was on `world` devices, the optimizer
+    included: in all, by device, and as MFU where the device's peak is known (`stretto.ir.work`)."""
+    per_s = count / step_s
+    found = {"step_s": step_s, f"{unit}_per_s": per_s, f"{unit}_per_s_per_device": per_s / world}
+    mfu = work.mfu(1e6 * step_s)
+    return found if mfu is None else {**found, "mfu": mfu}
 
 
 class Metrics:

@@ -79,8 +79,10 @@ class Progress:
         parts = [
             f"step {step:>{wide}}/{self._steps}",
             f"loss {line['loss']:.4f}",
-            f"{line[f'{self.unit}_per_s']:,.0f} {self.unit}/s",
+            self._speed(line),
         ]
+        if "mfu" in line:
+            parts.append(f"MFU {100 * line['mfu']:.1f} %")
         if exposed is not None:
             parts.append(f"exposed {100 * exposed:.1f} %")
         parts.append(f"{step_s:.2f} s a step" if step_s >= 1 else f"{step_s * 1e3:.0f} ms a step")
@@ -88,6 +90,11 @@ class Progress:
         if step < self._steps:
             parts.append(f"{duration((self._steps - step) * step_s)} left")
         return "  ".join(parts)
+
+    def _speed(self, line: Mapping[str, float]) -> str:
+        """In all, and by device where there are several."""
+        all_of, each = line[f"{self.unit}_per_s"], line.get(f"{self.unit}_per_s_per_device", 0.0)
+        return f"{all_of:,.0f} {self.unit}/s" + (f" ({each:,.0f} a device)" if 0 < each < all_of else "")
 
 
 def duration(seconds: float) -> str:

@@ -15,10 +15,12 @@ from stretto.config import TrainSettings
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
+from stretto.ir.work import work_of
 from stretto.report.load import load_grid
 from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
+from stretto.train.metrics import speed_line
 from stretto.train.progress import duration
 from stretto.train.run_files import REPORT, TRACE, end_run
 from stretto.train.task import Task
@@ -120,7 +122,8 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
     if results.losses:
         found["loss"] = results.losses[-1]
         found["step_s"] = statistics.median(results.step_s)
-        found[f"{task.unit}_per_s"] = training.global_batch * task.size / found["step_s"]
+        count = training.global_batch * task.size
+        found |= speed_line(task.unit, count, found["step_s"], results.plan.world, work_of(results.plan))
     if prediction is not None:
         found["predicted_step_us"] = prediction.step_us
     if measured is not None:

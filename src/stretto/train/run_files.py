@@ -1,7 +1,7 @@
 """What a run leaves in its folder beside metrics and checkpoints, and the paths to tell the user.
 
-Rank 0 writes: settings.json, plan.json, simulated.json, measured.json, observed.json, trace.perfetto-trace,
-summary.json, report.html. `stretto report` reads them.
+Rank 0 writes: settings.json, plan.json, figures.json, simulated.json, measured.json, observed.json,
+trace.perfetto-trace, summary.json, report.html. `stretto report` reads them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
+from stretto.report.figures import FIGURES, Figures
 from stretto.report.html import render
 from stretto.report.jsonfile import OBSERVED
 from stretto.report.rundir import load_run
@@ -31,7 +32,7 @@ METRICS = "metrics.jsonl"
 SEEN = "observed.json"
 RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT)
 """What a run leaves at its end."""
-BEGINNING = ("settings.json", "plan.json", "simulated.json", METRICS, "tensorboard")
+BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", METRICS, "tensorboard")
 """What it has from its beginning."""
 
 
@@ -66,6 +67,7 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
         plan.save(run_dir / "plan.json")
+        FIGURES.save(Figures.of(plan), run_dir / "figures.json")
         simulate(plan).save(run_dir / "simulated.json")
         # Those of an earlier run would be taken for this one's.
         for name in RESULTS:

@@ -29,6 +29,7 @@ from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
+from stretto.ir.work import work_of
 from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
@@ -43,7 +44,7 @@ from stretto.train.heldout import HeldOut, held_out_steps
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
-from stretto.train.metrics import Metrics, observed_line
+from stretto.train.metrics import Metrics, observed_line, speed_line
 from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress
 from stretto.train.results import Results, finish
@@ -165,6 +166,7 @@ class Trainer:
         )
         for line in str(plan).splitlines():
             say(line)
+        self._work = work_of(plan)
         move(model, plan, self.world.rank, self.world.device)
         self.runner = Runner(
             plan,
@@ -256,11 +258,11 @@ class Trainer:
             begin_s = time.perf_counter()
             loss, rate, norm = self._one_step(task.train(self.step, training.global_batch))
             step_s = time.perf_counter() - begin_s
-            per_s = training.global_batch * task.size / step_s
             self._losses.append(loss)
             self._step_s.append(step_s)
             line: dict[str, Any] = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": norm}
-            line |= {"step_s": step_s, f"{task.unit}_per_s": per_s}
+            count = training.global_batch * task.size
+            line |= speed_line(task.unit, count, step_s, self.world.size, self._work)
             gathered = self._gather_timeline()
             if gathered is not None:
                 exposed = line["exposed_fraction"] = gathered

@@ -25,10 +25,6 @@ class Planned:
     bubble_us: float
     peak_bytes: int
 
-    @property
-    def gap(self) -> float:
-        return self.step_us / self.bound_us - 1.0 if self.bound_us else 0.0
-
 
 @dataclass(frozen=True, slots=True)
 class Refused:

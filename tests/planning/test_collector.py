@@ -1,0 +1,41 @@
+"""While planning goes on garbage is collected rarely, and afterwards as before."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from stretto.errors import PlanError
+from stretto.planning.collector import RARELY, rarely_collected
+from stretto.planning.make_plan import make_plan
+from tests.synthetic import make_costs, make_job
+
+
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, int, int]]:
+    was = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield 700, 10, 10
+    gc.set_threshold(*was)
+
+
+def test_planning_leaves_the_collector_as_it_was(thresholds: tuple[int, int, int]) -> None:
+    job = make_job(2, 4)
+    seen: list[tuple[int, int, int]] = []
+    make_plan(job, make_costs(job), schedule="auto", say=lambda line: seen.append(gc.get_threshold()))
+    assert set(seen) == {RARELY}
+    assert gc.get_threshold() == thresholds
+    with pytest.raises(PlanError):
+        make_plan(job, make_costs(job), max_bytes=1)
+    assert gc.get_threshold() == thresholds
+
+
+@pytest.mark.parametrize("wish", [(0, 10, 10), (200_000, 100, 5_000)])
+def test_who_has_it_collect_less_keeps_that(
+    thresholds: tuple[int, int, int], wish: tuple[int, int, int]
+) -> None:
+    gc.set_threshold(*wish)
+    with rarely_collected():
+        assert gc.get_threshold() == wish

@@ -1,0 +1,171 @@
+"""Why communication is exposed and what would help, for every axis; speed as FLOPs, MFU and tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.ir.action import Phase
+from stretto.ir.axes import AXES
+from stretto.ir.costs import Peak
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
+from stretto.ir.work import Work, work_of
+from stretto.report.advice import advice_grid
+from stretto.report.help import SEQUENCE, Reason, help_for
+from stretto.report.rates import rates_grid
+from stretto.report.traffic import Traffic
+from stretto.schedule.families import make_schedule
+from stretto.simulate import simulate
+from tests.synthetic_comm import make_comm_plan
+
+NAMES = {
+    "pp": "pp 0>1 e0:0",
+    "dp": "dp 0.0",
+    "cp": "cp all_gather k",
+    "ep": "ep all_to_all_sized x",
+    "tp": "tp all_reduce m",
+}
+
+
+def plan_of(family: str = "1f1b", microbatches: int = 4, **how: float) -> Plan:
+    given = {"latency_us": 10.0, "bytes_per_us": 5000.0, "collective_us": 70.0, **how}
+    return make_comm_plan(make_schedule(family, 2, microbatches), blocks=2, **given)  # type: ignore[arg-type]
+
+
+def timeline_of(*spans: Span, step_us: float = 100.0, members: int = 1, **more: object) -> Timeline:
+    return Timeline("measured", 1, step_us, spans, (0,), members=members, **more)  # type: ignore[arg-type]
+
+
+def compute(start_us: float, end_us: float) -> Span:
+    return Span(0, COMPUTE_LANE, SpanKind.COMPUTE, "0F0", start_us, end_us, 0, Phase.F, 0)
+
+
+def waited(name: str, start_us: float, end_us: float) -> tuple[Span, Span]:
+    """A communication that is waited for all its time."""
+    lane = name.split(" ")[0]
+    return (
+        Span(0, lane, SpanKind.MESSAGE, name, start_us, end_us, nbytes=4096),
+        Span(0, COMPUTE_LANE, SpanKind.EXPOSED, name, start_us, end_us),
+    )
+
+
+def told(timeline: Timeline, plan: Plan | None = None) -> dict[str, tuple[str, str]]:
+    """Axis -> (why, what would help)."""
+    grid = advice_grid(timeline, plan)
+    return {} if grid is None else {row[0]: (row[2], row[3]) for row in grid.rows}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_every_axis_has_its_reason_and_its_help(axis: str) -> None:
+    exposed = waited(NAMES[axis], 40, 60)
+    said = told(timeline_of(compute(0, 40), *exposed, compute(60, 100)))
+    assert list(said) == [axis]
+    why, helps = said[axis]
+    assert why.startswith("what needs it follows too soon")
+    assert helps
+
+
+def test_help_differs_between_axes() -> None:
+    traffic = Traffic("tp", "all", 1, 1, 100.0, 50.0)
+    for reason in (Reason.NETWORK, Reason.END):
+        said = {name: help_for(reason, name, None, 50.0, traffic) for name in AXES}
+        assert len(set(said.values())) == len(AXES)
+
+
+def test_sequence_parallelism_is_told_apart_from_tp() -> None:
+    spans = (*waited("tp all_gather x", 40, 50), *waited("tp all_reduce y", 50, 60))
+    said = told(timeline_of(compute(0, 40), *spans, compute(60, 100)))
+    assert list(said) == [SEQUENCE, "tp"]
+
+
+def test_what_is_after_the_last_op_cannot_be_hidden() -> None:
+    why, helps = told(timeline_of(compute(0, 80), *waited("dp 0.0", 80, 100)))["dp"]
+    assert why == "20 us of it is after a rank's last op, with nothing left to hide it"
+    assert "more microbatches to a step" in helps
+
+
+def test_what_is_before_the_first_op_fills_the_pipeline() -> None:
+    why, helps = told(timeline_of(*waited("pp 0>1 e0:0", 0, 20), compute(20, 100)), plan_of())["pp"]
+    assert why == "20 us of it is before a rank's first op: the pipeline fills"
+    assert helps.startswith("more microbatches (now 4)")
+
+
+def test_more_communication_than_compute_is_the_networks() -> None:
+    why, helps = told(timeline_of(compute(0, 20), *waited("ep all_to_all x", 20, 80), compute(80, 100)))["ep"]
+    assert why == "it takes 60 us, and all compute that could hide it 40 us"
+    assert helps.endswith("links 1.5 times as fast, which compute could hide")
+
+
+def test_late_ranks_are_told_from_slow_networks() -> None:
+    late = timeline_of(
+        compute(0, 40),
+        *waited("tp all_reduce m", 40, 60),
+        compute(60, 100),
+        busy_us=(80.0, 90.0),
+        stalls=(Stall("tp", 0, 1, 30.0),),
+    )
+    why, helps = told(late)["tp"]
+    assert why == "15 us a rank is spent until the last rank has begun its part"
+    assert "who waits for whom" in helps
+
+
+def test_latency_is_told_by_the_plans_costs() -> None:
+    slow = plan_of(latency_us=100.0, bytes_per_us=1e6)
+    spans = [replace(span, sender=1, rank=0) for span in waited("pp 1>0 e1:0", 40, 60)]
+    why, helps = told(timeline_of(compute(0, 40), *spans, compute(60, 100)), slow)["pp"]
+    assert why.startswith("1 of 4 KiB on average: ")
+    assert "half as many have half the messages" in helps
+
+
+def test_a_simulated_plan_is_told_with_its_own_numbers() -> None:
+    plan = plan_of()
+    said = told(simulate(plan), plan)
+    assert "tp" in said
+    # Overlap "local", one window an action: nothing to run while a sum is under way.
+    assert "parallel.split_ops = true" in said["tp"][1]
+    off = replace(plan, overlap="off")
+    assert told(simulate(off), off)["tp"] == (
+        "the plan waits for each as soon as it is started (overlap = off)",
+        'parallel.overlap = "window"',
+    )
+
+
+def test_nothing_exposed_needs_no_help() -> None:
+    assert advice_grid(timeline_of(compute(0, 100)), plan_of()) is None
+
+
+def test_work_is_a_ranks_and_counts_repeats_apart() -> None:
+    plan = plan_of()
+    work = work_of(plan)
+    of_ops = sum(op.flops for s in plan.job.stages for ops in s.ops.values() for op in ops)
+    assert work.flops == of_ops * plan.job.microbatches / 2 > 0
+    assert work.again_flops == 0
+
+
+def test_mfu_and_hfu_of_a_known_peak() -> None:
+    work = Work(4000.0, 1000.0, Peak(100.0, "a sheet"))
+    assert work.mfu(80.0) == pytest.approx(0.5)
+    assert work.hfu(80.0) == pytest.approx(0.625)
+    assert Work(4000.0, 0.0).mfu(80.0) is None
+    timeline = timeline_of(compute(0, 80), step_us=80.0)
+    grid = rates_grid(work, [timeline], 4, {"tokens_per_s": 400.0})
+    assert grid is not None
+    assert [tuple(row) for row in grid.rows] == [
+        ("FLOPs of a rank in a step", "4000 FLOP"),
+        ("  computed again", "1000 FLOP"),
+        ("rate of a rank", "62.5 MFLOP/s"),
+        ("MFU", "50.0%"),
+        ("HFU", "62.5%"),
+        ("tokens a second", "400"),
+        ("tokens a second a device", "100"),
+    ]
+    assert "100 MFLOP/s (a sheet)" in grid.caption
+
+
+def test_without_a_peak_the_table_says_why_there_is_no_mfu() -> None:
+    grid = rates_grid(Work(4000.0, 0.0), [timeline_of(compute(0, 80))], 1)
+    assert grid is not None
+    assert "MFU" not in {row[0] for row in grid.rows}
+    assert "MFU is left out: the device's peak rate is not known" in grid.caption
