@@ -22,6 +22,7 @@ def run(
         Path, typer.Option("--output", "-o", help="The folder to write; new or empty.", show_default=False)
     ],
 ) -> None:
-    """Write a checkpoint as config.json, model.safetensors and tokenizer.json, for other tools to read."""
+    """Write a checkpoint as config.json, model.safetensors and (of text) tokenizer.json, for other tools to
+    read."""
     found = write(checkpoint, output)
     typer.echo(f"wrote {found} as safetensors into {output}")

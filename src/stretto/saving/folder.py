@@ -150,13 +150,25 @@ class Writing:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, Exception) or isinstance(error, StrettoError):
             return
-        number = error.errno if isinstance(error, OSError) else None
-        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error):
+        if is_full(error):
             why = f"the disk is full; free some space, or {self.remedy}"
         else:
             text = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
             why = f"{text.strip().splitlines()[-1] if text.strip() else type(error).__name__}; see to it"
         raise StrettoError(f"{self.what} could not be written: {why}. {self.rest}") from None
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a failure comes of a full disk. `torch.save` raises an error of its own while it handles the
+    system's, which says nothing of it."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error):
+            return True
+        error = error.__cause__ or error.__context__ or error
+    return False
 
 
 def sync_folder(path: Path) -> None:

@@ -57,7 +57,8 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
                 results: list[WriteResult] = future.value()
                 return results
             except CheckpointException as error:
-                raise _cause(error) from None
+                cause = _cause(error)
+            raise cause  # out here, where what led to it stays its context
 
     results = transport.all_gather(together_slowly(transport, write_mine))
 

@@ -1,4 +1,5 @@
-"""Export: a checkpoint becomes a folder of weights as safetensors with their tokenizer, for others to read.
+"""Export: a checkpoint becomes a folder of weights as safetensors, with the tokenizer of a run on text, for
+others to read.
 
 Reads a checkpoint and writes one folder.
 """
@@ -7,12 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
-from stretto.config import HuggingFaceSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
 from stretto.models.pretrained import save_gpt
@@ -26,7 +27,8 @@ def export(source: Path, output: Path) -> Path:
 
     source: a checkpoint, or the folder of a run, whose newest is taken. A model of `transformers` is written
     so that `AutoModelForCausalLM.from_pretrained(output)` and `AutoTokenizer` read it; a GPT so that
-    `stretto.models.pretrained.load_gpt(output)` does.
+    `stretto.models.pretrained.load_gpt(output)` does. Of a task the model alone is written,
+    as its tokenizer is the task's own.
 
     Raises UsageError when there is no checkpoint or `output` holds something, StrettoError when the
     checkpoint cannot be read or the folder not written; `output` is then as it was.
@@ -34,23 +36,26 @@ def export(source: Path, output: Path) -> Path:
     checkpoint = find(source)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
-    if read_state(checkpoint).settings.get("task") is not None:
+    is_text = read_state(checkpoint).settings.get("task") is None
+    tokenizer = read_kept(checkpoint) if is_text else None
+    model, _ = load_whole(checkpoint)
+    if not isinstance(model, GPT) and not _is_huggingface(model):
         raise UsageError(
-            f"{checkpoint} is of a task of one's own (task.file), and export writes models of text: "
-            "read its weights with stretto.load"
+            f"{checkpoint} is of a task of one's own (task.file), whose model is a {type(model).__name__}, "
+            "and export writes Stretto's GPT and models of transformers: read its weights with stretto.load"
         )
-    tokenizer = read_kept(checkpoint)
-    model, settings = load_whole(checkpoint)
     # Beside `output`, so that this comes to be at once; within it where it exists, because it may be a mount.
     partial = (output if output.exists() else output.parent) / f".{output.name}.{os.getpid()}.tmp"
     try:
         partial.mkdir(parents=True)
-        if isinstance(model, GPT):
-            save_gpt(model, partial)
-            (partial / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+        if not isinstance(model, GPT):
+            _save_huggingface(model, partial)
+            if tokenizer is not None:
+                _save_tokenizer(checkpoint, partial)
         else:
-            assert isinstance(settings.model, HuggingFaceSettings)
-            _save_huggingface(model, checkpoint, partial)
+            save_gpt(model, partial)
+            if tokenizer is not None:
+                (partial / TOKENIZER).write_text(tokenizer, encoding="utf-8")
         if output.exists():
             for path in partial.iterdir():
                 path.rename(output / path.name)
@@ -64,12 +69,23 @@ def export(source: Path, output: Path) -> Path:
     return checkpoint
 
 
-def _save_huggingface(model: object, checkpoint: Path, output: Path) -> None:
+def _is_huggingface(model: object) -> bool:
+    """Whether a model is one of `transformers`, which is not imported to find out that it is none."""
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _save_huggingface(model: object, output: Path) -> None:
     import transformers
 
     assert isinstance(model, transformers.PreTrainedModel)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(output)
+
+
+def _save_tokenizer(checkpoint: Path, output: Path) -> None:
+    import transformers
+
     kind: Any = transformers.PreTrainedTokenizerFast  # carries no types
     tokenizer = kind(tokenizer_file=str(checkpoint / TOKENIZER), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
     tokenizer.save_pretrained(output)

@@ -154,10 +154,18 @@ def join(place: World) -> World:
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise StrettoError(
-            f"rank {place.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; check "
-            f"that all {place.size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
+            f"rank {place.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; "
+            f"{what_to_check(error, place.size)}"
         ) from None
     return replace(place, rank=rank, size=size, store=store)
+
+
+def what_to_check(error: Exception, size: int) -> str:
+    """What to look at where ranks could not meet: the interface, if Gloo cannot use it, else the address."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME")
+    if "address for" not in str(error) or not named:
+        return f"check that all {size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
+    return f"GLOO_SOCKET_IFNAME = {named!r}: give a network interface of this machine (`ip -brief address`)"
 
 
 def check_kinds(store: Store, rank: int, size: int, device: torch.device) -> None:
