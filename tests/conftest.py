@@ -4,7 +4,8 @@ In continuous integration property tests draw the same examples every time. Else
 that every run on a desk looks further. No example has a deadline: tests share the machine with others.
 
 Plans of tests are searched for less long than those of users; what is found is proved and run all the same.
-Equal models are traced once.
+Equal models are traced once. Nothing is found again that runs on this machine have kept, unless a test says
+so.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ LONG = (
 )
 """Files that take longest, 15 to 60 s each. They come first: a worker that begins one last would leave the
 others with nothing to do."""
+
+os.environ["STRETTO_REUSE"] = "off"  # also of processes that tests start
 
 settings.register_profile("desk", deadline=None)
 settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -171,7 +171,7 @@ def _refused(
     def late(*_: Any) -> None:
         raise AssertionError("text was read, or ranks were started")
 
-    for name in ("task_of", "work", "_launch"):
+    for name in ("task_of", "_work", "_launch"):
         monkeypatch.setattr(launch, name, late)
     path = tmp_path / "run.toml"
     path.write_text(FILE)

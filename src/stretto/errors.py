@@ -58,6 +58,11 @@ class PlanError(StrettoError):
         lines = "\n".join(f"  {fault}" for fault in self.faults)
         count = len(self.faults)
         super().__init__(f"{what}: {count} fault{'s' if count != 1 else ''}\n{lines}")
+        self._what = what
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[str, list[str]]]:
+        """For ranks that are told what another one's plan is refused for."""
+        return type(self), (self._what, [str(fault) for fault in self.faults])
 
 
 class RunError(StrettoError):
@@ -70,3 +75,6 @@ class LostRankError(RunError):
     def __init__(self, message: str, lost: int | None) -> None:
         self.lost = lost
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[LostRankError], tuple[str, int | None]]:
+        return type(self), (str(self), self.lost)

@@ -33,6 +33,7 @@ from stretto.measure.fake_collectives import function_of
 from stretto.measure.local_processes import MOST_PROCESSES, Between, fitting
 from stretto.measure.measure_collectives import Measured
 from stretto.measure.measured import skew_of, stretches, with_skew
+from stretto.measure.profile import _rounds as rounds_of
 from stretto.measure.profile import make_calls, make_inputs, profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
@@ -128,6 +129,12 @@ def test_communication_is_measured_once_for_all_forms_of_a_step(monkeypatch: pyt
 def test_what_takes_far_longer_than_the_median_is_no_speed_of_the_machine() -> None:
     assert typical([1.0, 1.0, 1.6]) == pytest.approx(1.2)
     assert typical([1.0, 1.0, 1.6, 50.0]) == pytest.approx(1.2)
+
+
+def test_long_programs_have_fewer_rounds_and_short_ones_more() -> None:
+    counts = [rounds_of(us, 5) for us in (100.0, 4_000.0, 20_000.0, 200_000.0, 250_000.0, 1e6, 1e9)]
+    assert counts == [25, 25, 5, 5, 4, 3, 3]
+    assert rounds_of(1e6, 1) == 1
 
 
 def test_ranks_of_a_place_are_as_far_apart_as_their_rounds() -> None:

@@ -20,7 +20,7 @@ from stretto.train.trainer import Trainer
 from stretto.train.world import environment, join, leave
 
 
-def described(job: Job, cluster: str) -> stretto.Plan:
+def described(job: Job, cluster: str, **_: object) -> stretto.Plan:
     """As `stretto.plan`, for a machine that nobody looks at."""
     assert cluster == "local"
     return stretto.plan(job, stretto.Cluster())

@@ -16,7 +16,8 @@ from tests.forks import Fork, run_forks
 
 from stretto.config import DataSettings
 from stretto.errors import StrettoError, UsageError
-from stretto.train import cache, data
+from stretto.files.kept import cache_dir
+from stretto.train import data
 from stretto.train.data import TextData, prepare_data
 
 Prepare = Callable[..., TextData]
@@ -225,11 +226,11 @@ print("sum", zlib.crc32(text.train.batch(9, 8).numpy().tobytes()))
 
 def test_the_cache_is_where_the_desktop_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.default_cache_dir() == tmp_path / "stretto"
+    assert cache_dir() == tmp_path / "stretto"
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for unusable in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", unusable)
-        assert cache.default_cache_dir() == tmp_path / "home" / ".cache" / "stretto"
+        assert cache_dir() == tmp_path / "home" / ".cache" / "stretto"
 
 
 def test_too_little_text(prepare: Prepare, tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_the_launcher_waits_for_ranks_that_end_only_when_they_are_stuck(
 
     monkeypatch.setattr("stretto.train.interrupt.STUCK_S", 0.05)
     monkeypatch.setattr(launch, "end_at_once", gave_up.append)
-    monkeypatch.setattr(launch, "_check", lambda _: None)
+    monkeypatch.setattr(launch, "_check", lambda *_: None)
     monkeypatch.setattr(launch, "_launch", launched)
     assert launch.start(settings, ["stretto"]) == 130
     assert gave_up == []
@@ -195,7 +195,7 @@ def test_a_world_of_another_size_is_refused(
     with pytest.raises(SystemExit) as ended:
         main()
     out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
+    assert (ended.value.code, out) == (2, "  loading PyTorch\n")
     assert err.startswith("stretto: parallel.pp = 2 needs 2 ranks, but WORLD_SIZE is 3: start 2 (torchrun")
 
 

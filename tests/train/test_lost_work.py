@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _described(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are for a machine that nobody looks at, which is faster than looking at this one."""
     monkeypatch.setattr(
-        "stretto.train.trainer.make_plan", lambda job, cluster: stretto.plan(job, stretto.Cluster())
+        "stretto.train.trainer.make_plan", lambda job, cluster, **_: stretto.plan(job, stretto.Cluster())
     )
 
 

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -62,6 +63,13 @@ def run(
             "planning.order of the settings without it."
         ),
     ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew.",
+        ),
+    ] = False,
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it.
 
@@ -70,6 +78,8 @@ def run(
     wishes = list(changes or [])
     if overlap is not None:
         wishes.append(f"parallel.overlap={overlap}")
+    if fresh:
+        wishes.append("planning.reuse=renew")
     if order is not None:
         wishes.append(f"planning.order={order}")
     settings, description = load_settings(config, wishes), read_cluster(cluster)
@@ -136,6 +146,7 @@ def make(
 
     from stretto.order.policies import policy_of
     from stretto.train.job import device_of, trained
+    from stretto.train.reuse import kept_by
     from stretto.train.world import threads, use_threads
 
     # As in training: the measured times are those of as many threads.
@@ -157,6 +168,7 @@ def make(
         steps=settings.training.steps,
         search_s=settings.planning.search_s,
         say=say,
+        kept=kept_by(settings, partial(typer.echo, err=True)) if cluster == "local" else None,
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from stretto.config import load_settings
+from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.train.checkpoint_files import latest_in
+from stretto.train.starting import Starting
 
 train = typer.Typer(add_completion=False)
 
@@ -38,27 +40,49 @@ def run(
     steps: Annotated[
         int | None, typer.Option("--steps", help="Optimizer steps in all; as --set training.steps=N.")
     ] = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
+    starting = Starting(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]
+    if fresh:
+        overrides.append("planning.reuse=renew")
     if resume is not None:
         overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
     if steps is not None:
         overrides.append(f"training.steps={steps}")
     settings = load_settings(config, overrides)
 
-    if resume and latest_in(settings.checkpoint_dir) is None:
+    with starting:
+        starting.begin("loading PyTorch")
+        if resume:
+            _refuse_without_checkpoint(settings)
+        _started(settings, config, overrides, starting)
+
+
+def _refuse_without_checkpoint(settings: TrainSettings) -> None:
+    from stretto.train.checkpoint_files import latest_in
+
+    if latest_in(settings.checkpoint_dir) is None:
         raise UsageError(
             f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume the run "
             "starts at its first step"
         )
 
+
+def _started(settings: TrainSettings, config: Path, overrides: Sequence[str], starting: Starting) -> None:
     from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
 
     command = [sys.executable, "-m", "stretto", "train", str(config)]
     for override in overrides:
         command += ["--set", override]
-    status = start(settings, command)
+    status = start(settings, command, starting)
     sys.stdout.flush()
     if status:
         raise typer.Exit(status)

@@ -142,6 +142,10 @@ class PlanningSettings(Settings):
     search_s: float | None = Field(default=None, gt=0)
     """About how many seconds of a processor core the longest search takes; without it, what a shorter step
     saves over `training.steps`. It is counted in orders walked, so that equal settings give equal plans."""
+    reuse: Literal["auto", "renew", "off"] = "auto"
+    """Costs and plans of earlier runs on this machine, which are kept in `$XDG_CACHE_HOME/stretto` or
+    `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans anew and
+    keeps that, "off" neither looks nor keeps. The environment's STRETTO_REUSE comes before it."""
 
 
 class TrainSettings(Settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
         given.write_bytes(content)  # a pipe or a terminal: nothing to rename onto
         return
     target = Path(os.path.realpath(path))  # write through a symbolic link instead of replacing it
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)

@@ -12,11 +12,11 @@ import os
 from stretto.errors import UsageError
 from stretto.files.codec import Codec
 from stretto.files.form import Layout, text
-from stretto.files.typed_file import TypedFile, read_text
+from stretto.files.typed_file import TypedFile, read_text, to_line
 from stretto.ir.action import Slot, parse_slot
 from stretto.ir.op_text import FORMS
 from stretto.ir.plan import VERSION, Instruction, Item, Plan, written_by
-from stretto.ir.program import Op, Shard
+from stretto.ir.program import Job, Op, Shard
 from stretto.ir.references import broken_references
 
 CODEC = Codec(
@@ -46,6 +46,11 @@ def plan_from_text(text: str, where: str = "plan") -> Plan:
     for broken in broken_references(plan):
         raise UsageError(f"{where}: {broken}")
     return plan
+
+
+def job_text(job: Job) -> str:
+    """A job as one line of text: equal jobs give equal texts."""
+    return to_line(job, CODEC)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

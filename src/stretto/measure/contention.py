@@ -26,17 +26,27 @@ from stretto.backend.idle_class import lanes_first
 from stretto.processor.products import products_on
 from stretto.processor.quota import quota_share
 
-ALONE_S = 0.2
-"""Length of the compute that is timed alone, before and after. Assumed: many products, and twenty periods of
-a control group."""
-
-FLIGHT_S = 0.3
+FLIGHT_S = 0.1
 """How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""
 
 MOST_COLLECTIVES = 64
 
-REPEATS = 5
-"""The median of as many measurements is taken."""
+ALONE_S = 0.05
+"""Length of the compute that is timed alone, before and after. Assumed: tens of products; both together are
+as long as a flight."""
+
+UNDER_QUOTA = 4.0
+"""Times as long for both under a quota. Assumed: tens of its periods, which are 10 to 100 ms long."""
+
+LEAST_REPEATS, MOST_REPEATS = 3, 5
+"""The median of as many measurements is taken: as many as it takes until the figure is steady."""
+
+STEADY = 0.05
+"""A loss is steady when its standard error is at most this part of the time that the collective takes alone.
+Assumed: costs of a step are off by more."""
+
+STEADY_SHARE = 0.02
+"""The same for a share of an accelerator's speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +60,49 @@ class Loss:
 
 
 def compute_loss(
-    start: Callable[[], Any], alone_us: float, meet: Callable[[], None], device: torch.device
+    start: Callable[[], Any],
+    alone_us: float,
+    meet: Callable[[], None],
+    most: Callable[[float], float],
+    device: torch.device,
 ) -> Loss:
     """What this rank's compute loses to a collective, or to whatever else is under way.
 
     start: begins the collective and returns its handle, which has `wait()`; alone_us: how long it takes from
-    that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together. What
-    the transport does before the call returns is a loss like any other. What a wait has left to do is left
-    out.
+    that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together; most:
+    the greatest of what they say, so that all stop at the same time. What the transport does before the call
+    returns is a loss like any other. What a wait has left to do is left out.
     """
-    count = max(2, min(MOST_COLLECTIVES, math.ceil(FLIGHT_S * 1e6 / max(alone_us, 1.0))))
+    longer = UNDER_QUOTA if quota_share() < 1.0 else 1.0
+    count = max(2, min(MOST_COLLECTIVES, math.ceil(longer * FLIGHT_S * 1e6 / max(alone_us, 1.0))))
     product = products_on(device)
     with torch.no_grad():
         if device.type != "cpu":
-            slowdowns = [_slowdown(start, count, alone_us, product, meet, device) for _ in range(REPEATS)]
+            slowdowns: list[float] = []
+            while not _steady(slowdowns, STEADY_SHARE, most):
+                slowdowns.append(_slowdown(start, count, alone_us, product, meet, device))
             return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
-        found = []
-        before = _alone(product, meet)
-        for _ in range(REPEATS):
+        losses: list[float] = []
+        starts: list[float] = []
+        before = _alone(product, meet, longer * ALONE_S)
+        while not _steady(losses, STEADY * alone_us, most):
             flight = _flight(start, count, product, meet)
-            after = _alone(product, meet)
-            found.append(_lost(flight, count, before, after))
+            after = _alone(product, meet, longer * ALONE_S)
+            lost_us, start_us = _lost(flight, count, before, after)
+            losses.append(lost_us)
+            starts.append(start_us)
             before = after
-        lost_us, start_us = (statistics.median(times) for times in zip(*found, strict=True))
-        return Loss(max(0.0, lost_us), 0.0, start_us)
+        return Loss(max(0.0, statistics.median(losses)), 0.0, statistics.median(starts))
+
+
+def _steady(found: list[float], error: float, most: Callable[[float], float]) -> bool:
+    """Whether what every rank has found is enough: its standard error is at most `error`, or it is as many as
+    are ever taken."""
+    if len(found) < LEAST_REPEATS:
+        return False
+    if len(found) >= MOST_REPEATS:
+        return True
+    return most(statistics.stdev(found) / math.sqrt(len(found)) / error) <= 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +155,14 @@ def _flight(
     return _Stretch(products, (took - left_out) / 1e3, (mine - left_out) / 1e3, calling / 1e3)
 
 
-def _alone(product: Callable[[], None], meet: Callable[[], None]) -> _Stretch:
+def _alone(product: Callable[[], None], meet: Callable[[], None], seconds: float) -> _Stretch:
     """Work while all ranks do nothing but compute."""
     meet()
     with lanes_first():
         product()
         begin, process = time.perf_counter_ns(), time.process_time_ns()
         products = 0
-        while time.perf_counter_ns() - begin < ALONE_S * 1e9:
+        while time.perf_counter_ns() - begin < seconds * 1e9:
             product()
             products += 1
         took, mine = time.perf_counter_ns() - begin, time.process_time_ns() - process

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.idle_class import keeping_core
 from stretto.errors import UsageError
+from stretto.files.kept import unheard
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import KINDS, PRICED
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
@@ -63,17 +64,18 @@ class Measured:
 
 
 def measure_collectives(
-    mesh: Mesh, wanted: Sequence[Wanted], device: torch.device
+    mesh: Mesh, wanted: Sequence[Wanted], device: torch.device, say: Callable[[str], None] = unheard
 ) -> dict[tuple[str, str], Measured]:
     """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
 
-    Returns (axis, kind) -> cost, equal on all ranks. Takes about two seconds for each, up to about six on
-    slow links.
+    Returns (axis, kind) -> cost, equal on all ranks. Takes one to two seconds for each, up to about six on
+    slow links. say: takes a line for each.
     """
     found: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     try:
         for item in wanted:
+            say(f"measuring {item.kind} on {item.axis}")
             if item.axis not in groups:
                 with gloo_adapter.calm_new_loops():
                     groups[item.axis] = _group(mesh, item.axis, device)
@@ -162,7 +164,7 @@ def _measure(item: Wanted, members: int, group: dist.ProcessGroup, device: torch
             wait_us, finish_us = timed_end(start, result, alone_us)
             waits.append((nbytes, wait_us))
             finishes.append((nbytes, finish_us))
-        loss = compute_loss(start, alone_us, lambda: meet(device), device)
+        loss = compute_loss(start, alone_us, lambda: meet(device), lambda mine: max(tell(mine)), device)
         losses.append((nbytes, agree_median(loss.processor_us)))
         if device.type == "cpu":
             starts.append((nbytes, agree_median(loss.start_us)))

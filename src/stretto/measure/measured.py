@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import UsageError
+from stretto.files.kept import Kept, unheard
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import NO_LINK, Costs, Link
@@ -28,16 +29,21 @@ from stretto.ir.flow import PHASES
 from stretto.ir.mesh import Mesh
 from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Job
+from stretto.ir.serialize import job_text
 from stretto.measure.local_processes import Between, measure_between
 from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, device_name, profile
+from stretto.measure.running import Running, costs_again, running
 from stretto.measure.time_collectives import tell
 from stretto.price.calls import calls_us
 from stretto.price.peak import named_peak
 from stretto.price.roofline import ACTION_US
 from stretto.price.wanted import wanted_collectives
 from stretto.processor.quota import agreed_quota
+
+Say = Callable[[str], None]
+"""Takes a line of what is being measured."""
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:
@@ -63,33 +69,59 @@ class Measuring:
     """Costs of a step in several forms, which send the same messages between the same places: communication
     is measured once, for all of them, the ops of each when it is asked for."""
 
-    def __init__(self, jobs: Sequence[Job], schedule: Schedule) -> None:
+    def __init__(
+        self, jobs: Sequence[Job], schedule: Schedule, kept: Kept | None = None, say: Say = unheard
+    ) -> None:
+        """kept: where costs are found that were measured before, and kept. say: takes lines of what is being
+        measured."""
         self._jobs = jobs
         self._schedule = schedule
+        self._kept = kept
+        self._say = say
+        self._texts: list[str] = []
         self._communication: _Communication | None = None
 
     def costs_of(self, job: Job) -> Costs:
-        """As `measured_costs`. All ranks ask for the same jobs, in the same order."""
+        """As `measured_costs`. job: one of the jobs. All ranks ask for the same, in the same order."""
         device = device_of(job)
         mesh = job.mesh(self._schedule.ranks)
-        if dist.is_initialized() and dist.get_world_size() == mesh.world and mesh.world > 1:
+        ranks = running(mesh.world, device)
+        self._refuse_unjoined()
+
+        def parts() -> list[str]:
+            # What is sent is measured for all jobs at once.
+            self._texts = self._texts or [*map(job_text, self._jobs)]
+            at = next(at for at, one in enumerate(self._jobs) if one is job)
+            return [repr(self._schedule.stage_ranks), str(ranks.size), str(at), *self._texts]
+
+        def measure() -> Costs:
+            return self._measured(job, mesh, device, ranks)
+
+        return costs_again(ranks, device, parts, measure, self._kept)
+
+    def _measured(self, job: Job, mesh: Mesh, device: torch.device, ranks: Running) -> Costs:
+        if ranks.size > 1:
             return self._together(job, mesh, device)
+        self._say("measuring ops")
+        found = profile(job, device)
+        if self._communication is None:
+            self._communication = self._between(Mesh(job.axes))
+        return _costs(job, found.op_us, self._communication, found.source)
+
+    def _refuse_unjoined(self) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             raise UsageError(
                 "several ranks were started, but torch.distributed is not initialised: call "
                 "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the "
                 "costs"
             )
-        found = profile(job, device)
-        if self._communication is None:
-            self._communication = self._between(Mesh(job.axes))
-        return _costs(job, found.op_us, self._communication, found.source)
 
     def _between(self, mesh: Mesh) -> _Communication:
         """Between processes that are started for it."""
         wanted = wanted_collectives(*self._jobs)
         between = Between()
         if self._schedule.ranks > 1 or wanted:
+            self._say("measuring communication between processes")
             between = measure_between(mesh, wanted, link=self._schedule.ranks > 1)
         link = NO_LINK if between.link is None else between.link.link
         return _Communication({}, link, between.collectives)
@@ -97,10 +129,12 @@ class Measuring:
     def _together(self, job: Job, mesh: Mesh, device: torch.device) -> Costs:
         stages = self._schedule.stages_of(mesh.place(dist.get_rank()))
         dist.barrier()  # so that all ranks load the machine at the same time, as in a step
+        self._say("measuring ops")
         mine = profile(job, device, stages)
         if self._communication is None:
             self._communication = self._running(mesh, device)
         dist.barrier()
+        self._say("measuring ops once more")
         mine = profile(job, device, stages, mine)
         source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
         costs = _costs(job, _merged(tell(dict(mine.op_us))), self._communication, source)
@@ -113,6 +147,7 @@ class Measuring:
     def _running(self, mesh: Mesh, device: torch.device) -> _Communication:
         """Between the ranks of the plan."""
         places = self._schedule.stage_ranks
+        self._say("measuring messages")
         pairs = sorted({(places[e.source], places[e.target]) for job in self._jobs for e in job.edges})
         links: dict[tuple[int, int], list[Link]] = defaultdict(list)
         for some in tell(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
@@ -122,7 +157,7 @@ class Measuring:
         return _Communication(
             typical,
             next(iter(typical.values()), NO_LINK),
-            measure_collectives(mesh, wanted_collectives(*self._jobs), device),
+            measure_collectives(mesh, wanted_collectives(*self._jobs), device, self._say),
             shared_axes(mesh, [axis for axis, _ in mesh.sizes if axis != PIPELINE]),
             agreed_quota(device),
         )

@@ -207,6 +207,11 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
     receiver."""
     if device.type != "cpu":
         return 0.0, 0.0
+
+    def most(mine: float) -> float:
+        # As the other end gets to know it, so that both decide alike.
+        return max(_swap(mine, peer), float(torch.tensor(mine)))
+
     losses: list[tuple[int, float]] = []
     for nbytes in STREAMED_BYTES:
         alone_us = 0.0 if one_way is None else one_way[0] + one_way[2] + nbytes / one_way[1]
@@ -216,7 +221,7 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
             with keeping_core():
                 return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-        found = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), device)
+        found = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), most, device)
         # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
         loss_us = (found.processor_us + found.start_us) / 2
         losses.append((nbytes, (loss_us + _swap(loss_us, peer)) / 2))

@@ -47,6 +47,13 @@ from stretto.price.roofline import FREE
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
 
+FEWEST_ROUNDS = 3
+"""Of programs whose rounds are long: they hold more ops, and what disturbs one is a smaller part of them. Of
+fewer the median tells nothing."""
+
+ENOUGH_US = 1_000_000.0
+"""From there on a visit's rounds, without clocks, are enough, if there are `FEWEST_ROUNDS`. Assumed."""
+
 STOLEN = 2.0
 """A round that took more than this many times the median does not count: something else had the processor.
 All others do. A step is a sum of what rounds take, fast and slow; of the faster three quarters alone, a
@@ -124,9 +131,7 @@ def _measure(
         if device.type != "cpu":
             _run(calls, made, grads, clock, None)  # kernels are looked for, and memory is taken
         warm_us = sum(_run(calls, made, grads, clock, None).values())
-        longer = LEAST_ROUND_US / max(warm_us, 1.0)
-        count = int(min(MOST_ROUNDS, max(least_rounds, least_rounds * longer)))
-        for _ in range(count):
+        for _ in range(_rounds(warm_us, least_rounds)):
             _run(calls, made, grads, clock, rounds)
             for phase, us in _run(calls, made, grads, clock, None).items():
                 rounds.totals[phase].append(us)
@@ -142,6 +147,14 @@ def _measure(
         result |= {name: us * scale for name, us in shares.items()}
         result |= {op.name: 0.0 for op in stage.ops[phase] if op.target == WAIT}
     return result
+
+
+def _rounds(round_us: float, least: int) -> int:
+    """How many rounds of that length a visit has; least: of those that are neither short nor long."""
+    if round_us >= LEAST_ROUND_US:
+        enough = ENOUGH_US / round_us
+        return int(max(min(least, FEWEST_ROUNDS), min(least, enough)))
+    return int(min(MOST_ROUNDS, least * LEAST_ROUND_US / max(round_us, 1.0)))
 
 
 def _makes_nothing(op: Op) -> bool:

@@ -20,19 +20,25 @@ from functools import partial
 from pathlib import Path
 
 from stretto.errors import PlanError, UsageError, meant
+from stretto.files.kept import Kept, key_of
+from stretto.files.typed_file import to_line
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
+from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO, shared
-from stretto.order.policies import DEFAULT, policy_of
+from stretto.measure.measured import Measuring, device_of
+from stretto.measure.running import running
+from stretto.order.policies import DEFAULT, OWN, policy_of
 from stretto.passes.dense_messages import scattered
 from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
 from stretto.passes.watch import Say, Watch
 from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
+from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
@@ -285,14 +291,15 @@ def plan(
     steps: int | None = None,
     search_s: float | None = None,
     say: Say | None = None,
+    kept: Kept | None = None,
 ) -> Plan:
     """Plan a captured job for a cluster.
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
-    stages, and all must call). A name (`h100x64`), a cluster file (.toml), a calibration (.json) or a
-    `stretto.Cluster(...)` stands for one that is not at hand. schedule: a
-    family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is found; the
-    job's own wish by default.
+    stages, rank 0 plans for all, and all must call). A name (`h100x64`), a cluster file (.toml), a
+    calibration (.json) or a `stretto.Cluster(...)` stands for one that is not at hand.
+    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is
+    found; the job's own wish by default.
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
@@ -302,6 +309,7 @@ def plan(
     are assumed without it. search_s: instead, about how many seconds of a processor core the longest search
     takes. It is counted in orders walked, so that equal jobs get equal plans on all machines.
     say: takes lines of what is tried; an interrupt (Ctrl-C) then takes the best so far, where there is one.
+    kept: with "local", where costs and plans of earlier runs are found, and kept.
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
@@ -315,6 +323,8 @@ def plan(
     chosen = choose_schedule(job, schedule=schedule)
     wished = _Wished(chosen, overlap, order, _effort(steps, search_s), Watch(say))
     jobs = (replace(job, in_chunks=()), *job.in_chunks)
+    if found is None:
+        return _planned_here(job, jobs, chosen, schedule, wished, kept)
     priced = pricing(jobs, chosen, found)
 
     def begun(one: Job) -> Tries:
@@ -322,3 +332,43 @@ def plan(
         return _begun(one, priced(one), wished, memory_limit(found, one))
 
     return _fastest([partial(begun, one) for one in jobs], job, schedule, wished.watch)
+
+
+def _planned_here(
+    job: Job,
+    jobs: Sequence[Job],
+    chosen: Schedule,
+    schedule: str | Schedule | None,
+    wished: _Wished,
+    kept: Kept | None,
+) -> Plan:
+    """Where the plan will run: all ranks measure, one plans."""
+    asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
+    policy_of(wished.order)
+    device = device_of(job)
+    ranks = running(job.mesh(chosen.ranks).world, device)
+    auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
+    wishes = {
+        "job": key_of(*map(job_text, jobs)),
+        "schedule": f"{AUTO if auto else ''} {to_line(chosen, CODEC)}",
+        "overlap": asked,
+        "order": wished.order,
+        "search": repr(wished.effort),
+    }
+    if ranks.size > 1:
+        agree_on(ranks, wishes)  # before they measure, which would not come together
+    measuring = Measuring(jobs, chosen, kept, wished.watch.tell)
+    costs = [measuring.costs_of(one) for one in jobs]
+    limits = [memory_limit(None, one) for one in jobs]
+    begun = [
+        partial(_begun, one, listed(one, cost), wished, limit)
+        for one, cost, limit in zip(jobs, costs, limits, strict=True)
+    ]
+    wishes |= {"costs": key_of(*map(to_line, costs)), "memory": str(limits)}
+
+    def make() -> Plan:
+        return _fastest(begun, job, schedule, wished.watch)
+
+    # What a policy of the user's does today, nothing tells.
+    known = kept if wished.order in OWN else None
+    return plan_on_first(ranks, wishes, make, known, lambda: wished.watch.stopped)

@@ -166,8 +166,8 @@ class Tries:
                 place = id(before.job), before.schedule, variant[-1]
                 if place not in seen:
                     seen.add(place)
-                    self._tell(f"variant {len(found) + 1}, {names(variant)}", found)
                     least_us = min((one.step_us for one in found), default=inf)
+                    self._tell(f"variant {len(found) + 1}, {names(variant)}", found)
                     found.append(self._tried(before, variant, least_us))
             except LeftOutError as error:
                 self._miss(str(error))

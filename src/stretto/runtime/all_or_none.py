@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from stretto.errors import LostRankError, StrettoError, UsageError
@@ -77,3 +78,72 @@ def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
     made = together(ranks, work if ranks.rank == 0 else lambda: None)
     found: T = ranks.all_gather(made)[0]
     return found
+
+
+def first_alone(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
+    """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it.
+    Returns on rank 0 what it gave, None elsewhere.
+
+    The work is done by the thread that calls, so that signals reach it; another one tells the ranks that
+    wait. It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a
+    defect) is LostRankError on the others; what: what rank 0 does, for that message.
+    """
+    if ranks.size == 1:
+        return work()
+    if ranks.rank != 0:
+        told: Exception | bool = False
+        while told is False:
+            told = ranks.all_gather(None)[0]
+        if isinstance(told, Exception):
+            raise told
+        return None
+    with _Beating(ranks) as beating:
+        try:
+            made = work()
+        except StrettoError as error:
+            beating.end(error)
+            raise
+        except BaseException as error:
+            name = type(error).__name__
+            beating.end(LostRankError(f"rank 0, which {what}, was ended by {name}", 0))
+            raise
+        beating.end(True)
+        return made
+
+
+class _Beating:
+    """While it is entered, a thread of rank 0's tells those that wait that it works."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._done = threading.Event()
+        self._failed: list[BaseException] = []
+        self._thread = threading.Thread(target=self._beat, name="rank 0 works", daemon=True)
+
+    def __enter__(self) -> _Beating:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _beat(self) -> None:
+        try:
+            while not self._done.wait(BEAT_S):
+                self._ranks.all_gather(False)
+        except BaseException as error:
+            self._failed.append(error)
+
+    def end(self, told: Exception | bool) -> None:
+        """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the
+        work itself has failed, which says more."""
+        self._done.set()
+        self._thread.join()
+        if told is not True:
+            with suppress(Exception):
+                if not self._failed:
+                    self._ranks.all_gather(told)
+            return
+        if self._failed:
+            raise self._failed[0]
+        self._ranks.all_gather(told)

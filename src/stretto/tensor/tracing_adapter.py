@@ -20,10 +20,6 @@ import torch.distributed.tensor._api
 import torch.distributed.tensor._dispatch
 import torch.distributed.tensor._redistribute
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import (
-    _clear_fast_path_sharding_prop_cache,
-    _clear_python_sharding_prop_cache,
-)
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.tensor.dtensor_adapter import Spec
@@ -51,6 +47,12 @@ def standing_first(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
 
 
 def _forget() -> None:
+    # Loads a compiler, for which those without such meshes need not wait.
+    from torch.distributed.tensor.debug import (
+        _clear_fast_path_sharding_prop_cache,
+        _clear_python_sharding_prop_cache,
+    )
+
     _clear_fast_path_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _clear_python_sharding_prop_cache()  # type: ignore[no-untyped-call]
 

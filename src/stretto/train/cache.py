@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,14 +24,6 @@ from stretto.train.text import Say
 MANIFEST = "manifest.json"
 READ_BYTES = 1 << 20
 """How much is read at once for a checksum."""
-
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification of base directories says that a relative path is not to be used.
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "stretto"
 
 
 def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: Say) -> Path:

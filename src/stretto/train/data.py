@@ -26,8 +26,9 @@ from tokenizers import Tokenizer
 
 from stretto.config import DataSettings
 from stretto.errors import UsageError
+from stretto.files.kept import cache_dir
 from stretto.train import tokenizer as bpe
-from stretto.train.cache import built_folder, contents, default_cache_dir
+from stretto.train.cache import built_folder, contents
 from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
 from stretto.train.text import Say, TextFile, documents, find_files, silent
 
@@ -71,7 +72,7 @@ def prepare_data(settings: DataSettings, say: Say) -> TextData:
     """
     files = find_files(settings.paths)
     folder = built_folder(
-        Path(settings.cache_dir).expanduser() if settings.cache_dir is not None else default_cache_dir(),
+        Path(settings.cache_dir).expanduser() if settings.cache_dir is not None else cache_dir(),
         _cache_key(files, settings),
         lambda folder: _build(folder, files, settings, say),
         say,

@@ -2,7 +2,8 @@
 
 1. Capture the model in eval() mode, cut where the training is cut, without its backward.
 2. Measure its ops, each rank those of its own stage; links and collectives cost what they cost the training.
-3. Plan, prove, and give each rank a Runner on the training's lanes, with the parts that the training changes.
+3. One rank plans and proves; each gets a Runner on the training's lanes, with the parts that the training
+   changes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ from stretto.capture.evaluation import capture_evaluation
 from stretto.capture.trace import PLAIN
 from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
+from stretto.files.kept import Kept
+from stretto.files.typed_file import to_line
+from stretto.ir.costs import Costs
 from stretto.ir.metrics import Observed
+from stretto.ir.plan import Plan
+from stretto.ir.serialize import CODEC, job_text
 from stretto.measure.profile import profile
-from stretto.order.policies import DEFAULT
+from stretto.measure.running import costs_again, running
+from stretto.order.policies import DEFAULT, OWN
 from stretto.parallelize.layout import Layout, layout_of
+from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.train.task import Batches
@@ -50,10 +58,12 @@ class Evaluation:
         order: str = DEFAULT,
         steps: int | None = None,
         search_s: float | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
         captured with; `parallel` may be left out where neither tp, ep nor AMPipe spread the model. layout: in
-        place of these two, where it is known. order, steps, search_s: as in `stretto.plan`, for its forwards.
+        place of these two, where it is known. order, steps, search_s, kept: as in `stretto.plan`, for its
+        forwards.
 
         Raises CaptureError when the model reads its parameters in another order in eval() mode than while
         training, UsageError for a model that does not fit.
@@ -71,18 +81,27 @@ class Evaluation:
                 layout = layout_of(model, parallel, tp_plan, degree)
         with _CAPTURING:
             job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
-        mine = profile(job, runner.device, runner.plan.schedule.stages_of(runner.state.place))
-        # Ranks that do equal work found about the same; all must plan with equal costs.
-        found: dict[tuple[int, str], list[float]] = defaultdict(list)
-        for measured in runner.transport.all_gather(dict(mine.op_us)):
-            for op, us in measured.items():
-                found[op].append(us)
-        op_us = {op: statistics.median(times) for op, times in found.items()}
+        schedule = runner.plan.schedule
+        ranks = running(runner.plan.world, runner.device)
         # What is known of the training's ops says nothing of these, which may lack some of them.
-        costs = replace(runner.plan.costs, op_us=op_us, op_how={})
-        plan = make_plan(
-            job, costs, schedule=runner.plan.schedule, order=order, steps=steps, search_s=search_s
-        )
+        rest = replace(runner.plan.costs, op_us={}, op_how={})
+
+        def measured() -> Costs:
+            mine = profile(job, runner.device, schedule.stages_of(runner.state.place))
+            # Ranks that do equal work found about the same; all must plan with equal costs.
+            found: dict[tuple[int, str], list[float]] = defaultdict(list)
+            for measured in runner.transport.all_gather(dict(mine.op_us)):
+                for op, us in measured.items():
+                    found[op].append(us)
+            return replace(rest, op_us={op: statistics.median(times) for op, times in found.items()})
+
+        def planned() -> Plan:
+            return make_plan(job, costs, schedule=schedule, order=order, steps=steps, search_s=search_s)
+
+        of = {"job": job_text(job), "schedule": to_line(schedule, CODEC)}
+        costs = costs_again(ranks, runner.device, lambda: (*of.values(), to_line(rest)), measured, kept)
+        of |= {"costs": to_line(costs), "order": order, "search": f"{steps} {search_s}"}
+        plan = plan_on_first(ranks, of, planned, kept if order in OWN else None)
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
 
     def observed(self) -> tuple[Observed, ...]:
@@ -124,12 +143,18 @@ class HeldOut:
         order: str = DEFAULT,
         steps: int | None = None,
         search_s: float | None = None,
+        kept: Kept | None = None,
     ) -> None:
         """model: the one whose parameters `runner` holds. held_out, batches: what is
         measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
-        has. order, steps, search_s: as in `stretto.plan`, for its forwards."""
+        has. order, steps, search_s, kept: as in `stretto.plan`, for its forwards."""
         self._evaluation = Evaluation(
-            runner, model, batch, loss, layout=layout, order=order, steps=steps, search_s=search_s
+            *(runner, model, batch, loss),
+            layout=layout,
+            order=order,
+            steps=steps,
+            search_s=search_s,
+            kept=kept,
         )
         self._held_out = held_out
         self._batches = batches

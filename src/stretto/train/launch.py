@@ -33,9 +33,10 @@ from stretto.train.layout import refuse_early, spread
 from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
-from stretto.train.text import silent
+from stretto.train.reuse import kept_by
+from stretto.train.starting import STARTED, Starting
+from stretto.train.text import Say, silent
 from stretto.train.text_task import task_of
-from stretto.train.worker import work
 from stretto.train.world import (
     LAUNCHER_PID,
     World,
@@ -52,10 +53,11 @@ RANKS_STUCK_S = 40.0
 tells. They have `STUCK_S` from when they hear of it, and torchrun's launcher kills those left after 30 s."""
 
 
-def start(settings: TrainSettings, command: Sequence[str]) -> int:
+def start(settings: TrainSettings, command: Sequence[str], starting: Starting | None = None) -> int:
     """Train: as a rank if a launcher started this process, else with all ranks on this machine.
 
-    command: the program and arguments that a rank is started with. Returns the exit status. Raises
+    command: the program and arguments that a rank is started with. starting: what tells of the run until its
+    first step, or until rank 0 does. Returns the exit status. Raises
     StrettoError and its kin for what is found before ranks are started, or by a single rank.
     """
     check_tensorboard(settings.output.tensorboard)
@@ -63,32 +65,41 @@ def start(settings: TrainSettings, command: Sequence[str]) -> int:
         find(Path(settings.checkpoint.resume))
     if not is_worker():
         refuse_if_held(folders_of(settings))
+    kept_by(settings)
     if is_worker():
-        return work(settings)
+        return _work(settings, starting)
     if settings.parallel.world == 1:
         refuse_early(settings)
-        return work(settings)
-    with Interrupts(end_at_once) as interrupts:
+        return _work(settings, starting)
+    starting = starting or Starting()
+    with Interrupts(end_at_once) as interrupts, starting:
         try:
+            starting.begin("looking at settings, data and model")
             refuse_early(settings)
-            _check(settings)
+            _check(settings, starting.say)
             interrupts.stuck_s = RANKS_STUCK_S
-            return _launch(settings, command)
+            starting.begin(f"starting {settings.parallel.world} ranks")
+            starting.end()  # rank 0 tells of the rest
+            return _launch(settings, command, starting.started_at_s)
         except Interrupted as error:
+            starting.end()
             print("stretto: interrupted before the first step", file=sys.stderr)
             return error.status
 
 
-def _check(settings: TrainSettings) -> None:
+def _work(settings: TrainSettings, starting: Starting | None) -> int:
+    from stretto.train.worker import work  # loads what ranks need: their launcher does without
+
+    return work(settings, starting)
+
+
+def _check(settings: TrainSettings, say: Say) -> None:
     """Step 1: make the tokens, which every rank then finds ready, and build the model without values, to see
     whether its layout fits it."""
     ranks = settings.parallel.world
     here = World(size=ranks, local_size=ranks)
     device = device_for(settings.training.device, here)
     check_graph(settings.cuda_graph, device)
-
-    def say(line: str) -> None:
-        print(line, flush=True)
 
     task = task_of(settings, say)
     with torch.device("meta"):
@@ -104,10 +115,13 @@ def _check(settings: TrainSettings) -> None:
         say(f"note: {crowd}")
 
 
-def _launch(settings: TrainSettings, command: Sequence[str]) -> int:
+def _launch(settings: TrainSettings, command: Sequence[str], started_at_s: float) -> int:
     """Step 2."""
     ranks = settings.parallel.world
-    with tempfile.TemporaryDirectory(prefix="stretto-") as folder, _environment(settings, Path(folder)):
+    with (
+        tempfile.TemporaryDirectory(prefix="stretto-") as folder,
+        _environment(settings, Path(folder), started_at_s),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -166,11 +180,12 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
 
 
 @contextmanager
-def _environment(settings: TrainSettings, folder: Path) -> Iterator[None]:
+def _environment(settings: TrainSettings, folder: Path, started_at_s: float) -> Iterator[None]:
     """What ranks find in their environment beside what the launcher gives them."""
     added = {
         NOTES_DIR: str(folder),
         LAUNCHER_PID: str(os.getpid()),
+        STARTED: f"{started_at_s:.3f}",
         "OMP_NUM_THREADS": str(threads(settings.training.threads_per_rank, settings.parallel.world)),
     }
     if sys.platform == "linux":

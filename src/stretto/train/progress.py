@@ -9,16 +9,29 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from stretto.train.starting import Starting
+
 LIVE_S = 0.2
 """The live line is drawn at most this often: people read no faster, and drawing takes time from training."""
 
 
 class Progress:
-    """Shows steps out of `steps`; `say` prints a line that stays. `shown` False shows nothing."""
+    """Shows steps out of `steps`; `say` prints a line that stays. `shown` False shows nothing.
 
-    def __init__(self, steps: int, log_every: int, shown: bool, console: Console | None = None) -> None:
+    starting: what tells of the run until its first step is shown.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        log_every: int,
+        shown: bool,
+        console: Console | None = None,
+        starting: Starting | None = None,
+    ) -> None:
         self._steps, self._log_every, self._shown = steps, log_every, shown
-        self._console = console if console is not None else Console(soft_wrap=True)
+        self.starting = starting if starting is not None else Starting(shown, console)
+        self._console = self.starting.console
         self._live: Live | None = None
         self._drawn_s = 0.0
         self.unit = "tokens"
@@ -27,30 +40,36 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line above the live one."""
         if self._shown:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self.starting.say(line)
 
     def show(self, line: Mapping[str, float], exposed: float | None) -> None:
-        """Show a step: on a terminal the live line, else a plain one every `log_every` steps.
+        """Show a step: on a terminal the live line, else a plain one for the first and every `log_every`
+        steps.
 
         line: as `stretto.train.metrics` writes it. exposed: share of the step, of the last that was gathered.
         """
         if not self._shown:
             return
+        first = self.starting.going_on
+        self.starting.end()
         step, shown = int(line["step"]), self._line(line, exposed)
+        if first:
+            self.say(f"first step: {time.time() - self.starting.started_at_s:.1f} s from the start")
         last = step == self._steps
         if not self._console.is_terminal:
-            if last or step % self._log_every == 0:
+            if first or last or step % self._log_every == 0:
                 self.say(shown)
             return
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
-        if last or time.monotonic() - self._drawn_s >= LIVE_S:
+        if first or last or time.monotonic() - self._drawn_s >= LIVE_S:
             self._drawn_s = time.monotonic()
             self._live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def stop(self) -> None:
         """Leave the live line as it is; what is printed from now on stands below it."""
+        self.starting.end()
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -48,8 +48,10 @@ from stretto.train.metrics import Metrics, observed_line, speed_line
 from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress
 from stretto.train.results import Results, finish
+from stretto.train.reuse import kept_by
 from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
 from stretto.train.shared import check_shared, take_folders
+from stretto.train.starting import Starting
 from stretto.train.task import Task
 from stretto.train.text import silent
 from stretto.train.text_task import task_of
@@ -60,14 +62,16 @@ class Trainer:
     """One rank's training run. `step` counts optimizer steps done; it may be read at any time. `missed` is
     called, by another thread, with the number of a rank that gives no sign of life."""
 
-    def __init__(self, settings: TrainSettings, world: World) -> None:
-        """Nothing happens yet; `run` does everything."""
+    def __init__(self, settings: TrainSettings, world: World, starting: Starting | None = None) -> None:
+        """Nothing happens yet; `run` does everything. starting: what tells of it until the first step."""
         self.settings = settings
         self.world = world
         self.step = 0
         self.missed: Callable[[int], None] = _nothing
         first = world.rank == 0
-        self.progress = Progress(settings.training.steps, settings.training.log_every, first)
+        self.progress = Progress(
+            settings.training.steps, settings.training.log_every, first, starting=starting
+        )
         self.metrics: Metrics | None = None
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
@@ -124,9 +128,11 @@ class Trainer:
     def _prepare(self) -> Task | None:
         """None for a run that has come to its end, which stays as it is."""
         settings, say = self.settings, self.progress.say
+        begin = self.progress.starting.begin
         note = device_note(settings.training.device, self.world)
         if note is not None and not is_launched():  # the launcher has said it
             say(f"note: {note}")
+        begin("looking at data and checkpoints")
         take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and said so.
         task = task_of(settings, silent if is_launched() else say)
@@ -142,6 +148,7 @@ class Trainer:
             )
             return None
         check_shared(self.world, settings.checkpoint_dir)
+        begin("capturing the model")
         model, loss = task.model(), task.loss
         batch = task.train(0, settings.training.global_batch)
         layout = spread(model, settings, say)
@@ -149,12 +156,16 @@ class Trainer:
             warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
             device = self.world.device.type
             job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
+        kept = kept_by(settings, say)
+        begin("planning")
         plan = make_plan(
             job,
             cluster="local",
             order=settings.planning.order,
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
+            say=self.progress.starting.detail if self.world.rank == 0 else None,
+            kept=kept,
         )
         for line in str(plan).splitlines():
             say(line)
@@ -167,6 +178,7 @@ class Trainer:
             compile=settings.compile,
             cuda_graph=settings.cuda_graph,
         )
+        begin("preparing the held-out loss")
         # With "auto" the plan has chosen.
         layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
         self.held_out = HeldOut(
@@ -181,6 +193,7 @@ class Trainer:
             settings.planning.order,
             held_out_steps(settings.training),
             settings.planning.search_s,
+            None if kept is None else replace(kept, say=silent),  # it was said of the training
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(
@@ -201,6 +214,7 @@ class Trainer:
         self._task = task
         self.progress.unit = task.unit
         self._losses: list[float] = []
+        begin("the first step")
         if found is not None:
             state, path = found
             checkpoint.load(path, self.runner, self.optimizer)

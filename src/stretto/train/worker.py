@@ -19,6 +19,7 @@ from stretto.train.heartbeat import LOST_AFTER_S
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere, wait_for_askers
 from stretto.train.notes import Cause, Note, leave_note, note_of
+from stretto.train.starting import Starting
 from stretto.train.trainer import Trainer
 from stretto.train.world import (
     LAUNCHER_PID,
@@ -39,8 +40,9 @@ LINGER_S = 3.0
 whether what they refuse has been said."""
 
 
-def work(settings: TrainSettings) -> int:
-    """Train as the rank that the environment names, or alone. Returns the exit status.
+def work(settings: TrainSettings, starting: Starting | None = None) -> int:
+    """Train as the rank that the environment names, or alone. Returns the exit status. starting: what tells
+    of the run until its first step.
 
     Alone, errors are raised as they are. As one of several ranks the process ends here when it fails:
     connections to ranks that are gone cannot be closed in order.
@@ -50,7 +52,7 @@ def work(settings: TrainSettings) -> int:
     check_size(place, settings.parallel)
     place = replace(place, device=device_for(settings.training.device, place))
     check_graph(settings.cuda_graph, place.device)
-    trainer = Trainer(settings, place)
+    trainer = Trainer(settings, place, starting)
 
     def stuck(interrupted: Interrupted) -> None:
         # Another thread's view: the main one is inside a library, and the rank must end without it.

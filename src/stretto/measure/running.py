@@ -1,0 +1,119 @@
+"""The ranks that run, their machines, and costs that were measured on them before.
+
+1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, and
+   which ranks share a host; where there are several hosts, also which they are, as their network counts.
+2. Rank 0 looks among what its host has kept; what it finds all ranks take. Else all measure, and rank 0
+   keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import UsageError
+from stretto.files.kept import Kept, ago, code_digest, key_of
+from stretto.files.typed_file import from_text, to_line
+from stretto.ir.costs import Costs
+from stretto.measure.measure_collectives import host
+from stretto.measure.time_collectives import tell
+from stretto.measure.time_ops import machine_of
+from stretto.processor.quota import quota_share
+
+CPU = torch.device("cpu")
+COSTS = "costs"
+MOST_AGE_S = 7 * 86400.0
+"""Costs that are older are measured anew. Assumed: what else runs on a machine changes by the week."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """Ranks that call the same things at the same time; `size` 1 is a process that has nobody to ask."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+
+    def all_gather(self, item: Any) -> list[Any]:
+        """Every rank's item, by rank. Any thread may call it, one at a time."""
+        if self.size == 1:
+            return [item]
+        if self.device.type == "cuda":  # a new thread has the first one
+            torch.cuda.set_device(self.device)
+        return tell(item)
+
+    def broadcast(self, item: Any) -> Any:
+        """Rank 0's item."""
+        if self.size == 1:
+            return item
+        told = [item if self.rank == 0 else None]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+
+def running(world: int, device: torch.device) -> Running:
+    """The ranks of a plan of so many, if they are running; else this process alone."""
+    if world > 1 and dist.is_initialized() and dist.get_world_size() == world:
+        return Running(dist.get_rank(), world, device)
+    return Running()
+
+
+def machines(ranks: Running, device: torch.device) -> str | None:
+    """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are
+    emulated on one machine have whatever network they were given this time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    mine = (str(machine_of(device)), cores, f"{quota_share():.3f}", host(), os.uname().nodename)
+    told = ranks.all_gather(mine)
+    hosts = [one[3] for one in told]
+    boots = dict(hosts)
+    if any(boots[boot] != space for boot, space in hosts):
+        return None
+    order = {one: at for at, one in enumerate(dict.fromkeys(hosts))}
+    several = len(order) > 1
+    return repr([(*one[:3], order[one[3]], one[4] if several else "") for one in told])
+
+
+def costs_again(
+    ranks: Running,
+    device: torch.device,
+    parts: Callable[[], Sequence[str]],
+    measure: Callable[[], Costs],
+    kept: Kept | None,
+) -> Costs:
+    """Step 2; every rank must call it. parts: what beside the machines the costs belong to. measure: called
+    on all ranks or on none."""
+    if not ranks.broadcast(kept is not None):
+        return measure()
+    here = machines(ranks, device)
+    if here is None:
+        return measure()
+    key = key_of(COSTS, code_digest(), here, *parts())
+    text: str | None = None
+    if ranks.rank == 0 and kept is not None:
+        text = _found(kept, key)
+    text = ranks.broadcast(text)
+    if text is not None:
+        return from_text(Costs, text, "costs")
+    costs = measure()
+    if ranks.rank == 0 and kept is not None:
+        kept.keep(COSTS, key, to_line(costs))
+    return costs
+
+
+def _found(kept: Kept, key: str) -> str | None:
+    """The text of costs that can be read."""
+    entry = kept.find(COSTS, key, MOST_AGE_S)
+    if entry is None:
+        return None
+    try:
+        from_text(Costs, entry.text, COSTS)
+    except UsageError:
+        kept.drop(COSTS, key)
+        return None
+    kept.say(f"costs: measured here {ago(entry.age_s)}, kept in {kept.folder}; --fresh measures anew")
+    return entry.text

@@ -1,0 +1,89 @@
+"""A plan for the ranks that run: one of them plans, and tells the others.
+
+    1. Ranks compare what they are to plan: jobs, schedule, wishes and costs. Where one has others than rank
+       0, all refuse.
+    2. Rank 0 looks for such a plan among what its host has kept, or plans, and keeps it. Its plan is
+       everybody's, whatever other hosts have kept.
+    3. All read the plan's text.
+
+A process alone does the same by itself. May touch the ranks' messages and the folder of what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from stretto.errors import UsageError
+from stretto.files.kept import Kept, ago, code_digest, key_of
+from stretto.ir.plan import Plan
+from stretto.ir.serialize import plan_from_text, plan_to_text
+from stretto.measure.running import Running
+from stretto.runtime.all_or_none import first_alone
+
+PLAN = "plan"
+
+
+def agree_on(ranks: Running, wishes: Mapping[str, str]) -> None:
+    """Step 1; every rank must call it. wishes: in a word each, as texts.
+
+    Raises the same UsageError on all ranks, which names the first wish in which one differs from rank 0.
+    """
+    first, *others = ranks.all_gather({name: key_of(text) for name, text in wishes.items()})
+    for rank, other in enumerate(others, start=1):
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
+                raise UsageError(
+                    f"the {name} to plan on rank {rank} is another than on rank 0: start all ranks with the "
+                    "same model, settings, code and release of PyTorch"
+                )
+
+
+def plan_on_first(
+    ranks: Running,
+    wishes: Mapping[str, str],
+    make: Callable[[], Plan],
+    kept: Kept | None = None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Plan:
+    """Steps 1 to 3; every rank must call it. wishes: all that the plan depends on, as texts. make: plans,
+    without a word to other ranks; called on rank 0 alone. stopped: whether what it gave is the best so far of
+    a search that was interrupted, and so is not to be kept.
+
+    Raises what `make` raises, on all ranks.
+    """
+    agree_on(ranks, wishes)
+    key = key_of(
+        PLAN, code_digest(), torch.__version__, *(text for one in sorted(wishes.items()) for text in one)
+    )
+
+    def found_or_made() -> Plan:
+        found = None if kept is None else _found(kept, key)
+        if found is not None:
+            return found
+        made = make()
+        if kept is not None and not stopped():
+            kept.keep(PLAN, key, plan_to_text(made))
+        return made
+
+    plan = first_alone(ranks, found_or_made, "plans for all ranks")
+    if ranks.size == 1:
+        assert plan is not None
+        return plan
+    text: str = ranks.broadcast(None if plan is None else plan_to_text(plan))
+    return plan or plan_from_text(text, "rank 0's plan")
+
+
+def _found(kept: Kept, key: str) -> Plan | None:
+    """The plan that was kept, if it can be read."""
+    entry = kept.find(PLAN, key)
+    if entry is None:
+        return None
+    try:
+        found = plan_from_text(entry.text, PLAN)
+    except UsageError:
+        kept.drop(PLAN, key)
+        return None
+    kept.say(f"plan: made here {ago(entry.age_s)} for this job and these costs, kept in {kept.folder}")
+    return found

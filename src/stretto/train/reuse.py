@@ -1,0 +1,26 @@
+"""Where a run finds costs and plans of earlier ones: a folder of the user's cache, if it may look."""
+
+from __future__ import annotations
+
+import os
+from typing import get_args
+
+from stretto.config import PlanningSettings, TrainSettings
+from stretto.errors import UsageError
+from stretto.files.kept import Kept, cache_dir, unheard
+from stretto.train.text import Say
+
+REUSE = "STRETTO_REUSE"
+"""Environment variable: comes before the setting `planning.reuse`."""
+
+
+def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
+    """What is found again and kept; None where it is switched off. say: as `Kept` has it.
+
+    Raises UsageError for a variable that is none of the setting's values.
+    """
+    known = get_args(PlanningSettings.model_fields["reuse"].annotation)
+    wish = os.environ.get(REUSE) or settings.planning.reuse
+    if wish not in known:
+        raise UsageError(f"{REUSE} = {wish!r} in the environment: choose one of {', '.join(known)}")
+    return None if wish == "off" else Kept(cache_dir() / "kept", wish == "renew", say)

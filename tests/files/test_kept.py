@@ -1,0 +1,134 @@
+"""Texts that are kept: found by all that they depend on, whole or not at all, and not for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from stretto.files import kept as room
+from stretto.files.kept import Kept, ago, code_digest, key_of
+
+
+def path_of(folder: Path) -> Path:
+    (found,) = folder.glob("*.kept")
+    return found
+
+
+def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "not there yet")
+    assert kept.find("plan", "a") is None
+    kept.keep("plan", "a", "text\nof two lines, é")
+    found = kept.find("plan", "a")
+    assert found is not None
+    assert found.text == "text\nof two lines, é"
+    assert 0.0 <= found.age_s < 60.0
+    assert kept.find("costs", "a") is None, "another kind"
+    kept.keep("plan", "a", "new")
+    assert Kept(kept.folder).find("plan", "a").text == "new"  # type: ignore[union-attr]
+
+
+def test_what_is_made_anew_is_not_found_and_is_kept(tmp_path: Path) -> None:
+    Kept(tmp_path).keep("plan", "a", "old")
+    renewing = Kept(tmp_path, renew=True)
+    assert renewing.find("plan", "a") is None
+    renewing.keep("plan", "a", "new")
+    assert Kept(tmp_path).find("plan", "a").text == "new"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "no head", "empty", "not UTF-8"])
+def test_a_damaged_entry_is_none_and_goes(damage: str, tmp_path: Path) -> None:
+    kept = Kept(tmp_path)
+    kept.keep("plan", "a", "a long enough text")
+    path = path_of(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut": whole[:-3],
+            "changed": whole.replace(b"enough", b"little"),
+            "no head": whole.partition(b"\n")[2],
+            "empty": b"",
+            "not UTF-8": whole[:-3] + b"\xff\xfe\xfd",
+        }[damage]
+    )
+    assert kept.find("plan", "a") is None
+    assert not path.exists()
+
+
+def test_what_is_too_old_is_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(tmp_path)
+    kept.keep("costs", "a", "text")
+    now_s = time.time()
+    monkeypatch.setattr(room.time, "time", lambda: now_s + 100.0)
+    assert kept.find("costs", "a", most_age_s=50.0) is None
+    assert kept.find("costs", "a", most_age_s=150.0) is not None
+    monkeypatch.setattr(room.time, "time", lambda: now_s - 100.0)
+    assert kept.find("costs", "a", most_age_s=50.0) is None, "the clock was set back"
+
+
+def test_those_that_were_not_used_for_longest_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "MOST_ENTRIES", 3)
+    kept = Kept(tmp_path)
+    for at, key in enumerate("abc"):
+        kept.keep("plan", key, "text")
+        os.utime(tmp_path / f"plan-{key}.kept", (at, at))
+    assert kept.find("plan", "a") is not None
+    kept.keep("plan", "d", "text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan-a.kept", "plan-c.kept", "plan-d.kept"]
+    monkeypatch.setattr(room, "MOST_BYTES", 300)
+    kept.keep("plan", "e", "x" * 1000)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan-e.kept"], "one alone may be larger"
+
+
+def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
+    old, new = tmp_path / ".plan-a.kept.17.tmp", tmp_path / ".plan-b.kept.18.tmp"
+    for path in (old, new):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    Kept(tmp_path).keep("plan", "c", "text")
+    assert not old.exists()
+    assert new.exists(), "somebody may be writing it"
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    kept = Kept(tmp_path / "file", say=said.append)
+    kept.keep("plan", "a", "text")
+    (line,) = said
+    assert line.startswith(f"note: plan cannot be kept in {tmp_path / 'file'} for the next run (")
+    assert kept.find("plan", "a") is None
+
+
+def test_writers_at_the_same_time_leave_one_whole(tmp_path: Path) -> None:
+    texts = [letter * 100_000 for letter in "abcd"]
+    threads = [threading.Thread(target=Kept(tmp_path).keep, args=("plan", "k", text)) for text in texts]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        found = Kept(tmp_path).find("plan", "k")
+        assert found is None or found.text in texts
+    found = Kept(tmp_path).find("plan", "k")
+    assert found is not None
+    assert found.text in texts
+
+
+def test_keys_tell_where_one_part_ends() -> None:
+    assert key_of("a", "b") == key_of("a", "b")
+    assert len({key_of("ab"), key_of("a", "b"), key_of("b", "a"), key_of("a", "b", ""), key_of()}) == 5
+    assert code_digest() == code_digest()
+
+
+def test_ages_are_told_in_words() -> None:
+    assert [ago(age_s) for age_s in (0.4, 59.0, 61.0, 7200.0, 5e5)] == [
+        "0 s ago",
+        "59 s ago",
+        "1 minute ago",
+        "2 hours ago",
+        "5 days ago",
+    ]
