@@ -111,7 +111,7 @@ def test_a_process_shows_where_it_is_and_ends_with_130(tmp_path: Path) -> None:
             if "best " in line:
                 break
         assert lines, process.communicate()
-        assert all(line.startswith("planning") for line in lines), lines
+        assert all(line.startswith("  planning") for line in lines), lines
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     finally:

@@ -23,12 +23,9 @@ from stretto.cli.outputs import check_output
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
-from stretto.train.waiting import Waiting
+from stretto.train.starting import Starting
 
 plan = typer.Typer(add_completion=False)
-
-SEEN_S = 0.25
-"""Seconds between two looks of the line on a terminal."""
 
 
 @plan.command()
@@ -125,14 +122,10 @@ def _interrupts() -> Iterator[list[int]]:
 
 @contextmanager
 def _shown() -> Iterator[Callable[[str], None]]:
-    """Takes lines of progress: on a terminal one is there at a time, elsewhere they follow one another."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        with Waiting(console.print, "planning") as waiting:
-            yield waiting.now
-        return
-    with console.status("planning") as status, Waiting(status.update, "planning", SEEN_S) as waiting:
-        yield waiting.now
+    """Takes lines of progress."""
+    with Starting(console=Console(stderr=True, soft_wrap=True)) as starting:
+        starting.begin("planning")
+        yield starting.detail
 
 
 def make(

@@ -42,8 +42,8 @@ planning takes about as long as 50."""
 LEAST = 60_000
 """Items walked for even the shortest run. Measured: 0.25 s on one core."""
 
-FEWEST = 10
-"""Walks that are worth a search: as many as step 2 begins with."""
+FEWEST = 20
+"""Walks that are worth a search: with fewer, step 2 does not come to single ranks. Assumed."""
 
 WIDE = 0.1
 """Above the bound, by which part of it the best of step 2 is where all of that time is taken; of less, less.

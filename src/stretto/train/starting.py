@@ -1,4 +1,5 @@
-"""What a run does before its first step, told while it does it: no screen should be silent for long.
+"""What a run does before its first step, and what planning does, told meanwhile: no screen should be silent
+for long.
 
 A thread tells a phase that takes longer again and again: on a terminal in one live line, elsewhere by a line
 every `EVERY_S`. Loads nothing but what prints, so that it can tell of PyTorch being loaded.
