@@ -34,7 +34,8 @@ def read(data: str, source: str, length: int) -> dict[str, Tensor]:
     rows, labels = [], []
     for line in Path(data).read_text(encoding="utf-8").splitlines():
         one = json.loads(line)
-        prompt, answer = (tokenizer(one[key], add_special_tokens=False)["input_ids"] for key in one)
+        both = (one["prompt"], one["answer"])
+        prompt, answer = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in both)
         ids = [*prompt, *answer, end][:length]
         marks = [*[IGNORED] * len(prompt), *answer, end][:length]
         rows.append(ids + [end] * (length - len(ids)))  # nothing before it looks at what is behind

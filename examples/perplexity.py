@@ -22,7 +22,7 @@ if config["model_type"] == "stretto-gpt":
     model, token_sum, length = load_gpt(folder), next_token_sum, config["context"]
 else:
     model, token_sum = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), huggingface_sum
-    length = config["max_position_embeddings"]
+    length = model.config.max_position_embeddings
 
 text = "".join(Path(name).read_text(encoding="utf-8") for name in files)
 ids = torch.tensor(Tokenizer.from_file(f"{folder}/tokenizer.json").encode(text, add_special_tokens=False).ids)

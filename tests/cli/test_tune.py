@@ -18,6 +18,8 @@ from stretto.cli.main import app
 from stretto.cli.tune import _nothing
 from stretto.config import load_settings
 from stretto.errors import StrettoError, UsageError
+from stretto.ir.stage_maps import PLACES
+from stretto.schedule.families import FAMILIES
 from stretto.tune.outcome import Tuned
 from tests.train.tiny import environment
 from tests.tune.small import CLUSTER, write_cluster, write_settings
@@ -55,6 +57,34 @@ def test_a_choice_is_made_told_and_written(tmp_path: Path) -> None:
     (step,) = re.findall(r"predicted step +([\d.]+) ms", planned.output)
     row = next(line for line in result.output.splitlines() if " ms " in line)
     assert f"{float(step):.3g}"[:3] in row
+
+
+TASK = """
+from tests.train.own_task import task
+from stretto import schedule
+
+schedule.register("of-this-task", lambda w: schedule.make_schedule("1f1b", w.ranks, w.microbatches))
+"""
+
+
+def test_a_family_that_the_tasks_file_registers_is_chosen_from(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK, encoding="utf-8")
+    config, out = tmp_path / "task.toml", tmp_path / "tuned.toml"
+    config.write_text(
+        f'[task]\nfile = "{tmp_path}/mine.py"\nconfig = {{ width = 8 }}\n[training]\nglobal_batch = 8\n',
+        encoding="utf-8",
+    )
+    write_cluster(tmp_path)
+    fixed = ("pp=2", "schedule=of-this-task", "microbatches=2", "recompute=none")
+    named = [text for one in fixed for text in ("--fix", one)]
+    given = ["tune", str(config), "--cluster", str(tmp_path / "cluster.toml"), "--devices", "2", *named]
+    try:
+        result = CliRunner().invoke(app, [*given, "--processes", "1", "-o", str(out)])
+        assert result.exit_code == 0, f"{result.output}{result.exception}"
+    finally:
+        FAMILIES.pop("of-this-task", None)
+        PLACES.pop("of-this-task", None)
+    assert 'schedule = "of-this-task"' in out.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import UsageError
 from stretto.models.build import (
     END_OF_TEXT_ID,
+    _unknown,
     build_model,
     counted_loss_function,
     huggingface_loss,
@@ -309,6 +310,21 @@ def test_a_training_takes_sums_with_their_counts() -> None:
 
 
 @pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.75, "rope_theta": 1e4}),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4}),
+        ("Qwen3ForCausalLM", {"rope_scaling": None, "max_window_layers": 2, "sliding_window": None}),
+    ],
+)
+def test_keys_that_a_configuration_class_asks_for_are_known(
+    architecture: str, config: dict[str, object]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    assert _unknown(getattr(transformers, architecture), config) == []
+
+
+@pytest.mark.parametrize(
     ("architecture", "config", "expected"),
     [
         ("LamaForCausalLM", {}, "transformers .* has no such model; did you mean 'LlamaForCausalLM'"),
@@ -334,6 +350,11 @@ def test_a_training_takes_sums_with_their_counts() -> None:
             "LlamaForCausalLM",
             {"rope_theta": 1e5, "rope_teta": 1e5},
             r"model\.config\.rope_teta: LlamaConfig has no such setting",
+        ),
+        (
+            "LlamaForCausalLM",
+            {"model_type": "llama", "torch_dtype": "bfloat16", "rope_teta": 1e5},
+            r"(?s)model_type changes nothing.*torch_dtype changes nothing.*rope_teta: LlamaConfig has no",
         ),
     ],
 )

@@ -15,13 +15,14 @@ from stretto.files.kept import Kept
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import job_text, plan_to_text
+from stretto.ir.stage_maps import PLACES, Places
 from stretto.measure import measured, running
 from stretto.measure.running import costs_again
 from stretto.order.policies import POLICIES, captured_order
 from stretto.planning import here, make_plan
 from stretto.planning.here import plan_on_first
 from stretto.runtime import all_or_none
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import FAMILIES, make_schedule
 from tests.planning.ranks import Threads, on_threads
 from tests.synthetic import make_costs, make_job
 from tests.synthetic import make_plan as synthetic_plan
@@ -222,6 +223,25 @@ def test_plans_with_a_policy_of_the_users_own_are_not_kept(
         planned(order=order)
         assert len(made) == times, order
     assert made[0].costs == made[1].costs, "costs are"
+
+
+def test_what_auto_found_is_not_kept_where_it_may_take_a_family_of_the_users_own(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = planned(schedule="auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(make_plan, "_fastest", lambda *_: pytest.fail("plans again"))
+        assert planned(schedule="auto") == first
+    monkeypatch.setitem(PLACES, "of-this-test", Places())
+    monkeypatch.setitem(FAMILIES, "of-this-test", FAMILIES["gpipe"])
+    made: list[int] = []
+    fastest: Callable[..., Plan] = make_plan._fastest
+    monkeypatch.setattr(make_plan, "_fastest", lambda *of: (made.append(1), fastest(*of))[1])
+    planned(schedule="auto")
+    planned(schedule="gpipe")
+    planned(schedule="gpipe")
+    planned(schedule="auto")
+    assert len(made) == 3
 
 
 def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

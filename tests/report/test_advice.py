@@ -144,6 +144,26 @@ def test_work_is_a_ranks_and_counts_repeats_apart() -> None:
     assert work.again_flops == 0
 
 
+def test_attentions_backward_makes_the_scores_again() -> None:
+    plan = plan_of()
+    stage = plan.job.stages[0]
+    product = next(op for op in stage.ops[Phase.F] if op.flops)
+    fused = replace(product, target="aten._scaled_dot_product_flash_attention_backward.default")
+    ops = {**stage.ops, Phase.F: tuple(fused if op is product else op for op in stage.ops[Phase.F])}
+    stages = (replace(stage, ops=ops), *plan.job.stages[1:])
+    before, work = work_of(plan), work_of(replace(plan, job=replace(plan.job, stages=stages)))
+    assert work.flops + work.again_flops == pytest.approx(before.flops)
+    assert work.again_flops == pytest.approx(product.flops / 5 * plan.job.microbatches / 2)
+
+
+def test_what_stays_in_float32_is_no_reason_for_bf16() -> None:
+    traffic, plan = Traffic("tp", "all", 1, 1, 100.0, 50.0), plan_of()
+    said = help_for(Reason.NETWORK, "tp", plan, 50.0, traffic)
+    assert 'precision = "bf16"' in said
+    low = replace(plan, job=replace(plan.job, param_dtype="bfloat16"))
+    assert 'precision = "bf16"' not in help_for(Reason.NETWORK, "tp", low, 50.0, traffic)
+
+
 def test_mfu_and_hfu_of_a_known_peak() -> None:
     work = Work(4000.0, 1000.0, Peak(100.0, "a sheet"))
     assert work.mfu(80.0) == pytest.approx(0.5)

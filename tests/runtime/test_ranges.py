@@ -95,3 +95,18 @@ def test_of_parts_of_a_leaf_with_ranges_of_their_own() -> None:
             runner.step(bad)
         assert f"batch leaf {leaf!r} holds {value} (microbatch {at[0] // 2})" in str(caught.value)
     runner.step(good)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])
+def test_of_ids_in_the_dtype_of_a_file_of_them(dtype: torch.dtype) -> None:
+    model = gpt()
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int]:
+        return next_token_sum(model, batch.long())
+
+    given = tokens().to(dtype)
+    plan = stretto.plan(stretto.capture(model, given, loss, stretto.Parallel(microbatches=2)), CLUSTER)
+    (runner,) = stretto.run_threads(plan, lambda _: model, lambda runner: runner)
+    runner.step(given)
+    with pytest.raises(stretto.UsageError, match=r"holds 50 \(microbatch 1\)"):
+        runner.step(tokens((5, 2, 50)).to(dtype))

@@ -41,6 +41,7 @@ LOSSES: frozenset[Callable[..., Any]] = frozenset(
         F.smooth_l1_loss,
         F.soft_margin_loss,
         F.triplet_margin_loss,
+        F.triplet_margin_with_distance_loss,
     }
 )
 """Step 1."""

@@ -83,13 +83,14 @@ def run(
     settings = load_settings(config, changes or [])
     found = _described(cluster)
     count = _devices(cluster, found, devices, settings)
+    from stretto.train.job import trained
     from stretto.tune.choices import Choices, read_fixed
 
+    of = trained(settings)  # a task's file may register families, which are then chosen from
     fixed = read_fixed(fix or [])
     text = read_text(config, "settings file")
     _written(text, settings, changes or [], dict.fromkeys(("parallel.pp", "parallel.schedule"), 1))
     from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-    from stretto.train.job import trained
     from stretto.tune.funnel import Funnel
     from stretto.tune.workers import Workers
 
@@ -110,7 +111,6 @@ def run(
         tuned = funnel.result()
         if ended is not None:
             tuned.stopped = "it was interrupted"
-        of = trained(settings)
         _tell(tuned, of.unit, of.size * settings.training.global_batch / count, top)
         if tuned.planned and output is not None:
             changed = {

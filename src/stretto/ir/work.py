@@ -2,7 +2,8 @@
 
 FLOPs are counted on the captured graph by PyTorch's formulas (products, convolutions, attention, which counts
 whole under a causal mask too). MFU leaves out what the backward computes again, HFU counts it (Chowdhery et
-al. 2022, "PaLM", arXiv 2204.02311, appendix B). Numbers only.
+al. 2022, "PaLM", arXiv 2204.02311, appendix B). That is recomputation of a plan's, and the scores of fused
+attention: one of its backward's five products, which its forward made and did not keep. Numbers only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 
 from stretto.ir.costs import Peak
 from stretto.ir.plan import Plan
+from stretto.ir.program import Op
+
+SCORES_AGAIN = 1 / 5
+"""Of the FLOPs of a fused attention's backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +43,20 @@ class Work:
 
 def work_of(plan: Plan) -> Work:
     """A rank's work in a step of `plan`. Ranks of one place do equal work; places are averaged."""
-    sums = [0, 0]
+    flops = again_flops = 0.0
     for stage in plan.job.stages:
         for ops in stage.ops.values():
             for op in ops:
-                sums[bool(op.repeats)] += op.flops
+                again = op.flops * _part_again(op)
+                flops += op.flops - again
+                again_flops += again
     each = plan.job.microbatches / plan.ranks
-    return Work(sums[0] * each, sums[1] * each, plan.costs.peak)
+    return Work(flops * each, again_flops * each, plan.costs.peak)
+
+
+def _part_again(op: Op) -> float:
+    """What share of an op's FLOPs an earlier op has made already."""
+    if op.repeats:
+        return 1.0
+    fused = "scaled_dot_product" in op.target and "_backward" in op.target
+    return SCORES_AGAIN if fused else 0.0

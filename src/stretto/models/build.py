@@ -112,14 +112,17 @@ def _huggingface(
 def _unknown(kind: Any, given: Mapping[str, Any]) -> list[str]:
     """Keys that a model and its configuration class have no use for. What the class does not know it keeps
     under the same name; an older name of a known one (`rope_theta`, which is a part of `rope_parameters` now)
-    it does not keep. A model's code may ask by name for what its class does not know (`head_dim`)."""
+    it does not keep. A model's code may ask by name for what its class does not know (`head_dim`), and so may
+    the class itself (`partial_rotary_factor` of Phi-3)."""
     config_class = kind.config_class
     known = vars(config_class())
     strange = [key for key in given if key not in known and not hasattr(config_class, key)]
     if not strange:
         return []
     code = inspect.getsource(inspect.getmodule(kind) or kind)
-    strange = [key for key in strange if f'(config, "{key}"' not in code]
+    code += inspect.getsource(config_class)
+    asked = ('(config, "{}"', 'kwargs.get("{}"', 'kwargs.pop("{}"')
+    strange = [key for key in strange if not any(form.format(key) in code for form in asked)]
     try:
         kept = vars(config_class(**{key: given[key] for key in strange}))
     except Exception:
@@ -156,12 +159,15 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             f"model.config.vocab_size = {values['vocab_size']!r} is too small: the tokenizer has "
             f"{vocab_size} tokens; leave it out"
         )
+    faults = []
     for key in settings.config:
         if (advice := NOT_OF_A_CONFIG.get(SAME.get(key, key))) is not None:
-            raise UsageError(f"model.config.{key} changes nothing of the model: {advice}")
-    if unknown := _unknown(kind, settings.config):
-        near = meant(unknown[0], vars(config_class()), "; {}")
-        raise UsageError(f"model.config.{unknown[0]}: {config_class.__name__} has no such setting{near}")
+            faults.append(f"model.config.{key} changes nothing of the model: {advice}")
+    for key in _unknown(kind, settings.config):
+        near = meant(key, vars(config_class()), "; {}")
+        faults.append(f"model.config.{key}: {config_class.__name__} has no such setting{near}")
+    if faults:
+        raise UsageError("\n".join(faults))
     devices = [] if not torch.cuda.is_available() else list(range(torch.cuda.device_count()))
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

@@ -169,17 +169,22 @@ def _now(plan: Plan | None, number: Callable[[Plan], int]) -> str:
 
 
 def _in_float32(name: str, plan: Plan) -> bool:
-    """Whether the axis carries anything in float32 that `precision = "bf16"` would halve: gradients of
-    parameters are summed in the parameters' own dtype."""
-    if name == DP.name:
+    """Whether most of what the axis carries is in float32, which `precision = "bf16"` would halve: gradients
+    of parameters are summed in the parameters' own dtype, and in a job of that precision what is left in
+    float32, as sums of a loss, stays."""
+    if name == DP.name or plan.job.param_dtype is not None:
         return False
     if name == PP.name:
-        return any(edge.spec.dtype == "float32" for edge in plan.job.edges)
-    return any(
-        made is not None and made.dtype == "float32"
-        for stage in plan.job.stages
-        for ops in stage.ops.values()
-        for op in ops
-        if op.collective is not None and op.collective.axis == _axis(name)
-        for made in op.outputs
-    )
+        carried = [edge.spec for edge in plan.job.edges]
+    else:
+        carried = [
+            made
+            for stage in plan.job.stages
+            for ops in stage.ops.values()
+            for op in ops
+            if op.collective is not None and op.collective.axis == _axis(name)
+            for made in op.outputs
+            if made is not None
+        ]
+    whole = sum(one.nbytes for one in carried)
+    return 2 * sum(one.nbytes for one in carried if one.dtype == "float32") > whole

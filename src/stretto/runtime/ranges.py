@@ -26,6 +26,8 @@ from stretto.runtime.counting import Alone
 EMBEDDING = "aten.embedding.default"
 """(weight, indices, ...)"""
 PASSED = ("aten._to_copy.default", "aten.clone.default")
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Files of token ids have them; PyTorch can keep and convert them, and little else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class Ranges:
     @staticmethod
     def _wrong(use: _Use, values: torch.Tensor) -> torch.Tensor | None:
         """Step 2: those that are out of range."""
+        if values.dtype in UNSIGNED:
+            values = values.long()
         least, most = values.aminmax()
         if int(least) >= 0 and int(most) < use.count:
             return None
