@@ -19,7 +19,8 @@ from tests.train.tiny import environment, run, steps_of, write_settings
 transformers = pytest.importorskip("transformers")
 
 EXAMPLES = REPOSITORY / "examples"
-PAIRS = [{"prompt": f"def f{n}(a, b):\n", "answer": f"Return {n} of a and b."} for n in range(80)]
+PAIRS = [{"n": n, "answer": f"Return {n} of a and b.", "prompt": f"def f{n}(a, b):\n"} for n in range(80)]
+"""Keys in any order, and others beside them."""
 
 
 @pytest.fixture(scope="module")

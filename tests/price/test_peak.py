@@ -47,10 +47,10 @@ def test_a_plan_of_a_described_cluster_has_an_mfu() -> None:
     assert mfu is not None
     assert hfu is not None
     assert 0.0 < mfu < hfu < 1.0
-    # By hand: products of two layers and the head, forward and twice that backward, and attention's.
+    # By hand: products of two layers and the head and attention's, forward and twice that backward.
     tokens, hidden, layers, context, vocab = 4 * 32, 64, 2, 32, 64
     products = 6.0 * tokens * (layers * 12 * hidden**2 + vocab * hidden)
-    attention = tokens * layers * context * hidden * (4 + 10)
+    attention = tokens * layers * context * hidden * (4 + 8)
     assert work.flops == pytest.approx(products + attention, rel=0.01)
     grid = rates_grid(work, [stretto.simulate(plan)], 1)
     assert grid is not None
