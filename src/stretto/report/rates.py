@@ -50,11 +50,13 @@ def rates_grid(
 
 
 def _caption(work: Work) -> str:
-    counted = "FLOPs: of the captured graph, by PyTorch's formulas"
+    counted = "FLOPs: of the captured graph, by PyTorch's formulas."
+    if work.again_flops:
+        counted += " Computed again: by recomputation, and scores in the backward of fused attention."
     if work.peak is None:
-        return f"{counted}. MFU is left out: the device's peak rate is not known (processors have no sheet)."
+        return f"{counted} MFU is left out: the device's peak rate is not known (processors have no sheet)."
     again = " HFU: with what is computed again." if work.again_flops else ""
     return (
-        f"{counted}. MFU: without what is computed again, of a peak of "
+        f"{counted} MFU: without what is computed again, of a peak of "
         f"{format_flops(work.peak.flops_per_us * 1e6)}/s ({work.peak.source}).{again}"
     )
