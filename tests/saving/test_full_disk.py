@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 from typing import Any
 
 import pytest
@@ -35,6 +36,18 @@ def test_what_torch_save_makes_of_it() -> None:
         WRITING,
     ):
         torch.save(torch.zeros(1 << 18), Disk())
+
+
+def test_a_folder_that_is_called_so_is_not_a_full_disk() -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied", "/mnt/quota/No space left on device")
+    with pytest.raises(StrettoError, match="could not be written: Permission denied; see to it"), WRITING:
+        raise denied
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_what_tells_it_in_words_alone(number: int) -> None:
+    with pytest.raises(StrettoError, match="the disk is full"), WRITING:
+        raise RuntimeError(f"writing a file failed: {os.strerror(number)}")
 
 
 def test_another_failure_is_not_a_full_disk() -> None:

@@ -28,6 +28,8 @@ SEEN_WITHIN_S = 10.0
 for which their clients keep what they know of a folder."""
 POLL_S = 0.1
 SHOWN_RANKS = 4
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a disk, or a user's share of one, that is full."""
 
 
 def partial_of(place: Path) -> Path:
@@ -165,7 +167,8 @@ def is_full(error: BaseException) -> bool:
     while id(error) not in seen:
         seen.add(id(error))
         number = error.errno if isinstance(error, OSError) else None
-        if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error) or "quota" in str(error):
+        # The text of what has no number; what has one may name a folder that is called so.
+        if number in FULL or (number is None and any(os.strerror(one) in str(error) for one in FULL)):
             return True
         error = error.__cause__ or error.__context__ or error
     return False
