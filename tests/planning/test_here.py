@@ -18,6 +18,7 @@ from stretto.ir.serialize import job_text, plan_to_text
 from stretto.measure import measured, running
 from stretto.measure.running import costs_again
 from stretto.order.policies import POLICIES, captured_order
+from stretto.passes.watch import Watch
 from stretto.planning import here, make_plan
 from stretto.planning.here import plan_on_first
 from stretto.runtime import all_or_none
@@ -142,9 +143,26 @@ def test_a_kept_plan_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_the_best_so_far_is_not_kept(tmp_path: Path) -> None:
-    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), lambda: True)
+    watch = Watch(lambda line: None)
+    watch.stop(KeyboardInterrupt())
+    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), watch)
     assert found == a_plan()
     assert not [*tmp_path.iterdir()]
+
+
+def test_an_interrupt_while_a_plan_is_kept_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Kept, "keep", interrupted)
+    watch = Watch(lambda line: None)
+    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), watch)
+    assert found == a_plan()
+    assert watch.stopped
+    with pytest.raises(KeyboardInterrupt):  # nobody is there to see it
+        plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path))
 
 
 Planned = Callable[..., Plan]

@@ -208,7 +208,7 @@ def _made(tries: Tries) -> Plan:
     def finished(tried: Tried) -> Iterator[Plan]:
         context.watch.tell(f"{names(tried.variant)}: messages and proof")
         try:
-            made = _finished_anyway(tries.step(tried.variant), context)
+            made = _finished_anyway(partial(tries.step, tried.variant), context)
         except PlanError as error:
             refused.setdefault(tried.overlap, error)
             tries.missing.append(f"{tried.overlap} is refused: {error.faults[0]}")
@@ -253,13 +253,14 @@ def _overlap_mode(text: str) -> OverlapMode:
     )
 
 
-def _finished_anyway(step: Step, context: Context) -> Plan:
-    """Steps 4 to 6, and once more after an interrupt that meant the search."""
+def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
+    """Steps 4 to 6, and once more after an interrupt that meant the search. step: makes it, which for all
+    microbatches takes longer than for those by which variants were compared."""
     try:
-        return _finished(step, context)
+        return _finished(step(), context)
     except KeyboardInterrupt as error:
         context.watch.stop(error)
-    return _finished(step, context)
+    return _finished(step(), context)
 
 
 def _finished(step: Step, context: Context) -> Plan:
@@ -371,4 +372,4 @@ def _planned_here(
 
     # What a policy of the user's does today, nothing tells.
     known = kept if wished.order in OWN else None
-    return plan_on_first(ranks, wishes, make, known, lambda: wished.watch.stopped)
+    return plan_on_first(ranks, wishes, make, known, wished.watch)
