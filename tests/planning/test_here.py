@@ -218,6 +218,18 @@ def test_costs_of_another_machine_are_not_taken(planned: Planned, monkeypatch: p
     finally:
         torch.set_num_threads(threads)
     assert planned() == first
+    for how in ("NCCL_ALGO", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
+        with monkeypatch.context() as patch:
+            patch.setenv(how, "other")
+            assert planned().costs != first.costs, how
+    products = torch.backends.cuda.matmul
+    precision = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        assert planned().costs != first.costs
+    finally:
+        products.fp32_precision = precision
+    assert planned() == first
     monkeypatch.setattr(running, "machines", lambda *_: None)
     assert planned().costs != first.costs, "emulated hosts"
 

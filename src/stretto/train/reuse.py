@@ -15,7 +15,8 @@ REUSE = "STRETTO_REUSE"
 
 
 def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
-    """What is found again and kept; None where it is switched off. say: as `Kept` has it.
+    """What is found again and kept; None where it is switched off, or there is no place. say: as `Kept` has
+    it.
 
     Raises UsageError for a variable that is none of the setting's values.
     """
@@ -23,4 +24,10 @@ def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
     wish = os.environ.get(REUSE) or settings.planning.reuse
     if wish not in known:
         raise UsageError(f"{REUSE} = {wish!r} in the environment: choose one of {', '.join(known)}")
-    return None if wish == "off" else Kept(cache_dir() / "kept", wish == "renew", say)
+    if wish == "off":
+        return None
+    try:
+        return Kept(cache_dir() / "kept", wish == "renew", say)
+    except UsageError as error:
+        say(f"note: costs and plan are not kept for the next run: {error}")
+        return None
