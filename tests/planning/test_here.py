@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import stretto
 from stretto.errors import LostRankError, PlanError, UsageError
 from stretto.files.kept import Kept
+from stretto.ir import stage_maps
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import job_text, plan_to_text
@@ -22,6 +24,7 @@ from stretto.passes.watch import Watch
 from stretto.planning import here, make_plan
 from stretto.planning.here import plan_on_first
 from stretto.runtime import all_or_none
+from stretto.schedule import families
 from stretto.schedule.families import make_schedule
 from tests.planning.ranks import Threads, on_threads
 from tests.synthetic import make_costs, make_job
@@ -252,6 +255,29 @@ def test_plans_with_a_policy_of_the_users_own_are_not_kept(
         planned(order=order)
         assert len(made) == times, order
     assert made[0].costs == made[1].costs, "costs are"
+
+
+def test_plans_that_auto_chooses_among_families_of_the_users_own_are_not_kept(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = planned(schedule="auto")
+    with monkeypatch.context() as patch:
+        patch.setattr(make_plan, "_fastest", lambda *_: pytest.fail("plans again"))
+        assert planned(schedule="auto") == first
+    own = replace(families.FAMILIES["1f1b"], name="of-this-test")
+    monkeypatch.setitem(families.FAMILIES, own.name, own)
+    monkeypatch.setitem(stage_maps.PLACES, own.name, stage_maps.ONE_EACH)
+    made: list[Plan] = []
+
+    def counted(*of: object) -> Plan:
+        made.append(fastest(*of))
+        return made[-1]
+
+    fastest: Callable[..., Plan] = make_plan._fastest
+    monkeypatch.setattr(make_plan, "_fastest", counted)
+    for name in ("auto", "auto", own.name, own.name):
+        planned(schedule=name)
+    assert len(made) == 3, "one that is named is known by its order"
 
 
 def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

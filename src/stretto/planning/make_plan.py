@@ -50,7 +50,8 @@ from stretto.planning.variants import communicates, names, overlaps, ways
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.csv import read_csv
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import OWN as OWN_FAMILIES
 from stretto.schedule.forward import forward_schedule
 from stretto.schedule.sums import without_sums
 from stretto.schedule.timing import peak_live
@@ -370,6 +371,7 @@ def _planned_here(
     def make() -> Plan:
         return _fastest(begun, job, schedule, wished.watch)
 
-    # What a policy of the user's does today, nothing tells.
-    known = kept if wished.order in OWN else None
+    # What a policy of the user's does today, nothing tells, nor what a family among which "auto" chooses.
+    own = wished.order not in OWN or (auto and FAMILIES.keys() > OWN_FAMILIES)
+    known = None if own else kept
     return plan_on_first(ranks, wishes, make, known, wished.watch)
