@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto
 from stretto.capture.trace import Traced, trace
+from stretto.errors import CaptureError
 from stretto.ir.program import Ref
 from stretto.models.build import huggingface_loss
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain
@@ -31,6 +32,10 @@ from tests.runtime.equality import (
     run,
     tokens,
 )
+
+library: Any = torch.library.Library("of_test_masks", "DEF")  # type: ignore[no-untyped-call]
+library.define("fill(Tensor(a!) mask) -> ()")
+torch.library.register_fake("of_test_masks::fill", lambda mask: None, lib=library)
 
 KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 T = 7
@@ -339,6 +344,20 @@ def test_masks_that_are_not_exactly_causal_stay(mask: Callable[[Tensor], Tensor]
     assert [(causal, mask) for _, causal, mask in calls_of(traced)] == [(False, True)] * 3
     if mask in (_written_through_data_of_a_view, _window):
         assert_equal(run(plan_of(job_of(traced, 2, 2)), model, x), plain(model, x, square), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["fill", "fill.default"])
+def test_a_mask_that_an_op_of_another_library_writes_is_not_known(name: str) -> None:
+    """What writes to it cannot be captured, and is not left out because nothing reads it."""
+    fill: Any = torch.ops.of_test_masks.fill
+
+    def written(x: Tensor) -> Tensor:
+        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        (fill if name == "fill" else fill.default)(mask)
+        return mask
+
+    with pytest.raises(CaptureError, match=r"of_test_masks\.fill"):
+        trace(Hand(written), torch.randn(2, T, 8), square)
 
 
 def test_a_mask_that_can_be_loaded_stays() -> None:

@@ -6,8 +6,8 @@ and no draw are known all the same, by the calls that made them:
     1. Of each call of a PyTorch function whose tensors are all known, a recipe is kept: the function, its
        arguments, and the recipes of its tensors. Equal recipes have equal numbers.
     2. What is written to later, under whatever name, is known no more (its version counter tells), unless the
-       call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), nothing
-       is known from there on of what was made before.
+       call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), and
+       where an op of another library's writes, nothing is known from there on of what was made before.
     3. For who asks, the calls are made again on real tensors. None of them may draw, or leave elements unset.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stretto.capture.calls_adapter import NotConstantError, of_constants
+from stretto.capture.calls_adapter import NotConstantError, of_constants, writes_uncounted
 
 Answer = TypeVar("Answer")
 
@@ -137,7 +137,7 @@ class Known:
                 if name in UNCOUNTED:
                     self._tensors.clear()
                 return function(*args, **kwargs)
-        elif name in UNCOUNTED:
+        elif name in UNCOUNTED or writes_uncounted(function):
             self._tensors.clear()
         given: list[Tensor] = []
         try:
