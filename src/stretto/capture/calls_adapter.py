@@ -61,7 +61,8 @@ def writes_uncounted(function: Any) -> bool:
     if isinstance(function, torch._ops.OpOverload):
         return function.namespace not in COUNTED and function._schema.is_mutable
     if isinstance(function, torch._ops.OpOverloadPacket):
-        return any(writes_uncounted(getattr(function, name)) for name in function.overloads())
+        names = function.overloads()  # type: ignore[no-untyped-call]
+        return any(writes_uncounted(getattr(function, name)) for name in names)
     return False
 
 

@@ -84,7 +84,7 @@ def machines(ranks: Running, device: torch.device) -> str | None:
 
 def _told() -> list[object]:
     """What makes the same ops and messages faster or slower on the same machine."""
-    of = torch.backends
+    of: Any = torch.backends
     parts = (of, of.cuda.matmul, of.cudnn.conv, of.cudnn.rnn, of.mkldnn.matmul, of.mkldnn.conv)
     numbers = [getattr(part, "fp32_precision", "") for part in parts]
     ways = [of.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()]
