@@ -66,7 +66,7 @@ def test_models_have_room_for_the_sequence() -> None:
 
 
 def test_an_unknown_model_is_told_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown model 'bert'; known: gpt 512"):
+    with pytest.raises(UsageError, match="unknown model 'bert'; known are gpt 512"):
         bench.compute(["bert"], [1], 5, tmp_path)
 
 

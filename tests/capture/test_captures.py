@@ -48,6 +48,7 @@ def test_what_a_trace_does_not_depend_on_is_known_by_name() -> None:
         "microbatches",
         "schedule",
         "virtual_stages",
+        "stages",
         "microbatch_group",
         "split",
         "max_live",

@@ -76,7 +76,10 @@ def test_a_pattern_that_no_module_has() -> None:
 @pytest.mark.parametrize(
     ("style", "text"),
     [
-        ("columnwise", "tp_plan['up']: unknown style 'columnwise'; known styles: colwise,"),
+        (
+            "columnwise",
+            "tp_plan['up']: unknown style 'columnwise'; did you mean 'colwise'? known styles: colwise,",
+        ),
         (3, "unknown style 'int'"),
         (
             PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
