@@ -252,6 +252,27 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert kept_by(TrainSettings()) is not None
 
 
+@pytest.mark.parametrize(
+    ("told", "setting", "renew"),
+    [
+        ("", "auto", False),
+        ("", "renew", True),
+        ("", "off", None),
+        ("auto", "off", False),
+        ("auto", "renew", True),
+        ("renew", "auto", True),
+        ("renew", "off", True),
+        ("off", "renew", None),
+    ],
+)
+def test_what_is_found_again_by_the_environment_and_the_settings(
+    told: str, setting: str, renew: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_REUSE", told)
+    kept = kept_by(TrainSettings.model_validate({"planning": {"reuse": setting}}))
+    assert (None if kept is None else kept.renew) is renew
+
+
 def test_too_little_text(prepare: Prepare, tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
     few.write_text("a few words, and no more than that\n" * 3)

@@ -11,7 +11,7 @@ from stretto.files.kept import Kept, cache_dir, unheard
 from stretto.train.text import Say
 
 REUSE = "STRETTO_REUSE"
-"""Environment variable: comes before the setting `planning.reuse`."""
+"""Environment variable: comes before the setting `planning.reuse`; "auto" only before "off"."""
 
 
 def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
@@ -21,13 +21,15 @@ def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
     Raises UsageError for a variable that is none of the setting's values.
     """
     known = get_args(PlanningSettings.model_fields["reuse"].annotation)
-    wish = os.environ.get(REUSE) or settings.planning.reuse
+    setting = settings.planning.reuse
+    wish = os.environ.get(REUSE) or setting
     if wish not in known:
         raise UsageError(f"{REUSE} = {wish!r} in the environment: choose one of {', '.join(known)}")
     if wish == "off":
         return None
+    renew = "renew" in (wish, setting)  # what --fresh asks for is done
     try:
-        return Kept(cache_dir() / "kept", wish == "renew", say)
+        return Kept(cache_dir() / "kept", renew, say)
     except UsageError as error:
         say(f"note: costs and plan are not kept for the next run: {error}")
         return None
