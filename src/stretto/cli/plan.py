@@ -84,10 +84,10 @@ def run(
         try:
             with _shown() as shown:
                 made = make(settings, description, say=shown.detail, note=shown.say)
+                # From here on there is little left to do.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:
             raise StoppedError("interrupted before there was a plan; nothing was written") from None
-        # From here on there is little left to do.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if interrupted:
             typer.echo("interrupted: this is the best plan so far", err=True)
         # First the summary, then the file: whichever of the two cannot be written, the other is not lost.
