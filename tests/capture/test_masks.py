@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto
 from stretto.capture.trace import Traced, trace
+from stretto.errors import CaptureError
 from stretto.ir.program import Ref
 from stretto.models.build import huggingface_loss
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain
@@ -31,6 +32,10 @@ from tests.runtime.equality import (
     run,
     tokens,
 )
+
+library: Any = torch.library.Library("of_test_masks", "DEF")  # type: ignore[no-untyped-call]
+library.define("fill(Tensor(a!) mask) -> ()")
+torch.library.register_fake("of_test_masks::fill", lambda mask: None, lib=library)
 
 KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 T = 7
@@ -273,6 +278,27 @@ def _written_through_data(x: Tensor) -> Tensor:
     return mask
 
 
+def _written_through_data_of_a_view(x: Tensor) -> Tensor:
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    view = mask.view(1, 1, T, T)
+    mask.data.fill_(True)
+    return view
+
+
+def _written_as_data_of_another(x: Tensor) -> Tensor:
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    other = torch.zeros(T, T, dtype=torch.bool)
+    other.data = mask
+    other.fill_(True)
+    return mask
+
+
+def _written_through_a_chunk(x: Tensor) -> Tensor:
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    torch.unsafe_chunk(mask, 2)[0].fill_(True)
+    return mask
+
+
 def _of_the_batch(x: Tensor) -> Tensor:
     return torch.ones(T, T, dtype=torch.bool).tril() & (x[:, None, None, :, 0] < 100.0)
 
@@ -297,6 +323,9 @@ NOT_CAUSAL = [
     _one_more,
     _written_through_a_view,
     _written_through_data,
+    _written_through_data_of_a_view,
+    _written_as_data_of_another,
+    _written_through_a_chunk,
     _of_the_batch,
     _written_by_the_batch,
     _window,
@@ -313,8 +342,22 @@ def test_masks_that_are_not_exactly_causal_stay(mask: Callable[[Tensor], Tensor]
     model, x = Hand(mask), torch.randn(4, T, 8)
     traced = trace(model, x, square, microbatches=2)
     assert [(causal, mask) for _, causal, mask in calls_of(traced)] == [(False, True)] * 3
-    if mask in (_written_through_data, _window):
+    if mask in (_written_through_data_of_a_view, _window):
         assert_equal(run(plan_of(job_of(traced, 2, 2)), model, x), plain(model, x, square), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["fill", "fill.default"])
+def test_a_mask_that_an_op_of_another_library_writes_is_not_known(name: str) -> None:
+    """What writes to it cannot be captured, and is not left out because nothing reads it."""
+    fill: Any = torch.ops.of_test_masks.fill
+
+    def written(x: Tensor) -> Tensor:
+        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        (fill if name == "fill" else fill.default)(mask)
+        return mask
+
+    with pytest.raises(CaptureError, match=r"of_test_masks\.fill"):
+        trace(Hand(written), torch.randn(2, T, 8), square)
 
 
 def test_a_mask_that_can_be_loaded_stays() -> None:

@@ -64,6 +64,23 @@ def test_the_best_so_far_is_printed_and_written(tmp_path: Path, monkeypatch: pyt
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_the_best_is_there_while_it_is_made_for_all_microbatches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the search, before its result is a whole plan."""
+    best_first = tries.Tries.best_first
+
+    def searched(self: tries.Tries, order: str) -> Any:
+        found = best_first(self, order)
+        monkeypatch.setattr(tries.Tries, "step", signalled(tries.Tries.step, 1))
+        return found
+
+    monkeypatch.setattr(tries.Tries, "best_first", searched)
+    result = CliRunner().invoke(app, command(tmp_path))
+    assert result.exit_code == 130, result.output
+    stretto.verify(stretto.load_plan(tmp_path / "plan.json"))
+
+
 @pytest.mark.parametrize(
     ("where", "name", "at"),
     [(train_job, "trained", 1), (tries, "least_us", 1), (make_plan, "_finished", 1)],

@@ -20,6 +20,7 @@ from stretto.passes.effort import MOST_US, STEPS, Effort
 from stretto.passes.watch import Watch
 from stretto.planning import make_plan as making
 from stretto.planning import tries, windows
+from stretto.planning.schedules import one_window
 from stretto.verify import verify
 from tests.order.test_whole_step import job_of
 
@@ -241,3 +242,26 @@ def test_nothing_is_told_once_it_is_stopped() -> None:
     assert not watch.shown
     with pytest.raises(KeyboardInterrupt):
         watch.stop(KeyboardInterrupt())
+
+
+@pytest.mark.parametrize(("stops", "searches"), [(False, 3), (True, 1)])
+def test_no_other_order_is_searched_for_after_an_interrupt_that_left_none(
+    stops: bool, searches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whole steps, that hold too much with any number of microbatches live."""
+    job, costs = job_of(microbatches=16, blocks=1)
+    watch = Watch(silent)
+    wished = making._Wished("1f1b", "window", "improve", Effort(), watch)
+    begun = making._begun(job, making.listed(job, costs), wished, None)
+    searched: list[object] = []
+
+    def too_much(*given: object) -> None:
+        searched.append(given)
+        if stops:
+            watch.stop(KeyboardInterrupt())
+        raise windows._HoldsTooMuchError("too much")
+
+    monkeypatch.setattr(windows, "_together", too_much)
+    with pytest.raises(windows._HoldsTooMuchError):
+        windows.whole_step(one_window(begun.first, begun.context), begun.context)
+    assert len(searched) == searches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,19 @@ import torch
 import stretto
 from stretto.errors import LostRankError, PlanError, UsageError
 from stretto.files.kept import Kept
+from stretto.ir import stage_maps
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import job_text, plan_to_text
-from stretto.ir.stage_maps import PLACES, Places
 from stretto.measure import measured, running
 from stretto.measure.running import costs_again
 from stretto.order.policies import POLICIES, captured_order
+from stretto.passes.watch import Watch
 from stretto.planning import here, make_plan
 from stretto.planning.here import plan_on_first
 from stretto.runtime import all_or_none
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule import families
+from stretto.schedule.families import make_schedule
 from tests.planning.ranks import Threads, on_threads
 from tests.synthetic import make_costs, make_job
 from tests.synthetic import make_plan as synthetic_plan
@@ -143,9 +146,26 @@ def test_a_kept_plan_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_the_best_so_far_is_not_kept(tmp_path: Path) -> None:
-    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), lambda: True)
+    watch = Watch(lambda line: None)
+    watch.stop(KeyboardInterrupt())
+    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), watch)
     assert found == a_plan()
     assert not [*tmp_path.iterdir()]
+
+
+def test_an_interrupt_while_a_plan_is_kept_does_not_lose_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Kept, "keep", interrupted)
+    watch = Watch(lambda line: None)
+    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), watch)
+    assert found == a_plan()
+    assert watch.stopped
+    with pytest.raises(KeyboardInterrupt):  # nobody is there to see it
+        plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path))
 
 
 Planned = Callable[..., Plan]
@@ -201,6 +221,18 @@ def test_costs_of_another_machine_are_not_taken(planned: Planned, monkeypatch: p
     finally:
         torch.set_num_threads(threads)
     assert planned() == first
+    for how in ("NCCL_ALGO", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES"):
+        with monkeypatch.context() as patch:
+            patch.setenv(how, "other")
+            assert planned().costs != first.costs, how
+    products = torch.backends.cuda.matmul
+    precision = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        assert planned().costs != first.costs
+    finally:
+        products.fp32_precision = precision
+    assert planned() == first
     monkeypatch.setattr(running, "machines", lambda *_: None)
     assert planned().costs != first.costs, "emulated hosts"
 
@@ -225,23 +257,27 @@ def test_plans_with_a_policy_of_the_users_own_are_not_kept(
     assert made[0].costs == made[1].costs, "costs are"
 
 
-def test_what_auto_found_is_not_kept_where_it_may_take_a_family_of_the_users_own(
+def test_plans_that_auto_chooses_among_families_of_the_users_own_are_not_kept(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = planned(schedule="auto")
     with monkeypatch.context() as patch:
         patch.setattr(make_plan, "_fastest", lambda *_: pytest.fail("plans again"))
         assert planned(schedule="auto") == first
-    monkeypatch.setitem(PLACES, "of-this-test", Places())
-    monkeypatch.setitem(FAMILIES, "of-this-test", FAMILIES["gpipe"])
-    made: list[int] = []
+    own = replace(families.FAMILIES["1f1b"], name="of-this-test")
+    monkeypatch.setitem(families.FAMILIES, own.name, own)
+    monkeypatch.setitem(stage_maps.PLACES, own.name, stage_maps.ONE_EACH)
+    made: list[Plan] = []
+
+    def counted(*of: object) -> Plan:
+        made.append(fastest(*of))
+        return made[-1]
+
     fastest: Callable[..., Plan] = make_plan._fastest
-    monkeypatch.setattr(make_plan, "_fastest", lambda *of: (made.append(1), fastest(*of))[1])
-    planned(schedule="auto")
-    planned(schedule="gpipe")
-    planned(schedule="gpipe")
-    planned(schedule="auto")
-    assert len(made) == 3
+    monkeypatch.setattr(make_plan, "_fastest", counted)
+    for name in ("auto", "auto", own.name, own.name):
+        planned(schedule=name)
+    assert len(made) == 3, "one that is named is known by its order"
 
 
 def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

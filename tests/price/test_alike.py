@@ -72,29 +72,34 @@ def test_equal_lists_give_equal_prices() -> None:
     assert listed(job, costs).costs_of(made).op_us.items() >= costs.op_us.items()
 
 
-def test_attention_of_a_length_is_priced_by_attention_with_the_same_kind_of_mask() -> None:
-    def attention(length: int, causal: bool) -> tuple[Op, dict[str, TensorSpec]]:
+@pytest.mark.parametrize("kernel", ["flash_attention_for_cpu", "efficient_attention"])
+def test_attention_of_a_length_is_priced_by_attention_with_the_same_kind_of_mask(kernel: str) -> None:
+    def attention(length: int, masked: bool) -> tuple[Op, dict[str, TensorSpec]]:
         specs = dict.fromkeys("qkv", TensorSpec((1, 8, length, 64), "float32"))
         specs["m"] = TensorSpec((1, 1, length, length), "float32")
+        if kernel == "efficient_attention":  # both are causal
+            more, named = (Ref("m") if masked else None, True, 0.0, True), ()
+        else:
+            more, named = (0.0, not masked), (("attn_mask", Ref("m")),) if masked else ()
         op = Op(
             "y",
-            "aten._scaled_dot_product_flash_attention_for_cpu.default",
-            (*map(Ref, "qkv"), 0.0, causal),
-            () if causal else (("attn_mask", Ref("m")),),
+            f"aten._scaled_dot_product_{kernel}.default",
+            (*map(Ref, "qkv"), *more),
+            named,
             (specs["q"], None),
             flops=4 * 8 * length * length * 64,
         )
         return op, specs
 
-    def timed(length: int, causal: bool, us: float) -> tuple[str, Timing]:
-        op, specs = attention(length, causal)
+    def timed(length: int, masked: bool, us: float) -> tuple[str, Timing]:
+        op, specs = attention(length, masked)
         return signature(op, specs), Timing(us, 0.0, op.flops, 1)
 
-    known = dict(timed(n, causal, us) for n, causal, us in MEASURED)
+    known = dict(timed(n, masked, us) for n, masked, us in MEASURED)
     pricer = AlikePricer(lambda: known)
-    assert 100.0 < pricer.price(*attention(768, True)).us < 400.0
-    assert 1000.0 < pricer.price(*attention(768, False)).us < 4000.0
+    assert 100.0 < pricer.price(*attention(768, False)).us < 400.0
+    assert 1000.0 < pricer.price(*attention(768, True)).us < 4000.0
 
 
-MEASURED = [(512, True, 100.0), (1024, True, 400.0), (512, False, 1000.0), (1024, False, 4000.0)]
-"""Lengths, whether causal, microseconds."""
+MEASURED = [(512, False, 100.0), (1024, False, 400.0), (512, True, 1000.0), (1024, True, 4000.0)]
+"""Lengths, whether there is a mask, microseconds."""

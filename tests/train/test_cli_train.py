@@ -93,6 +93,23 @@ def test_on_a_terminal_one_line_is_drawn_over_and_the_last_step_is_shown() -> No
     assert text.index("step 20/20") < text.index("after")
 
 
+@pytest.mark.parametrize("phase", [True, False], ids=["before", "after"])
+def test_a_process_that_ends_in_another_thread_gives_the_cursor_back(phase: bool) -> None:
+    """Before the first step, and after it."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=200, soft_wrap=True)
+    progress = Progress(20, 5, True, console)
+    if phase:
+        progress.starting.begin("planning")
+    else:
+        progress.show(line_of(1), None)
+    hidden, shown_again = "\x1b[?25l", "\x1b[?25h"
+    assert out.getvalue().rindex(hidden) > out.getvalue().rfind(shown_again)
+    progress.let_go()
+    assert out.getvalue().rindex(shown_again) > out.getvalue().rindex(hidden)
+    progress.stop()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (185, "3:05 min"), (7800, "2:10:00 h")]
 )

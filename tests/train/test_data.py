@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pwd
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 from tests.forks import Fork, run_forks
 
-from stretto.config import DataSettings
+from stretto.config import DataSettings, TrainSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.files.kept import cache_dir
 from stretto.train import data
 from stretto.train.data import TextData, prepare_data
+from stretto.train.reuse import kept_by
 
 Prepare = Callable[..., TextData]
 
@@ -208,7 +210,7 @@ def test_four_processes_at_once_build_once_and_agree(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     program = f"""
 import zlib
-from stretto.config import DataSettings
+from stretto.config import DataSettings, TrainSettings
 from stretto.train.data import prepare_data
 text = prepare_data(DataSettings(paths=[{str(tmp_path / "text")!r}], cache_dir={str(tmp_path / "cache")!r},
     sequence_length=16, vocab_size=400, held_out_fraction=0.3), print)
@@ -231,6 +233,44 @@ def test_the_cache_is_where_the_desktop_says(monkeypatch: pytest.MonkeyPatch, tm
     for unusable in ("", "relative/path"):
         monkeypatch.setenv("XDG_CACHE_HOME", unusable)
         assert cache_dir() == tmp_path / "home" / ".cache" / "stretto"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "STRETTO_REUSE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=r"no home directory.*set XDG_CACHE_HOME"):
+        cache_dir()
+    said: list[str] = []
+    assert kept_by(TrainSettings(), said.append) is None
+    (note,) = said
+    assert note.startswith("note: costs and plan are not kept for the next run: this user has no home")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept_by(TrainSettings()) is not None
+
+
+@pytest.mark.parametrize(
+    ("told", "setting", "renew"),
+    [
+        ("", "auto", False),
+        ("", "renew", True),
+        ("", "off", None),
+        ("auto", "off", False),
+        ("auto", "renew", True),
+        ("renew", "auto", True),
+        ("renew", "off", True),
+        ("off", "renew", None),
+    ],
+)
+def test_what_is_found_again_by_the_environment_and_the_settings(
+    told: str, setting: str, renew: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_REUSE", told)
+    kept = kept_by(TrainSettings.model_validate({"planning": {"reuse": setting}}))
+    assert (None if kept is None else kept.renew) is renew
 
 
 def test_too_little_text(prepare: Prepare, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import stretto
+from stretto.files.kept import Kept
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 
 CLUSTER = stretto.Cluster()
@@ -59,6 +61,25 @@ def test_it_is_the_plain_models_while_it_trains(parallel: stretto.Parallel) -> N
         fresh.load_state_dict(values)
         assert after == pytest.approx(plain(fresh), rel=1e-12)
         assert after != before
+
+
+def test_ranks_that_are_threads_look_for_nothing(tmp_path: Path) -> None:
+    """Each would look for itself, and one that finds leaves the others to measure without it."""
+    model = GPT(CONFIG, seed=1)
+    copies = [copy.deepcopy(model) for _ in range(2)]
+    parallel = stretto.Parallel(dp=2)
+    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
+
+    def work(runner: stretto.Runner) -> float:
+        mine = copies[runner.rank]
+        evaluation = stretto.Evaluation(
+            runner, mine, batch(0), next_token_loss, parallel=parallel, order="list", kept=Kept(tmp_path)
+        )
+        return evaluation.loss([batch(1)])
+
+    first, second = stretto.run_threads(plan, lambda rank: copies[rank], work)
+    assert first == second
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_it_refuses() -> None:

@@ -19,7 +19,7 @@ PATIENCE_S = 120.0
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("channels", "millions", "mib"), [(320, 588, 250), (480, 1322, 376), (672, 2590, 526)]
+    ("channels", "millions", "mib"), [(320, 588, 250), (480, 1322, 375), (672, 2590, 526)]
 )
 def test_a_large_one_is_planned_on_a_laptop(channels: int, millions: int, mib: int, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"

@@ -5,7 +5,8 @@ torch._subclasses.functional_tensor.FunctionalTensor, and the slots of torch.fx.
 nn.Module._parameters, _buffers                 other tensors in their places
 torch._C.DisableTorchFunction, and of torch.utils._python_dispatch
     _disable_current_modes, TorchDispatchMode   looking at real tensors while a graph is made
-torch._ops.OpOverload, FakeTensor.constant      what is an op, the elements of a constant
+torch._ops.OpOverload, OpOverloadPacket,        what is an op, and writes; the elements of a constant
+    FakeTensor.constant
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from stretto.errors import CaptureError
 from stretto.tensor import parts
+
+COUNTED = ("aten", "prims")
+"""Namespaces whose ops count what they write."""
 
 
 def nodes_of(
@@ -49,6 +53,17 @@ def untraced() -> Iterator[None]:
     """While the context lasts, ops are no part of the graph under way, and may read real tensors."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def writes_uncounted(function: Any) -> bool:
+    """Whether a call may write to what it is given and no version counter tells: of another library's op that
+    is traced, only its schema does."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function.namespace not in COUNTED and function._schema.is_mutable
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        names = function.overloads()  # type: ignore[no-untyped-call]
+        return any(writes_uncounted(getattr(function, name)) for name in names)
+    return False
 
 
 class NotConstantError(Exception):

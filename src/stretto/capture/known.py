@@ -6,7 +6,8 @@ and no draw are known all the same, by the calls that made them:
     1. Of each call of a PyTorch function whose tensors are all known, a recipe is kept: the function, its
        arguments, and the recipes of its tensors. Equal recipes have equal numbers.
     2. What is written to later, under whatever name, is known no more (its version counter tells), unless the
-       call that writes is itself such a call.
+       call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), and
+       where an op of another library's writes, nothing is known from there on of what was made before.
     3. For who asks, the calls are made again on real tensors. None of them may draw, or leave elements unset.
 """
 
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from stretto.capture.calls_adapter import NotConstantError, of_constants
+from stretto.capture.calls_adapter import NotConstantError, of_constants, writes_uncounted
 
 Answer = TypeVar("Answer")
 
@@ -36,6 +37,12 @@ LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros
 
 TURNED = frozenset(("T", "mT", "H", "mH"))
 """Attributes that are the tensor, turned."""
+
+UNCOUNTED = frozenset(
+    ("data", "set_", "untyped_storage", "storage", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+)
+"""Attributes and functions that give elements another name with a version counter of its own, or none: what
+is written to that is counted nowhere else."""
 
 _DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps|npu)(:\d+)?")
 
@@ -125,11 +132,13 @@ class Known:
         """What the call gives; step 1 for it."""
         name = getattr(function, "__name__", "")
         if name in ("__get__", "__set__"):
-            attribute = getattr(getattr(function, "__self__", None), "__name__", "")
-            if attribute == "data":  # it has the same elements, and a version counter of its own
-                self._tensors.pop(id(args[0]), None)
-            if attribute not in TURNED:
+            name = getattr(getattr(function, "__self__", None), "__name__", "")
+            if name not in TURNED:
+                if name in UNCOUNTED:
+                    self._tensors.clear()
                 return function(*args, **kwargs)
+        elif name in UNCOUNTED or writes_uncounted(function):
+            self._tensors.clear()
         given: list[Tensor] = []
         try:
             frozen = self._frozen_call(name, args, kwargs, given)

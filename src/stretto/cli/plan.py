@@ -82,12 +82,12 @@ def run(
     settings, description = load_settings(config, wishes), read_cluster(cluster)
     with _interrupts() as interrupted:
         try:
-            with _shown() as say:
-                made = make(settings, description, say=say)
+            with _shown() as shown:
+                made = make(settings, description, say=shown.detail, note=shown.say)
+                # From here on there is little left to do.
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:
             raise StoppedError("interrupted before there was a plan; nothing was written") from None
-        # From here on there is little left to do.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if interrupted:
             typer.echo("interrupted: this is the best plan so far", err=True)
         # First the summary, then the file: whichever of the two cannot be written, the other is not lost.
@@ -121,17 +121,22 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[[str], None]]:
-    """Takes lines of progress."""
+def _shown() -> Iterator[Starting]:
+    """Takes lines of progress, and lines that stay."""
     with Starting(console=Console(stderr=True, soft_wrap=True)) as starting:
         starting.begin("planning")
-        yield starting.detail
+        yield starting
 
 
 def make(
-    settings: TrainSettings, cluster: str | Description, *, say: Callable[[str], None] | None = None
+    settings: TrainSettings,
+    cluster: str | Description,
+    *,
+    say: Callable[[str], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> stretto.Plan:
-    """The plan of one training step. say: as in `stretto.plan`.
+    """The plan of one training step. say: as in `stretto.plan`. note: takes lines of what is found again,
+    which go to the errors' stream without it.
 
     Raises UsageError, CaptureError and PlanError as its parts do.
     """
@@ -161,7 +166,7 @@ def make(
         steps=settings.training.steps,
         search_s=settings.planning.search_s,
         say=say,
-        kept=kept_by(settings, partial(typer.echo, err=True)) if cluster == "local" else None,
+        kept=kept_by(settings, note or partial(typer.echo, err=True)) if cluster == "local" else None,
     )
 
 

@@ -145,7 +145,8 @@ class PlanningSettings(Settings):
     reuse: Literal["auto", "renew", "off"] = "auto"
     """Costs and plans of earlier runs on this machine, which are kept in `$XDG_CACHE_HOME/stretto` or
     `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans anew and
-    keeps that, "off" neither looks nor keeps. The environment's STRETTO_REUSE comes before it."""
+    keeps that, "off" neither looks nor keeps. The environment's STRETTO_REUSE comes before it; its "auto"
+    only before "off"."""
 
 
 class TrainSettings(Settings):

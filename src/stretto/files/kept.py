@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from stretto.errors import UsageError
 from stretto.files.whole_file import write_file
 
 MOST_ENTRIES = 256
@@ -31,11 +32,18 @@ LEFT_OVER_S = 3600.0
 
 
 def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`."""
+    """`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`. Raises UsageError where there is neither."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification of base directories says that a relative path is not to be used.
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "stretto"
+    if base and Path(base).is_absolute():
+        return Path(base) / "stretto"
+    try:
+        return Path.home() / ".cache" / "stretto"
+    except RuntimeError:
+        raise UsageError(
+            "this user has no home directory, in whose .cache things are kept: set XDG_CACHE_HOME to the "
+            "whole path of a folder"
+        ) from None
 
 
 def key_of(*parts: str) -> str:
@@ -50,10 +58,10 @@ def key_of(*parts: str) -> str:
 
 @cache
 def code_digest() -> str:
-    """The digest of Stretto's own source files: what other code made is not found again."""
+    """The digest of Stretto's own source files and tables: what other code made is not found again."""
     root = Path(__file__).parents[1]
     parts: list[str] = []
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for kind in ("*.py", "*.toml") for path in root.rglob(kind)):
         parts += (path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
     return key_of(*parts)
 

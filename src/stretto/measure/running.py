@@ -1,7 +1,8 @@
 """The ranks that run, their machines, and costs that were measured on them before.
 
-1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, and
-   which ranks share a host; where there are several hosts, also which they are, as their network counts.
+1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, how
+   products are computed, what libraries are told by the environment, and which ranks share a host; where
+   there are several hosts, also which they are, as their network counts.
 2. Rank 0 looks among what its host has kept; what it finds all ranks take. Else all measure, and rank 0
    keeps it.
 """
@@ -29,6 +30,9 @@ CPU = torch.device("cpu")
 COSTS = "costs"
 MOST_AGE_S = 7 * 86400.0
 """Costs that are older are measured anew. Assumed: what else runs on a machine changes by the week."""
+
+TOLD = ("NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_")
+"""How the names of variables begin by which libraries that compute and communicate are told how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def machines(ranks: Running, device: torch.device) -> str | None:
     """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are
     emulated on one machine have whatever network they were given this time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    mine = (str(machine_of(device)), cores, f"{quota_share():.3f}", host(), os.uname().nodename)
+    mine = (f"{machine_of(device)} {_told()}", cores, f"{quota_share():.3f}", host(), os.uname().nodename)
     told = ranks.all_gather(mine)
     hosts = [one[3] for one in told]
     boots = dict(hosts)
@@ -76,6 +80,15 @@ def machines(ranks: Running, device: torch.device) -> str | None:
     order = {one: at for at, one in enumerate(dict.fromkeys(hosts))}
     several = len(order) > 1
     return repr([(*one[:3], order[one[3]], one[4] if several else "") for one in told])
+
+
+def _told() -> list[object]:
+    """What makes the same ops and messages faster or slower on the same machine."""
+    of: Any = torch.backends
+    parts = (of, of.cuda.matmul, of.cudnn.conv, of.cudnn.rnn, of.mkldnn.matmul, of.mkldnn.conv)
+    numbers = [getattr(part, "fp32_precision", "") for part in parts]
+    ways = [of.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()]
+    return [*numbers, *ways, *sorted(item for item in os.environ.items() if item[0].startswith(TOLD))]
 
 
 def costs_again(

@@ -20,6 +20,7 @@ from stretto.files.kept import Kept, ago, code_digest, key_of
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.measure.running import Running
+from stretto.passes.watch import Watch
 from stretto.runtime.all_or_none import first_alone
 
 PLAN = "plan"
@@ -45,15 +46,16 @@ def plan_on_first(
     wishes: Mapping[str, str],
     make: Callable[[], Plan],
     kept: Kept | None = None,
-    stopped: Callable[[], bool] = lambda: False,
+    watch: Watch | None = None,
 ) -> Plan:
     """Steps 1 to 3; every rank must call it. wishes: all that the plan depends on, as texts. make: plans,
-    without a word to other ranks; called on rank 0 alone. stopped: whether what it gave is the best so far of
-    a search that was interrupted, and so is not to be kept.
+    without a word to other ranks; called on rank 0 alone. watch: of that plan; the best so far of a search
+    that was interrupted is not kept, and an interrupt while a plan is being kept does not lose it.
 
     Raises what `make` raises, on all ranks.
     """
     agree_on(ranks, wishes)
+    waits = watch or Watch()
     key = key_of(
         PLAN, code_digest(), torch.__version__, *(text for one in sorted(wishes.items()) for text in one)
     )
@@ -63,8 +65,11 @@ def plan_on_first(
         if found is not None:
             return found
         made = make()
-        if kept is not None and not stopped():
-            kept.keep(PLAN, key, plan_to_text(made))
+        if kept is not None and not waits.stopped:
+            try:
+                kept.keep(PLAN, key, plan_to_text(made))
+            except KeyboardInterrupt as error:
+                waits.stop(error)
         return made
 
     plan = first_alone(ranks, found_or_made, "plans for all ranks")

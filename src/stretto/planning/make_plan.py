@@ -209,7 +209,7 @@ def _made(tries: Tries) -> Plan:
     def finished(tried: Tried) -> Iterator[Plan]:
         context.watch.tell(f"{names(tried.variant)}: messages and proof")
         try:
-            made = _finished_anyway(tries.step(tried.variant), context)
+            made = _finished_anyway(partial(tries.step, tried.variant), context)
         except PlanError as error:
             refused.setdefault(tried.overlap, error)
             tries.missing.append(f"{tried.overlap} is refused: {error.faults[0]}")
@@ -254,13 +254,14 @@ def _overlap_mode(text: str) -> OverlapMode:
     )
 
 
-def _finished_anyway(step: Step, context: Context) -> Plan:
-    """Steps 4 to 6, and once more after an interrupt that meant the search."""
+def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
+    """Steps 4 to 6, and once more after an interrupt that meant the search. step: makes it, which for all
+    microbatches takes longer than for those by which variants were compared."""
     try:
-        return _finished(step, context)
+        return _finished(step(), context)
     except KeyboardInterrupt as error:
         context.watch.stop(error)
-    return _finished(step, context)
+    return _finished(step(), context)
 
 
 def _finished(step: Step, context: Context) -> Plan:
@@ -370,6 +371,7 @@ def _planned_here(
     def make() -> Plan:
         return _fastest(begun, job, schedule, wished.watch)
 
-    # What a policy of the user's does today, nothing tells; nor what families of theirs "auto" finds.
-    known = kept if wished.order in OWN and not (auto and FAMILIES.keys() - OWN_FAMILIES) else None
-    return plan_on_first(ranks, wishes, make, known, lambda: wished.watch.stopped)
+    # What a policy of the user's does today, nothing tells, nor what a family among which "auto" chooses.
+    own = wished.order not in OWN or (auto and FAMILIES.keys() > OWN_FAMILIES)
+    known = None if own else kept
+    return plan_on_first(ranks, wishes, make, known, wished.watch)

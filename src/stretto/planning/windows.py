@@ -104,6 +104,8 @@ def whole_step(step: Step, context: Context) -> Step:
                 return _together(step, context, kept)
             except _HoldsTooMuchError as error:
                 why = why or error
+                if context.watch.stopped:  # each is a search of its own
+                    break
     assert why is not None
     raise why
 

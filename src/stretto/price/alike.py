@@ -32,7 +32,7 @@ from stretto.price.matmul_fit import MatmulFit
 from stretto.price.op_times import Timing
 from stretto.price.roofline import FREE
 
-_HIDES = re.compile(r"\bTrue\b|\bFalse\b|\battn_mask=")
+_HIDES = re.compile(r"\bTrue\b|\bFalse\b|\bNone\b|\battn_mask=")
 
 BEYOND = 4.0
 """Work this many times below the least or above the most that was measured is still taken at the nearest op's

@@ -15,8 +15,9 @@ from stretto.errors import LostRankError, StrettoError, UsageError
 
 T = TypeVar("T")
 
-BEAT_S = 20.0
-"""How often a rank that works tells the others so; far below the time that they wait for a message."""
+BEAT_S = 5.0
+"""How often a rank that works tells the others so; far below the time that they wait for a message. In
+between they are inside a library, and act on no signal."""
 
 
 class Ranks(Protocol):

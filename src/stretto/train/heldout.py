@@ -83,6 +83,8 @@ class Evaluation:
             job = capture_evaluation(model, batch, loss, runner.plan.job, device=runner.device, layout=layout)
         schedule = runner.plan.schedule
         ranks = running(runner.plan.world, runner.device)
+        if ranks.size != runner.plan.world:
+            kept = None  # ranks that are threads of one process each look for themselves, and one might find
         # What is known of the training's ops says nothing of these, which may lack some of them.
         rest = replace(runner.plan.costs, op_us={}, op_how={})
 

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,13 @@ def start(settings: TrainSettings, command: Sequence[str], starting: Starting | 
         refuse_early(settings)
         return _work(settings, starting)
     starting = starting or Starting()
-    with Interrupts(end_at_once) as interrupts, starting:
+
+    def stuck(interrupted: Interrupted) -> None:
+        with suppress(Exception):
+            starting.let_go()
+        end_at_once(interrupted)
+
+    with Interrupts(stuck) as interrupts, starting:
         try:
             starting.begin("looking at settings, data and model")
             refuse_early(settings)

@@ -74,6 +74,12 @@ class Progress:
             self._live.stop()
             self._live = None
 
+    def let_go(self) -> None:
+        """As `Starting.let_go`."""
+        self.starting.let_go()
+        if self._live is not None:
+            self._console.show_cursor(True)
+
     def _line(self, line: Mapping[str, float], exposed: float | None) -> str:
         wide, step, step_s = len(str(self._steps)), int(line["step"]), line["step_s"]
         parts = [

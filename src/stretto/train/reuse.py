@@ -11,16 +11,25 @@ from stretto.files.kept import Kept, cache_dir, unheard
 from stretto.train.text import Say
 
 REUSE = "STRETTO_REUSE"
-"""Environment variable: comes before the setting `planning.reuse`."""
+"""Environment variable: comes before the setting `planning.reuse`; "auto" only before "off"."""
 
 
 def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
-    """What is found again and kept; None where it is switched off. say: as `Kept` has it.
+    """What is found again and kept; None where it is switched off, or there is no place. say: as `Kept` has
+    it.
 
     Raises UsageError for a variable that is none of the setting's values.
     """
     known = get_args(PlanningSettings.model_fields["reuse"].annotation)
-    wish = os.environ.get(REUSE) or settings.planning.reuse
+    setting = settings.planning.reuse
+    wish = os.environ.get(REUSE) or setting
     if wish not in known:
         raise UsageError(f"{REUSE} = {wish!r} in the environment: choose one of {', '.join(known)}")
-    return None if wish == "off" else Kept(cache_dir() / "kept", wish == "renew", say)
+    if wish == "off":
+        return None
+    renew = "renew" in (wish, setting)  # what --fresh asks for is done
+    try:
+        return Kept(cache_dir() / "kept", renew, say)
+    except UsageError as error:
+        say(f"note: costs and plan are not kept for the next run: {error}")
+        return None

@@ -88,6 +88,11 @@ class Starting:
                 self._live.stop()
                 self._live = None
 
+    def let_go(self) -> None:
+        """Give the terminal its cursor back, from any thread, where the process ends without `end`."""
+        if self._live is not None:
+            self.console.show_cursor(True)
+
     def _tell(self) -> None:
         while not self._over.wait(DRAWN_S / 2):
             now_s = time.monotonic()

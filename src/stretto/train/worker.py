@@ -124,6 +124,8 @@ def _end(world: World, trainer: Trainer, note: Note) -> None:
                     time.sleep(LINGER_S)
         sys.stderr.flush()
     finally:
+        with suppress(Exception):
+            trainer.progress.let_go()
         os._exit(note.status)
 
 
