@@ -218,7 +218,9 @@ def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
             )
         elif own is not None:
             console.print(f"As the settings are, it is refused: {own.why}")
-        if tuned.unseen_us is not None:
+        if tuned.unseen_us == 0.0:
+            console.print("Of some layouts that were not priced in the time nothing is known.")
+        elif tuned.unseen_us is not None:
             console.print(
                 "Of what was not planned and likely fits nothing is faster than "
                 f"{format_us(tuned.unseen_us)} by its bound."
