@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.runtime.launch import REPOSITORY, launch
+from tests.train.test_export import LLAMA
 from tests.train.tiny import environment, run, steps_of, write_settings
 
 transformers = pytest.importorskip("transformers")
@@ -30,17 +31,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "answers.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
     path = write_settings(folder, steps=1, run="llama")
     text = path.read_text()
-    model = """kind = "huggingface"
-architecture = "LlamaForCausalLM"
-[model.config]
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 2
-tie_word_embeddings = true
-
-"""
-    path.write_text(text[: text.index("kind =")] + model + text[text.index("[data]") :])
+    path.write_text(text[: text.index("kind =")] + LLAMA.lstrip() + "\n" + text[text.index("[data]") :])
     assert run("train", path)[0] == 0
     status, _, err = run("export", folder / "llama", "-o", folder / "source")
     assert status == 0, err

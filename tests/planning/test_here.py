@@ -237,10 +237,8 @@ def test_costs_of_another_machine_are_not_taken(planned: Planned, monkeypatch: p
     assert planned().costs != first.costs, "emulated hosts"
 
 
-def test_plans_with_a_policy_of_the_users_own_are_not_kept(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(POLICIES, "of-this-test", captured_order)
+def counted_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """Those that are made from now on."""
     made: list[Plan] = []
 
     def counted(*of: object) -> Plan:
@@ -249,6 +247,14 @@ def test_plans_with_a_policy_of_the_users_own_are_not_kept(
 
     fastest: Callable[..., Plan] = make_plan._fastest
     monkeypatch.setattr(make_plan, "_fastest", counted)
+    return made
+
+
+def test_plans_with_a_policy_of_the_users_own_are_not_kept(
+    planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICIES, "of-this-test", captured_order)
+    made = counted_plans(monkeypatch)
     for order, times in (("captured", 1), ("of-this-test", 2)):
         made.clear()
         planned(order=order)
@@ -267,14 +273,7 @@ def test_plans_that_auto_chooses_among_families_of_the_users_own_are_not_kept(
     own = replace(families.FAMILIES["1f1b"], name="of-this-test")
     monkeypatch.setitem(families.FAMILIES, own.name, own)
     monkeypatch.setitem(stage_maps.PLACES, own.name, stage_maps.ONE_EACH)
-    made: list[Plan] = []
-
-    def counted(*of: object) -> Plan:
-        made.append(fastest(*of))
-        return made[-1]
-
-    fastest: Callable[..., Plan] = make_plan._fastest
-    monkeypatch.setattr(make_plan, "_fastest", counted)
+    made = counted_plans(monkeypatch)
     for name in ("auto", "auto", own.name, own.name):
         planned(schedule=name)
     assert len(made) == 3, "one that is named is known by its order"

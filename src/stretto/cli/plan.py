@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 import stretto
+from stretto.cli.options import RENEW, Fresh
 from stretto.cli.outputs import check_output
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
@@ -60,13 +61,7 @@ def run(
             "planning.order of the settings without it."
         ),
     ] = None,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh",
-            help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew.",
-        ),
-    ] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it.
 
@@ -76,7 +71,7 @@ def run(
     if overlap is not None:
         wishes.append(f"parallel.overlap={overlap}")
     if fresh:
-        wishes.append("planning.reuse=renew")
+        wishes.append(RENEW)
     if order is not None:
         wishes.append(f"planning.order={order}")
     settings, description = load_settings(config, wishes), read_cluster(cluster)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.options import RENEW, Fresh
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
 from stretto.train.starting import Starting
@@ -40,19 +41,13 @@ def run(
     steps: Annotated[
         int | None, typer.Option("--steps", help="Optimizer steps in all; as --set training.steps=N.")
     ] = None,
-    fresh: Annotated[
-        bool,
-        typer.Option(
-            "--fresh",
-            help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew.",
-        ),
-    ] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
     starting = Starting(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]
     if fresh:
-        overrides.append("planning.reuse=renew")
+        overrides.append(RENEW)
     if resume is not None:
         overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
     if steps is not None:

@@ -84,7 +84,7 @@ class Entry:
 
 
 def unheard(line: str) -> None:
-    """Says it to nobody."""
+    """Tells nobody: for lines that somebody else has said, or will."""
 
 
 @dataclass(frozen=True, slots=True)

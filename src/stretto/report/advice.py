@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from stretto.ir.axes import AXES, PIPELINE, TENSOR
+from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
@@ -20,7 +21,7 @@ from stretto.report.help import SEQUENCE, Reason, help_for
 from stretto.report.traffic import Traffic, communication_of, traffic_among
 from stretto.report.words import format_bytes, format_share, format_us
 
-OF_SEQUENCE = ("all_gather", "reduce_scatter")
+OF_SEQUENCE = (ALL_GATHER.name, REDUCE_SCATTER.name)
 """Kinds along tp by which its ranks share the sequence."""
 
 MOST = 0.5

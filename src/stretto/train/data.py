@@ -26,11 +26,11 @@ from tokenizers import Tokenizer
 
 from stretto.config import DataSettings
 from stretto.errors import UsageError
-from stretto.files.kept import cache_dir
+from stretto.files.kept import cache_dir, unheard
 from stretto.train import tokenizer as bpe
 from stretto.train.cache import built_folder, contents
 from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
-from stretto.train.text import Say, TextFile, documents, find_files, silent
+from stretto.train.text import Say, TextFile, documents, find_files
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
@@ -120,7 +120,7 @@ def _build(folder: Path, files: Sequence[TextFile], settings: DataSettings, say:
         say(f"only {len(lengths)} documents: the last {fraction:.1%} of each is held out")
 
     def side(held_out: bool) -> Iterator[str]:
-        for text in documents(files, settings.text_field, silent):  # the first reading gave its notices
+        for text in documents(files, settings.text_field, unheard):  # the first reading gave its notices
             train, held = _divide(text, fraction, whole)
             part = held if held_out else train
             if part:

@@ -35,7 +35,6 @@ from stretto.parallelize.layout import Layout, layout_of
 from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
-from stretto.train.task import Batches
 
 _CAPTURING = Lock()
 """PyTorch traces one model at a time in a process, whose threads may be ranks."""
@@ -127,47 +126,3 @@ def held_out_steps(training: TrainingSettings) -> int:
     """How many forwards of held-out text a run has."""
     times = -(-training.steps // training.eval_every) if training.eval_every else 1
     return times * training.eval_batches
-
-
-class HeldOut:
-    """The held-out loss of a training run."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss,
-        held_out: Batches,
-        batches: int,
-        global_batch: int,
-        layout: Layout = PLAIN,
-        order: str = DEFAULT,
-        steps: int | None = None,
-        search_s: float | None = None,
-        kept: Kept | None = None,
-    ) -> None:
-        """model: the one whose parameters `runner` holds. held_out, batches: what is
-        measured, and how many global batches of it. layout: of the training, with as many chunks as its plan
-        has. order, steps, search_s, kept: as in `stretto.plan`, for its forwards."""
-        self._evaluation = Evaluation(
-            *(runner, model, batch, loss),
-            layout=layout,
-            order=order,
-            steps=steps,
-            search_s=search_s,
-            kept=kept,
-        )
-        self._held_out = held_out
-        self._batches = batches
-        self._global_batch = global_batch
-
-    def observed(self) -> tuple[Observed, ...]:
-        """As `Evaluation.observed`."""
-        return self._evaluation.observed()
-
-    def loss(self) -> float:
-        """As `Evaluation.loss`."""
-        return self._evaluation.loss(
-            self._held_out(number, self._global_batch) for number in range(self._batches)
-        )

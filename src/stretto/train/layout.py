@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from stretto.config import DecoderSettings, HuggingFaceSettings, TrainSettings
+from stretto.files.kept import unheard
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function
 from stretto.parallelize.ampipe import check_attention
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.tensor.dtensor_adapter import without_values
 from stretto.train.task import own_task
-from stretto.train.text import Say, silent
+from stretto.train.text import Say
 
 
 def refuse_early(settings: TrainSettings) -> None:
@@ -29,13 +30,13 @@ def refuse_early(settings: TrainSettings) -> None:
     if settings.task is not None:
         if not plain:
             with without_values():
-                spread(own_task(settings.task, settings.training.seed).model(), settings, silent)
+                spread(own_task(settings.task, settings.training.seed).model(), settings, unheard)
         return
     with without_values():
         model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
         if plain:
             return
-        layout = spread(model, settings, silent)
+        layout = spread(model, settings, unheard)
         tokens = torch.zeros(1, settings.data.sequence_length + 1, dtype=torch.int64)
         if layout.chunks is not None:
             loss = counted_loss_function(settings.model)

@@ -19,11 +19,6 @@ from stretto.files.parse import parse_json
 Say = Callable[[str], None]
 """Takes one line for the user."""
 
-
-def silent(line: str) -> None:
-    """A `Say` for lines that somebody else has said, or will."""
-
-
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Folders of compiled or of other people's code: the same text would come in or not by what is installed."""
 

@@ -27,6 +27,7 @@ from typing import Any
 from stretto.capture import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
+from stretto.files.kept import unheard
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
@@ -40,7 +41,7 @@ from stretto.train.checkpoint_files import State, find, latest_in, read_state, s
 from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.heartbeat import Heartbeat
-from stretto.train.heldout import HeldOut, held_out_steps
+from stretto.train.heldout import Evaluation, held_out_steps
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
@@ -53,7 +54,6 @@ from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_f
 from stretto.train.shared import check_shared, take_folders
 from stretto.train.starting import Starting
 from stretto.train.task import Task
-from stretto.train.text import silent
 from stretto.train.text_task import task_of
 from stretto.train.world import World, device_note, is_launched, leave
 
@@ -135,7 +135,7 @@ class Trainer:
         begin("looking at data and checkpoints")
         take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and said so.
-        task = task_of(settings, silent if is_launched() else say)
+        task = task_of(settings, unheard if is_launched() else say)
         found = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
         if found is not None:
             for line in check(*found, settings, task):
@@ -181,19 +181,13 @@ class Trainer:
         begin("preparing the held-out loss")
         # With "auto" the plan has chosen.
         layout = replace(layout, chunks=chunks_of(model, settings.parallel, plan.job.chunks))
-        self.held_out = HeldOut(
-            self.runner,
-            model,
-            batch,
-            loss,
-            task.held_out,
-            settings.training.eval_batches,
-            settings.training.global_batch,
-            layout,
-            settings.planning.order,
-            held_out_steps(settings.training),
-            settings.planning.search_s,
-            None if kept is None else replace(kept, say=silent),  # it was said of the training
+        self.evaluation = Evaluation(
+            *(self.runner, model, batch, loss),
+            layout=layout,
+            order=settings.planning.order,
+            steps=held_out_steps(settings.training),
+            search_s=settings.planning.search_s,
+            kept=None if kept is None else replace(kept, say=unheard),  # it was said of the training
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(
@@ -347,9 +341,13 @@ class Trainer:
     def _held_out(self) -> float:
         """The held-out loss after the steps done; measured once for each."""
         if self._held_out_at is None or self._held_out_at[0] != self.step:
-            self._held_out_at = (self.step, self.held_out.loss())
+            training = self.settings.training
+            batches = (
+                self._task.held_out(number, training.global_batch) for number in range(training.eval_batches)
+            )
+            self._held_out_at = (self.step, self.evaluation.loss(batches))
             line: dict[str, Any] = {"step": self.step, "held_out_loss": self._held_out_at[1]}
-            seen = self.held_out.observed()
+            seen = self.evaluation.observed()
             if seen:
                 line["observed"] = observed_line(seen)
                 self._seen = replace(self._seen or ObservedRun(self.step, self.step, (), ()), evaluation=seen)
