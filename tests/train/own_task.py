@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.files.say import Say
 from stretto.train.task import Task
-from stretto.train.text import Say
 
 
 class Skipping(nn.Module):

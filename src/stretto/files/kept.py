@@ -13,13 +13,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.files.say import Say, unheard
 from stretto.files.whole_file import write_file
 
 MOST_ENTRIES = 256
@@ -83,10 +83,6 @@ class Entry:
     age_s: float
 
 
-def unheard(line: str) -> None:
-    """Tells nobody: for lines that somebody else has said, or will."""
-
-
 @dataclass(frozen=True, slots=True)
 class Kept:
     """A folder of entries. renew: whether what is there is made anew, as if it were not. say: takes a line of
@@ -94,7 +90,7 @@ class Kept:
 
     folder: Path
     renew: bool = False
-    say: Callable[[str], None] = unheard
+    say: Say = unheard
 
     def find(self, kind: str, key: str, most_age_s: float = math.inf) -> Entry | None:
         """The entry of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.idle_class import keeping_core
 from stretto.errors import UsageError
-from stretto.files.kept import unheard
+from stretto.files.say import unheard
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import KINDS, PRICED
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import UsageError
-from stretto.files.kept import Kept, unheard
+from stretto.files.kept import Kept
+from stretto.files.say import Say, unheard
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import NO_LINK, Costs, Link
@@ -41,9 +42,6 @@ from stretto.price.peak import named_peak
 from stretto.price.roofline import ACTION_US
 from stretto.price.wanted import wanted_collectives
 from stretto.processor.quota import agreed_quota
-
-Say = Callable[[str], None]
-"""Takes a line of what is being measured."""
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:

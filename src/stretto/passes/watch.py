@@ -10,8 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-Say = Callable[[str], None]
-"""Takes a line of progress."""
+from stretto.files.say import Say
 
 STILL_S = 0.5
 """Seconds between two lines of the same search. Assumed: people read no faster."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from stretto.errors import PlanError, UsageError, meant
 from stretto.files.kept import Kept, key_of
+from stretto.files.say import Say
 from stretto.files.typed_file import to_line
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
@@ -35,7 +36,7 @@ from stretto.order.policies import DEFAULT, OWN, policy_of
 from stretto.passes.dense_messages import scattered
 from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
-from stretto.passes.watch import Say, Watch
+from stretto.passes.watch import Watch
 from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.here import agree_on, plan_on_first
@@ -346,7 +347,6 @@ def _planned_here(
 ) -> Plan:
     """Where the plan will run: all ranks measure, one plans."""
     asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
-    policy_of(wished.order)
     device = device_of(job)
     ranks = running(job.mesh(chosen.ranks).world, device)
     auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO

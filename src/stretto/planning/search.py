@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from stretto.errors import PlanError, UsageError
+from stretto.files.say import Say
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
-from stretto.passes.watch import Say
 from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
 from stretto.planning.pair import pair
 from stretto.planning.receives import MOST

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from stretto.errors import StrettoError, UsageError
 from stretto.files.parse import parse_json
-from stretto.train.text import Say
+from stretto.files.say import Say
 
 MANIFEST = "manifest.json"
 READ_BYTES = 1 << 20

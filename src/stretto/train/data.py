@@ -26,11 +26,12 @@ from tokenizers import Tokenizer
 
 from stretto.config import DataSettings
 from stretto.errors import UsageError
-from stretto.files.kept import cache_dir, unheard
+from stretto.files.kept import cache_dir
+from stretto.files.say import Say, unheard
 from stretto.train import tokenizer as bpe
 from stretto.train.cache import built_folder, contents
 from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
-from stretto.train.text import Say, TextFile, documents, find_files
+from stretto.train.text import TextFile, documents, find_files
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""

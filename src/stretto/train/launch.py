@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
-from stretto.files.kept import unheard
+from stretto.files.say import Say, unheard
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
 from stretto.train.layout import refuse_early, spread
@@ -36,7 +36,6 @@ from stretto.train.metrics import check_tensorboard
 from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
 from stretto.train.reuse import kept_by
 from stretto.train.starting import STARTED, Starting
-from stretto.train.text import Say
 from stretto.train.text_task import task_of
 from stretto.train.world import (
     LAUNCHER_PID,

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from stretto.config import DecoderSettings, HuggingFaceSettings, TrainSettings
-from stretto.files.kept import unheard
+from stretto.files.say import Say, unheard
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function
 from stretto.parallelize.ampipe import check_attention
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.tensor.dtensor_adapter import without_values
 from stretto.train.task import own_task
-from stretto.train.text import Say
 
 
 def refuse_early(settings: TrainSettings) -> None:

@@ -7,8 +7,8 @@ from typing import get_args
 
 from stretto.config import PlanningSettings, TrainSettings
 from stretto.errors import UsageError
-from stretto.files.kept import Kept, cache_dir, unheard
-from stretto.train.text import Say
+from stretto.files.kept import Kept, cache_dir
+from stretto.files.say import Say, unheard
 
 REUSE = "STRETTO_REUSE"
 """Environment variable: comes before the setting `planning.reuse`; "auto" only before "off"."""

@@ -23,9 +23,9 @@ from stretto.config import TrainSettings
 from stretto.config.task import TaskSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.files.near import near_path
+from stretto.files.say import Say
 from stretto.ir.stage_maps import is_own
 from stretto.schedule.csv import read_csv
-from stretto.train.text import Say
 
 FUNCTION = "task"
 """What the file of a task defines."""

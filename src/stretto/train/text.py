@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.files.near import near_path
 from stretto.files.parse import parse_json
-
-Say = Callable[[str], None]
-"""Takes one line for the user."""
+from stretto.files.say import Say
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Folders of compiled or of other people's code: the same text would come in or not by what is installed."""

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from stretto.config import TrainSettings
+from stretto.files.say import Say
 from stretto.models.build import build_model, counted_loss_function
 from stretto.models.gpt import generate
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.data import TextData, prepare_data
 from stretto.train.task import Task, check_files, own_task
-from stretto.train.text import Say
 
 SAMPLE_PROMPT_TOKENS = 16
 """How much held-out text a sample continues: a line or two of code, enough to see whether it goes on well."""

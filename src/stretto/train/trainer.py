@@ -27,7 +27,7 @@ from typing import Any
 from stretto.capture import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
-from stretto.files.kept import unheard
+from stretto.files.say import unheard
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of

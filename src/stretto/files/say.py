@@ -1,0 +1,12 @@
+"""Lines for the user: what takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+"""Takes one line for the user."""
+
+
+def unheard(line: str) -> None:
+    """Tells nobody: for lines that somebody else has said, or will."""
