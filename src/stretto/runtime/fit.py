@@ -14,16 +14,20 @@ from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
 from stretto.ir.serialize import plan_to_text
+from stretto.runtime.ranges import Ranges
 from stretto.runtime.transport import Transport
 
 
-def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Tensor]:
+def fit_batch(
+    job: Job, batch: Any, device: torch.device, ranges: Ranges | None = None
+) -> dict[str, torch.Tensor]:
     """The batch's leaves on `device`, in the captured dtype and layout, in the plan's order.
 
     Floating-point leaves may have another floating-point dtype than was captured, and are converted: the
     capture itself does so (`precision="bf16"`). Raises UsageError for leaves that are missing, too many, of
-    another shape, or of another kind of dtype; and for constants of the captured batch (numbers, strings)
-    that have changed: they are part of the plan.
+    another shape, or of another kind of dtype; for constants of the captured batch (numbers, strings) that
+    have changed: they are part of the plan; and for what `ranges` refuses, which sees the leaves as they are
+    given: on processors one need not wait for.
     """
     given, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
     expected = dict(job.batch)
@@ -69,6 +73,8 @@ def fit_batch(job: Job, batch: Any, device: torch.device) -> dict[str, torch.Ten
             raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
         # Ops were captured for contiguous leaves: a view of a slice of tokens must not reach them.
         leaves[name] = leaf.to(device, dtype).contiguous()
+    if ranges is not None:
+        ranges.check(given)
     return leaves
 
 

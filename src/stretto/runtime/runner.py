@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
-from stretto.batch.tree import flatten
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
@@ -254,8 +253,7 @@ class Runner:
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
-        leaves = fit_batch(self.plan.job, batch, self.device)
-        self._ranges.check(flatten(batch))  # as given: on processors one need not wait for
+        leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
         self.held.check_bound()
         if self.unfit is not None:
