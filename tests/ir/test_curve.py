@@ -46,8 +46,13 @@ def test_fit_takes_what_disturbed_a_size_out() -> None:
     assert curve.us(1024) == 80.0
 
 
-def test_fit_draws_the_first_piece_on_to_no_bytes() -> None:
+def test_fit_draws_the_flattest_line_on_to_no_bytes() -> None:
     assert Curve.fitted([(100, 12.0), (200, 14.0)]).us(0) == 10.0
+
+
+def test_a_disturbed_second_size_does_not_take_the_latency_away() -> None:
+    """Twice as long for twice the bytes, by what else the machine did: the third size tells better."""
+    assert Curve.fitted([(4096, 150.0), (8192, 305.0), (16384, 310.0)]).us(0) == pytest.approx(150 - 160 / 3)
 
 
 @pytest.mark.parametrize(

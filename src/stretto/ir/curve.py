@@ -67,8 +67,9 @@ class Curve:
         """A curve through measured (bytes, us), in any order, repeated sizes allowed.
 
         What disturbs a measurement makes it slower, never faster: of equal sizes the fastest counts, and a
-        size that took longer than a larger one takes the larger one's time. The first piece is drawn on to
-        zero bytes, which tells the latency of a sweep that begins with large messages.
+        size that took longer than a larger one takes the larger one's time. The flattest line from the
+        first point to another is drawn on to zero bytes, which tells the latency of a sweep that begins with
+        large messages: it is the one that a disturbed size has made no steeper.
 
         Raises ValueError when there is no sample.
         """
@@ -81,8 +82,9 @@ class Curve:
             points.append((nbytes, us))
         points.reverse()
         if len(points) > 1 and points[0][0] > 0:
-            (x0, y0), (x1, y1) = points[0], points[1]
-            points.insert(0, (0.0, max(0.0, y0 - x0 * (y1 - y0) / (x1 - x0))))
+            x0, y0 = points[0]
+            slope = min((y - y0) / (x - x0) for x, y in points[1:])
+            points.insert(0, (0.0, max(0.0, y0 - x0 * slope)))
         return Curve(tuple(points))
 
     @staticmethod
