@@ -23,7 +23,7 @@ import torch
 from hypothesis import settings
 
 from stretto.capture.trace import Traced
-from stretto.order import whole_step
+from stretto.order import refine, whole_step, window
 from tests.forks import end_server
 from tests.remembered import remembering
 
@@ -64,6 +64,10 @@ def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(whole_step, "MORE", whole_step.MORE[2:3])
         patch.setattr(whole_step, "FINALISTS", 1)
         patch.setattr(whole_step, "PUSHES", whole_step.PUSHES // 10)
+        patch.setattr(window, "WALKS", window.WALKS // 10)
+        patch.setattr(window, "WORK", window.WORK // 10)
+        patch.setattr(refine, "MOST", refine.FEWEST)
+        patch.setattr(refine, "GRID", refine.GRID[2:3])
         yield
 
 

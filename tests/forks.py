@@ -42,13 +42,15 @@ _server: list[subprocess.Popen[str]] = []
 class Fork:
     """A module by name, as `python -m` runs it, a file that ends in .py, or a "module:function" to call.
 
-    `environment` is added to that of the tests. What it prints is added to the file `output`.
+    `environment` is added to that of the tests. What it prints is added to the file `output`, its errors too
+    where no file is named for them.
     """
 
     program: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     output: str
+    errors: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,10 @@ def end_server() -> None:
         _server.pop().communicate()
 
 
-def _fork(program: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
+def _fork(program: str, arguments: list[str], environment: dict[str, str], output: str, errors: str) -> None:
     """What a rank does."""
-    to = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(to, stream)
+    for stream, file in ((1, output), (2, errors or output)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ.clear()
     os.environ.update(environment)
     if ":" in program:
@@ -110,7 +111,13 @@ def _world(asked: dict[str, Any]) -> None:
     began_s = time.monotonic()
     processes = []
     for fork in asked["forks"]:
-        named = (fork["program"], fork["arguments"], base | fork["environment"], fork["output"])
+        named = (
+            fork["program"],
+            fork["arguments"],
+            base | fork["environment"],
+            fork["output"],
+            fork["errors"],
+        )
         processes.append(multiprocessing.get_context("fork").Process(target=_fork, args=named))
         processes[-1].start()
     for process in processes:

@@ -39,7 +39,7 @@ def test_a_message_with_a_tail_goes_earlier_and_one_that_arrives_late_is_used_la
 
     def sent_us(tail_us: float) -> float:
         outside = Outside(tails={(send.part, int(send.ref)): tail_us})
-        graph = make_graph(job, costs, window, schedule.stage_ranks, outside)
+        graph = make_graph(job, costs, window, schedule.stage_ranks).seen(outside)
         played = replay(graph, list_order(graph))
         return played.late_us - tail_us
 
@@ -54,7 +54,9 @@ def test_a_message_with_a_tail_goes_earlier_and_one_that_arrives_late_is_used_la
 
     window = captured_windows(job, schedule)["1F"]
     (wait,) = (item for item in window.items if item.kind is ItemKind.WAIT)
-    late = make_graph(job, costs, window, schedule.stage_ranks, Outside({(wait.part, int(wait.ref)): 500.0}))
+    late = make_graph(job, costs, window, schedule.stage_ranks).seen(
+        Outside({(wait.part, int(wait.ref)): 500.0})
+    )
     soon = make_graph(job, costs, window, schedule.stage_ranks)
     ends = [replay(graph, list_order(graph)).end_us for graph in (soon, late)]
     assert ends[1] == pytest.approx(ends[0] + 500.0)

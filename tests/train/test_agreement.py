@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.train.tiny import WORDS, run, start, write_settings
+from tests.train.tiny import WORDS, run, run_together, write_settings
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,8 @@ def two_ranks(folder: Path, *of_the_second: str) -> tuple[list[int], str]:
     world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared = ["train", str(config), "--set", f"checkpoint.dir={folder / 'alone' / 'checkpoints'}"]
     own = [part for change in of_the_second for part in ("--set", change)]
-    ranks = [start(*shared, **world, RANK="0"), start(*shared, *own, **world, RANK="1")]
-    try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [rank.returncode for rank in ranks], "".join(err for _, err in told)
+    told = run_together((shared, world | {"RANK": "0"}), ([*shared, *own], world | {"RANK": "1"}))
+    return [status for status, _, _ in told], "".join(err for _, _, err in told)
 
 
 def test_other_checkpoints_are_refused(folder: Path) -> None:

@@ -222,8 +222,13 @@ def test_an_error_of_its_own_code_is_told_by_file_function_and_line(
 def test_an_error_of_its_loss_is_told_by_the_line(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(BROKEN)
+    settings = load_settings(
+        write(tmp_path, steps=1, file=file), ['task.config={where = "loss", how = "key"}']
+    )
+    trainer = Trainer(settings, World())
     with pytest.raises(StrettoError, match=r"broken\.py:1\d: .*\n  KeyError: 'none'"):
-        train(write(tmp_path, steps=1, file=file), 'task.config={where = "loss", how = "key"}')
+        trainer.run()
+    assert not trainer.progress.starting.going_on, "nothing is told of a run that has ended"
 
 
 def test_one_of_its_ranks_says_it_for_all(tmp_path: Path) -> None:

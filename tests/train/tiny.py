@@ -7,8 +7,14 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+from tests.forks import Fork, run_forks
+
+TIMEOUT_S = 240.0
 
 WORDS = (
     "the quick brown fox jumps over a lazy dog while seven wizards brew potions of amber beneath old stars"
@@ -98,14 +104,27 @@ def start(*arguments: str | Path, **added: str) -> subprocess.Popen[str]:
     )
 
 
+def run_together(*commands: tuple[Sequence[str | Path], dict[str, str]]) -> list[tuple[int, str, str]]:
+    """`stretto ...` with what its environment has more, several side by side to their ends, as forks: status,
+    output, errors of each."""
+    with TemporaryDirectory() as folder:
+        files = [(Path(folder) / f"{at}.out", Path(folder) / f"{at}.err") for at in range(len(commands))]
+        ended = run_forks(
+            [
+                Fork("stretto", tuple(map(str, arguments)), added, str(out), str(err))
+                for (arguments, added), (out, err) in zip(commands, files, strict=True)
+            ],
+            TIMEOUT_S,
+        )
+        told = [(out.read_text(), err.read_text()) for out, err in files]
+    assert None not in ended.statuses, f"not at its end after {TIMEOUT_S} s: {told}"
+    return [(int(status or 0), *said) for status, said in zip(ended.statuses, told, strict=True)]
+
+
 def run(*arguments: str | Path, **added: str) -> tuple[int, str, str]:
     """`stretto ...` to its end: status, output, errors."""
-    process = start(*arguments, **added)
-    try:
-        out, err = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+    (ended,) = run_together((arguments, added))
+    return ended
 
 
 def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:

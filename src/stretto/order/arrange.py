@@ -11,9 +11,11 @@ from dataclasses import replace
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Window
 from stretto.ir.program import Job
-from stretto.order.depend import NOTHING, Outside, WindowGraph, make_graph
+from stretto.order.depend import NOTHING, Outside, Role, WindowGraph, make_graph
 from stretto.order.policies import DEFAULT, legal_order
 from stretto.order.window import improve_order
+
+MESSAGES = (Role.SEND, Role.RECEIVE)
 
 
 class Arranger:
@@ -39,6 +41,8 @@ class Arranger:
         self._share = share
         self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
         self._windows: dict[tuple[object, ...], Window] = {}
+        self._graphs: dict[str, tuple[WindowGraph, int]] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
 
     def arrange(self, window: Window, outside: Outside = NOTHING) -> Window:
         """The window in the policy's order; as it is when nothing in it communicates over an axis.
@@ -51,15 +55,27 @@ class Arranger:
             self._windows[name] = self._arranged(window, outside)
         return self._windows[name]
 
-    def graph(self, window: Window, outside: Outside = NOTHING) -> WindowGraph:
-        """What the policy is given."""
-        return make_graph(self._job, self._costs, window, self._stage_ranks, outside)
+    def graph(self, window: Window) -> WindowGraph:
+        """What the policy is given, of which nothing is known on other ranks."""
+        return self._known(window)[0]
+
+    def _known(self, window: Window) -> tuple[WindowGraph, int]:
+        """The graph, and its kind: equal for those that differ in names alone."""
+        found = self._graphs.get(window.name)
+        if found is None:
+            graph = make_graph(self._job, self._costs, window, self._stage_ranks)
+            kinds = self._kinds
+            found = graph, kinds.setdefault(graph.key(), len(kinds)) if graph.communicates else -1
+            if self._rounds is not None:  # it comes again, with what is outside
+                self._graphs[window.name] = found
+        return found
 
     def _arranged(self, window: Window, outside: Outside) -> Window:
-        graph = self.graph(window, outside)
-        if not graph.communicates:
+        alone, kind = self._known(window)
+        if not alone.communicates:
             return window
-        key = graph.key()
+        graph = alone.seen(outside)
+        key = kind, *((node.time_us, node.tail_us) for node in graph.nodes if node.role in MESSAGES)
         order = self._orders.get(key)
         if order is None:
             if self._rounds is not None:

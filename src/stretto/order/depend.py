@@ -20,7 +20,7 @@ May touch `stretto.ir`, `stretto.schedule` and this room's storages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stretto.ir.action import Phase
@@ -114,6 +114,12 @@ class WindowGraph:
         storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
         return nodes, self.before, storages, self.skew
 
+    def seen(self, outside: Outside) -> WindowGraph:
+        """With what is known of other ranks."""
+        if not outside.arrivals and not outside.tails:
+            return self
+        return replace(self, nodes=tuple(_seen(node, outside) for node in self.nodes))
+
     @property
     def work_us(self) -> float:
         """All work on the compute lane."""
@@ -125,22 +131,30 @@ class WindowGraph:
         return any(node.role in (Role.START, Role.FINISH) for node in self.nodes)
 
 
+def _seen(node: Node, outside: Outside) -> Node:
+    item = node.item
+    if node.role is Role.SEND:
+        return replace(node, tail_us=outside.tails.get((item.part, int(item.ref)), 0.0))
+    if node.role is Role.RECEIVE:
+        return replace(node, time_us=outside.arrivals.get((item.part, int(item.ref)), 0.0))
+    return node
+
+
 def make_graph(
     job: Job,
     costs: Costs,
     window: Window,
     stage_ranks: Sequence[int],
-    outside: Outside = NOTHING,
     microbatches: Sequence[int] = (),
     frees: Sequence[tuple[int, int]] = (),
 ) -> WindowGraph:
-    """The graph of a window. outside: what is known of other ranks. microbatches: of its parts, where it
+    """The graph of a window, of which nothing is known on other ranks. microbatches: of its parts, where it
     runs once; without them messages that stay on the rank are taken to be for the same. frees: (part of a
     backward, part of a later forward that begins when it is done).
 
     Raises PlanError for a collective without a cost.
     """
-    return _Maker(job, costs, window, stage_ranks, outside, microbatches, frees).make()
+    return _Maker(job, costs, window, stage_ranks, microbatches, frees).make()
 
 
 class _Maker:
@@ -150,7 +164,6 @@ class _Maker:
         costs: Costs,
         window: Window,
         stage_ranks: Sequence[int],
-        outside: Outside,
         microbatches: Sequence[int],
         frees: Sequence[tuple[int, int]],
     ) -> None:
@@ -160,7 +173,6 @@ class _Maker:
         self.costs = costs
         self.window = window
         self.stage_ranks = stage_ranks
-        self.outside = outside
         stages = {stage for stage, _ in window.parts}
         self.ops: list[dict[str, Op]] = [
             {name: op for name, (op, _) in ops_of_stage(job.stages[stage], phase).items()}
@@ -207,14 +219,12 @@ class _Maker:
                     ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
                     link = self.costs.link(*ends)
                     us = message_us(link, edge.spec.nbytes) if ends[0] != ends[1] else 0.0
-                    tail_us = self.outside.tails.get((item.part, edge.index), 0.0)
-                    nodes.append(Node(item, Role.SEND, time_us=us, tail_us=tail_us))
+                    nodes.append(Node(item, Role.SEND, time_us=us))
                 else:
                     if message in sent:
                         need.add(sent[message])  # from a part of the same rank
                     self.made[item.part, edge.value] = at
-                    when = self.outside.arrivals.get((item.part, edge.index), 0.0)
-                    nodes.append(Node(item, Role.RECEIVE, time_us=when, lazy=True))
+                    nodes.append(Node(item, Role.RECEIVE, lazy=True))
             needs.append(need)
         self._forward_first(needs)
         if self.frees:

@@ -84,6 +84,7 @@ class Trainer:
         try:
             self._run()
         finally:
+            self.progress.stop()  # also where it has ended before its first step
             self._lock.release()
 
     def _run(self) -> None:
