@@ -104,7 +104,9 @@ def test_unequal_labels_equal_one_batch(parallel: Parallel) -> None:
     assert_equals(lowered(job, parallel.schedule), llama(), batch_of(), whole_mean, batch_of(), 1e-10)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["as it is", "in float64"])
+@pytest.mark.parametrize(
+    "own", [pytest.param(False, marks=pytest.mark.slow), True], ids=["as it is", "in float64"]
+)
 def test_transformers_own_keyword(own: bool) -> None:
     """The step's number of tokens, another in every step, is given whole to every microbatch."""
     model, tolerance = (own_function(llama()), 1e-10) if own else (llama(), 1e-6)

@@ -120,6 +120,7 @@ print(weight, int(peak) * 1024, max(plan.prediction.peak_bytes))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.slow
 def test_planning_a_model_of_fifty_gigabytes_takes_little_memory(tmp_path: Path) -> None:
     program = tmp_path / "large.py"
     program.write_text(LARGE)

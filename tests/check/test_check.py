@@ -232,6 +232,7 @@ def test_experts_that_ranks_share(capacity: float | None, how: dict[str, Any]) -
     assert found.differences[0].relative < 1e-12
 
 
+@pytest.mark.slow
 def test_a_capacity_of_each_chunk_is_compared_as_one_of_all() -> None:
     how = Parallel(ep=2, dp=2, ampipe_degree=2)
     found = stretto.check(mixture(0.5), rows_of_tokens(), moe_token_sum, how)

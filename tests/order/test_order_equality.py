@@ -120,7 +120,13 @@ VIRTUAL = (
 
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "tied"),
-    [("virtual", 4, False), ("virtual", 4, True), ("zb-h1", 4, False), ("1f1b", 32, False)],
+    [
+        pytest.param("virtual", 4, False, marks=pytest.mark.slow),
+        ("virtual", 4, True),
+        ("zb-h1", 4, False),
+        pytest.param("1f1b", 32, False, marks=pytest.mark.slow),
+        ("1f1b", 8, False),
+    ],
 )
 def test_one_window_a_rank_gives_the_numbers_of_off(
     schedule: str, microbatches: int, tied: bool, tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 from collections import Counter
 from contextlib import nullcontext
@@ -30,8 +31,6 @@ from stretto.parallelize.parts import lengths_of
 from stretto.price.cluster import Cluster
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of
 
-DEGREES = (2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6)))
-
 
 def by_chunks(model: nn.Module, degree: int) -> nn.Module:
     """The plain model with experts that serve each chunk of a sequence by itself, written out."""
@@ -50,10 +49,16 @@ def _each_chunk(forward: Any, degree: int, *rows: Tensor) -> Tensor:
     return torch.cat(whole, dim=1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("degree", DEGREES)
-@pytest.mark.parametrize("capacity", [DROPLESS, FEW])
+EP, PP = {"ep": 2, "dp": 2, "ep_buffer": 4.0}, {"pp": 2, "microbatches": 2}
+FAST = ((EP, DROPLESS, 3), (EP, FEW, 2), (PP, DROPLESS, 2), (PP, FEW, 3))
+
+
 @pytest.mark.parametrize(
-    "how", [{"ep": 2, "dp": 2, "ep_buffer": 4.0}, {"pp": 2, "microbatches": 2}], ids=["ep", "pp"]
+    ("how", "capacity", "degree"),
+    [
+        pytest.param(*cell, marks=[] if cell in FAST else [pytest.mark.slow])
+        for cell in itertools.product((EP, PP), (DROPLESS, FEW), (2, 3, 4, 6))
+    ],
 )
 def test_the_whole_sequence_is_that_of_the_uncut_model(degree: int, capacity: float | None, how: Any) -> None:
     parallel = Parallel(**how, ampipe_degree=degree, ampipe_capacity="whole")
@@ -68,7 +73,13 @@ def test_capacities_of_chunks_are_those_of_a_plain_model_by_chunks(degree: int) 
 
 
 @pytest.mark.parametrize(
-    "more", [{"schedule": "zb-h1"}, {"recompute": "full"}, {"recompute": "selective"}], ids=str
+    "more",
+    [
+        {"schedule": "zb-h1"},
+        {"recompute": "full"},
+        pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_it_goes_with_all_else(more: dict[str, Any]) -> None:
     parallel = Parallel(ep=2, dp=2, pp=2, microbatches=4, ampipe_degree=2, **more)

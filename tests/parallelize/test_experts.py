@@ -101,16 +101,24 @@ def assert_equals(
         assert (grads[name] - grad).norm() <= tolerance * max(float(grad.norm()), 1e-3), name
 
 
-@pytest.mark.parametrize("capacity", [DROPLESS, FEW, ALL])
+CAPACITIES = (DROPLESS, FEW, ALL)
+FAST = {
+    Parallel(ep=2, dp=2): CAPACITIES,
+    Parallel(ep=4, dp=4, microbatches=2): (DROPLESS,),
+    Parallel(ep=2, dp=4): (FEW,),
+    Parallel(ep=2, dp=2, pp=2, microbatches=2): (ALL,),
+    Parallel(ep=2, dp=2, pp=2, microbatches=4, schedule="zb-h1"): (DROPLESS,),
+    Parallel(dp=2, pp=2, microbatches=2): (FEW,),
+}
+"""Every capacity, and every layout with one of them."""
+
+
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "capacity"),
     [
-        Parallel(ep=2, dp=2),
-        Parallel(ep=4, dp=4, microbatches=2),
-        Parallel(ep=2, dp=4),
-        Parallel(ep=2, dp=2, pp=2, microbatches=2),
-        Parallel(ep=2, dp=2, pp=2, microbatches=4, schedule="zb-h1"),
-        Parallel(dp=2, pp=2, microbatches=2),
+        pytest.param(parallel, capacity, marks=[] if capacity in fast else [pytest.mark.slow])
+        for parallel, fast in FAST.items()
+        for capacity in CAPACITIES
     ],
     ids=str,
 )

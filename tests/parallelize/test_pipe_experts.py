@@ -24,9 +24,13 @@ CASES = [
     *((capacity, how) for capacity in (DROPLESS, FEW, ALL) for how in SLICES),
     *((capacity, how) for capacity in (FEW, ALL) for how in EACH),
 ]
+FAST = ((DROPLESS, SLICES[1]), (FEW, SLICES[0]), (ALL, SLICES[1]), (FEW, EACH[2]), (ALL, EACH[0]))
 
 
-@pytest.mark.parametrize(("capacity", "how"), CASES)
+@pytest.mark.parametrize(
+    ("capacity", "how"),
+    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES],
+)
 def test_it_gives_the_values_of_the_plain_model(capacity: float | None, how: dict[str, Any]) -> None:
     model = model_of(capacity, shared=1)
     degree = how.get("ampipe_degree", 1)

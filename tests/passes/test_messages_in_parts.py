@@ -67,7 +67,14 @@ def gradients(job: Job) -> list[Edge]:
     return [edge for edge in job.edges if edge.phase is Phase.I]
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt tied, learned positions",
+        "llama",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "gpt2")),
+    ],
+)
 def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
     model = MODELS[name]().double()
     job = whole(model, name)

@@ -77,7 +77,14 @@ def test_three_stages_scatter_both_ways(schedule: str) -> None:
     assert_plain(job, model, loss_of("gpt"), batch_of())
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt tied, learned positions",
+        "llama",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "gpt2")),
+    ],
+)
 def test_two_ranks_have_the_same_bits(name: str) -> None:
     model = MODELS[name]().double()
     job = job_of(model, name)

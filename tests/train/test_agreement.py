@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 
 import pytest
-from tests.train.tiny import WORDS, run, run_together, write_settings
+from tests.train.tiny import WORDS, run, run_ranks, write_settings
 
 
 @pytest.fixture(scope="module")
@@ -19,20 +18,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def two_ranks(folder: Path, *of_the_second: str) -> tuple[list[int], str]:
     """Statuses and errors of two ranks on the checkpoint of `alone`, the second with its own settings."""
     config = write_settings(folder, pp=2, steps=4, every=0, run="both")
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared = ["train", str(config), "--set", f"checkpoint.dir={folder / 'alone' / 'checkpoints'}"]
     own = [part for change in of_the_second for part in ("--set", change)]
-    told = run_together((shared, world | {"RANK": "0"}), ([*shared, *own], world | {"RANK": "1"}))
+    told = run_ranks(shared, [*shared, *own])
     return [status for status, _, _ in told], "".join(err for _, _, err in told)
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.train.tiny import write_settings
+from tests.train.tiny import run_ranks, write_settings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gpt_text_tp.toml"
@@ -77,34 +77,38 @@ def test_the_first_step_comes_soon_and_is_not_silent(tmp_path: Path) -> None:
         said = "\n".join(f"{at_s:6.1f} {line}" for at_s, line in lines)
         assert lines[-1][0] <= most_s, said
         assert silence_s(lines)[0] <= SILENT_S, said
+    fresh = until_first_step(EXAMPLE, tmp_path, "--no-resume", "--fresh")
+    assert told([line for _, line in fresh]) == []
+
+
+def told(lines: list[str]) -> list[str]:
+    """What was found again of an earlier run."""
+    return [line.partition(":")[0] for line in lines if line.startswith(("costs: ", "plan: "))]
 
 
 def test_a_second_run_takes_costs_and_plan_of_the_first(tmp_path: Path) -> None:
-    config = write_settings(tmp_path, pp=2, steps=3)
-    first, second, third = (
-        [line for _, line in until_first_step(config, tmp_path, "--no-resume", *more)]
-        for more in ([], [], ["--fresh"])
-    )
-
-    def told(lines: list[str]) -> list[str]:
-        return [line.partition(":")[0] for line in lines if line.startswith(("costs: ", "plan: "))]
-
-    assert told(first) == []
-    assert told(second) == ["costs", "plan"]
-    assert told(third) == []
-    predicted = [next(line for line in lines if "predicted step" in line) for lines in (first, second)]
+    command = ["train", write_settings(tmp_path, pp=2, steps=1), "--no-resume"]
+    runs = []
+    for _ in range(2):
+        (status, out, err), _ = run_ranks(
+            *[command] * 2, STRETTO_REUSE="", XDG_CACHE_HOME=str(tmp_path / "cache")
+        )
+        assert status == 0, err
+        runs.append(out.splitlines())
+    assert [told(lines) for lines in runs] == [[], ["costs", "plan"]]
+    predicted = [next(line for line in lines if "predicted step" in line) for lines in runs]
     assert predicted[0] == predicted[1]
-    phases = ("loading PyTorch", "starting 2 ranks", "capturing the model", "planning", "the first step")
-    said = "\n".join(first)
-    assert all(f"\n  {phase}" in f"\n{said}" for phase in phases), said
 
 
 def test_an_interrupt_before_the_first_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
     config = write_settings(tmp_path, pp=2, steps=3)
-    _, rest, status = until(config, tmp_path, "  planning")
+    lines, rest, status = until(config, tmp_path, "  planning")
+    said = "\n".join(line for _, line in lines)
+    phases = ("loading PyTorch", "starting 2 ranks", "capturing the model", "planning")
+    assert all(f"\n  {phase}" in f"\n{said}" for phase in phases), said
     assert status == 128 + signal.SIGINT, rest
-    told = [line for line in rest.splitlines() if not line.startswith("  ")]
-    assert told == ["stretto: interrupted at step 0; there is no checkpoint yet"], rest
+    ended = [line for line in rest.splitlines() if not line.startswith("  ")]
+    assert ended == ["stretto: interrupted at step 0; there is no checkpoint yet"], rest
 
 
 if __name__ == "__main__":

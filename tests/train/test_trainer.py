@@ -48,6 +48,7 @@ def train(path: Path, *changes: str) -> tuple[TrainSettings, Trainer]:
     return settings, trainer
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_of_as_many_chunks_as_the_plan_has(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

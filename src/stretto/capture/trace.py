@@ -162,6 +162,8 @@ def _trace(
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
     check_model(model)
+    if repeats and layers_of(model) is None:
+        raise NotRepeatedError("no layers are equal")
     at = torch.device(device) if device is not None else _device_of(model)
     device_kind = at.type
     absent = device_kind == "cuda" and not torch.cuda.is_available()
@@ -198,8 +200,6 @@ def _trace(
             **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
         }
         layers = layers_of(model) if repeats else None
-        if repeats and layers is None:
-            raise NotRepeatedError("no layers are equal")
         with explained(model, tensor, (NotRepeatedError, WrittenError)):
             joint = torch_adapter.export_joint(
                 model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside, param_dtype in HALF
