@@ -51,10 +51,16 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "desk")
 
 
+SEARCHES = tuple(
+    f"tests.order.test_{name}" for name in ("whole_step", "whole_step_pairs", "refine", "policies")
+)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The search for orders of all ranks together walks a tenth of the steps; not where it is tested."""
-    if request.module.__name__ in ("tests.order.test_whole_step", "tests.order.test_whole_step_pairs"):
+    """Searches for orders, of a window and of all ranks together, walk a tenth of the steps; not where they are
+    tested."""
+    if request.module.__name__ in SEARCHES:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
