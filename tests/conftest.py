@@ -51,15 +51,16 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable" if os.environ.get("CI") else "desk")
 
 
-SEARCHES = tuple(
-    f"tests.order.test_{name}" for name in ("whole_step", "whole_step_pairs", "refine", "policies")
+SEARCHES = (
+    *(f"tests.order.test_{name}" for name in ("whole_step", "whole_step_pairs", "refine", "policies")),
+    "tests.planning.test_braid",
 )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Searches for orders, of a window and of all ranks together, walk a tenth of the steps; not where they are
-    tested."""
+    """Searches for orders, of a window and of all ranks together, walk a tenth of the steps; not where they
+    are tested."""
     if request.module.__name__ in SEARCHES:
         yield
         return

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
+from stretto.capture import capture
 from stretto.check import compare
 from stretto.check.bisect_layout import bisect_layout
 from stretto.check.compare import LOW_PRECISION_TOLERANCE, TOLERANCE, Difference
@@ -24,6 +25,9 @@ from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.parallelize.styles import GPT2_PLAN
+from stretto.planning.make_plan import make_plan
+from stretto.price.cluster import Cluster
+from stretto.price.flat import described_costs
 from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof
 from tests.runtime.equality import from_transformers
@@ -307,3 +311,31 @@ def test_one_rank_has_nothing_of_what_ranks_share() -> None:
     parallel = Parallel(ampipe_degree=2, ampipe_capacity="whole")
     (told,) = bisect_layout(mixture(None), parallel, None, right)
     assert "on one rank it is right: ampipe_degree = 2" in told
+
+
+class OneHeadEach(nn.Module):
+    """Attention by its own products, of as many heads as ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.tp_plan = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (of(x).unflatten(-1, (-1, 4)).transpose(1, 2) for of in (self.q, self.k, self.v))
+        weights = (q @ k.transpose(-1, -2)).softmax(dim=-1)
+        made: Tensor = self.o((weights @ v).transpose(1, 2).flatten(2))
+        return made
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_rank_may_have_one_head_and_a_microbatch_one_row(rows: int) -> None:
+    """Products of a batch of one, which is a slice of a batch that ranks share."""
+    model = OneHeadEach()
+    batch = torch.randn(2 * rows, 5, 8)
+    how = Parallel(tp=2, microbatches=2)
+    found = stretto.check(model, batch, squares, how, tp_plan=model.tp_plan)
+    assert not found.wrong
+    job = capture(model, batch, squares, how, tp_plan=model.tp_plan)
+    make_plan(job, described_costs(job, Cluster()))  # which proves it

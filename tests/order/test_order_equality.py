@@ -177,5 +177,6 @@ def test_windows_have_the_numbers_of_the_plain_model(name: str, layout: dict[str
     model, loss = MODELS[name]().double(), loss_of(name)
     job = capture(model, batch_of(), loss, Parallel(**layout))
     plan = make_plan(job, costs_of(job), overlap="window")
-    assert plan.overlap == "window", plan.overlap_why
+    # All forwards of a rank come before its first backward: there is none to run beside it.
+    assert plan.overlap == ("local" if layout.get("schedule") == "gpipe" else "window"), plan.overlap_why
     assert_plan_is_plain(plan, model, loss, batch_of())

@@ -238,17 +238,18 @@ def _trace(
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
+    spread: frozenset[str] = frozenset()
     if tensor is not None:
         values = tuple(one.value for one in seen)
         proof = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None, values)
         proved = proof.proved()
-        ops, parts = list(proved.ops), dict(proved.partial)
+        ops, parts, spread = list(proved.ops), dict(proved.partial), proof.spread()
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
         seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
     roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
     roots |= {one.value for one in seen}
-    ops, renamed = _passed(ops, roots, given, skip_passes)
+    ops, renamed = _passed(ops, roots, given, spread, skip_passes)
     for key, value in gradients.items():
         now = value if value is None else renamed.get(value, value)
         parameters[key] = (*parameters[key][:2], now)
@@ -327,13 +328,19 @@ def _alone(
 
 
 def _passed(
-    ops: list[TracedOp], roots: set[str], given: Mapping[str, TensorSpec], skip: Collection[str]
+    ops: list[TracedOp],
+    roots: set[str],
+    given: Mapping[str, TensorSpec],
+    spread: frozenset[str],
+    skip: Collection[str],
 ) -> tuple[list[TracedOp], Mapping[str, str]]:
     """Step 4: after all passes, with what roots are called now. What a pass made stands where the op stood
     that it replaces."""
     known = {traced.op.name: traced for traced in ops}
     backward = frozenset(name for name, traced in known.items() if traced.backward)
-    graph = Graph(tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given)
+    graph = Graph(
+        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, spread=spread
+    )
     graph = on_graph(graph, skip)
     made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
     return made, graph.renamed

@@ -20,6 +20,7 @@ class Graph:
     backward: names of the captured ops that belong to the backward.
     renamed: a captured root -> the value that it is now, where a pass found it to be equal to another.
     given: specs of values that no op makes (parameters, leaves of the batch), as far as they are known.
+    spread: values whose first dim tensor-parallel ranks share.
     """
 
     ops: tuple[Op, ...]
@@ -28,6 +29,7 @@ class Graph:
     backward: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, TensorSpec] = field(default_factory=dict)
+    spread: frozenset[str] = frozenset()
 
     def users(self) -> dict[str, list[Op]]:
         """Value -> the ops that use it."""

@@ -6,7 +6,8 @@ same, without the batch of gradients, and is one op that can stand under the inp
 
     1. sum over b of A[b] B[b] is [A[0] A[1] ...] times [B[0]; B[1]; ...], where the layouts make both views.
     2. A[b] W for all b is the product of A's rows, one below the other, and W.
-    3. A batch of one is a plain product.
+    3. A batch of one is a plain product. Not where it is a rank's own of a batch that ranks share (a head
+       of attention): what a dim that is gone was spread along nobody could tell.
 
 Sums are regrouped: results differ in the last bits.
 """
@@ -33,7 +34,8 @@ def plain_matmuls(graph: Graph) -> Graph:
     for op in graph.ops:
         new: list[Op] | None = None
         if op.target == BMM:
-            new = _shared(op, specs) or _single(op, specs)
+            shares = any(ref.name in graph.spread for ref in op.args)
+            new = _shared(op, specs) or (None if shares else _single(op, specs))
         elif op.target == "aten.sum.dim_IntList" and op.args[0].name in alone:
             new = _summed(op, products[op.args[0].name], specs)
         ops += new or [op]
