@@ -106,16 +106,6 @@ class Proof:
         seen = {value: self._addends(value) for value in self.seen}
         return Proved(tuple(ops), {root: self._now(root) for root in self.roots}, partial, seen)
 
-    def spread(self) -> frozenset[str]:
-        """Values whose first dim ranks share, once it is proved."""
-        made = [item.op.name for item in self.made]
-        return frozenset(
-            name
-            for _, placer in self.placers
-            for name in made
-            if any(not dim for dim, _ in placer.of(name).at)
-        )
-
     def _now(self, name: str) -> str:
         while name in self.renamed:
             name = self.renamed[name]

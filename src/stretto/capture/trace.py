@@ -243,7 +243,7 @@ def _trace(
         values = tuple(one.value for one in seen)
         proof = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None, values)
         proved = proof.proved()
-        ops, parts, spread = list(proved.ops), dict(proved.partial), proof.spread()
+        ops, parts, spread = list(proved.ops), dict(proved.partial), _spread(proof)
         gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
         seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
@@ -325,6 +325,13 @@ def _alone(
             inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
             found.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
     return found
+
+
+def _spread(proof: Proof) -> frozenset[str]:
+    """Values whose first dim ranks share, once it is proved."""
+    made = [item.op.name for item in proof.made]
+    placers = [placer for _, placer in proof.placers]
+    return frozenset(name for name in made if any(not dim for one in placers for dim, _ in one.of(name).at))
 
 
 def _passed(
