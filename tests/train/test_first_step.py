@@ -77,8 +77,6 @@ def test_the_first_step_comes_soon_and_is_not_silent(tmp_path: Path) -> None:
         said = "\n".join(f"{at_s:6.1f} {line}" for at_s, line in lines)
         assert lines[-1][0] <= most_s, said
         assert silence_s(lines)[0] <= SILENT_S, said
-    fresh = until_first_step(EXAMPLE, tmp_path, "--no-resume", "--fresh")
-    assert told([line for _, line in fresh]) == []
 
 
 def told(lines: list[str]) -> list[str]:
@@ -89,15 +87,16 @@ def told(lines: list[str]) -> list[str]:
 def test_a_second_run_takes_costs_and_plan_of_the_first(tmp_path: Path) -> None:
     command = ["train", write_settings(tmp_path, pp=2, steps=1), "--no-resume"]
     runs = []
-    for _ in range(2):
+    for more in ([], [], ["--fresh"]):
         (status, out, err), _ = run_ranks(
-            *[command] * 2, STRETTO_REUSE="", XDG_CACHE_HOME=str(tmp_path / "cache")
+            *[[*command, *more]] * 2, STRETTO_REUSE="", XDG_CACHE_HOME=str(tmp_path / "cache")
         )
         assert status == 0, err
         runs.append(out.splitlines())
-    assert [told(lines) for lines in runs] == [[], ["costs", "plan"]]
-    predicted = [next(line for line in lines if "predicted step" in line) for lines in runs]
+    assert [told(lines) for lines in runs] == [[], ["costs", "plan"], []]
+    predicted = [next(line for line in lines if "predicted step" in line) for lines in runs[:2]]
     assert predicted[0] == predicted[1]
+    assert "  the first step" in runs[0]
 
 
 def test_an_interrupt_before_the_first_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:

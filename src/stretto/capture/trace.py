@@ -29,7 +29,7 @@ from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
 from stretto.capture.convert import convert, dtype_name, spec_of
 from stretto.capture.count import count_of, mean_over
-from stretto.capture.equal import renamed
+from stretto.capture.equal import equal_layers, renamed
 from stretto.capture.expand import Step, TracedOp, expand, named
 from stretto.capture.explain import explained
 from stretto.capture.float32_losses import HALF, LossesInFloat32
@@ -162,7 +162,7 @@ def _trace(
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
     check_model(model)
-    if repeats and layers_of(model) is None:
+    if repeats and not equal_layers(model):
         raise NotRepeatedError("no layers are equal")
     at = torch.device(device) if device is not None else _device_of(model)
     device_kind = at.type
