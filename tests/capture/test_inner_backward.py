@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -106,3 +107,26 @@ def test_the_process_is_left_as_it_was() -> None:
     backward_in_loss(model, rows())
     assert all(p.grad is not None for p in model.parameters())
     Own.apply(model.out, rows().requires_grad_()).sum().backward()
+
+
+class Stopped(torch.autograd.Function):
+    """Ctrl-C comes while PyTorch traces the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_backward_is_not_told_as_an_ops_error() -> None:
+    class Model(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return Stopped.apply(super().forward(x))
+
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(KeyboardInterrupt):
+        warnings.simplefilter("always")
+        stretto.capture(Model(), rows(), mean_square, PARALLEL)
+    assert not [one for one in seen if "Error detected" in str(one.message)]

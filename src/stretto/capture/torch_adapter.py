@@ -11,6 +11,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -240,6 +241,10 @@ def export_joint(
         for name, tensor in left.items():
             step.register_buffer(name, tensor)
         with ExitStack() as stack:
+            # PyTorch traces the backward in anomaly mode. Whatever is raised there, Ctrl-C too, it then calls
+            # an error of an op "with the traceback of its forward", which here is empty.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Error detected in ")
             joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
         return _joint(joint.graph_module, segments, number)
 
