@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stretto.backend.collector import rarely_collected
 from stretto.backend.observe_adapter import watched
 from stretto.batch import tree
 from stretto.batch.loss import Loss
@@ -97,6 +98,7 @@ class Traced:
     layers: frozenset[str] = frozenset()
 
 
+@rarely_collected()
 def trace(
     model: nn.Module,
     batch: Any,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from stretto.backend.collector import rarely_collected
 from stretto.errors import PlanError, UsageError, meant
 from stretto.files.kept import Kept, key_of
 from stretto.files.say import Say
@@ -37,7 +38,6 @@ from stretto.passes.dense_messages import scattered
 from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
 from stretto.passes.watch import Watch
-from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.in_chunks import fastest

@@ -1,8 +1,8 @@
-"""Python's garbage collector while planning goes on.
+"""Python's garbage collector while capture or planning goes on.
 
-It looks at everything that lives whenever that has grown by a quarter, and what planning makes (windows,
-graphs, spans) lives for long and is no garbage: of planning for 1,024 devices it took a quarter of the time.
-Touches nothing of the house.
+It looks at everything that lives whenever that has grown by a quarter, and what these make (graphs, windows,
+spans) lives for long and is no garbage: of planning for 1,024 devices it took a quarter of the time, of
+capturing 48 layers a sixth. Touches nothing of the house.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ RARELY = (100_000, 50, 1_000)
 before all are. Measured: planning a step of 96 layers takes 0.8 GB, with no collection at all as well."""
 
 
-class _Planners:
-    """How many of this process's threads plan now, and what the first of them found."""
+class _Makers:
+    """How many of this process's threads capture or plan now, and what the first of them found."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,15 +40,15 @@ class _Planners:
                 gc.set_threshold(*self._was)
 
 
-_planners = _Planners()
+_makers = _Makers()
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
     """While the context lasts, in any thread, garbage is collected as `RARELY` says, unless it is already
     less often."""
-    _planners.begin()
+    _makers.begin()
     try:
         yield
     finally:
-        _planners.end()
+        _makers.end()

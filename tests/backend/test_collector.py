@@ -1,14 +1,20 @@
-"""While planning goes on garbage is collected rarely, and afterwards as before."""
+"""While capture or planning goes on garbage is collected rarely, and afterwards as before."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from stretto.errors import PlanError
-from stretto.planning.collector import RARELY, rarely_collected
+from stretto.backend.collector import RARELY, rarely_collected
+from stretto.capture import capture
+from stretto.config import Parallel
+from stretto.errors import CaptureError, PlanError
 from stretto.planning.make_plan import make_plan
 from tests.synthetic import make_costs, make_job
 
@@ -29,6 +35,27 @@ def test_planning_leaves_the_collector_as_it_was(thresholds: tuple[int, int, int
     assert gc.get_threshold() == thresholds
     with pytest.raises(PlanError):
         make_plan(job, make_costs(job), max_bytes=1)
+    assert gc.get_threshold() == thresholds
+
+
+def test_capture_leaves_it_too(thresholds: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    # By its module, as the package has a function of this name.
+    room: Any = import_module("stretto.capture.trace")
+    own, seen = room._trace, list[tuple[int, int, int]]()
+
+    def seeing(*given: Any, **named: Any) -> Any:
+        seen.append(gc.get_threshold())
+        return own(*given, **named)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    monkeypatch.setattr(room, "_trace", seeing)
+    capture(nn.Linear(2, 2), torch.zeros(2, 2), loss, Parallel())
+    assert set(seen) == {RARELY}
+    assert gc.get_threshold() == thresholds
+    with pytest.raises(CaptureError):
+        capture(nn.Linear(2, 2), torch.zeros(2, 2), lambda model, x: loss(model, x).detach(), Parallel())
     assert gc.get_threshold() == thresholds
 
 
