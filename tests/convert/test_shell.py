@@ -65,7 +65,7 @@ def test_words_are_those_of_bash(text: str) -> None:
         ["bash", "-c", f"exec 3>&1 >/dev/null\n{spoken}{text}", "name", "one", "two", "three"],
         capture_output=True,
         check=True,
-        timeout=20,
+        timeout=120,
         env={"PATH": "/usr/bin:/bin"},
     )
     expected = ran.stdout.decode().split("\0")[:-1]

@@ -119,6 +119,6 @@ def test_work_that_is_nearly_stopped_is_not_followed_period_by_period() -> None:
     end_us = Budget(quota).end(0.0, 30.0, 1.0)
     assert end_us is not None
     assert end_us > 1e7, "hundreds of thousands of periods"
-    budget, begin = Budget(quota), time.perf_counter()
+    budget, begin = Budget(quota), time.process_time()
     assert budget.run(0.0, end_us, 1.0, True) == pytest.approx(30.0, rel=1e-3)
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0

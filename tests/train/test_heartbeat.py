@@ -16,26 +16,60 @@ from stretto.train.heartbeat import Heartbeat
 from stretto.train.world import World
 
 SIZE = 3
+LOST_AFTER_S = 0.5
+
+
+class Clock:
+    """A clock that only the test advances, so that a busy machine makes no rank late."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def advance(
+        self, seconds: float, store: dist.TCPStore, ranks: range, missed: list[tuple[int, int]]
+    ) -> None:
+        """In fifths of `LOST_AFTER_S`: each of these ranks beats and looks meanwhile, until one is missed."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s and not missed:
+            self.now_s += LOST_AFTER_S / 5
+            # The first of two beats may have begun before.
+            wanted = {rank: beats_of(store, rank) + 2 for rank in ranks}
+            ends_s = time.monotonic() + 60
+            while not missed and any(beats_of(store, rank) < beats for rank, beats in wanted.items()):
+                assert time.monotonic() < ends_s
+                time.sleep(0.002)
+
+
+def beats_of(store: dist.TCPStore, rank: int) -> float:
+    key = heartbeat._key(rank)
+    told = store.get(key) if store.check([key]) else b"0"
+    return float("inf") if told == heartbeat._DONE else int(told.split()[0])
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
-    monkeypatch.setattr(heartbeat, "LOST_AFTER_S", 0.5)
-    monkeypatch.setattr(heartbeat, "STORE_S", 1.0)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(heartbeat, "time", made)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
+    monkeypatch.setattr(heartbeat, "LOST_AFTER_S", LOST_AFTER_S)
+    monkeypatch.setattr(heartbeat, "STORE_S", 60.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return made
 
 
 @pytest.fixture
 def store() -> dist.TCPStore:
     return dist.TCPStore(
-        "127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False
+        "127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
     )
 
 
 class Silent:
     def __init__(self, stuck: threading.Event) -> None:
-        self.set = lambda *_: stuck.wait(5.0)
+        self.set = lambda *_: stuck.wait(60.0)
         self.check = lambda _: False
 
 
@@ -47,44 +81,36 @@ def beating(store: dist.TCPStore, ranks: range, missed: list[tuple[int, int]]) -
     return [one.__enter__() for one in made]
 
 
-def wait_for(missed: list[tuple[int, int]], within_s: float) -> None:
-    until_s = time.monotonic() + within_s
-    while not missed and time.monotonic() < until_s:
-        time.sleep(0.02)
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_rank_before_misses_one_that_stops(store: dist.TCPStore) -> None:
+def test_the_rank_before_misses_one_that_stops(store: dist.TCPStore, clock: Clock) -> None:
     missed: list[tuple[int, int]] = []
     beats = beating(store, range(SIZE), missed)
-    time.sleep(1.0)  # a step takes longer than that, and its rank beats
+    clock.advance(2 * LOST_AFTER_S, store, range(SIZE), missed)  # a step takes longer, and its rank beats
     assert not missed
     stuck = threading.Event()
     beats[2]._store = Silent(stuck)  # as a stopped process: it neither beats nor parts
-    wait_for(missed, 5.0)
+    clock.advance(2 * LOST_AFTER_S, store, range(2), missed)
     assert missed == [(1, 2)]
     stuck.set()
     for one in beats:
         one.__exit__()
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_rank_that_has_ended_is_not_missed(store: dist.TCPStore) -> None:
+def test_a_rank_that_has_ended_is_not_missed(store: dist.TCPStore, clock: Clock) -> None:
     missed: list[tuple[int, int]] = []
     beats = beating(store, range(SIZE), missed)
-    time.sleep(0.2)
+    clock.advance(LOST_AFTER_S / 2, store, range(SIZE), missed)
     beats[2].__exit__()
-    time.sleep(1.0)
+    beats[2]._thread.join()  # type: ignore[union-attr]
+    clock.advance(2 * LOST_AFTER_S, store, range(2), missed)
     assert not missed
     for one in beats[:2]:
         one.__exit__()
 
 
-@pytest.mark.usefixtures("quick")
-def test_one_that_never_began_is_not_missed(store: dist.TCPStore) -> None:
+def test_one_that_never_began_is_not_missed(store: dist.TCPStore, clock: Clock) -> None:
     missed: list[tuple[int, int]] = []
     beats = beating(store, range(2), missed)
-    time.sleep(1.0)
+    clock.advance(2 * LOST_AFTER_S, store, range(2), missed)
     assert not missed
     for one in beats:
         one.__exit__()

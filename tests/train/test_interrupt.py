@@ -23,7 +23,7 @@ class Dying:
 def interrupted_in_a_destructor(signum: int) -> None:
     dying = Dying(signum)
     del dying
-    until_s = time.monotonic() + 2
+    until_s = time.monotonic() + 60  # however busy the machine is
     while time.monotonic() < until_s:
         time.sleep(0.001)
 
