@@ -21,18 +21,21 @@ train: venv
 	$(BIN)/stretto train examples/gpt_text.toml
 
 # Tests run side by side, a file on one worker: what a file makes once stays made. Files go to workers in the
-# order that tests/conftest.py gives them. Those that measure time run after the others, alone. Every worker
-# and every rank has one thread.
+# order that tests/conftest.py gives them. Those that measure time run after the others, alone: only files that
+# have some are read. Every worker and every rank has one thread. Modules are compiled once, and not by every
+# process that tests start.
 WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+QUIET = $(shell grep -rlE 'mark\.(quiet|lab)\b' tests --include='test_*.py')
 test test-slow: export OMP_NUM_THREADS = 1
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 
 test: venv
 	$(BIN)/python -m pytest -m "not slow and not quiet" $(WORKERS)
-	$(BIN)/python -m pytest -m "not slow and quiet"
+	$(BIN)/python -m pytest -m "not slow and quiet" $(QUIET)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not quiet" $(WORKERS)
-	$(BIN)/python -m pytest -m "slow and quiet"
+	$(BIN)/python -m pytest -m "slow and quiet" $(QUIET)
 
 # The same tests as `make test`, with another release of PyTorch, in an environment of its own beside .venv.
 VERSION := 2.11.0

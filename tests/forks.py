@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -25,7 +26,8 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 
-# The last two: what sharding rules import when they are first asked, and the language of the tests.
+# From the fifth on: what sharding rules import when they are first asked, the language of the tests, and what
+# runs import.
 SHARED = (
     "torch",
     "stretto.capture",
@@ -33,6 +35,8 @@ SHARED = (
     "stretto.runtime",
     "torch._dynamo",
     "pytest",
+    "stretto.cli.main",
+    "stretto.train.trainer",
 )
 
 _server: list[subprocess.Popen[str]] = []
@@ -133,6 +137,8 @@ def _world(asked: dict[str, Any]) -> None:
 def _serve() -> None:
     for module in SHARED:
         import_module(module)
+    gc.collect()
+    gc.freeze()  # no fork need look through what they share
     for line in sys.stdin:
         world = multiprocessing.get_context("fork").Process(target=_world, args=(json.loads(line),))
         world.start()
