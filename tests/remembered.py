@@ -1,8 +1,8 @@
 """Traces of equal models are made once: half of the processor time of the tests was the tracing of a few.
 
-A trace depends on the model's modules and what they hold beside values, the shapes of a batch, the loss and
-the settings (`stretto.capture.trace`). Where all of that can be told and is the same, the first trace serves
-again; where anything cannot be told, and in the tests of capture themselves, the model is traced.
+A trace depends on the model's modules and what they hold beside values, the shapes of a microbatch, the loss
+and the settings (`stretto.capture.trace`). Where all of that can be told and is the same, the first trace
+serves again; where anything cannot be told, and in the tests of capture themselves, the model is traced.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from stretto.batch.tree import microbatch_shapes
+from stretto.errors import UsageError
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type)
 FEW = 4096
@@ -80,12 +83,16 @@ def told_of_model(model: nn.Module) -> Hashable:
     return (tuple(modules), tuple(tensors))
 
 
-def told_of_batch(batch: Any) -> Hashable:
-    if isinstance(batch, dict):
-        return tuple((name, told_of_batch(leaf)) for name, leaf in batch.items())
-    if type(batch) is Tensor:
-        return (batch.dtype, batch.shape, batch.device)
-    raise UntoldError("a batch of another kind")
+def told_of_batch(batch: Any, microbatches: int) -> Hashable:
+    """Of one microbatch: a batch of more of them is traced alike."""
+    leaves = batch if isinstance(batch, dict) else {"": batch}
+    if any(type(leaf) is not Tensor for leaf in leaves.values()):
+        raise UntoldError("a batch of another kind")
+    try:
+        shapes = microbatch_shapes(batch, microbatches).values()
+    except UsageError as error:
+        raise UntoldError("a batch that capture refuses") from error
+    return tuple((n, x.dtype, shape, x.device) for (n, x), shape in zip(leaves.items(), shapes, strict=True))
 
 
 def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callable[..., Any]:
@@ -103,12 +110,12 @@ def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callabl
         meshes: Any,
         repeats: bool,
     ) -> Any:
-        settings = (microbatches, param_dtype, device, layout, tuple(skip_passes), repeats)
-        arguments = (model, batch, loss, *settings[:-2], skip_passes, meshes)
+        settings = (param_dtype, device, layout, tuple(skip_passes), repeats)
+        arguments = (model, batch, loss, microbatches, *settings[:-2], skip_passes, meshes)
         try:
             if meshes is not None:
                 raise UntoldError("on meshes")
-            key = (told_of_model(model), told_of_batch(batch), told(loss), told(settings))
+            key = (told_of_model(model), told_of_batch(batch, microbatches), told(loss), told(settings))
             hash(key)
         except (UntoldError, TypeError):
             return trace(*arguments, repeats=repeats)
