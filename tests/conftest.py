@@ -30,17 +30,19 @@ from tests.remembered import remembering
 
 LONG = (
     "train/test_kill.py",
-    "train/test_agreement.py",
-    "order/test_order_equality.py",
-    "capture/test_mesh_reshards.py",
-    "passes/test_passes.py",
-    "runtime/test_buffers.py",
-    "order/test_windows_plans.py",
-    "runtime/test_memory.py",
+    "parallelize/test_ampipe.py",
+    "train/test_own_task.py",
+    "check/test_check.py",
     "runtime/test_compile.py",
-    "passes/test_recompute_overlap.py",
-    "order/test_whole_step.py",
-    "test_public_face.py",
+    "train/test_trainer.py",
+    "train/test_first_step.py",
+    "test_equality.py",
+    "order/test_order_equality.py",
+    "capture/test_masks.py",
+    "parallelize/test_pipe_experts.py",
+    "capture/test_huggingface.py",
+    "parallelize/test_experts.py",
+    "train/test_evaluation.py",
 )
 """Files that take longest, 15 to 60 s each. They come first: a worker that begins one last would leave the
 others with nothing to do."""

@@ -8,6 +8,7 @@ serves again; where anything cannot be told, and in the tests of capture themsel
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -39,6 +40,8 @@ def told(value: Any) -> Hashable:
     if isinstance(value, FunctionType):
         if value.__closure__ is None and "<" not in value.__qualname__:
             return value
+    elif isinstance(value, functools.partial):
+        return (type(value), told(value.func), told(value.args), told(value.keywords))
     elif isinstance(value, Mapping):
         return (type(value), tuple((told(key), told(one)) for key, one in value.items()))
     elif isinstance(value, (tuple, list)):
@@ -59,7 +62,8 @@ def told_of_model(model: nn.Module) -> Hashable:
     modules = []
     for name, module in model.named_modules(remove_duplicate=False):
         state = module.__dict__
-        if any(value for key, value in state.items() if "hooks" in key):
+        # Those of a state dict, which a Runner leaves on the model that it trains, are no part of a forward.
+        if any(value for key, value in state.items() if "hooks" in key and "state_dict" not in key):
             raise UntoldError(f"{name} has hooks")
         beside = {key: value for key, value in state.items() if key not in OF_MODULES}
         again = first.setdefault(id(module), name)

@@ -92,7 +92,7 @@ def assert_equals(
     "parallel",
     [
         Parallel(microbatches=4),
-        ALL,
+        pytest.param(ALL, marks=pytest.mark.slow),
         Parallel(pp=2, dp=2, tp=2, sequence_parallel=True, microbatches=4, recompute="full"),
         pytest.param(Parallel(dp=4, microbatches=2), marks=pytest.mark.slow),
         pytest.param(Parallel(pp=2, microbatches=8, schedule="zb-h1"), marks=pytest.mark.slow),

@@ -85,8 +85,9 @@ MORE_IN_FLOAT64 = (
     "Qwen3ForCausalLM",
     "StableLmForCausalLM",
     "FalconForCausalLM",
+    "MixtralForCausalLM",
 )
-"""Each of them is like another: for the longer run."""
+"""Each of them is like another, or is tested in float32: for the longer run."""
 
 NOISE = 1e-9
 """Gradients below this part of the largest one are zero but for rounding: biases before a softmax."""

@@ -77,7 +77,11 @@ def found_op(found: Traced, name: str):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    # Its tie is that of another, and its blocks are those of a third.
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "llama tied" else ()) for n in MODELS],
+)
 def test_models_are_cut_into_three_programs(name: str, stages: int) -> None:
     found = traced(name, torch.float32)
     for job in (job_of(found, stages, 2), evenly(found, stages, 2)):

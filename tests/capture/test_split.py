@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import stretto
 from stretto.capture.split import op_cost, split
 from stretto.capture.stages import cut
-from stretto.capture.trace import trace
+from stretto.capture.trace import Traced, trace
 from stretto.ir.action import Phase
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
@@ -22,14 +23,18 @@ def loads(job: Job) -> list[float]:
     return [sum(op_cost(op) for ops in stage.ops.values() for op in ops) for stage in job.stages]
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4, 6])
-def test_automatic_stages_are_balanced(stages: int) -> None:
-    """Twelve equal blocks and a small vocabulary: no stage takes over a fifth more than its share."""
+@functools.cache
+def twelve() -> Traced:
+    """Equal blocks and a small vocabulary."""
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=128, layers=12, hidden=256, heads=4, context=256), seed=0)
-    batch = torch.zeros(1, 257, dtype=torch.int64)
-    found = trace(model, batch, next_token_loss)
-    job = cut(found, split(found, stages), stages, 1)
+    return trace(model, torch.zeros(1, 257, dtype=torch.int64), next_token_loss)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+def test_automatic_stages_are_balanced(stages: int) -> None:
+    """No stage takes over a fifth more than its share."""
+    job = cut(twelve(), split(twelve(), stages), stages, 1)
     assert max(loads(job)) <= 1.2 * sum(loads(job)) / stages
     forward = [edge for edge in job.edges if edge.source < edge.target]
     assert len(forward) == stages - 1, "one activation between neighbours, at the cheapest place"

@@ -222,7 +222,7 @@ def rows_of_tokens() -> Tensor:
 @pytest.mark.parametrize(
     ("capacity", "how"),
     [
-        (None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}),
+        pytest.param(None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}, marks=pytest.mark.slow),
         (0.5, {"ep": 2, "dp": 4}),
         (None, {"ep": 2, "dp": 2, "pp": 2, "ep_buffer": 4.0, "ampipe_degree": 2}),
         (0.5, {"ep": 2, "dp": 2, "ampipe_degree": 2, "ampipe_capacity": "whole"}),

@@ -125,7 +125,7 @@ VIRTUAL = (
         ("virtual", 4, True),
         ("zb-h1", 4, False),
         pytest.param("1f1b", 32, False, marks=pytest.mark.slow),
-        ("1f1b", 8, False),
+        pytest.param("1f1b", 8, False, marks=pytest.mark.slow),
     ],
 )
 def test_one_window_a_rank_gives_the_numbers_of_off(

@@ -180,7 +180,7 @@ MORE_CELLS = ((2, True, 1, 1), (4, False, 1, 1), (2, False, 2, 1))
             name,
             *cell,
             marks=[pytest.mark.slow]
-            if name in MORE or cell in MORE_CELLS or (name not in ("gpt", "gpt2") and cell not in FEW)
+            if name in MORE or cell in MORE_CELLS or (name != "gpt" and cell not in FEW)
             else [],
         )
         for name in MODELS

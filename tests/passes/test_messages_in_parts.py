@@ -90,7 +90,11 @@ def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
         assert torch.equal(grad, wanted[one]), one
 
 
-@pytest.mark.parametrize("layout", [{"tp": 4}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param({"tp": 4}, marks=pytest.mark.slow), {"pp": 4, "dp": 2, "schedule": "zb-h1"}],
+    ids=["wide", "deep"],
+)
 def test_more_ranks_and_stages_equal_the_plain_model(layout: dict[str, object]) -> None:
     model = gpt(layers=4).double()
     job = whole(model, **layout)

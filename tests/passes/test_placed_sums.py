@@ -147,8 +147,20 @@ def traced(i: int, j: int, k: int) -> tuple[nn.Module, Traced]:
     return model, trace(model, BATCH, loss_of, microbatches=MICROBATCHES)
 
 
-@pytest.mark.parametrize("k", [0, 2, 4], ids=["before", "between", "after"])
-@pytest.mark.parametrize("family", [*FAMILIES, *PLACES])
+READERS = {0: "before", 2: "between", 4: "after"}
+
+
+@pytest.mark.parametrize(
+    ("family", "k"),
+    [
+        # Every family with one reader, and every reader with a third of them.
+        pytest.param(
+            family, k, id=f"{family}-{READERS[k]}", marks=() if at % 3 == k // 2 else pytest.mark.slow
+        )
+        for at, family in enumerate((*FAMILIES, *PLACES))
+        for k in READERS
+    ],
+)
 def test_sums_are_right_wherever_their_reader_is(family: str, k: int) -> None:
     """Layers 1 and 3 make a and b. Every layer is a stage, or two are one, on three ranks."""
     model, found = traced(1, 3, k)

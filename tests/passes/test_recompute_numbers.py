@@ -41,12 +41,12 @@ LAYOUTS = {
 
 CASES = [
     ("dropping", "one rank", "1f1b"),
-    ("dropping", "pp", "zb-h1"),
     ("dropping", "pp tp sp", "zb-h1"),
     ("llama", "tp sp", "zb-h1"),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
+            ("dropping", "pp", "zb-h1"),
             ("dropping", "tp", "1f1b"),
             ("llama", "pp", "1f1b"),
             ("gpt2", "one rank", "zb-h1"),

@@ -19,9 +19,9 @@ class Threads(Running):
 
     def all_gather(self, item: Any) -> list[Any]:
         self.items[self.rank] = item
-        self.barrier.wait(60)
+        self.barrier.wait(240)
         told = [*self.items]
-        self.barrier.wait(60)
+        self.barrier.wait(240)
         return told
 
     def broadcast(self, item: Any) -> Any:

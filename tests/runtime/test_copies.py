@@ -39,7 +39,7 @@ def model_of(**changes: Any) -> nn.Module:
 
 def said(plan: Plan, models: Sequence[nn.Module]) -> list[str]:
     """What each rank says when it makes its Runner; "" where it makes one."""
-    ends = ThreadTransport.group(plan.world, timeout_s=10)
+    ends = ThreadTransport.group(plan.world)
     found = ["nothing"] * plan.world
 
     def start(rank: int) -> None:

@@ -181,7 +181,7 @@ def test_different_plans_on_different_ranks() -> None:
         (plan_for(half), plan_for(double)),
     ]
     for plans in pairs:
-        ends = ThreadTransport.group(2, timeout_s=10)
+        ends = ThreadTransport.group(2)
         told: list[str] = []
 
         def start(rank: int, ends=ends, plans=plans, told=told) -> None:

@@ -52,7 +52,7 @@ def bubble_rate(schedule: Schedule, times: PhaseTimes) -> float:
         pytest.param(
             row,
             id=f"{row['model']}-{row['microbatches']}",
-            marks=[pytest.mark.slow] if int(row["stages"]) > 8 else [],
+            marks=[pytest.mark.slow] if int(row["stages"]) > 8 or int(row["microbatches"]) > 32 else [],
         )
         for row in TABLE
     ],

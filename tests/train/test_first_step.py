@@ -84,12 +84,13 @@ def told(lines: list[str]) -> list[str]:
     return [line.partition(":")[0] for line in lines if line.startswith(("costs: ", "plan: "))]
 
 
-def test_a_second_run_takes_costs_and_plan_of_the_first(tmp_path: Path) -> None:
-    command = ["train", write_settings(tmp_path, pp=2, steps=1), "--no-resume"]
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_second_run_takes_costs_and_plan_of_the_first(ranks: int, tmp_path: Path) -> None:
+    command = ["train", write_settings(tmp_path, pp=ranks, steps=1), "--no-resume"]
     runs = []
     for more in ([], [], ["--fresh"]):
-        (status, out, err), _ = run_ranks(
-            *[[*command, *more]] * 2, STRETTO_REUSE="", XDG_CACHE_HOME=str(tmp_path / "cache")
+        (status, out, err), *_ = run_ranks(
+            *[[*command, *more]] * ranks, STRETTO_REUSE="", XDG_CACHE_HOME=str(tmp_path / "cache")
         )
         assert status == 0, err
         runs.append(out.splitlines())
@@ -100,8 +101,9 @@ def test_a_second_run_takes_costs_and_plan_of_the_first(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_before_the_first_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
-    config = write_settings(tmp_path, pp=2, steps=3)
-    lines, rest, status = until(config, tmp_path, "  planning")
+    config = write_settings(tmp_path, steps=3)
+    # Planning for an hour: however late the signal comes, the first step is not made.
+    lines, rest, status = until(config, tmp_path, "  planning", "parallel.tp=2", "planning.search_s=3600")
     said = "\n".join(line for _, line in lines)
     phases = ("loading PyTorch", "starting 2 ranks", "capturing the model", "planning")
     assert all(f"\n  {phase}" in f"\n{said}" for phase in phases), said

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.runtime.launch import launch
-from tests.train.tiny import ranks_of, run, start, steps_of, write_settings
+from tests.train.tiny import ranks_of, run_ranks, start, steps_of, write_settings
 
 from stretto.config import load_settings
 from stretto.train.lock import LOCK
@@ -73,7 +73,7 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
     before = steps_of(folder / "killed")
     assert EVERY <= len(before) < STEPS
 
-    status, out, err = run("train", config, "--resume")
+    (status, out, err), _ = run_ranks(*[["train", config, "--resume"]] * 2)
     assert (status, err) == (0, "")
     assert "resumed from" in out
     assert "Measured against predicted" in out

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train.own_task import task
-from tests.train.tiny import run, steps_of
+from tests.train.tiny import run, run_ranks, steps_of
 
 import stretto
 from stretto.check.compare import Check
@@ -66,7 +66,7 @@ def train(path: Path, *changes: str) -> TrainSettings:
 
 
 def test_two_ranks_train_it_over_the_border_that_its_skip_crosses(tmp_path: Path) -> None:
-    status, out, err = run("train", write(tmp_path, pp=2))
+    (status, out, err), _ = run_ranks(*[["train", write(tmp_path, pp=2)]] * 2)
     assert status == 0, err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     losses = [line["loss"] for line in steps_of(tmp_path / "run").values()]

@@ -40,14 +40,20 @@ def test_what_the_planner_makes_is_accepted(plan: Plan, seed: int) -> None:
     assert [str(fault) for fault in plan_faults(shuffled(plan, seed))] == []
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "parallel",
+    ("parallel", "tied"),
     [
-        {"tp": 2, "pp": 2},
-        {"tp": 2, "sequence_parallel": True},
-        {"tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2},
-        {"pp": 2, "dp": 2},
+        # Tied or not: each layout in one of the two, the others in the longer run.
+        pytest.param(parallel, tied, marks=() if tied == bool(k % 2) else pytest.mark.slow)
+        for k, parallel in enumerate(
+            (
+                {"tp": 2, "sequence_parallel": True},
+                {"tp": 2, "pp": 2},
+                {"pp": 2, "dp": 2},
+                {"tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2},
+            )
+        )
+        for tied in (False, True)
     ],
     ids=str,
 )
