@@ -28,7 +28,8 @@ from stretto.errors import RunError
 from stretto.ir.plan import Plan
 from stretto.ir.stage_maps import places_of
 from stretto.measure.measured import measured_costs
-from stretto.planning.make_plan import choose_schedule, make_plan
+from stretto.planning.choose import choose_schedule
+from stretto.planning.make_plan import make_plan
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:
