@@ -105,7 +105,7 @@ def test_the_fastest_of_the_numbers_of_stages_is_planned() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"schedule": "1f1b"}, "give that, or a number"),
+        ({"schedule": "1f1b"}, "give that schedule, or a number"),
         ({"schedule": "auto", "stages": 4}, "drop one"),
         ({"schedule": "auto", "split": ["blocks.1"]}, "drop one"),
     ],
