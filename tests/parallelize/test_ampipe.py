@@ -76,7 +76,7 @@ def test_capacities_of_chunks_are_those_of_a_plain_model_by_chunks(degree: int) 
 @pytest.mark.parametrize(
     "more",
     [
-        {"schedule": "zb-h1", "recompute": "full"},
+        {"schedule": "zb-h1", "recompute": "full", "microbatches": 2},
         pytest.param({"schedule": "zb-h1"}, marks=pytest.mark.slow),
         pytest.param({"recompute": "full"}, marks=pytest.mark.slow),
         pytest.param({"recompute": "selective"}, marks=pytest.mark.slow),
@@ -84,7 +84,7 @@ def test_capacities_of_chunks_are_those_of_a_plain_model_by_chunks(degree: int) 
     ids=str,
 )
 def test_it_goes_with_all_else(more: dict[str, Any]) -> None:
-    parallel = Parallel(ep=2, dp=2, pp=2, microbatches=4, ampipe_degree=2, **more)
+    parallel = Parallel(ep=2, dp=2, pp=2, ampipe_degree=2, **{"microbatches": 4, **more})
     assert_equals(model_of(DROPLESS, shared=1), parallel.model_copy(update={"ep_buffer": 4.0}))
 
 

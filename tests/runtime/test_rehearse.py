@@ -117,6 +117,7 @@ def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
     assert stood[1].end_us >= arrived["pp 0>1 e0:0"]
 
 
+@pytest.mark.quiet
 def test_making_up_what_is_received_is_no_work_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be booked as compute where a transfer had ended before it was waited for."""
     plain = EmulatedTransport._made_up
