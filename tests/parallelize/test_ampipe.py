@@ -348,7 +348,7 @@ def test_attention_that_cannot_be_cut_is_refused() -> None:
 
 def test_auto_takes_what_is_predicted_to_be_the_fastest() -> None:
     job = capture(model_of(FEW), batch(), moe_token_sum, Parallel(ep=2, dp=2, ampipe_degree="auto"))
-    assert [one.chunks for one in (job, *job.in_chunks)] == [1, 2, 4]
+    assert [one.chunks for one in (job, *job.forms)] == [1, 2, 4]
 
     def planned(link: float) -> Plan:
         cluster = Cluster(latency_us=1.0, link_bytes_per_us=link, op_overhead_us=1.0)
@@ -360,7 +360,7 @@ def test_auto_takes_what_is_predicted_to_be_the_fastest() -> None:
     told = r"1 chunk of the sequence, [\d.]+ ms, as 2 take (at least )?[\d.]+ ms, 4 take at least [\d.]+ ms$"
     assert re.search(told, cheap.overlap_why), cheap.overlap_why
     assert dear.job.chunks > 1
-    assert not dear.job.in_chunks
+    assert not dear.job.forms
     told = rf"{dear.job.chunks} chunks of the sequence, [\d.]+ ms, as 1 takes [\d.]+ ms, "
     assert re.search(told, dear.overlap_why), dear.overlap_why
 
@@ -369,7 +369,7 @@ def test_auto_says_that_it_cuts_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with pytest.warns(UserWarning, match="cuts nothing"):
         job = capture(model, torch.zeros(4, 4), lambda m, x: m(x).sum(), Parallel(ampipe_degree="auto"))
-    assert job.in_chunks == ()
+    assert job.forms == ()
 
 
 @pytest.mark.parametrize("degree", [0, -1, "2", True, 1.5])
