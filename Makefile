@@ -25,7 +25,7 @@ train: venv
 # have some are read. Every worker and every rank has one thread. Modules are compiled once, and not by every
 # process that tests start.
 WORKERS := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-QUIET = $(shell grep -rlE 'mark\.(quiet|lab)\b' tests --include='test_*.py')
+QUIET = $(shell grep -rlE 'mark\.(quiet|lab)' tests --include='test_*.py')
 test test-slow: export OMP_NUM_THREADS = 1
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 
