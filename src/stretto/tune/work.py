@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import extract_tb
 from typing import Any
 
@@ -15,7 +15,7 @@ from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
 from stretto.train.job import captures_of
-from stretto.tune.block import Block, block_of, states_by_rank
+from stretto.tune.block import Block, block_of, shares_of, states_by_rank
 from stretto.tune.choices import Candidate, Choices
 from stretto.tune.outcome import Planned, Refused, planned_of
 from stretto.verify.memory import MemoryFault
@@ -24,11 +24,12 @@ from stretto.verify.memory import MemoryFault
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A piece of work. order: of a plan; None prices a block. words: what the block's backward may compute
-    again."""
+    again; stages: numbers of them in which the model may be cut."""
 
     candidate: Candidate
     order: str | None
     words: tuple[str | int, ...] = ()
+    stages: tuple[int, ...] = ()
 
 
 Answer = Block | Planned | Refused
@@ -45,6 +46,7 @@ class Work:
         self._found = found
         self._captures = captures_of(settings, found)
         self._limit = limit_of(found)
+        self._shares: dict[int, tuple[float, ...]] | None = None
 
     def do(self, asked: Asked) -> Answer:
         """Price or plan. What is refused comes back with the words of the refusal."""
@@ -61,7 +63,10 @@ class Work:
         layout = asked.candidate.layout
         parallel = self._choices.settings_of(asked.candidate).parallel  # of which the layout counts
         rows = self._choices.settings.training.global_batch / layout.pieces
-        return block_of(self._captures, parallel, self._found, asked.words, rows)
+        block = block_of(self._captures, parallel, self._found, asked.words, rows, self._choices.layers)
+        if self._shares is None:
+            self._shares = shares_of(self._captures, parallel, self._found, asked.stages)
+        return replace(block, shares=self._shares)
 
     def _plan(self, candidate: Candidate, order: str) -> Planned | Refused:
         parallel = self._choices.settings_of(candidate).parallel
