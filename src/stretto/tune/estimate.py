@@ -6,7 +6,7 @@ bound      No plan of the layout is faster, whatever its schedule. The work of a
 estimate   The schedule timed (`stretto.schedule.timing`) with stages as they are cut, and what their programs
            take with what stays exposed in them (`stretto.tune.alone`): by itself, and with forwards joined
            with backwards as a plan may have them; the fastest that fits. What gradients' sums take beyond
-           half of the last backward comes on top (assumed).
+           the last backward comes on top.
 memory     Parameters, gradients and optimizer of an equal share, and what the schedule keeps live.
 
 Touches `tune.block`, `stretto.schedule` and `planning.pair`; no capture, no plan.
@@ -54,10 +54,12 @@ TF32 = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of a candidate: its step, and the most bytes that a rank holds, the optimizer's state included."""
+    """Of a candidate: its step, and the least bytes that the fullest rank holds, the optimizer's state
+    included. ahead: of the pairs (`stretto.planning.variants.AHEAD`) that make it so fast; None of none."""
 
     step_us: float
     peak_bytes: float
+    ahead: int | None = None
 
 
 def mesh_of(layout: Layout) -> Mesh:
@@ -122,7 +124,7 @@ def estimate(
         family = LIKE_AUTO[v > 1]
     count = min(m, max(SHORT * p, 8))
     shares = block.shares.get(p * v) or (1 / (p * v),) * (p * v)
-    fitting: list[Schedule] = []
+    fitting: list[tuple[int | None, Schedule]] = []
     least = inf
     for ahead in (None, *AHEAD) if work.alone.joined is not None else (None,):
         schedule = _short(family, p, v, count, ahead)
@@ -131,25 +133,24 @@ def estimate(
             holds = block.held_bytes / p + work.saved_bytes * live / (p * v)
             least = min(least, holds)
             if holds <= limit_bytes:
-                fitting.append(schedule)
+                fitting.append((ahead, schedule))
     if not fitting:
         return Estimate(inf, least)
     message_us = 0.0
     if p > 1:
         link = place_link(found, mesh_of(layout))
         message_us = link.latency_us + occupancy_us(link, int(block.message_bytes))
-    steps_us: list[float] = []
-    for schedule in fitting:
+    sums_us = _sums_us(layout, block, found, sum(work.phases_us[1:]) / p)
+    steps: list[Estimate] = []
+    for ahead, schedule in fitting:
         try:
             timing = time_schedule(schedule, _times(schedule, work, shares, message_us))
         except PlanError:  # of pairs, each may wait for the other
             continue
         fullest = p * max(sum(shares[stage] for stage in schedule.stages_of(rank)) for rank in range(p))
-        steps_us.append(timing.makespan + (m - count) * _period(timing, count, fullest))
-    if not steps_us:
-        return Estimate(inf, least)
-    sums_us = _sums_us(layout, block, found, sum(work.phases_us[1:]) / p)
-    return Estimate(min(steps_us) + sums_us, least)
+        step_us = timing.makespan + (m - count) * _period(timing, count, fullest) + sums_us
+        steps.append(Estimate(step_us, least, ahead))
+    return min(steps, key=lambda one: one.step_us, default=Estimate(inf, least))
 
 
 def _times(schedule: Schedule, work: Work, shares: Sequence[float], message_us: float) -> PhaseTimes:
@@ -189,7 +190,7 @@ def _sums_us(layout: Layout, block: Block, found: Description, backward_us: floa
                 total_us += sum_cost(found, mesh, axis).curve.us(block.gradient_bytes / layout.pp)
             except UsageError:
                 return inf  # the plan would be refused for it, and says why
-    return max(0.0, total_us - backward_us / 2)
+    return max(0.0, total_us - backward_us)
 
 
 @lru_cache(maxsize=1024)

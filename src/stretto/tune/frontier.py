@@ -56,13 +56,20 @@ class Frontier:
         self._tuned = tuned
         self._limit = limit_of(found) or inf
         self._by_spread: dict[Spread, list[Block]] = {}
+        self._seen: set[Layout] = set()
         self.blocks: dict[str, Block] = {}
         self.open: list[Look] = []
 
-    def add(self, layout: Layout) -> None:
-        """One more layout, of which nothing is known."""
+    def add(self, layout: Layout) -> bool:
+        """One more layout; False for one that was there."""
+        if layout in self._seen:
+            return False
+        self._seen.add(layout)
         rows = self._choices.settings.training.global_batch / layout.pieces
-        self.open.append(Look(layout, self.key(layout), rows))
+        look = Look(layout, self.key(layout), rows)
+        if spread_of(layout) not in self._by_spread or self._judged(look):
+            self.open.append(look)
+        return True
 
     def key(self, layout: Layout) -> str:
         """Equal for layouts that one trace serves."""
