@@ -11,9 +11,7 @@
        plan whenever the search ends.
     5. Of a plan that is the best so far, other numbers of AMPipe's chunks are layouts where communication
        in blocks is exposed.
-    6. The best `FINALISTS` are planned in full, and the best of them with schedule = "auto" too, and with
-       several stages a rank for it to choose from. The fastest of these wins. So are the settings' own, as
-       what is gained is told of plans of one kind.
+    6. The best are planned in full (`tune.finals`). The fastest of these wins.
 
 The settings' own candidate is planned first, so that what is gained can be told. The search can end at any
 time with what it has.
@@ -28,12 +26,12 @@ from math import inf
 
 from stretto.capture.captures import KEPT
 from stretto.errors import UsageError
-from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT
 from stretto.price.cluster import Description
 from stretto.tune.block import Block
 from stretto.tune.choices import VIRTUAL, Candidate, Choices, Layout
 from stretto.tune.estimate import Estimate, estimate
+from stretto.tune.finals import finalists
 from stretto.tune.frontier import FITS, LIKELY_TOO_LARGE, Frontier, Look, words_of
 from stretto.tune.outcome import Briefed, Planned, Refused, Tuned
 from stretto.tune.standing import Standing
@@ -43,9 +41,6 @@ from stretto.tune.workers import Worker, Workers
 QUICK = "list"
 """The policy that orders ops in steps and plans that are compared."""
 
-SEVERAL = 2
-"""Stages a rank, at least, from which "auto" chooses: it has them as one where that is faster."""
-
 WITHIN = 1.10
 """Times the best step, up to which an estimate lets a candidate be simulated. Measured on GPTs over 32
 devices: plans take 0.8 to 1.07 times as long as estimated, and those alike are off alike."""
@@ -53,14 +48,15 @@ devices: plans take 0.8 to 1.07 times as long as estimated, and those alike are 
 LEAST = 6
 """Candidates that are simulated whatever their estimates say, which may be wrong of all alike. Assumed."""
 
-FINALISTS = 3
-"""Candidates that are planned in full. Assumed."""
-
 TURN = 3
 """Of so many pieces of work one at least is a candidate, as long as there are some."""
 
-FULL_TIMES = 3.0
-"""A full plan takes about so many times a quick one, for which time is kept. Assumed."""
+FULL_TIMES = 6.0
+"""For the plans in full, so many times the time of a quick one is kept: each takes about three times as long,
+and they come two at a time, in two rounds. Assumed."""
+
+KEPT_AT_MOST = 0.5
+"""Of the whole time, what is kept for them at most. Assumed."""
 
 HIDES = 0.02
 """Of a step, what communication in blocks exposes at least where AMPipe's chunks are tried. Assumed."""
@@ -177,25 +173,19 @@ class Funnel:
     def _next(self, worker: Worker, resting: bool) -> Asked | None:
         """What a process does next. resting: whether none does anything, so that the search is over where
         there is nothing to ask."""
-        late = time.monotonic() + FULL_TIMES * self._quick_s > self._end_s
+        kept_s = min(FULL_TIMES * self._quick_s, KEPT_AT_MOST * (self._end_s - self._begun_s))
+        late = time.monotonic() + kept_s > self._end_s
         if self._finals is None and not late:
             asked = self._searched(worker)
             if asked is not None or not resting:
                 return asked
         if self._finals is None:
-            self._finals = self._finalists()
+            self._finals = finalists(self._standing, self.choices)
             if late and (self._waiting or self._frontier.open):
                 self.tuned.stopped = "the time was over"
         if not self._finals:
             return None
         return Asked(self._finals.pop(0), DEFAULT)
-
-    def _finalists(self) -> list[Candidate]:
-        """Step 6; what wins most likely first, as the time may be over before the last."""
-        ranked = self._standing.ranked()
-        found = [*ranked[:1], *self._with_any_schedule(ranked[:1]), *ranked[1:FINALISTS]]
-        own = self.choices.own()
-        return [*found, own] if own in self._standing.plans and own not in found else found
 
     def _next_final(self) -> None:
         """One more is planned in full, in place of one that is refused."""
@@ -207,21 +197,6 @@ class Funnel:
         more = next((one for one in self._standing.ranked() if one not in known), None)
         if self._finals is not None and more is not None:
             self._finals.append(more)
-
-    def _with_any_schedule(self, best: list[Candidate]) -> list[Candidate]:
-        """The best once more, with the schedule that planning finds, where that may be chosen."""
-        if "schedule" in self.choices.fixed:
-            return []
-        found = [replace(one, schedule=AUTO) for one in best if one.layout.pp > 1 and one.schedule != AUTO]
-        if "virtual_stages" not in self.choices.fixed:
-            layers = self.choices.layers
-            found = [
-                replace(one, virtual_stages=SEVERAL)
-                if one.virtual_stages < SEVERAL and (layers is None or layers >= SEVERAL * one.layout.pp)
-                else one
-                for one in found
-            ]
-        return [one for one in found if self.choices.allowed(one)]
 
     def _searched(self, worker: Worker) -> Asked | None:
         """Steps 1 to 4."""
@@ -260,27 +235,25 @@ class Funnel:
 
     def _prune(self) -> None:
         """Step 3."""
-        if not self._standing.known():
+        known_us = self._standing.known_us()
+        if not known_us:
             return
-        left = []
-        for waiting in self._waiting:
-            if not self._hopeless(waiting.candidate, waiting.bound_us, waiting.estimate_us):
-                left.append(waiting)
-        self._waiting = left
-        self._frontier.open = [
-            look
-            for look in self._frontier.open
-            if not self._hopeless(look.layout, look.bound_us, look.guess_us)
-        ]
+        best_us = self._standing.best_us
+        most_us = WITHIN * min(known_us.values()) if len(known_us) >= LEAST else inf
 
-    def _hopeless(self, what: Candidate | Layout, bound_us: float, likely_us: float) -> bool:
-        if bound_us >= self._standing.best_us:
-            self.tuned.drop(BY_BOUND, what)
-            return True
-        if likely_us > WITHIN * self._standing.likely_us and self._standing.known() >= LEAST:
-            self._drop(LIKELY_TOO_LARGE if likely_us == inf else BY_ESTIMATE, what, bound_us)
-            return True
-        return False
+        def left(what: Candidate | Layout, bound_us: float, likely_us: float) -> bool:
+            if bound_us >= best_us:
+                self.tuned.drop(BY_BOUND, what)
+            elif likely_us > most_us:
+                self._drop(LIKELY_TOO_LARGE if likely_us == inf else BY_ESTIMATE, what, bound_us)
+            else:
+                return True
+            return False
+
+        self._waiting = [one for one in self._waiting if left(one.candidate, one.bound_us, one.estimate_us)]
+        self._frontier.open = [
+            look for look in self._frontier.open if left(look.layout, look.bound_us, look.guess_us)
+        ]
 
     def _drop(self, reason: str, what: Candidate | Layout, bound_us: float) -> None:
         """Drop what could still be faster than all that was planned."""

@@ -25,12 +25,12 @@ class Standing:
 
     @property
     def likely_us(self) -> float:
-        """The fastest step, planned or about."""
-        return min(self.best_us, *self.briefs.values(), inf)
+        """The fastest step of all, planned or about."""
+        return min(self.known_us().values(), default=inf)
 
-    def known(self) -> int:
-        """Of how many candidates anything is."""
-        return len(self.plans.keys() | self.briefs.keys())
+    def known_us(self) -> dict[Candidate, float]:
+        """What a step takes; of a candidate with a plan, by that."""
+        return self.briefs | {candidate: one.step_us for candidate, one in self.plans.items()}
 
     def brief(self, found: Briefed) -> None:
         """A short step was simulated."""
@@ -48,8 +48,8 @@ class Standing:
         return any(one is not None for one in known)
 
     def ranked(self) -> list[Candidate]:
-        """All of them, the fastest first; what a plan takes counts where there is one."""
-        known_us = self.briefs | {one.candidate: one.step_us for one in self.plans.values()}
+        """All of them, the fastest first."""
+        known_us = self.known_us()
         return sorted(known_us, key=lambda one: (known_us[one], one))
 
     def ranked_plans(self) -> list[Planned]:
