@@ -54,6 +54,7 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "desk")
 SEARCHES = (
     *(f"tests.order.test_{name}" for name in ("whole_step", "whole_step_pairs", "refine", "policies")),
     "tests.planning.test_braid",
+    "tests.planning.test_effort",
 )
 
 

@@ -61,7 +61,7 @@ def check(result: Any, families: list[str]) -> None:
 def test_small_race_runs_every_system(tmp_path: Path, world: int) -> None:
     setup = {**SMALL, "world": world}
     result = run_small("pipeline", setup, world, tmp_path / "race.json", str(tmp_path / "kept"))
-    check(result, list(FAMILIES))
+    check(result, [*FAMILIES, "auto"])
     for name in ("1f1b", "interleaved-1f1b", "dualpipev"):
         assert load_run(tmp_path / "kept" / name).measured is not None
 
@@ -145,7 +145,7 @@ def test_wrong_usage(arguments: list[str], message: str) -> None:
 
 
 def test_setup_is_the_documented_work() -> None:
-    assert chosen(["all"]) == list(FAMILIES)
+    assert chosen(["all"]) == [*FAMILIES, "auto"]
     two, four = races("100mbit", [2, 4], chosen(["zb-v", "1f1b"]), rounds=5)
     assert two.families == ["1f1b", "zb-v"], "in the order in which families are listed"
     assert (two.layers, two.microbatches) == (four.layers, four.microbatches) == (8, 8)

@@ -126,7 +126,6 @@ def test_an_interrupt_in_the_backward_is_not_told_as_an_ops_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Stopped.apply(super().forward(x))
 
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(KeyboardInterrupt):
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen, pytest.raises(KeyboardInterrupt):
         stretto.capture(Model(), rows(), mean_square, PARALLEL)
     assert not [one for one in seen if "Error detected" in str(one.message)]

@@ -266,12 +266,13 @@ def test_the_form_that_is_furthest_off_counts(monkeypatch: pytest.MonkeyPatch) -
         return 1.0, [Difference("a", 0.0), Difference("b", off[job.chunks])]
 
     one = make_job(1, 4)
-    forms = replace(one, in_chunks=tuple(replace(one, chunks=chunks) for chunks in (2, 4)))
+    forms = replace(one, forms=tuple(replace(one, chunks=chunks) for chunks in (2, 4)))
     monkeypatch.setattr(compare, "capture", lambda *_, **__: forms)
     monkeypatch.setattr(compare, "make_plan", lambda job, *_, **__: job)
     monkeypatch.setattr(compare, "_differences", different)
     found = compare._compare(mixture(None), rows_of_tokens(), moe_token_sum, CHOSEN, None, 1e-9)
-    assert found.chunks == tuple(compared) == (1, 2, 4)
+    assert compared == [1, 2, 4]
+    assert found.forms == "1, 2 and 4 chunks of the sequence"
     assert Difference("b", 0.3) in found.wrong
     assert Difference("a", 0.0) in found.differences
 

@@ -18,7 +18,7 @@ def test_auto_beats_orders_by_hand() -> None:
     step_us = stretto.simulate(plan).step_us
     by_others = {
         "Megatron": by_hand(job, megatron),
-        **{f"MindSpeed, {one.chunks} chunks": by_hand(one, ampipe) for one in job.in_chunks},
+        **{f"MindSpeed, {one.chunks} chunks": by_hand(one, ampipe) for one in job.forms},
     }
     times = {name: stretto.simulate(one).step_us for name, one in by_others.items()}
     assert step_us <= min(times.values()), times

@@ -20,6 +20,7 @@ from stretto.passes.effort import MOST_US, STEPS, Effort
 from stretto.passes.watch import Watch
 from stretto.planning import make_plan as making
 from stretto.planning import tries, windows
+from stretto.planning.choose import choose_schedule
 from stretto.planning.schedules import one_window
 from stretto.verify import verify
 from tests.order.test_whole_step import job_of
@@ -251,8 +252,8 @@ def test_no_other_order_is_searched_for_after_an_interrupt_that_left_none(
     """Of whole steps, that hold too much with any number of microbatches live."""
     job, costs = job_of(microbatches=16, blocks=1)
     watch = Watch(silent)
-    wished = making._Wished("1f1b", "window", "improve", Effort(), watch)
-    begun = making._begun(job, making.listed(job, costs), wished, None)
+    wished = making._Wished("window", "improve", Effort(), watch)
+    begun = making._begun(job, choose_schedule(job, schedule="1f1b"), making.listed(job, costs), wished, None)
     searched: list[object] = []
 
     def too_much(*given: object) -> None:

@@ -9,12 +9,15 @@ from functools import partial
 import pytest
 
 import stretto
+from stretto.errors import UsageError
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.passes.effort import Effort
 from stretto.passes.watch import Watch
-from stretto.planning.groups import balanced_groups, equal_groups, loads_of, of_stages
-from stretto.planning.in_chunks import fastest
+from stretto.planning import make_plan as making
+from stretto.planning.forms import fastest
+from stretto.planning.groups import balanced_groups, equal_groups, groups_on, loads_of, of_stages
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
@@ -109,16 +112,48 @@ def test_ranks_are_balanced_where_stages_are_finer_than_they() -> None:
     groups = balanced_groups(loads, 2, None)
     assert groups == ((0,), (1, 2, 3, 4, 5, 6, 7))
     assert balanced_groups(loads, 2, [1.0, 1.0]) is None
-    made = make_plan(replace(job, schedule="auto"), replace(costs, op_us=slow))
-    assert made.schedule.stage_ranks == (0, 1, 1, 1, 1, 1, 1, 1)
-    assert step_us(made) < 0.9 * step_us(
-        make_plan(job, replace(costs, op_us=slow), schedule="interleaved-1f1b")
+    assert groups_on(loads, (0, 1, 0, 1)) == ((0,), (1,), (2,), (3, 4, 5, 6, 7))
+    assert groups_on(loads, (0, 1, 1, 0)) == ((0,), (1,), (2, 3, 4, 5, 6), (7,))
+    assert groups_on(loads, (0, 1) * 5) is None
+    costs = replace(costs, op_us=slow)
+    made = make_plan(replace(job, schedule="auto"), costs)
+    assert {made.schedule.stage_ranks[at] for at in (1, 3, 4, 5, 6)} == {1}
+    assert step_us(made) < 0.9 * step_us(make_plan(job, costs, schedule="interleaved-1f1b"))
+    balanced = of_stages(make_schedule("zb-h2", 2, 8), groups)
+    assert step_us(made) < 0.97 * step_us(make_plan(job, costs, schedule=balanced))
+
+
+def test_ranks_may_have_unequally_many_stages() -> None:
+    job = replace(make_job(7, 6), pp=2, schedule="auto")
+    costs = uneven(job, 7)
+    made = make_plan(job, costs)
+    verify(made)
+    counts = {made.schedule.stage_ranks.count(rank) for rank in (0, 1)}
+    assert sum(counts) == 7
+    with pytest.raises(UsageError, match="7 stages"):
+        make_plan(job, costs, schedule="interleaved-1f1b")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_of_any_places_is_below_every_plan(seed: int) -> None:
+    job = replace(make_job(4, 5), pp=2)
+    costs = uneven(job, seed)
+    tries = making._begun(
+        job,
+        make_schedule("interleaved-1f1b", 2, 5),
+        making.listed(job, costs),
+        making._Wished("window", "list", Effort(), Watch()),
+        None,
     )
+    least_us = tries.bound_us(anywhere=True)
+    assert least_us > 0.5 * tries.bound_us()
+    for family in ("interleaved-1f1b", "zb-v", "auto"):
+        assert step_us(make_plan(job, costs, schedule=family)) >= least_us * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-h2", "gpipe"])
 def test_several_stages_as_one_take_as_long_as_one(family: str) -> None:
-    groups = equal_groups(6, 2)
+    groups = equal_groups(6, 3)
     coarse = make_schedule(family, 3, 5)
     fine = of_stages(coarse, groups)
     assert schedule_faults(fine) == []
@@ -154,7 +189,7 @@ class OneOfSeveral:
     def __init__(self, chunks: int) -> None:
         self.chunks = chunks
 
-    def bound_us(self) -> float:
+    def bound_us(self, anywhere: bool) -> float:
         return 0.0
 
 
@@ -178,7 +213,7 @@ def test_one_interrupt_ends_the_search_in_other_numbers_of_chunks_too() -> None:
 
     several = [partial(begin, chunks) for chunks in (1, 2, 4)]
     watch = Watch(lambda line: None)
-    assert fastest(several, search_ended, watch).job == plan.job  # type: ignore[arg-type]
+    assert fastest(several, search_ended, watch) == plan  # type: ignore[arg-type]
     assert begun == [1]
     assert fastest(several, before_any, Watch(lambda line: None)).job == plan.job  # type: ignore[arg-type]
     assert begun == [1, 1, 2]

@@ -46,7 +46,8 @@ from stretto.ir.program import Job
 from stretto.measure.measured import measured_costs
 from stretto.order.policies import register
 from stretto.parallelize.expert_plan import experts_in
-from stretto.planning.make_plan import choose_schedule, make_plan
+from stretto.planning.choose import choose_schedule
+from stretto.planning.make_plan import make_plan
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:
@@ -87,7 +88,7 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
 def _captured(setup: Setup, model: Stack, batch: Batch) -> dict[Cuts, Job]:
     """The step in every way in which a system cuts it. Those in chunks are what "auto" captures."""
     auto = setup.capture(model, batch, ampipe_degree="auto")
-    found = {WHOLE: replace(auto, in_chunks=())} | {Cuts(job.chunks): job for job in auto.in_chunks}
+    found = {WHOLE: replace(auto, forms=())} | {Cuts(job.chunks): job for job in auto.forms}
     for cuts in dict.fromkeys(system.cuts for system in SYSTEMS.values()):
         if cuts not in found:
             how = {"ampipe_degree": cuts.chunks, "pipe_experts_multi_data": cuts.slices}

@@ -26,9 +26,10 @@ from stretto.bench.raced import plans_of, take_turns
 from stretto.bench.torch_pipelines import KINDS, torch_step
 from stretto.errors import RunError
 from stretto.ir.plan import Plan
-from stretto.ir.stage_maps import places_of
+from stretto.ir.stage_maps import AUTO, places_of
 from stretto.measure.measured import measured_costs
-from stretto.planning.make_plan import choose_schedule, make_plan
+from stretto.planning.choose import choose_schedule
+from stretto.planning.make_plan import make_plan
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:
@@ -60,10 +61,11 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
 
 
 def _plans(setup: Setup, model: Blocks, batch: Batch) -> dict[str, Plan]:
-    """Step 1, by family."""
+    """Step 1, by family; of "auto", the faster of one and two stages a rank."""
     plans: dict[str, Plan] = {}
-    for each in sorted({places_of(family).usual for family in setup.families}):
-        alike = [family for family in setup.families if places_of(family).usual == each]
+    numbers = {places_of(family).usual for family in setup.families}
+    for each in sorted({1, 2} if AUTO in setup.families else numbers):
+        alike = [family for family in setup.families if family == AUTO or places_of(family).usual == each]
         say_on_first(f"capturing with {each} stages a rank, and measuring this network")
         parallel = stretto.Parallel(
             pp=setup.world,
@@ -75,8 +77,11 @@ def _plans(setup: Setup, model: Blocks, batch: Batch) -> dict[str, Plan]:
         job = stretto.capture(model, batch, loss=squared_error, parallel=parallel)
         costs = measured_costs(job, choose_schedule(job))
         for family in alike:
-            plans[family] = make_plan(job, costs, schedule=family)
-            say_on_first(f"{family}: predicted {prediction_of(plans[family]).step_us / 1e6:.3f} s")
+            plan = make_plan(job, costs, schedule=family)
+            step_us = prediction_of(plan).step_us
+            say_on_first(f"{family}: predicted {step_us / 1e6:.3f} s")
+            if family not in plans or step_us < prediction_of(plans[family]).step_us:
+                plans[family] = plan
     return {family: plans[family] for family in setup.families}
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError, meant
+from stretto.ir.stage_maps import AUTO
 from stretto.models.gpt import Block, GPTConfig
 from stretto.schedule.families import FAMILIES
 
@@ -23,7 +24,7 @@ Batch = dict[str, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Setup:
     """One race. layers: of the whole model, a multiple of all numbers of stages. families: those of ours that
-    race."""
+    race, and "auto"."""
 
     rate: str = "100mbit"
     hidden: int = 512
@@ -35,7 +36,7 @@ class Setup:
     world: int = 2
     threads_per_rank: int = 1
     rounds: int = 7
-    families: Sequence[str] = tuple(FAMILIES)
+    families: Sequence[str] = (*FAMILIES, AUTO)
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -88,11 +89,11 @@ def races(rate: str, hosts: Sequence[int], families: Sequence[str], *, rounds: i
 def chosen(words: Sequence[str]) -> list[str]:
     """Families by their names, in the order in which they are listed; `ALL` is all of them. Raises UsageError
     for another word."""
-    unknown = [word for word in words if word not in (*FAMILIES, ALL)]
+    known = (*FAMILIES, AUTO)
+    unknown = [word for word in words if word not in (*known, ALL)]
     if unknown or not words:
-        near = meant(unknown[0], (*FAMILIES, ALL)) if unknown else ""
+        near = meant(unknown[0], (*known, ALL)) if unknown else ""
         raise UsageError(
-            f"--families {','.join(words)}: {near}choose {ALL}, or of {', '.join(FAMILIES)}, with commas "
-            "between"
+            f"--families {','.join(words)}: {near}choose {ALL}, or of {', '.join(known)}, with commas between"
         )
-    return [name for name in FAMILIES if ALL in words or name in words]
+    return [name for name in known if ALL in words or name in words]

@@ -32,7 +32,8 @@ from stretto.bench.work import Batch, work_of
 from stretto.errors import RunError
 from stretto.measure.measured import measured_costs
 from stretto.models.gpt import GPT, next_token_loss
-from stretto.planning.make_plan import choose_schedule, make_plan
+from stretto.planning.choose import choose_schedule
+from stretto.planning.make_plan import make_plan
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:

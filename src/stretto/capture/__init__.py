@@ -81,11 +81,19 @@ def capture(
         tp_plan=tp_plan,
         equal_layers=equal_layers,
     )
-    made = partial(captures.job, parallel, stages)
-    job = made(None)
-    if parallel.ampipe_degree != "auto":
-        return job
-    return replace(job, in_chunks=tuple(_in_chunks(made)))
+    job, *others = _forms(captures, parallel, stages)
+    return replace(job, forms=tuple(others))
+
+
+def _forms(captures: Captures, parallel: ParallelSettings, stages: int | None) -> Iterator[Job]:
+    """The step in each form that the settings leave to planning, the simplest first."""
+    counts = (stages,) if stages is not None else captures.stages(parallel)
+    for count in counts:
+        yield captures.job(parallel, count)
+    if parallel.ampipe_degree == "auto":
+        for job in _in_chunks(partial(captures.job, parallel, counts[0])):
+            yield job
+            yield from (captures.job(parallel, count, job.chunks) for count in counts[1:])
 
 
 def _in_chunks(made: Callable[[int], Job]) -> Iterator[Job]:

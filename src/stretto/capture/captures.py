@@ -17,6 +17,7 @@ from torch import nn
 
 from stretto.batch.loss import Loss
 from stretto.capture.explain import explained
+from stretto.capture.layers import layer_names
 from stretto.capture.meshes import on_meshes, place_on_meshes
 from stretto.capture.split import check_split, split
 from stretto.capture.stages import cut
@@ -48,6 +49,11 @@ KEPT = 4
 """Traces that are kept, the ones used last. Assumed: one of 96 layers takes about 100 MB."""
 
 
+EACH = (1, 2, 4)
+"""Stages a rank among which planning chooses. Assumed: idle time falls as one over their number (Megatron-LM,
+arXiv 2104.04473), messages and the time of planning grow with it."""
+
+
 class Captures:
     """A model, its loss, and what has been traced of them. Arguments are those of `stretto.capture`; dtype:
     of the parameters in the computation, None for their own."""
@@ -74,14 +80,23 @@ class Captures:
 
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
-        `virtual_stages`; degree: chunks, where
-        `ampipe_degree` is "auto". Raises as `stretto.capture`."""
+        `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
         with explained(self._model):
             return self._job(parallel, stages, degree)
 
+    def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:
+        """In how many stages the settings cut the model; several where they leave that to planning, the
+        fewest first."""
+        asked = parallel.stages_asked
+        if asked is not None:
+            return (asked,)
+        if parallel.virtual_stages != "auto":
+            return (parallel.pp * virtual_stages_of(parallel.schedule, parallel.virtual_stages),)
+        most = len(layer_names(self._model)) // parallel.pp
+        return tuple(parallel.pp * each for each in EACH if each == 1 or each <= most)
+
     def _job(self, parallel: ParallelSettings, stages: int | None, degree: int | None) -> Job:
-        each = virtual_stages_of(parallel.schedule, parallel.virtual_stages)
-        count = stages if stages is not None else parallel.stages_asked or parallel.pp * each
+        count = stages if stages is not None else self.stages(parallel)[0]
         check_split(self._model, parallel.split)  # names are told before what takes long
         meshes = on_meshes(self._model, parallel, self._tp_plan)
         if meshes is None:

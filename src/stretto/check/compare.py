@@ -37,6 +37,7 @@ from stretto.ir.action import Phase
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
+from stretto.ir.forms import differing, forms_of, nouns, number
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.planning.make_plan import make_plan
@@ -72,8 +73,7 @@ class Check:
 
     evaluated: the model draws random numbers in training, and was compared in evaluation. whole_capacity: it
     was compared with `ampipe_capacity` "whole", since with "chunk" the layout means another step.
-    chunks: in how many chunks of its sequence it was compared, where planning may choose; differences are
-    the largest.
+    forms: in which forms of the step it was compared, where planning may choose; differences are the largest.
     """
 
     loss: float
@@ -83,7 +83,7 @@ class Check:
     world: int
     evaluated: bool = False
     whole_capacity: bool = False
-    chunks: tuple[int, ...] = ()
+    forms: str = ""
 
     @property
     def wrong(self) -> tuple[Difference, ...]:
@@ -100,11 +100,8 @@ class Check:
         ]
         if self.evaluated:
             lines.append("compared in evaluation, since the model draws random numbers in training")
-        if self.chunks:
-            *some, last = map(str, self.chunks)
-            lines.append(
-                f"compared in {', '.join(some)} and {last} chunks of the sequence: planning takes one of them"
-            )
+        if self.forms:
+            lines.append(f"compared in {self.forms}: planning takes one of them")
         if self.whole_capacity:
             lines.append(
                 "compared with ampipe_capacity = 'whole', since with 'chunk' each chunk of a sequence has "
@@ -193,7 +190,7 @@ def _compare(
         raise UsageError(
             f"the plain model's loss is {value}: give a batch and weights with which it is finite"
         )
-    forms = (replace(job, in_chunks=()), *job.in_chunks)
+    forms = forms_of(job)
     compared = [_form(one, own, given, value, expected) for one in forms]
     told, _ = max(compared, key=lambda one: _largest(one[1][-1].relative))
     worst = [
@@ -201,8 +198,10 @@ def _compare(
         for of_one in zip(*(differences for _, differences in compared), strict=True)
     ]
     order = tuple(sorted(worst, key=lambda d: _largest(d.relative), reverse=True))
-    chunks = tuple(one.chunks for one in forms) if len(forms) > 1 else ()
-    return Check(told, value, order, tolerance, parallel.world, evaluated, chunks=chunks)
+    differ = differing(forms)
+    *some, last = (number(one, differ) for one in forms)
+    told_forms = f"{', '.join(some)} and {last} {nouns(differ)}" if some else ""
+    return Check(told, value, order, tolerance, parallel.world, evaluated, forms=told_forms)
 
 
 def _form(

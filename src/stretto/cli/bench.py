@@ -117,7 +117,8 @@ def pipeline(
     rate: Annotated[str, typer.Option(help="Rate of the links: 100mbit, 1gbit, unlimited.")] = "100mbit",
     hosts: Annotated[str, typer.Option(help="Numbers of hosts, with a comma between: 2, 4.")] = "2",
     families: Annotated[
-        str, typer.Option(help="Families of ours that race, with commas between; `all` is all of them.")
+        str,
+        typer.Option(help="Families of ours that race, or auto, with commas between; `all` is all of them."),
     ] = "all",
     rounds: Rounds = 7,
     json_out: JsonOut = None,

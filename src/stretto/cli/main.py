@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stretto.errors import StoppedError, StrettoError
+from stretto.train.launched import is_launched
 
 COMMANDS = {
     "train": "Train a model as a settings file says.",
@@ -112,6 +113,10 @@ def main() -> None:
         # Here and not at the interpreter's end, where a failure could only show as a traceback.
         if sys.stdout is not None:  # it is None where the process began with it closed
             sys.stdout.flush()
+    except StoppedError as error:
+        status = _stopped(error)
+    except KeyboardInterrupt:  # before the command, or after it
+        status = _stopped(StoppedError("interrupted"))
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)
         status = error.exit_status
@@ -120,6 +125,14 @@ def main() -> None:
     finally:
         _drop(sys.stdout)
     sys.exit(status)
+
+
+def _stopped(error: StoppedError) -> int:
+    """The status of what the user stopped, with its message. A rank that is not yet one of the run's says
+    nothing: Ctrl-C reaches all of them, and their launcher has one message."""
+    if not is_launched():
+        print(f"stretto: {error}", file=sys.stderr)
+    return error.exit_status
 
 
 def _ended(error: Exception | SystemExit, status: Any) -> Any:

@@ -203,7 +203,8 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     """What does not fit between two parts of the tree, a line each."""
     model, parallel, training = settings.model, settings.parallel, settings.training
     length = settings.data.sequence_length
-    stages = parallel.stages or parallel.pp * (parallel.virtual_stages or 1)
+    each = parallel.virtual_stages if isinstance(parallel.virtual_stages, int) else 1
+    stages = parallel.stages or parallel.pp * each
     if settings.task is not None:
         # What of the model fits its layout, its capture says.
         longest, what, layers, heads = length, "", stages, parallel.tp

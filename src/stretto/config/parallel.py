@@ -12,7 +12,7 @@ from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError, meant
 from stretto.files.settings_file import refusal
 from stretto.ir.action import Schedule
-from stretto.ir.stage_maps import is_own
+from stretto.ir.stage_maps import AUTO, is_own
 
 RECOMPUTE = ("none", "selective", "full", "gathers")
 """Words for what the backward computes again; a number is a limit of memory."""
@@ -31,12 +31,18 @@ def _recompute(given: Any) -> str | int:
     )
 
 
-def _degree(given: Any) -> int | Literal["auto"]:
-    if given == "auto":
-        return "auto"
-    if isinstance(given, int) and not isinstance(given, bool) and given > 0:
-        return given
-    raise ValueError(f"{given!r} is neither 'auto' nor a number of chunks from 1 on")
+def _count_or_auto(what: str, *, open_: bool = False) -> PlainValidator:
+    """What the planner may choose: one message for a number and the word. open_: whether None leaves it
+    open."""
+
+    def check(given: Any) -> int | Literal["auto"] | None:
+        if given == "auto" or (open_ and given is None):
+            return given  # type: ignore[no-any-return]
+        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+            return given
+        raise ValueError(f"{given!r} is neither 'auto' nor a number of {what} from 1 on")
+
+    return PlainValidator(check)
 
 
 def _split(given: Any) -> str | list[str]:
@@ -80,7 +86,7 @@ class ParallelSettings(Settings):
     ep_overflow: Literal["error", "drop"] = "error"
     """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped, as
     an evaluation does either way."""
-    ampipe_degree: Annotated[int | Literal["auto"], PlainValidator(_degree)] = 1
+    ampipe_degree: Annotated[int | Literal["auto"], _count_or_auto("chunks")] = 1
     """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
     runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what
     is predicted to be the fastest."""
@@ -107,10 +113,11 @@ class ParallelSettings(Settings):
     the fastest that planning finds with the stages that there are (`docs/schedules.md`)."""
     stages: int | None = Field(default=None, ge=1)
     """Stages of the model in all; without it those of `split` or of a Schedule, or `pp` times
-    `virtual_stages`. Ranks may have unequally many with a schedule of one's own."""
-    virtual_stages: int | None = Field(default=None, ge=1)
+    `virtual_stages`. Ranks may have unequally many with schedule = "auto", or one's own."""
+    virtual_stages: Annotated[int | Literal["auto"] | None, _count_or_auto("stages", open_=True)] = None
     """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
-    and V-shaped ones."""
+    and V-shaped ones. "auto", with schedule = "auto": the step is captured with 1, 2 and 4 of them, as far as
+    the model has layers for that, and the fastest plan is taken."""
     microbatch_group: int | None = Field(default=None, ge=1)
     """In interleaved schedules, microbatches that go through one of a rank's stages before its next begins;
     without it, as many as there are pipeline ranks, or a few more where they do not divide."""
@@ -198,6 +205,14 @@ class ParallelSettings(Settings):
     @model_validator(mode="after")
     def _stages_fit(self) -> ParallelSettings:
         said = [*self._stages_said()]
+        if self.virtual_stages == "auto":
+            if self.schedule != AUTO:
+                raise ValueError(
+                    f'virtual_stages = "auto" is for the search of schedule = "auto", not for '
+                    f"{self.schedule!r}: give that schedule, or a number of stages"
+                )
+            if said:
+                raise ValueError(f'{said[0][1]}, and virtual_stages = "auto" leaves that open: drop one')
         if not said:
             return self
         stages, made = said[0]
@@ -216,13 +231,13 @@ class ParallelSettings(Settings):
                         f"{key} = {has}, or another schedule"
                     )
             return self
-        if stages % self.pp and not is_own(own):
+        if stages % self.pp and own != AUTO and not is_own(own):
             fitting = next(pp for pp in range(min(self.pp, stages), 0, -1) if stages % pp == 0)
             raise ValueError(
                 f"{made}, which must be a multiple of pp = {self.pp}: make them "
                 f"{-(-stages // self.pp) * self.pp}, or give pp = {fitting}, or a schedule of your own (.csv)"
             )
-        if self.virtual_stages is not None and stages != self.pp * self.virtual_stages:
+        if isinstance(self.virtual_stages, int) and stages != self.pp * self.virtual_stages:
             raise ValueError(
                 f"{made}, but pp = {self.pp} and virtual_stages = {self.virtual_stages} make "
                 f"{self.pp * self.virtual_stages}; give virtual_stages = {stages // self.pp}, or drop it"

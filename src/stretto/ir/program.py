@@ -256,8 +256,8 @@ class Job:
         (`stretto.passes.messages_in_parts`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
-    chunks: in how many the sequence is cut within blocks. in_chunks: the same step in other numbers of them,
-        of which planning may take one.
+    chunks: in how many the sequence is cut within blocks. forms: the same step in other numbers of chunks or
+        of stages, of which planning may take one (`stretto.ir.forms`).
     metrics: what the model's code lets people see of its forward.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
@@ -290,7 +290,7 @@ class Job:
     chunks: Natural = 1
     microbatch_group: Natural | None = None
     metrics: tuple[Metric, ...] = ()
-    in_chunks: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
+    forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:
         """The size of an axis beside pp."""

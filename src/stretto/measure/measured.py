@@ -49,7 +49,7 @@ def measured_costs(job: Job, schedule: Schedule) -> Costs:
 
     Raises UsageError when ranks were started but cannot talk, or there is no device of the job's kind.
     """
-    return Measuring((job,), schedule).costs_of(job)
+    return Measuring((job,), (schedule,)).costs_of(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,21 @@ class _Communication:
 
 
 class Measuring:
-    """Costs of a step in several forms, which send the same messages between the same places: communication
-    is measured once, for all of them, the ops of each when it is asked for."""
+    """Costs of a step in several forms on the same ranks: communication is measured once, for all of them,
+    the ops of each when it is asked for."""
 
     def __init__(
-        self, jobs: Sequence[Job], schedule: Schedule, kept: Kept | None = None, say: Say = unheard
+        self,
+        jobs: Sequence[Job],
+        schedules: Sequence[Schedule],
+        kept: Kept | None = None,
+        say: Say = unheard,
     ) -> None:
-        """kept: where costs are found that were measured before, and kept. say: takes lines of what is being
-        measured."""
+        """schedules: where each one's stages are. kept: where costs are found that were measured before, and
+        kept. say: takes lines of what is being measured."""
         self._jobs = jobs
-        self._schedule = schedule
+        self._schedules = schedules
+        self._ranks = schedules[0].ranks
         self._kept = kept
         self._say = say
         self._texts: list[str] = []
@@ -82,20 +87,23 @@ class Measuring:
     def costs_of(self, job: Job) -> Costs:
         """As `measured_costs`. job: one of the jobs. All ranks ask for the same, in the same order."""
         device = device_of(job)
-        mesh = job.mesh(self._schedule.ranks)
+        mesh = job.mesh(self._ranks)
         ranks = running(mesh.world, device)
         self._refuse_unjoined()
 
         def parts() -> list[str]:
             # What is sent is measured for all jobs at once.
             self._texts = self._texts or [*map(job_text, self._jobs)]
-            at = next(at for at, one in enumerate(self._jobs) if one is job)
-            return [repr(self._schedule.stage_ranks), str(ranks.size), str(at), *self._texts]
+            places = [repr(one.stage_ranks) for one in self._schedules]
+            return [*places, str(ranks.size), str(self._at(job)), *self._texts]
 
         def measure() -> Costs:
             return self._measured(job, mesh, device, ranks)
 
         return costs_again(ranks, device, parts, measure, self._kept)
+
+    def _at(self, job: Job) -> int:
+        return next(at for at, one in enumerate(self._jobs) if one is job)
 
     def _measured(self, job: Job, mesh: Mesh, device: torch.device, ranks: Running) -> Costs:
         if ranks.size > 1:
@@ -118,14 +126,14 @@ class Measuring:
         """Between processes that are started for it."""
         wanted = wanted_collectives(*self._jobs)
         between = Between()
-        if self._schedule.ranks > 1 or wanted:
+        if self._ranks > 1 or wanted:
             self._say("measuring communication between processes")
-            between = measure_between(mesh, wanted, link=self._schedule.ranks > 1)
+            between = measure_between(mesh, wanted, link=self._ranks > 1)
         link = NO_LINK if between.link is None else between.link.link
         return _Communication({}, link, between.collectives)
 
     def _together(self, job: Job, mesh: Mesh, device: torch.device) -> Costs:
-        stages = self._schedule.stages_of(mesh.place(dist.get_rank()))
+        stages = self._schedules[self._at(job)].stages_of(mesh.place(dist.get_rank()))
         dist.barrier()  # so that all ranks load the machine at the same time, as in a step
         self._say("measuring ops")
         mine = profile(job, device, stages)
@@ -144,9 +152,14 @@ class Measuring:
 
     def _running(self, mesh: Mesh, device: torch.device) -> _Communication:
         """Between the ranks of the plan."""
-        places = self._schedule.stage_ranks
         self._say("measuring messages")
-        pairs = sorted({(places[e.source], places[e.target]) for job in self._jobs for e in job.edges})
+        pairs = sorted(
+            {
+                (schedule.stage_ranks[edge.source], schedule.stage_ranks[edge.target])
+                for job, schedule in zip(self._jobs, self._schedules, strict=True)
+                for edge in job.edges
+            }
+        )
         links: dict[tuple[int, int], list[Link]] = defaultdict(list)
         for some in tell(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
             for pair, one in some.items():

@@ -33,17 +33,20 @@ def prices_of(job: Job, schedule: Schedule, found: Description | None) -> Prices
 
     Under torchrun all ranks must call it then. Raises UsageError for a job that does not fit.
     """
-    return pricing((job,), schedule, found)(job)
+    return pricing((job,), (schedule,), found)(job)
 
 
-def pricing(jobs: Sequence[Job], schedule: Schedule, found: Description | None) -> Callable[[Job], Prices]:
-    """What gives the price lists of one of several jobs, as `prices_of` does. Where they are measured,
-    communication is so once, for all jobs; the ops of a job when its turn comes."""
+def pricing(
+    jobs: Sequence[Job], schedules: Sequence[Schedule], found: Description | None
+) -> Callable[[Job], Prices]:
+    """What gives the price lists of one of several jobs, each with its schedule, as `prices_of` does. Where
+    they are measured, communication is so once, for all jobs; the ops of a job when its turn comes."""
     if found is None:
-        measuring = Measuring(jobs, schedule)
+        measuring = Measuring(jobs, schedules)
         return lambda job: listed(job, measuring.costs_of(job))
 
     def one(job: Job) -> Prices:
+        schedule = next(schedule for other, schedule in zip(jobs, schedules, strict=True) if other is job)
         costs, pricer = described(job, schedule, found)
         return Prices(job, costs, pricer, keep=False)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.costs import Costs
@@ -46,6 +46,11 @@ class Loads:
     whole_bytes: tuple[int, ...]
     weight_bytes: tuple[int, ...]
     overlapped: float = 1.0
+
+    @property
+    def work_us(self) -> list[float]:
+        """Of each stage, all phases."""
+        return [sum(of) for of in zip(self.forward_us, self.into_us, self.weight_us, strict=True)]
 
     def times(self, groups: Groups) -> PhaseTimes:
         """Of groups of stages."""
@@ -138,17 +143,17 @@ def _held(stage: Stage, received: Sequence[Edge]) -> tuple[int, int]:
     return whole, rest
 
 
-def equal_groups(stages: int, each: int) -> Groups:
-    """Groups of so many stages."""
-    return tuple(tuple(range(first, first + each)) for first in range(0, stages, each))
+def equal_groups(stages: int, count: int) -> Groups:
+    """So many groups, none of which has two stages more than another."""
+    ends = [at * stages // count for at in range(count + 1)]
+    return tuple(tuple(range(first, end)) for first, end in pairwise(ends))
 
 
 def balanced_groups(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Groups | None:
     """One group for each rank, such that the longest is as short as can be; limits: bytes of each rank, which
     suffice for as many microbatches as 1F1B holds there. None where they do not."""
     stages = len(loads.forward_us)
-    us = [sum(of) for of in zip(loads.forward_us, loads.into_us, loads.weight_us, strict=True)]
-    until = [*accumulate(us, initial=0.0)]
+    until = [*accumulate(loads.work_us, initial=0.0)]
     fixed = [*accumulate(loads.fixed_bytes, initial=0)]
     held = [*accumulate(loads.whole_bytes, initial=0)]
 
@@ -176,6 +181,35 @@ def balanced_groups(loads: Loads, ranks: int, limits: Sequence[float] | None) ->
         groups.append(tuple(range(cut[end], end)))
         end = cut[end]
     return tuple(reversed(groups))
+
+
+def groups_on(loads: Loads, places: Sequence[int]) -> Groups | None:
+    """A group for each of these places, which are ranks with several groups each. From the groups of which
+    the longest is the shortest, borders are moved by one stage while that takes work from the rank that has
+    the most. None where there are fewer stages than places."""
+    start = balanced_groups(loads, len(places), None)
+    if start is None:
+        return None
+    until = [*accumulate(loads.work_us, initial=0.0)]
+    best = [group[0] for group in start] + [len(until) - 1]
+
+    def dearest(ends: Sequence[int]) -> list[float]:
+        """What ranks have to do, the most first."""
+        work = [0.0] * (max(places) + 1)
+        for rank, (first, end) in zip(places, pairwise(ends), strict=True):
+            work[rank] += until[end] - until[first]
+        return sorted(work, reverse=True)
+
+    least = dearest(best)
+    while True:
+        moved = (
+            [*best[:at], best[at] + by, *best[at + 1 :]] for at in range(1, len(places)) for by in (-1, 1)
+        )
+        whole = (ends for ends in moved if all(first < end for first, end in pairwise(ends)))
+        found = min(whole, key=dearest, default=best)
+        if dearest(found) >= least:
+            return tuple(tuple(range(first, end)) for first, end in pairwise(best))
+        best, least = found, dearest(found)
 
 
 def of_stages(schedule: Schedule, groups: Groups) -> Schedule:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from stretto.errors import PlanError, UsageError, meant
 from stretto.files.kept import Kept, key_of
@@ -29,7 +28,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.ir.serialize import CODEC, job_text
-from stretto.ir.stage_maps import AUTO, shared
+from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import Measuring, device_of
 from stretto.measure.running import running
 from stretto.order.policies import DEFAULT, OWN, policy_of
@@ -37,10 +36,11 @@ from stretto.passes.dense_messages import scattered
 from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
 from stretto.passes.watch import Watch
+from stretto.planning.choose import choose_schedule, forms_with
 from stretto.planning.collector import rarely_collected
 from stretto.planning.costs import listed, memory_limit, pricing
+from stretto.planning.forms import fastest
 from stretto.planning.here import agree_on, plan_on_first
-from stretto.planning.in_chunks import fastest
 from stretto.planning.receives import receives_ahead
 from stretto.planning.schedules import shorter
 from stretto.planning.search import fastest_schedule
@@ -50,94 +50,16 @@ from stretto.planning.tries import Tried, Tries, why_less
 from stretto.planning.variants import communicates, names, overlaps, ways
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
-from stretto.schedule.csv import read_csv
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import FAMILIES
 from stretto.schedule.families import OWN as OWN_FAMILIES
-from stretto.schedule.forward import forward_schedule
 from stretto.schedule.sums import without_sums
-from stretto.schedule.timing import peak_live
 from stretto.simulate import predict, simulate
 from stretto.verify import verify
 from stretto.verify.memory import memory_faults
 
-ANY = "interleaved-1f1b"
-"""A family with which a search begins: it has any number of stages a rank."""
-
-MOST_ACTIONS = 100_000
-"""Forwards and backwards that a plan may have, each of which it lists, walks and proves: some ten seconds of
-a core. Assumed: published layouts have less than half of that, as 192 microbatches of 96 stages."""
-
 CLEAR = 0.97
 """A variant that takes at most this share of the baseline's time over a shorter step does so over the whole
 one. Assumed."""
-
-
-def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
-    """Step 1. schedule: a family, the path of a CSV, or a schedule; the job's own wish by default.
-
-    A job of forwards alone (`stretto.ir.forward`) has one possible order; a given Schedule says only where
-    its stages are.
-
-    Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the
-    job's, for one that keeps more microbatches live than the job allows, and for too many microbatches. Of
-    "auto", one to begin with.
-    """
-    most = max(1, MOST_ACTIONS // (2 * len(job.stages)))
-    if job.microbatches > most:
-        stages = f"{len(job.stages)} stage{'s' if len(job.stages) > 1 else ''}"
-        raise UsageError(
-            f"microbatches = {job.microbatches:,} on {stages} are "
-            f"too many for a plan, which lists each forward and backward: give {most:,} or fewer, with more "
-            "rows each, or take several steps of fewer and add their gradients"
-        )
-    if not job.trains:
-        places = schedule.stage_ranks if isinstance(schedule, Schedule) else None
-        return forward_schedule(len(job.stages), job.microbatches, places)
-    wish = schedule if schedule is not None else job.schedule
-    if isinstance(wish, str):
-        if wish.endswith(".csv"):
-            wish = read_csv(Path(wish))
-        else:
-            ranks, each = shared(len(job.stages), job.pp, wish)
-            return make_schedule(
-                ANY if wish == AUTO else wish,
-                ranks,
-                job.microbatches,
-                virtual_stages=each,
-                max_live=job.max_live,
-                group=job.microbatch_group,
-            )
-    if not isinstance(wish, Schedule):
-        raise UsageError(
-            f"a schedule is a name, as '1f1b', a .csv file or a stretto Schedule, not {type(wish).__name__}"
-        )
-    for what, has, wants in (
-        ("stages", wish.stages, len(job.stages)),
-        ("microbatches", wish.microbatches, job.microbatches),
-    ):
-        if has != wants:
-            raise UsageError(
-                f"the schedule {wish.family!r} has {has} {what}, but the job has {wants}: write a "
-                f"schedule for {wants} {what}, or capture with {has}"
-            )
-    if job.pp is not None and wish.ranks != job.pp:
-        raise UsageError(
-            f"the schedule {wish.family!r} is for {wish.ranks} ranks, but pp = {job.pp}: "
-            f"give pp = {wish.ranks}"
-        )
-    idle = [rank for rank in range(wish.ranks) if not wish.stages_of(rank)]
-    if idle:
-        raise UsageError(
-            f"rank {idle[0]} of the schedule {wish.family!r} has no stage, and so nothing to do: leave it "
-            "out, or give it one"
-        )
-    live = max(peak_live(wish))
-    if job.max_live is not None and live > job.max_live:
-        raise UsageError(
-            f"the schedule {wish.family!r} keeps {live} microbatches live on a stage, but max_live = "
-            f"{job.max_live}: reorder it, or allow {live}"
-        )
-    return wish
 
 
 def make_plan(
@@ -158,16 +80,17 @@ def make_plan(
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     job = without_sums(job)
-    wished = _Wished(schedule, overlap, order, _effort(steps, search_s), Watch(say))
-    begun = partial(_begun, job, listed(job, costs), wished, max_bytes)
+    wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
+    begun = partial(
+        _begun, job, choose_schedule(job, schedule=schedule), listed(job, costs), wished, max_bytes
+    )
     return _fastest([begun], job, schedule, wished.watch)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wished:
-    """What a plan is to be, beside its job: arguments of `plan`."""
+    """What a plan is to be, beside its job and its schedule: arguments of `plan`."""
 
-    schedule: str | Schedule | None
     overlap: OverlapMode | None
     order: str
     effort: Effort
@@ -184,14 +107,15 @@ def _fastest(
 ) -> Plan:
     """The fastest plan of all; for "auto", of all schedules."""
     auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
-    return fastest(begun, partial(fastest_schedule, make=_made) if auto else _made, watch)
+    if auto:
+        return fastest(begun, partial(fastest_schedule, make=_made), watch, anywhere=True)
+    return fastest(begun, _made, watch)
 
 
-def _begun(job: Job, prices: Prices, wished: _Wished, max_bytes: int | None) -> Tries:
-    """Step 1, and the variants of step 2."""
+def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_bytes: int | None) -> Tries:
+    """What step 1 has chosen, and the variants of step 2."""
     asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
     policy_of(wished.order)  # an unknown name is told even where there is nothing to order
-    chosen = choose_schedule(job, schedule=wished.schedule)
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
@@ -331,36 +255,36 @@ def plan(
     _overlap_mode(job.overlap if overlap is None else overlap)  # names are told before anything is measured
     policy_of(order)
     job = without_sums(job)
-    chosen = choose_schedule(job, schedule=schedule)
-    wished = _Wished(chosen, overlap, order, _effort(steps, search_s), Watch(say))
-    jobs = (replace(job, in_chunks=()), *job.in_chunks)
+    wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
+    jobs, chosen = forms_with(job, schedule)
     if found is None:
-        return _planned_here(job, jobs, chosen, schedule, wished, kept)
+        return _planned_here(jobs, chosen, schedule, wished, kept)
     priced = pricing(jobs, chosen, found)
 
-    def begun(one: Job) -> Tries:
+    def begun(one: Job, schedule: Schedule) -> Tries:
         wished.watch.tell("what its ops and messages take")
-        return _begun(one, priced(one), wished, memory_limit(found, one))
+        return _begun(one, schedule, priced(one), wished, memory_limit(found, one))
 
-    return _fastest([partial(begun, one) for one in jobs], job, schedule, wished.watch)
+    begins = [partial(begun, one, schedule) for one, schedule in zip(jobs, chosen, strict=True)]
+    return _fastest(begins, job, schedule, wished.watch)
 
 
 def _planned_here(
-    job: Job,
     jobs: Sequence[Job],
-    chosen: Schedule,
+    chosen: Sequence[Schedule],
     schedule: str | Schedule | None,
     wished: _Wished,
     kept: Kept | None,
 ) -> Plan:
     """Where the plan will run: all ranks measure, one plans."""
+    job = jobs[0]
     asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
     device = device_of(job)
-    ranks = running(job.mesh(chosen.ranks).world, device)
+    ranks = running(job.mesh(chosen[0].ranks).world, device)
     auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
     wishes = {
         "job": key_of(*map(job_text, jobs)),
-        "schedule": f"{AUTO if auto else ''} {to_line(chosen, CODEC)}",
+        "schedule": " ".join([AUTO if auto else "", *(to_line(one, CODEC) for one in chosen)]),
         "overlap": asked,
         "order": wished.order,
         "search": repr(wished.effort),
@@ -371,8 +295,8 @@ def _planned_here(
     costs = [measuring.costs_of(one) for one in jobs]
     limits = [memory_limit(None, one) for one in jobs]
     begun = [
-        partial(_begun, one, listed(one, cost), wished, limit)
-        for one, cost, limit in zip(jobs, costs, limits, strict=True)
+        partial(_begun, one, schedule, listed(one, cost), wished, limit)
+        for one, schedule, cost, limit in zip(jobs, chosen, costs, limits, strict=True)
     ]
     wishes |= {"costs": key_of(*map(to_line, costs)), "memory": str(limits)}
 

@@ -1,7 +1,7 @@
 """`auto`: the fastest plan with any schedule.
 
-    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: for each
-       number of stages a rank that divides the job's, and in unequal numbers such that ranks are balanced.
+    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: in equal
+       numbers, and such that ranks are balanced.
     2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
     3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
        (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less. Those
@@ -22,9 +22,18 @@ from stretto.files.say import Say
 from stretto.ir.action import Schedule
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
+from stretto.ir.stage_maps import loop, v
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Step
-from stretto.planning.groups import Groups, Loads, balanced_groups, equal_groups, loads_of, of_stages
+from stretto.planning.groups import (
+    Groups,
+    Loads,
+    balanced_groups,
+    equal_groups,
+    groups_on,
+    loads_of,
+    of_stages,
+)
 from stretto.planning.pair import pair
 from stretto.planning.receives import MOST
 from stretto.planning.schedules import ENOUGH, paired, shorter
@@ -147,7 +156,9 @@ def _ranked(step: Step, context: Context, tell: Say) -> list[_Ranked]:
     """Steps 1 to 3, the fastest first; where nothing fits the memory, what does not."""
     ranks = step.schedule.ranks
     job = _passed(step, context).job
-    loads = loads_of(job, context.costs_of(job), step.schedule.stage_ranks)
+    # Each border may become one between ranks.
+    places = tuple(stage % ranks for stage in range(len(job.stages)))
+    loads = loads_of(job, context.costs_of(job), places)
     limits = None if step.max_bytes is None else [float(step.max_bytes)] * ranks
     seen: dict[object, _Ranked] = {}
     for _ in range(ROUNDS):
@@ -224,13 +235,16 @@ def _holds(step: Step, context: Context, one: _Ranked) -> Sequence[int]:
 
 
 def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[Groups]:
-    """Step 1: the fewest stages a rank first."""
+    """Step 1: of ever more groups a rank, those that are equal, and those that balance the ranks better."""
     stages = len(loads.forward_us)
-    each = stages // ranks
-    balanced = balanced_groups(loads, ranks, limits) if each > 1 else None
-    if balanced is not None and balanced != equal_groups(stages, each):
-        yield balanced
-    yield from (equal_groups(stages, size) for size in range(each, 0, -1) if each % size == 0)
+    for each in range(1, stages // ranks + 1):
+        balanced: list[Groups | None] = (
+            [balanced_groups(loads, ranks, limits)]
+            if each == 1
+            else [groups_on(loads, map_(ranks, each)) for map_ in ((loop, v) if each == 2 else (loop,))]
+        )
+        ways = (*balanced, equal_groups(stages, ranks * each))
+        yield from dict.fromkeys(one for one in ways if one is not None)
 
 
 def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[Found]:

@@ -199,20 +199,22 @@ class Tries:
         all_us = least_us(lowered(self.step(other.variant), self.context))
         return replace(whole, step_us=whole.step_us * other.step_us / all_us)
 
-    @property
-    def chunks(self) -> int:
-        """In how many chunks its sequence is."""
-        return self.first.job.chunks
-
-    def bound_us(self) -> float:
-        """No variant is faster. Raises PlanError as `best_first` does."""
-        return min(self._job_bound_us(self.step(begin).job) for begin in self._begins())
+    def bound_us(self, anywhere: bool = False) -> float:
+        """No variant is faster; anywhere: with its stages on any of the ranks. Raises PlanError as
+        `best_first` does."""
+        find = self._bound_anywhere_us if anywhere else self._job_bound_us
+        return min(find(self.step(begin).job) for begin in self._begins())
 
     def _bound_us(self, tried: Tried) -> float:
         return self._job_bound_us(self.step(tried.variant[:-1]).job)
 
     def _job_bound_us(self, job: Job) -> float:
         return lower_bound(job, self.first.schedule, self.context.costs_of(job)).us
+
+    def _bound_anywhere_us(self, job: Job) -> float:
+        """One rank alone takes no longer than all in turn, and a microbatch needs its longest chain."""
+        alone = lower_bound(job, (0,) * len(job.stages), self.context.costs_of(job))
+        return max(alone.us / self.first.schedule.ranks, alone.parts["critical path"])
 
     def _tell(self, what: str, found: Sequence[Tried]) -> None:
         """What is tried now, and how far it has come."""

@@ -21,8 +21,9 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
+from stretto.train.launched import is_launched
 from stretto.train.lost import keeps_store_elsewhere
-from stretto.train.world import World, is_launched
+from stretto.train.world import World
 
 BEAT_S = 5.0
 LOST_AFTER_S = 40.0

@@ -30,6 +30,7 @@ from stretto.config import TrainSettings
 from stretto.files.say import Say, unheard
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
+from stretto.train.launched import LAUNCHER_PID, is_worker
 from stretto.train.layout import refuse_early, spread
 from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
@@ -38,13 +39,11 @@ from stretto.train.reuse import kept_by
 from stretto.train.starting import STARTED, Starting
 from stretto.train.text_task import task_of
 from stretto.train.world import (
-    LAUNCHER_PID,
     World,
     check_graph,
     crowding,
     device_for,
     device_note,
-    is_worker,
     threads,
 )
 

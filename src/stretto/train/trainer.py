@@ -42,6 +42,7 @@ from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.heartbeat import Heartbeat
 from stretto.train.heldout import Evaluation, held_out_steps
+from stretto.train.launched import is_launched
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
@@ -55,7 +56,7 @@ from stretto.train.shared import check_shared, take_folders
 from stretto.train.starting import Starting
 from stretto.train.task import Task
 from stretto.train.text_task import task_of
-from stretto.train.world import World, device_note, is_launched, leave
+from stretto.train.world import World, device_note, leave
 
 
 class Trainer:

@@ -17,12 +17,12 @@ from stretto.config import TrainSettings
 from stretto.train.checkpoint_files import what_is_left
 from stretto.train.heartbeat import LOST_AFTER_S
 from stretto.train.interrupt import Interrupted, Interrupts
+from stretto.train.launched import LAUNCHER_PID
 from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere, wait_for_askers
 from stretto.train.notes import Cause, Note, leave_note, note_of
 from stretto.train.starting import Starting
 from stretto.train.trainer import Trainer
 from stretto.train.world import (
-    LAUNCHER_PID,
     World,
     check_graph,
     check_size,

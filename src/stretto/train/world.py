@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
+from stretto.train.launched import is_worker
 
 Said = TypeVar("Said")
 
@@ -27,20 +28,8 @@ DEVICES = Path("/dev")
 DRIVERS = {"NVIDIA": "nvidia[0-9]*", "AMD": "kfd", "Ascend": "davinci[0-9]*"}
 """Makers, and the files of devices that their drivers make on Linux."""
 
-LAUNCHER_PID = "STRETTO_LAUNCHER_PID"
-"""Environment variable: our own launcher's process, for the ranks that it started."""
 JOIN_TIMEOUT_S = 300.0
 """How long ranks wait for each other at the start. Assumed: machines of one job start within minutes."""
-
-
-def is_worker() -> bool:
-    """Whether a launcher started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def is_launched() -> bool:
-    """Whether that launcher was our own (`stretto.train.launch`)."""
-    return is_worker() and LAUNCHER_PID in os.environ
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,6 +222,8 @@ class Choices:
         given = self.settings.parallel
         if given.world != self.devices or given.schedule not in FAMILIES or given.ampipe_degree == "auto":
             return None
+        if given.virtual_stages == "auto":
+            return None
         if any(getattr(given, key) != value for key, value in self.fixed.items()):
             return None
         layout = Layout(

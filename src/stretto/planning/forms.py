@@ -1,4 +1,4 @@
-"""A step that may be had in several numbers of chunks of its sequence: the fastest plan of them.
+"""A step that may be had in several forms, in other numbers of chunks or of stages: the fastest plan of them.
 
     1. The first is planned. Each other is priced, and bounded: where no order of its ops comes to less than
        the fastest plan so far takes, it is not planned.
@@ -14,7 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.errors import PlanError
+from stretto.ir.forms import differing, form, number
 from stretto.ir.plan import Plan
+from stretto.ir.program import Job
 from stretto.passes.watch import Watch
 from stretto.planning.tries import Tries
 
@@ -23,26 +25,34 @@ from stretto.planning.tries import Tries
 class _Other:
     """One that was compared. least: whether `us` is its bound, and it was not planned."""
 
-    chunks: int
+    job: Job
     us: float
     least: bool
 
-    def __str__(self) -> str:
-        return f"{self.chunks} {'takes' if self.chunks == 1 else 'take'} {_ms(self.us, self.least)}"
+    def told(self, differ: Sequence[str]) -> str:
+        name = number(self.job, differ)
+        return f"{name} {'takes' if name == '1' else 'take'} {_ms(self.us, self.least)}"
 
 
 def _ms(us: float, least: bool = False) -> str:
     return f"{'at least ' if least else ''}{us / 1000:.1f} ms"
 
 
-def fastest(begun: Sequence[Callable[[], Tries]], make: Callable[[Tries], Plan], watch: Watch) -> Plan:
-    """The fastest plan. begun: the variants of each, made when their turn comes, fewest chunks first.
+def fastest(
+    begun: Sequence[Callable[[], Tries]],
+    make: Callable[[Tries], Plan],
+    watch: Watch,
+    *,
+    anywhere: bool = False,
+) -> Plan:
+    """The fastest plan. begun: the variants of each, made when their turn comes, the simplest first.
+    anywhere: whether `make` may have stages on other ranks than the variants do.
 
     Raises PlanError, the first one's, when all are refused.
     """
     made: list[Plan] = []
     others: list[_Other] = []
-    refused: list[tuple[int, PlanError]] = []
+    refused: list[tuple[Job, PlanError]] = []
     try:
         for begin in begun:
             if made and watch.stopped:
@@ -50,29 +60,32 @@ def fastest(begun: Sequence[Callable[[], Tries]], make: Callable[[Tries], Plan],
             tries = begin()
             try:
                 if made:
-                    best_us, bound_us = min(map(_step_us, made)), tries.bound_us()
+                    best_us, bound_us = min(map(_step_us, made)), tries.bound_us(anywhere)
                     if bound_us >= best_us:
-                        others.append(_Other(tries.chunks, bound_us, True))
+                        others.append(_Other(tries.first.job, bound_us, True))
                         continue
                 made.append(make(tries))
-            except PlanError as error:  # another number of chunks may hold less
-                refused.append((tries.chunks, error))
+            except PlanError as error:  # another form may hold less
+                refused.append((tries.first.job, error))
     except KeyboardInterrupt as error:
         if not made:
             raise
         watch.stop(error)
     if not made:
         raise refused[0][1]
-    if len(begun) == 1:
-        return made[0]
     best = min(made, key=_step_us)
-    others += [_Other(one.job.chunks, _step_us(one), False) for one in made if one is not best]
-    others.sort(key=lambda one: one.chunks)
-    count = best.job.chunks
-    compared = [*map(str, others), *(f"{chunks} cannot be ({error.faults[0]})" for chunks, error in refused)]
-    told = f"{count} chunk{'s' if count > 1 else ''} of the sequence, {_ms(_step_us(best))}, as " + ", ".join(
-        compared
-    )
+    if len(made) + len(others) + len(refused) == 1:
+        return best
+    others += [_Other(one.job, _step_us(one), False) for one in made if one is not best]
+    others.sort(key=lambda one: (len(one.job.stages), one.job.chunks))
+    differ = differing([best.job, *(one.job for one in others), *(job for job, _ in refused)])
+    compared = [
+        *(one.told(differ) for one in others),
+        *(f"{number(job, differ)} cannot be ({error.faults[0]})" for job, error in refused),
+    ]
+    told = f"{form(best.job, differ)}, {_ms(_step_us(best))}, as {', '.join(compared)}"
+    if "stages" in differ:
+        return replace(best, schedule_why=f"{best.schedule_why}; {told}")
     return replace(best, overlap_why="; ".join(text for text in (best.overlap_why, told) if text))
 
 
