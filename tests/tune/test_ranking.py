@@ -96,7 +96,7 @@ def test_random_candidates_are_ranked_as_their_plans_are(tmp_path: Path, kind: s
             }
         )
     for seed, found in enumerate((SLOW, named_cluster("h100x8"))):
-        check(figures(given, 8, found, candidates(Choices(given, 8), seed), 20), 0.9)
+        check(figures(given, 8, found, candidates(Choices(given, 8), seed), 12), 0.9)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "gpipe", "interleaved-1f1b", "zb-v"])

@@ -129,8 +129,8 @@ def tries_of(job: Job, found: Description, order: str) -> Tries:
     """Steps 1 and 2 for a description: of the schedule that the job wishes, which is not "auto"."""
     job = without_sums(job)
     chosen = choose_schedule(job)
-    wished = _Wished(chosen, None, order, _effort(None, None), Watch(None))
-    return _begun(job, pricing((job,), chosen, found)(job), wished, memory_limit(found, job))
+    wished = _Wished(None, order, _effort(None, None), Watch(None))
+    return _begun(job, chosen, pricing((job,), (chosen,), found)(job), wished, memory_limit(found, job))
 
 
 def _made(tries: Tries) -> Plan:

@@ -79,9 +79,10 @@ class Frontier:
         """Put them in order; call it after `add`."""
         self.open.sort(key=lambda look: look.order)
 
-    def first(self) -> Look | None:
-        """The one with the least guess that nobody prices."""
-        return next((look for look in self.open if not look.asked), None)
+    def first(self, priced: bool = False) -> Look | None:
+        """The one with the least guess that nobody prices. priced: of those that were."""
+        known = (look for look in self.open if not priced or look.key in self.blocks)
+        return next((look for look in known if not look.asked), None)
 
     def ask(self, key: str) -> None:
         """Layouts of this trace are being priced."""

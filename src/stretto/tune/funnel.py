@@ -20,7 +20,7 @@ time with what it has.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -108,6 +108,7 @@ class Funnel:
         self._finals: list[Candidate] | None = None
         self._unseen_us = inf
         self._stages: tuple[int, ...] = ()
+        self._shares: Mapping[int, Sequence[float]] = {}
 
     def run(self, workers: Workers) -> None:
         """Until it is done or its time is over. Raises UsageError where no layout is allowed."""
@@ -164,7 +165,9 @@ class Funnel:
             )
         self._frontier.sort()
         sizes = {look.layout.pp for look in self._frontier.open}
-        self._stages = tuple(sorted({pp * each for pp in sizes for each in (1, *VIRTUAL)}))
+        counts = {pp * each for pp in sizes for each in (1, *VIRTUAL)}
+        most = inf if self.choices.layers is None else self.choices.layers
+        self._stages = tuple(sorted(count for count in counts if count <= most))
         if own is not None and self.choices.allowed(own):
             self._push(own, Estimate(0.0, 0.0), 0.0)
 
@@ -208,6 +211,8 @@ class Funnel:
                 return Asked(record, QUICK)
             waiting = self._likeliest(worker)
             look = self._frontier.first()
+            if waiting is None and self._since_candidate >= TURN:
+                look = self._frontier.first(priced=True) or look
             if waiting is not None and (
                 look is None or waiting.estimate_us <= look.guess_us or self._since_candidate >= TURN
             ):
@@ -223,8 +228,10 @@ class Funnel:
                 self._since_candidate += 1
                 self._frontier.ask(look.key)
                 self._remember(worker, look.key)
-                words = self.choices.again(look.layout)
-                return Asked(self.choices.plain(look.layout), None, words, self._stages)
+                # How stages share the work is asked once: it is about the same in all layouts.
+                known = self._shares or any(asked.stages for asked in self._started_s)
+                words, stages = self.choices.again(look.layout), () if known else self._stages
+                return Asked(self.choices.plain(look.layout), None, words, stages)
             self._expand(look)
 
     def _record(self) -> Candidate | None:
@@ -288,6 +295,7 @@ class Funnel:
     def _candidate(self, bare: Candidate, block: Block, bound_us: float, more: int) -> None:
         """With the least computed again that likely fits, of what is left after the first `more` words."""
         words = words_of(self.choices, bare.layout, block.again)
+        block = replace(block, shares=self._shares)
         needed = inf
         for word, work in words[more:]:
             candidate = replace(bare, recompute=word)
@@ -318,6 +326,7 @@ class Funnel:
         if asked.order is None:
             key = self._frontier.key(candidate.layout)
             if isinstance(answer, Block):
+                self._shares = self._shares or answer.shares
                 self._frontier.priced(key, candidate.layout, answer)
             elif isinstance(answer, Refused):
                 self._frontier.refused(key, answer.why)

@@ -25,8 +25,8 @@ from stretto.verify.memory import MemoryFault
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A piece of work. order: of a plan; None prices a block. words: what the block's backward may compute
-    again; stages: numbers of them in which the model may be cut. brief: whether a short step is simulated in
-    the place of a plan, with pairs as `ahead` says (`stretto.planning.brief`)."""
+    again; stages: numbers of them of which the shares are asked for. brief: whether a short step is simulated
+    in the place of a plan, with pairs as `ahead` says (`stretto.planning.brief`)."""
 
     candidate: Candidate
     order: str | None
@@ -51,7 +51,6 @@ class Work:
         self._found = found
         self._captures = captures_of(settings, found)
         self._limit = limit_of(found)
-        self._shares: dict[int, tuple[float, ...]] | None = None
 
     def do(self, asked: Asked) -> Answer:
         """Price or plan. What is refused comes back with the words of the refusal."""
@@ -73,9 +72,7 @@ class Work:
         parallel = self._choices.settings_of(asked.candidate).parallel  # of which the layout counts
         rows = self._choices.settings.training.global_batch / layout.pieces
         block = block_of(self._captures, parallel, self._found, asked.words, rows, self._choices.layers)
-        if self._shares is None:
-            self._shares = shares_of(self._captures, parallel, self._found, asked.stages)
-        return replace(block, shares=self._shares)
+        return replace(block, shares=shares_of(self._captures, parallel, self._found, asked.stages))
 
     def _brief(self, candidate: Candidate, order: str, ahead: int | None) -> Briefed | Refused:
         job = self._captures.job(self._choices.settings_of(candidate).parallel)
