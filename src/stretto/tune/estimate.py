@@ -158,9 +158,9 @@ def _times(schedule: Schedule, work: Work, shares: Sequence[float], message_us: 
     alone = work.alone
     backward = alone.phases[1:] if _split(schedule) else (alone.backward, alone.backward)
     whole_us = [us * times for us, times in zip(work.phases_us, (alone.phases[0], *backward), strict=True)]
-    joined = 1.0
-    if alone.joined is not None and sum(whole_us):
-        joined = min(1.0, work.compute_us * alone.joined / sum(whole_us))
+    apart_us, joined = sum(whole_us), 1.0
+    if alone.joined is not None and apart_us:
+        joined = min(1.0, work.compute_us * alone.joined / apart_us)
     forward, into, weight = (tuple(us * share for share in shares) for us in whole_us)
     return PhaseTimes(forward, into, weight, message_us, overlapped=joined)
 
