@@ -58,6 +58,9 @@ and they come two at a time, in two rounds. Assumed."""
 KEPT_AT_MOST = 0.5
 """Of the whole time, what is kept for them at most. Assumed."""
 
+MOST_STAGES = 2
+"""Stages of a layer at most, of which the shares are asked for: attention and MLP."""
+
 HIDES = 0.02
 """Of a step, what communication in blocks exposes at least where AMPipe's chunks are tried. Assumed."""
 
@@ -166,7 +169,7 @@ class Funnel:
         self._frontier.sort()
         sizes = {look.layout.pp for look in self._frontier.open}
         counts = {pp * each for pp in sizes for each in (1, *VIRTUAL)}
-        most = inf if self.choices.layers is None else self.choices.layers
+        most = inf if self.choices.layers is None else MOST_STAGES * self.choices.layers
         self._stages = tuple(sorted(count for count in counts if count <= most))
         if own is not None and self.choices.allowed(own):
             self._push(own, Estimate(0.0, 0.0), 0.0)
