@@ -57,6 +57,21 @@ def test_a_loop_fine_tunes_a_checkpoint_and_writes_one(
 
 
 @pytest.mark.slow
+def test_settings_train_on_from_a_checkpoint_and_are_exported(checkpoint: Path, tmp_path: Path) -> None:
+    changes = [f"model.pretrained={checkpoint}", f"output.run_dir={tmp_path / 'run'}", "training.steps=12"]
+    changes += [f"data.paths=['{REPOSITORY / 'README.md'}']", "training.eval_every=0"]
+    status, out, err = run("train", EXAMPLES / "pretrained.toml", *changes)
+    assert status == 0, err
+    assert f"started from the weights of {checkpoint}" in out
+    losses = [line["loss"] for line in steps_of(tmp_path / "run").values()]
+    assert losses[-1] < losses[0]
+    status, _, err = run("export", tmp_path / "run", "-o", tmp_path / "tuned")
+    assert status == 0, err
+    said = python(EXAMPLES / "perplexity.py", tmp_path / "tuned", REPOSITORY / "README.md")
+    assert "perplexity" in said
+
+
+@pytest.mark.slow
 def test_a_task_fine_tunes_a_checkpoint_and_is_exported(checkpoint: Path, tmp_path: Path) -> None:
     data = checkpoint.parent / "answers.jsonl"
     config = f'{{ source = "{checkpoint}", data = "{data}", length = 24 }}'

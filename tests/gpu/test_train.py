@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli.main import app
+from stretto.train.export import export
 
 pytestmark = pytest.mark.gpu
 
@@ -58,3 +59,11 @@ def test_it_trains_and_goes_on(tmp_path: Path) -> None:
     assert whole[-1] < 0.8 * whole[0]
     middle = tmp_path / "whole" / "checkpoints" / "step-000010"
     assert losses(tmp_path, "rest", f"checkpoint.resume={middle}") == whole[10:]
+
+
+def test_it_starts_from_weights_that_were_exported(tmp_path: Path) -> None:
+    """Of the Runner's own device, read box by box."""
+    first = losses(tmp_path, "first")
+    export(tmp_path / "first", tmp_path / "out")
+    on = losses(tmp_path, "on", f"model.pretrained={tmp_path / 'out'}", "data.vocab_size=")
+    assert on[0] < first[0] - 0.8 * (first[0] - first[-1])

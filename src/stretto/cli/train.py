@@ -52,9 +52,9 @@ def run(
         overrides.append(f"checkpoint.resume={'auto' if resume else 'never'}")
     if steps is not None:
         overrides.append(f"training.steps={steps}")
-    settings = load_settings(config, overrides)
 
     with starting:
+        settings = load_settings(config, overrides, starting.begin)
         starting.begin("loading PyTorch")
         if resume:
             _refuse_without_checkpoint(settings)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,8 +25,10 @@ from stretto.config.model import MoESettings as MoESettings
 from stretto.config.parallel import RECOMPUTE as RECOMPUTE
 from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
+from stretto.config.pretrained import complete
 from stretto.config.stage_text import read_stages
 from stretto.config.task import TaskSettings as TaskSettings
+from stretto.files.say import Say, unheard
 from stretto.files.settings_file import read_settings
 from stretto.ir.stage_maps import unknown_schedule
 
@@ -39,7 +42,8 @@ class DataSettings(Settings):
     sequence_length: int = Field(default=256, ge=1)
     """Tokens that the model sees at once."""
     vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
-    """Tokens of the byte-pair encoding: 256 bytes, the end of a text, and the merges learned."""
+    """Tokens of the byte-pair encoding: 256 bytes, the end of a text, and the merges learned. A model that is
+    `pretrained` brings its own."""
     held_out_fraction: float = Field(default=0.02, gt=0, le=0.5)
     """Share of the text that is never trained on."""
     text_field: str = Field(default="text", min_length=1)
@@ -216,7 +220,13 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
     pieces, by = parallel.microbatches * parallel.dp, ""
     if parallel.dp > 1:
         by = f" times parallel.dp = {parallel.dp}"
+    own = DataSettings.model_fields["vocab_size"].default
     checked = (
+        (
+            model.pretrained is not None and settings.data.vocab_size != own,
+            f"data.vocab_size = {settings.data.vocab_size} is of a tokenizer that is learned, and "
+            f"model.pretrained = {model.pretrained!r} brings its own: drop it",
+        ),
         (length > longest, f"data.sequence_length = {length} must not be above {what} = {longest}"),
         (heads % parallel.tp, f"model.heads = {heads} must be a multiple of parallel.tp = {parallel.tp}"),
         (
@@ -290,12 +300,15 @@ def _faults_of_stages(settings: TrainSettings) -> list[tuple[bool, str]]:
     ]
 
 
-def load_settings(path: str | Path, overrides: Sequence[str] = ()) -> TrainSettings:
+def load_settings(path: str | Path, overrides: Sequence[str] = (), begin: Say = unheard) -> TrainSettings:
     """Read a run's settings from a TOML file; `overrides` are `optimizer.lr=1e-3` and change what it says.
 
     An override's value is TOML, or else plain text; an empty one (`parallel.max_live=`) puts the default
     back. Raises UsageError that lists every fault: the file (or the override), the key, the value, what is
-    allowed, and for an unknown key the nearest known one.
+    allowed, and for an unknown key the nearest known one. A model that is `pretrained` gets its shape from
+    there; `begin` is told before that takes long.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")
-    return read_settings(TrainSettings, path, overrides, defaults={"name": name or "run"})
+    return read_settings(
+        TrainSettings, path, overrides, {"name": name or "run"}, partial(complete, begin=begin)
+    )

@@ -9,7 +9,16 @@ from pydantic import BeforeValidator, Field, model_validator
 from stretto.config.base import Settings
 
 
-class DecoderSettings(Settings):
+class PretrainedSettings(Settings):
+    """What all kinds of models have in common."""
+
+    pretrained: str | None = Field(default=None, min_length=1)
+    """What the run starts from instead of fresh weights: a folder that `stretto export` or `save_pretrained`
+    wrote, or a name of the Hugging Face Hub. It brings the kind and shape of the model, and its tokenizer:
+    what else is given here must agree with it, or be free of it (dropout, keys of `config`)."""
+
+
+class DecoderSettings(PretrainedSettings):
     """What Stretto's own transformers have in common."""
 
     vocab_size: int | None = Field(default=None, ge=0)
@@ -99,15 +108,16 @@ class MoESettings(DecoderSettings):
         return self
 
 
-class HuggingFaceSettings(Settings):
-    """A causal language model of `transformers`, with fresh weights."""
+class HuggingFaceSettings(PretrainedSettings):
+    """A causal language model of `transformers`."""
 
     kind: Literal["huggingface"]
     """Which kind of model this is."""
     architecture: str = Field(min_length=1)
-    """The model's class in `transformers`, such as "LlamaForCausalLM"."""
+    """The model's class in `transformers`, such as "LlamaForCausalLM"; with `pretrained`, as that says."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the model's configuration class; `vocab_size` is the tokenizer's when it is absent."""
+    """Arguments of the model's configuration class; `vocab_size` is the tokenizer's when it is absent. With
+    `pretrained`, what is to differ from its configuration."""
 
 
 def _with_kind(given: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -28,16 +28,19 @@ def read_settings(
     path: str | Path,
     overrides: Sequence[str] = (),
     defaults: Mapping[str, object] | None = None,
+    complete: Callable[[dict[str, Any]], None] = lambda values: None,
 ) -> Tree:
     """Read the tree `kind` from the TOML file `path`, changed by `overrides` such as `optimizer.lr=1e-3`.
 
-    `defaults` fill top-level keys that neither gives. Raises UsageError that lists every fault with the
+    `defaults` fill top-level keys that neither gives; `complete` then adds to the values what follows from
+    them, before they are checked, and may raise UsageError. Raises UsageError that lists every fault with the
     file or override, the key, the value, and what is allowed.
     """
     values = read_toml(Path(path), "settings file")
     origin = _apply_overrides(values, overrides)
     for key, value in (defaults or {}).items():
         values.setdefault(key, value)
+    complete(values)
     try:
         return kind.model_validate(values)
     except ValidationError as error:

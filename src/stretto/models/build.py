@@ -1,19 +1,18 @@
-"""From settings to a model and its loss: Stretto's GPT, or a class of `transformers` with fresh weights.
+"""From settings to a model and its loss: Stretto's GPT, or a class of `transformers`, with fresh weights.
 
 `transformers` is imported when it is asked for, since most of Stretto works without it.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
+from stretto.config.huggingface import transformers_for, unknown_keys
 from stretto.errors import UsageError, meant
 from stretto.models.gpt import (
     GPT,
@@ -31,8 +30,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How classes of `transformers` that tell the next token are called."""
 
 NOT_OF_A_CONFIG = {
-    "name_or_path": "weights are fresh: a run goes on from its own checkpoints, and what from_pretrained "
-    "loads is trained by a task of one's own (task.file) or in code (stretto.capture)",
+    "name_or_path": "give model.pretrained, which brings its weights too",
     "dtype": "give precision, at the top of the settings",
     "quantization_config": "weights are not quantised",
     "architectures": "give model.architecture",
@@ -65,7 +63,7 @@ def build_model(settings: ModelSettings, vocab_size: int, seed: int) -> nn.Modul
         raise UsageError(
             f"model.vocab_size = {rows} is too small: the tokenizer has {vocab_size} tokens; leave it out"
         )
-    sizes = settings.model_dump(exclude={"kind", "vocab_size"})
+    sizes = settings.model_dump(exclude={"kind", "vocab_size", "pretrained"})
     if isinstance(settings, GPTSettings):
         return GPT(GPTConfig(rows, **sizes), seed)
     return MoEGPT(MoEConfig(rows, **sizes | {"capacity_factor": settings.capacity_factor or None}), seed)
@@ -109,32 +107,8 @@ def _huggingface(
     return loss, model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
 
 
-def _unknown(kind: Any, given: Mapping[str, Any]) -> list[str]:
-    """Keys that a model and its configuration class have no use for. What the class does not know it keeps
-    under the same name; an older name of a known one (`rope_theta`, which is a part of `rope_parameters` now)
-    it does not keep. A model's code may ask by name for what its class does not know (`head_dim`), and so may
-    the class itself (`partial_rotary_factor` of Phi-3)."""
-    config_class = kind.config_class
-    known = vars(config_class())
-    strange = [key for key in given if key not in known and not hasattr(config_class, key)]
-    if not strange:
-        return []
-    code = inspect.getsource(inspect.getmodule(kind) or kind)
-    code += inspect.getsource(config_class)
-    asked = ('(config, "{}"', 'kwargs.get("{}"', 'kwargs.pop("{}"')
-    strange = [key for key in strange if not any(form.format(key) in code for form in asked)]
-    try:
-        kept = vars(config_class(**{key: given[key] for key in strange}))
-    except Exception:
-        return []  # a value that it cannot read, as building the model will say
-    return [key for key in strange if key in kept]
-
-
 def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int) -> nn.Module:
-    try:
-        import transformers
-    except ImportError:
-        raise UsageError("model.kind = 'huggingface' needs transformers: pip install 'stretto[hf]'") from None
+    transformers = transformers_for("model.kind = 'huggingface'")
     name = settings.architecture
     try:
         kind = getattr(transformers, name)
@@ -163,7 +137,7 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
     for key in settings.config:
         if (advice := NOT_OF_A_CONFIG.get(SAME.get(key, key))) is not None:
             faults.append(f"model.config.{key} changes nothing of the model: {advice}")
-    for key in _unknown(kind, settings.config):
+    for key in unknown_keys(kind, settings.config):
         near = meant(key, vars(config_class()), "; {}")
         faults.append(f"model.config.{key}: {config_class.__name__} has no such setting{near}")
     if faults:

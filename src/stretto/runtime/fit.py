@@ -151,19 +151,26 @@ def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
 
 
 def check_tensor(
-    rank: int, name: str, found: torch.Tensor | None, spec: TensorSpec, compute_dtype: str | None
+    rank: int,
+    name: str,
+    found: torch.Tensor | None,
+    spec: TensorSpec,
+    compute_dtype: str | None,
+    empty: bool = False,
 ) -> None:
-    """What the model has under a name is what the plan's stage on this rank uses. Raises UsageError."""
+    """What the model has under a name is what the plan's stage on this rank uses. empty: it may be on "meta".
+    Raises UsageError."""
     kind = type(found).__name__.lower()
     if found is None:
         raise UsageError(
             f"the plan's stage on rank {rank} uses {name!r}, which the model does not have: "
             "give the model that was captured, or capture this one"
         )
-    if found.device.type == "meta":
+    if found.is_meta and not empty:
         raise UsageError(
             f"{kind} {name!r} is on the meta device and has no values: initialise the model "
-            "(model.to_empty(device=...), tie again what was tied, then its init) before making a Runner"
+            "(model.to_empty(device=...), tie again what was tied, then its init) before making a Runner, or "
+            "give its parameters values after (Runner(..., empty=True))"
         )
     dtype = str(found.dtype).removeprefix("torch.")
     fits = dtype == spec.dtype or (compute_dtype == spec.dtype and found.dtype.is_floating_point)

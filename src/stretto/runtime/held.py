@@ -3,6 +3,7 @@
     a parameter that is whole here    the model's own tensor
     one that is spread over ranks     a copy of this rank's part, one for each tie
     one on a mesh of ranks            this rank's part, which shares the model's memory
+    one on "meta", if it may be       memory for this rank's part, without values yet
 
 May touch the user's model while it is read; keeps only what this rank's stages use.
 """
@@ -26,11 +27,15 @@ from stretto.runtime.shards import Part, part_here, part_of, pieces_of, whole_sp
 class Held:
     """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
     or copies in the dtype of the computation. wholes: tied name -> the whole of which a part was cut, until
-    the Runner drops them. on_mesh: whether any of it lies on a mesh.
+    the Runner drops them. on_mesh: whether any of it lies on a mesh. without_values: whether any of it has
+    memory alone.
     """
 
-    def __init__(self, plan: Plan, rank: int, model: nn.Module, shares: Held | None) -> None:
-        """shares: what another Runner on this rank holds, whose parts are used.
+    def __init__(
+        self, plan: Plan, rank: int, model: nn.Module, shares: Held | None, empty: bool = False
+    ) -> None:
+        """shares: what another Runner on this rank holds, whose parts are used. empty: parameters may be on
+        "meta".
 
         Raises UsageError where the model does not fit the plan."""
         self.plan, self.rank = plan, rank
@@ -42,6 +47,7 @@ class Held:
         self.on_mesh = False
         self._shared = {} if shares is None else shares.by_tie()
         self._parts: dict[int, nn.Parameter] = {}
+        self._empty, self.without_values = empty, False
         self._adopt(model)
         self.device = next(
             (t.device for t in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu")
@@ -59,7 +65,7 @@ class Held:
             if stages & set(parameter.stages):
                 found = given.get(parameter.name)
                 whole = whole_spec(self.plan.job, parameter)
-                check_tensor(self.rank, parameter.name, found, whole, self.plan.job.param_dtype)
+                check_tensor(self.rank, parameter.name, found, whole, self.plan.job.param_dtype, self._empty)
                 assert isinstance(found, nn.Parameter)
                 self.parameters[k] = self._part(parameter, found)
         check_ties(self.plan.job, given)
@@ -79,12 +85,16 @@ class Held:
         here = part_here(parameter.name, whole, parameter.spec, self.rank, self._place_in_stage())
         on_mesh = here is not whole
         self.on_mesh |= on_mesh
-        if not parameter.shards and not on_mesh:
+        if not parameter.shards and not on_mesh and not whole.is_meta:
             return whole
         if parameter.tied_to in self._shared:
             return self._shared[parameter.tied_to]
         if id(whole) not in self._parts:
-            if parameter.shards and not on_mesh:
+            if whole.is_meta:
+                device = torch.device(self.plan.job.device)
+                here = torch.empty(parameter.spec.shape, dtype=whole.dtype, device=device)
+                self.without_values = True
+            elif parameter.shards and not on_mesh:
                 self.wholes[parameter.tied_to] = whole.detach()
                 here = part_of(whole.detach(), parameter, self.plan.job, self.coordinates).clone()
             self._parts[id(whole)] = nn.Parameter(here, requires_grad=whole.requires_grad)

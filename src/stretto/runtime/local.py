@@ -22,13 +22,14 @@ def run_threads(
     work: Callable[[Runner], T],
     *,
     seed: int = 0,
+    empty: bool = False,
     compile: Literal["inductor"] | None = None,
 ) -> list[T]:
     """Call `work(runner)` on one thread for each rank and return the results by rank.
 
     model_of: rank -> the model whose parameters that rank uses; one model for all ranks is right as long
     as no two ranks hold the same parameter whole (tied across stages, or copied along dp or tp): each rank
-    must then have its own copy. seed, compile: as for `Runner`.
+    must then have its own copy. seed, empty, compile: as for `Runner`.
 
     Raises the first error of any rank; the other ranks are woken and end, as all do when the caller is
     interrupted.
@@ -45,7 +46,7 @@ def run_threads(
             # matrix product before that would use all cores, and round in another way than the same one
             # after it.
             torch.set_num_threads(processors)
-            runner = Runner(plan, model_of(end.rank), transport=end, seed=seed, compile=compile)
+            runner = Runner(plan, model_of(end.rank), transport=end, seed=seed, empty=empty, compile=compile)
             results[end.rank] = work(runner)
         except BaseException as error:
             errors.append(error)

@@ -48,13 +48,16 @@ class Runner:
     rest of the model may be dropped. Gradients are added to `.grad`.
 
     plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values,
-    the same on all ranks; it must not be on "meta". transport: how messages travel; `torch.distributed` by
-    default. seed: random ops draw from (seed, step, microbatch, op), whatever the schedule. shares: another
-    Runner on this rank, of a plan that spreads the same model in the same way; its parts are used, so that
-    this one reads what that one trains. compile: "inductor" compiles stretches of compute between
-    communications; it takes some seconds for each kind of stretch here, and results differ in rounding
-    (`docs/compute.md`). cuda_graph: whether the step is recorded once, in the third, and then replayed
-    (`stretto.runtime.step_graph`), so that the host need not queue it; on an accelerator, without dropout.
+    the same on all ranks; it must not be on "meta", but see `empty`. transport: how messages travel;
+    `torch.distributed` by default. seed: random ops draw from (seed, step, microbatch, op), whatever the
+    schedule. shares: another Runner on this rank, of a plan that spreads the same model in the same way; its
+    parts are used, so that this one reads what that one trains. empty: parameters may be on "meta", and
+    buffers have values (`stretto.models.hollow`): this rank's parts get memory, so that none needs it for the
+    whole model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
+    "inductor" compiles stretches of compute between communications; it takes some seconds for each kind of
+    stretch here, and results differ in rounding (`docs/compute.md`). cuda_graph: whether the step is recorded
+    once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not queue it;
+    on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
     hold different copies of a value, or there is no compiler; RunError when a rank is lost.
@@ -68,6 +71,7 @@ class Runner:
         transport: Transport | None = None,
         seed: int = 0,
         shares: Runner | None = None,
+        empty: bool = False,
         compile: Literal["inductor"] | None = None,
         cuda_graph: bool = False,
     ) -> None:
@@ -89,8 +93,13 @@ class Runner:
             )
         if shares is None:
             warn_if_old(model)
+        self._shares = shares
+        self.held: Held = Held(
+            plan, self.rank, model, None if shares is None else shares.held, empty or shares is not None
+        )
         self.unfit: str | None = None
-        self.held: Held = Held(plan, self.rank, model, None if shares is None else shares.held)
+        if self.held.without_values:
+            self.unfit = 'its model is on "meta": load values (stretto.load, load_state_dict)'
         self.coordinates, self.device = self.held.coordinates, self.held.device
         if self.device.type != plan.job.device:
             raise UsageError(
@@ -102,7 +111,8 @@ class Runner:
         threads = plan.world > 1 and isinstance(self.transport, ThreadTransport)
         self.compiler = make_compiler(compile, self.device, threads)
         agree(plan, self.transport, seed)
-        self.check_copies()
+        if not self._unfit():
+            self.check_copies()
         self.held.wholes.clear()  # what this rank does not hold may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
         dtypes = {k: parameter.dtype for k, parameter in self.held.parameters.items()}
@@ -186,14 +196,21 @@ class Runner:
         (unless not strict), other shapes, and values that ties forbid; after, for ranks with other values.
         """
         left = put(self.held, self.transport, self.entries, state_dict, strict)
+        lacking = self.unfit if left.missing_keys else None
         self.loaded()
-        self.check_copies()
+        self.unfit = lacking
+        if lacking is None:
+            self.check_copies()
         return left
 
     def loaded(self) -> None:
         """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
         self.unfit = None
         self.old_model.changed()
+
+    def _unfit(self) -> str | None:
+        """Why what this one holds, or shares, is no whole model; None where it is."""
+        return self.unfit or (None if self._shares is None else self._shares.unfit)
 
     def check_copies(self) -> None:
         """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
@@ -256,8 +273,8 @@ class Runner:
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
         self.held.check_bound()
-        if self.unfit is not None:
-            raise RunError(f"the Runner has no whole values: {self.unfit}")
+        if self._unfit():
+            raise RunError(f"the Runner has no whole values: {self._unfit()}")
         if self._last is None:
             self.old_model.check_unchanged()
         self.held.refresh()

@@ -58,6 +58,12 @@ def gather(
     """`Runner.state_dict`."""
     if only_on is not None and not 0 <= only_on < transport.size:
         raise UsageError(f"only_on = {only_on}: the ranks are 0 to {transport.size - 1}")
+    absent = [key for key, entry in entries.items() if entry.unused is not None and entry.unused.is_meta]
+    if absent:
+        raise UsageError(
+            f'the model has {shown(absent)} on "meta", which no stage uses and nobody has given a value. '
+            "Save what the stages hold (stretto.save)"
+        )
     wanted = only_on is None or only_on == held.rank
     wholes = _gather_wholes(held, transport, wanted)
     if not wanted:

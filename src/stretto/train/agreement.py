@@ -25,6 +25,7 @@ OWN = (
     "name",
     "data.paths",
     "data.cache_dir",
+    "model.pretrained",
     "task.file",
     "checkpoint.dir",
     "checkpoint.resume",

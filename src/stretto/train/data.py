@@ -3,7 +3,7 @@
     1. list the files; their names, sizes and times, and the settings, name the cache
     2. if the cache is whole, go to 7
     3. count the documents, and choose how to hold some text out
-    4. learn a tokenizer from a sample of the training text
+    4. learn a tokenizer from a sample of the training text, unless the model brings one
     5. write the tokens of both sides
     6. measure the unigram entropy
     7. map the tokens into memory
@@ -31,6 +31,7 @@ from stretto.files.say import Say, unheard
 from stretto.train import tokenizer as bpe
 from stretto.train.cache import built_folder, contents
 from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
+from stretto.train.given_tokenizer import GivenTokenizer, learned
 from stretto.train.text import TextFile, documents, find_files
 
 CACHE_FORMAT = 1
@@ -61,21 +62,21 @@ class TextData:
     @property
     def vocab_size(self) -> int:
         """How many tokens there are; little text gives fewer than were asked for."""
-        return int(self.tokenizer.get_vocab_size())
+        return bpe.count(self.tokenizer)
 
 
-def prepare_data(settings: DataSettings, say: Say) -> TextData:
+def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None = None) -> TextData:
     """The data that the settings describe; the first time, its text is made into tokens, which is kept.
 
-    Safe to call from every rank at once: one does the work, and the others wait. `say` takes lines of
-    progress and notices. Raises UsageError for text that cannot be read or is too short, and StrettoError
-    when the disk is full.
+    given: the tokenizer, where none is to be learned. Safe to call from every rank at once: one does the
+    work, and the others wait. `say` takes lines of progress and notices. Raises UsageError for text that
+    cannot be read or is too short, and StrettoError when the disk is full.
     """
     files = find_files(settings.paths)
     folder = built_folder(
         Path(settings.cache_dir).expanduser() if settings.cache_dir is not None else cache_dir(),
-        _cache_key(files, settings),
-        lambda folder: _build(folder, files, settings, say),
+        _cache_key(files, settings, given),
+        lambda folder: _build(folder, files, settings, given, say),
         say,
     )
     train = np.load(folder / "train.npy", mmap_mode="r")
@@ -96,8 +97,8 @@ def prepare_data(settings: DataSettings, say: Say) -> TextData:
     )
 
 
-def _cache_key(files: Sequence[TextFile], settings: DataSettings) -> str:
-    parts = {
+def _cache_key(files: Sequence[TextFile], settings: DataSettings, given: GivenTokenizer | None) -> str:
+    parts: dict[str, object] = {
         "format": CACHE_FORMAT,
         "tokenizers": tokenizers.__version__,
         "vocab_size": settings.vocab_size,
@@ -105,10 +106,14 @@ def _cache_key(files: Sequence[TextFile], settings: DataSettings) -> str:
         "text_field": settings.text_field,
         "files": [(str(file.path.resolve()), file.bytes, file.mtime_ns) for file in files],
     }
+    if given is not None:
+        parts["tokenizer"] = (given.tokenizer.to_str(), given.begin, given.end)
     return "text-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
 
-def _build(folder: Path, files: Sequence[TextFile], settings: DataSettings, say: Say) -> None:
+def _build(
+    folder: Path, files: Sequence[TextFile], settings: DataSettings, given: GivenTokenizer | None, say: Say
+) -> None:
     """Steps 3 to 6: write tokenizer.json, train.npy, held_out.npy and summary.json into `folder`."""
     fraction = settings.held_out_fraction
     say(f"reading {len(files):,} files, {sum(file.bytes for file in files) / 1e6:.1f} MB")
@@ -128,17 +133,21 @@ def _build(folder: Path, files: Sequence[TextFile], settings: DataSettings, say:
                 yield part
 
     train_chars = round(chars * (1 - fraction))
-    say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
-    tokenizer = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
+    if given is None:
+        say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
+        tokenizer = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
+        given = learned(tokenizer)
+    else:
+        tokenizer = given.tokenizer
     progress = _Progress(chars, say)
-    train = _write_tokens(folder / "train.npy", tokenizer, side(held_out=False), progress)
-    held_out = _write_tokens(folder / "held_out.npy", tokenizer, side(held_out=True), progress)
+    train = _write_tokens(folder / "train.npy", given, side(held_out=False), progress)
+    held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True), progress)
     if not len(train) or not len(held_out):
         raise UsageError(f"data.paths: the text, {chars} characters, is too short to hold out {fraction:.1%}")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     summary = {
         "documents": len(lengths),
-        "unigram_entropy_nats": unigram_entropy(train, held_out, tokenizer.get_vocab_size()),
+        "unigram_entropy_nats": unigram_entropy(train, held_out, bpe.count(tokenizer)),
     }
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
@@ -176,15 +185,15 @@ class _Progress:
             self.say(f"tokens: {self.done_chars / 1e6:.1f} of {self.total_chars / 1e6:.1f} MB of text")
 
 
-def _write_tokens(path: Path, tokenizer: Tokenizer, texts: Iterator[str], progress: _Progress) -> Tokens:
+def _write_tokens(path: Path, given: GivenTokenizer, texts: Iterator[str], progress: _Progress) -> Tokens:
     """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory."""
-    dtype = bpe.token_dtype(tokenizer.get_vocab_size())
+    dtype = bpe.token_dtype(bpe.count(given.tokenizer))
     count = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
         header_bytes = file.tell()
-        for chars, ids in bpe.encode(tokenizer, texts):
+        for chars, ids in bpe.encode(given.tokenizer, texts, given.begin, given.end):
             file.write(ids.tobytes())
             count += len(ids)
             progress.add(chars)

@@ -9,17 +9,25 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 
+from stretto.config import HuggingFaceSettings, Model
 from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
+from stretto.models.hub import weights_folder
 from stretto.models.pretrained import save_gpt
 from stretto.train.checkpoint_files import TOKENIZER, find, read_kept, read_state
+from stretto.train.given_tokenizer import given_tokenizer
 from stretto.train.tokenizer import END_OF_TEXT
 from stretto.train.whole import load_whole
+
+GENERATION = "generation_config.json"
+"""Where `transformers` keeps how a model generates."""
 
 
 def export(source: Path, output: Path) -> Path:
@@ -38,7 +46,7 @@ def export(source: Path, output: Path) -> Path:
         raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
     is_text = read_state(checkpoint).settings.get("task") is None
     tokenizer = read_kept(checkpoint) if is_text else None
-    model, _ = load_whole(checkpoint)
+    model, settings = load_whole(checkpoint)
     if not isinstance(model, GPT) and not _is_huggingface(model):
         raise UsageError(
             f"{checkpoint} is of a task of one's own (task.file), whose model is a {type(model).__name__}, "
@@ -49,9 +57,9 @@ def export(source: Path, output: Path) -> Path:
     try:
         partial.mkdir(parents=True)
         if not isinstance(model, GPT):
-            _save_huggingface(model, partial)
+            _save_huggingface(model, settings.model.pretrained if is_text else None, partial)
             if tokenizer is not None:
-                _save_tokenizer(checkpoint, partial)
+                _save_tokenizer(tokenizer, settings.model, partial)
         else:
             save_gpt(model, partial)
             if tokenizer is not None:
@@ -75,17 +83,41 @@ def _is_huggingface(model: object) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def _save_huggingface(model: object, output: Path) -> None:
+def _save_huggingface(model: object, pretrained: str | None, output: Path) -> None:
+    """pretrained: where it started from, whose way to generate is kept."""
     import transformers
 
     assert isinstance(model, transformers.PreTrainedModel)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.save_pretrained(output)
+    if pretrained is not None:
+        with suppress(UsageError, OSError):
+            shutil.copyfile(weights_folder(pretrained) / GENERATION, output / GENERATION)
 
 
-def _save_tokenizer(checkpoint: Path, output: Path) -> None:
+def _save_tokenizer(text: str, model: Model, output: Path) -> None:
+    """text: of the run's tokenizer. That of a pretrained model is copied with all that it has beside it (the
+    template of a chat), as long as it is there and the same."""
     import transformers
 
+    assert isinstance(model, HuggingFaceSettings)
     kind: Any = transformers.PreTrainedTokenizerFast  # carries no types
-    tokenizer = kind(tokenizer_file=str(checkpoint / TOKENIZER), eos_token=END_OF_TEXT, bos_token=END_OF_TEXT)
-    tokenizer.save_pretrained(output)
+    own = Tokenizer.from_str(text)
+    if model.pretrained is None:
+        begin: str | None = END_OF_TEXT
+        end: str | None = END_OF_TEXT
+    else:
+        with suppress(UsageError):
+            given = given_tokenizer(model)
+            if given is not None and given.tokenizer.to_str() == text:
+                auto: Any = transformers.AutoTokenizer
+                auto.from_pretrained(model.pretrained).save_pretrained(output)
+                return
+        begin, end = (_token(own, model.config.get(key)) for key in ("bos_token_id", "eos_token_id"))
+    kind(tokenizer_object=own, eos_token=end, bos_token=begin).save_pretrained(output)
+
+
+def _token(tokenizer: Tokenizer, number: Any) -> str | None:
+    """The token of a configuration's number, which may be a list of them, or none."""
+    first = number[0] if isinstance(number, list) and number else number
+    return tokenizer.id_to_token(first) if isinstance(first, int) else None

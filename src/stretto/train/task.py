@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from traceback import extract_tb, format_tb
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -26,6 +26,9 @@ from stretto.files.near import near_path
 from stretto.files.say import Say
 from stretto.ir.stage_maps import is_own
 from stretto.schedule.csv import read_csv
+
+if TYPE_CHECKING:
+    from stretto.runtime import Runner  # which a launcher does without
 
 FUNCTION = "task"
 """What the file of a task defines."""
@@ -49,8 +52,10 @@ class Task:
     """What a run trains.
 
     model: makes it with fresh weights, the same each time; under `torch.device("meta")` it has no values.
-    loss: as `stretto.capture` takes it. train, held_out: batches. digest: equal for equal data. report: what
-    to do at the end, if anything. unit, size: in what speed is counted, and how many of it one sample has.
+    loss: as `stretto.capture` takes it. train, held_out: batches. digest: equal for equal data. fill: where
+    the model's parameters come without values (`stretto.models.hollow`), gives a Runner those that its rank
+    holds; every rank calls it. report: what to do at the end, if anything. unit, size: in what speed is
+    counted, and how many of it one sample has.
     """
 
     model: Callable[[], nn.Module]
@@ -58,6 +63,7 @@ class Task:
     train: Batches
     held_out: Batches
     digest: str
+    fill: Callable[[Runner, nn.Module], None] | None = None
     report: Report | None = None
     unit: str = "samples"
     size: int = 1

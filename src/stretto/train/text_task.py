@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import Tokenizer
@@ -14,9 +15,14 @@ from stretto.config import TrainSettings
 from stretto.files.say import Say
 from stretto.models.build import build_model, counted_loss_function
 from stretto.models.gpt import generate
+from stretto.models.hollow import hollow
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.data import TextData, prepare_data
+from stretto.train.given_tokenizer import given_tokenizer
 from stretto.train.task import Task, check_files, own_task
+
+if TYPE_CHECKING:
+    from stretto.runtime import Runner
 
 SAMPLE_PROMPT_TOKENS = 16
 """How much held-out text a sample continues: a line or two of code, enough to see whether it goes on well."""
@@ -32,7 +38,7 @@ def task_of(settings: TrainSettings, say: Say) -> Task:
     check_files(settings)
     if settings.task is not None:
         return own_task(settings.task, settings.training.seed)
-    return text_task(settings, prepare_data(settings.data, say))
+    return text_task(settings, prepare_data(settings.data, say, given_tokenizer(settings.model)))
 
 
 def text_task(settings: TrainSettings, data: TextData) -> Task:
@@ -52,9 +58,22 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
             say(f"  | {line}")
         return {"sample": after}
 
+    source = settings.model.pretrained
+
+    def make() -> nn.Module:
+        with hollow() if source is not None else nullcontext():
+            return build_model(settings.model, data.vocab_size, training.seed)
+
+    def fill(runner: Runner, model: nn.Module) -> None:
+        from stretto.saving import pretrained  # with all that a Runner needs, which a launcher does without
+
+        assert source is not None
+        pretrained.fill(runner, model, source)
+
     entropy = data.unigram_entropy_nats
     return Task(
-        model=lambda: build_model(settings.model, data.vocab_size, training.seed),
+        model=make,
+        fill=fill if source is not None else None,
         loss=counted_loss_function(settings.model),
         train=data.train.batch,
         held_out=data.held_out.batch,

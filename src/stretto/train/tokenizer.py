@@ -1,12 +1,12 @@
 """The tokenizer: a byte-level byte-pair encoding (Sennrich et al., 2016; bytes as in GPT-2).
 
 Learned from the text that is trained on, by the `tokenizers` library. Every text can be encoded and is
-decoded exactly. It touches no file.
+decoded exactly. Text is encoded in the same way by the tokenizer of a pretrained model. It touches no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,11 @@ def _plain_text_only(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
+def count(tokenizer: Tokenizer) -> int:
+    """Rows that an embedding needs for its tokens, whose numbers may have gaps."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The smallest type that holds every token id."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
@@ -84,27 +89,34 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[str]
+    tokenizer: Tokenizer, texts: Iterable[str], begin: Sequence[int] = (), end: int | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.unsignedinteger]]]:
-    """Token ids of whole documents, in groups, each document followed by END_OF_TEXT.
+    """Token ids of whole documents, in groups, each with `begin` before it and `end` (END_OF_TEXT) behind.
 
     Yields the number of characters and the ids of a group, on all cores (`RAYON_NUM_THREADS` limits them).
+    Where a long document is cut into pieces, a tokenizer that looks further than a line makes a few other
+    tokens.
     """
-    dtype = token_dtype(tokenizer.get_vocab_size())
-    end = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype=dtype)
+    dtype = token_dtype(count(tokenizer))
+    before = np.array(begin, dtype=dtype)
+    behind = np.array([tokenizer.token_to_id(END_OF_TEXT) if end is None else end], dtype=dtype)
     group: list[str] = []
+    starts: set[int] = set()
     ends: set[int] = set()
     chars = 0
 
     def flush() -> tuple[int, npt.NDArray[np.unsignedinteger]]:
         parts: list[npt.NDArray[np.unsignedinteger]] = []
         for number, encoding in enumerate(tokenizer.encode_batch_fast(group, add_special_tokens=False)):
+            if number in starts:
+                parts.append(before)
             parts.append(np.array(encoding.ids, dtype=dtype))
             if number in ends:
-                parts.append(end)
+                parts.append(behind)
         return chars, np.concatenate(parts)
 
     for text in texts:
+        starts.add(len(group))
         for piece in pieces(text):
             group.append(piece)
             chars += len(piece)
@@ -114,6 +126,7 @@ def encode(
                 chars -= len(last)
                 if group:
                     yield flush()
+                starts = {0} if len(group) in starts else set()
                 group, ends, chars = [last], set(), len(last)
         ends.add(len(group) - 1)
     if group:

@@ -177,6 +177,7 @@ class Trainer:
             plan,
             model,
             seed=settings.training.seed,
+            empty=task.fill is not None,
             compile=settings.compile,
             cuda_graph=settings.cuda_graph,
         )
@@ -202,6 +203,10 @@ class Trainer:
                 f"note: the run ends after {settings.training.steps} of lr_schedule.warmup_steps = {warmup}, "
                 "before the rate is at its highest"
             )
+        if task.fill is not None and found is None:
+            begin("reading weights")
+            task.fill(self.runner, model)
+            say(f"started from the weights of {settings.model.pretrained or task.where}")
         # The Runners keep what their stages use; the rest of the model goes.
         del model
         gc.collect()

@@ -1,0 +1,78 @@
+"""Names and layouts of weights in files of `transformers` models, which are not always those of its modules.
+
+Experts lie in files one by one and in modules as one tensor; what was saved without a head lacks a prefix.
+The library's own rules say so, and it applies them as it loads a whole model (`from_pretrained`). They are
+asked here for each tensor by itself, so that a rank can read what it holds. The names of
+`transformers.core_model_loading` and `conversion_mapping` are not promised to stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from stretto.models.recipes import Read, Recipe
+
+
+def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[Recipe]:
+    """What a model of `transformers` makes of tensors in files, each by itself; also what it has no use for,
+    under the name that it would have. stored: shapes and dtypes, on "meta"."""
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
+
+    of: Any = model
+    rules = conversion_mapping.get_model_conversion_mapping(of)
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    known, prefix = model.state_dict(), of.base_model_prefix
+    joined: dict[str, list[tuple[str, str]]] = {}
+    found: list[Recipe] = []
+    for name in sorted(stored, key=loading.dot_natural_key):
+        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = loading.rename_source_key(name, [], [], prefix, known)
+        if pattern is not None:
+            joined.setdefault(target, []).append((name, pattern))
+        else:
+            found.append(Recipe((name,), {target: stored[name]}))
+    for target, parts in joined.items():
+        make = partial(_join, of, by_pattern[parts[0][1]], target, parts)
+        names = tuple(name for name, _ in parts)
+        makes = make(stored.__getitem__) if target in known else {target: stored[names[0]]}
+        found.append(Recipe(names, makes, make))
+    return found
+
+
+def _join(
+    model: Any, rule: Any, target: str, parts: list[tuple[str, str]], read: Read
+) -> Mapping[str, Tensor]:
+    """What a rule makes of several tensors of files, by names in the model."""
+    rule = deepcopy(rule)
+    for name, pattern in parts:
+        rule.add_tensor(target, name, pattern, partial(read, name))
+    made = rule.convert(target, model=model, config=model.config)
+    return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+
+def may_lack(model: nn.Module, name: str) -> bool:
+    """Whether the library starts a tensor afresh, without a word, where files lack it."""
+    return _matches(getattr(model, "_keys_to_ignore_on_load_missing", None), name)
+
+
+def may_ignore(model: nn.Module, name: str) -> bool:
+    """Whether the library drops a tensor of a file without a word: tables of older versions that are computed
+    now, layers that its code does not have."""
+    buffers = [buffer for buffer, _ in model.named_buffers()]
+    older = [r"rotary_emb\.inv_freq"] * any(one.endswith("rotary_emb.inv_freq") for one in buffers)
+    older += [r"(^|\.)position_ids$"] * any(one.endswith("position_ids") for one in buffers)
+    return _matches([*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), *older], name)
+
+
+def _matches(patterns: Any, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())

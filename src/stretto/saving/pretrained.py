@@ -1,0 +1,67 @@
+"""A Runner gets the weights of a folder of safetensors: each rank reads the boxes that it holds.
+
+1. All ranks look whether the weights are those of the model; nothing is read before all have.
+2. Each reads its boxes. What is put together of several tensors (experts that lie in files one by one) is
+   made whole, one tensor at a time, and let go.
+3. Copies are compared, as of any model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stretto.errors import UsageError
+from stretto.models.fitting import Weights, weights_of
+from stretto.models.hub import weights_folder
+from stretto.runtime import Runner
+from stretto.runtime.all_or_none import together, together_slowly
+from stretto.runtime.shards import Part
+
+
+def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:
+    """Give a Runner the weights of a folder that `save_pretrained` or `stretto export` wrote, or of a name of
+    the Hub, in the dtype that its parameters have; every rank must call it.
+
+    model: the one that the Runner was made of, which may be on "meta"; its own tensors stay as they are where
+    the Runner has others. Raises the same UsageError on all ranks, before anything is changed, for weights
+    that are not the model's, and after, where ranks read different ones.
+    """
+    weights = together(runner.transport, lambda: weights_of(model, weights_folder(str(source))))
+    place = weights.files.folder
+    digests = runner.transport.all_gather(weights.files.digest)
+    other = next((rank for rank, one in enumerate(digests) if one != digests[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"{place} has other weights on rank {other} than on rank 0: bring the same to every machine"
+        )
+    runner.unfit = f"{place} was read in part: load a whole model"
+    together_slowly(runner.transport, lambda: read(weights, runner.held.parts()))
+    runner.loaded()
+    runner.check_copies()
+
+
+@torch.no_grad()
+def read(weights: Weights, parts: dict[str, Part]) -> None:
+    """Fill parts in place: `model.<name>`, `buffer.<name>`. Buffers that are not saved with a model stay."""
+    wanted: dict[str, list[Part]] = {}
+    for key, part in parts.items():
+        found = weights.of.get(key.partition(".")[2])
+        if found is not None:
+            wanted.setdefault(found, []).append(part)
+    for recipe in {id(recipe): recipe for recipe in weights.recipes.values()}.values():
+        names = [name for name in recipe.makes if name in wanted]
+        made = recipe.make(weights.files.read) if recipe.make is not None and names else {}
+        for name in names:
+            for part in wanted[name]:
+                for offsets, view in part.boxes:
+                    shape = tuple(view.shape)
+                    if recipe.make is None:
+                        view.copy_(weights.files.box(recipe.names[0], offsets, shape))
+                    else:
+                        cut = tuple(
+                            slice(first, first + size) for first, size in zip(offsets, shape, strict=True)
+                        )
+                        view.copy_(made[name][cut])
