@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import named_cluster
+from stretto.tune.alone import Alone
 from stretto.tune.block import Block, Work
 from stretto.tune.choices import Candidate, Choices, Layout
 from stretto.tune.estimate import bound_us, estimate, fastest_us
@@ -30,17 +32,33 @@ def test_an_estimate_is_the_schedule_s_own_formula() -> None:
                 EVEN,
                 EVEN.again["none"],
                 CLUSTER.model_copy(update={"latency_us": 0.0}),
-                None,
             )
             assert found.step_us == pytest.approx((3 * m + idle) * 1e3 / 4)
             live = {"1f1b": 4, "zb-h1": 4, "gpipe": m}[family]
             assert found.peak_bytes == pytest.approx(4e6 + live * 2e6)
 
 
-def test_stages_that_cannot_share_blocks_evenly_take_as_long_as_the_fullest() -> None:
-    candidate = Candidate(Layout(4, 1, 1, 1, False, 8), "1f1b", 1)
-    even, uneven = (estimate(candidate, EVEN, EVEN.again["none"], CLUSTER, n).step_us for n in (8, 5))
-    assert uneven > 1.15 * even
+def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> None:
+    candidate = Candidate(Layout(4, 1, 1, 1, False, 64), "1f1b", 1)
+    uneven = replace(EVEN, shares={4: (0.4, 0.2, 0.2, 0.2)})
+    even_us, uneven_us = (
+        estimate(candidate, one, EVEN.again["none"], CLUSTER).step_us for one in (EVEN, uneven)
+    )
+    assert uneven_us == pytest.approx(1.6 * even_us, rel=0.05)
+
+
+def test_a_split_backward_exposes_what_a_whole_one_hides() -> None:
+    """I alone has the collectives that W's products hide in B."""
+    exposing = replace(EVEN.again["none"], alone=Alone((1.5, 1.5, 1.0), 1.05, 1.05))
+    layout = Layout(4, 1, 1, 1, False, 64)
+
+    def steady_us(family: str, virtual_stages: int) -> float:
+        candidate = Candidate(layout, family, virtual_stages)
+        steps = [estimate(candidate, EVEN, work, CLUSTER).step_us for work in (exposing, EVEN.again["none"])]
+        return steps[0] / steps[1]
+
+    assert steady_us("1f1b", 1) < 1.15  # forwards are joined with backwards
+    assert steady_us("zb-v", 2) > steady_us("1f1b", 1)
 
 
 @pytest.mark.parametrize("family", ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-h2"])
@@ -49,7 +67,7 @@ def test_the_bound_of_one_stage_a_rank_is_below_every_family(family: str) -> Non
         for m in (1, 2, 8, 32):
             layout = Layout(p, 1, 1, 1, False, m)
             work = EVEN.again["none"]
-            found = estimate(Candidate(layout, family, 1), EVEN, work, CLUSTER, None)
+            found = estimate(Candidate(layout, family, 1), EVEN, work, CLUSTER)
             assert bound_us(layout, work, virtual=False) <= found.step_us
             assert bound_us(layout, work) <= bound_us(layout, work, virtual=False)
 

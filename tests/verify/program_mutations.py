@@ -234,7 +234,8 @@ def swap_sums_on_one_rank(plan: Plan, chance: Random) -> Broken | None:
     items = list(changed[other.name].items)
     items[m] = replace(second, ref=first.ref)
     plan = replace(plan, windows=changed)
-    return with_items(plan, changed[other.name], items, first.ref, second.ref)
+    names = (first.ref, second.ref, f"window {one.name}")  # both windows are changed
+    return with_items(plan, changed[other.name], items, *names)
 
 
 def swap_loss_and_tied_sum(plan: Plan, chance: Random) -> Broken | None:

@@ -125,6 +125,14 @@ def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_byte
     return Tries(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
 
 
+def tries_of(job: Job, found: Description, order: str) -> Tries:
+    """Steps 1 and 2 for a description: of the schedule that the job wishes, which is not "auto"."""
+    job = without_sums(job)
+    chosen = choose_schedule(job)
+    wished = _Wished(None, order, _effort(None, None), Watch(None))
+    return _begun(job, chosen, pricing((job,), (chosen,), found)(job), wished, memory_limit(found, job))
+
+
 def _made(tries: Tries) -> Plan:
     """Steps 3 to 6."""
     asked, context = tries.first.asked, tries.context

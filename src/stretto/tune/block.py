@@ -8,8 +8,9 @@ model, of which each pipeline rank has a share. Touches no clock: sums only.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from stretto.capture.captures import Captures
 from stretto.config import ParallelSettings
@@ -23,6 +24,14 @@ from stretto.passes.recompute import storages
 from stretto.passes.recompute_choice import recompute
 from stretto.price.cluster import Description, described
 from stretto.schedule.families import make_schedule
+from stretto.tune.alone import HIDDEN, Alone, alone_of
+
+SEVERAL = "interleaved-1f1b"
+"""A family of any number of stages a rank."""
+
+LAYERS = 4
+"""Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows
+there, and larger ones take longer. Assumed."""
 
 STATES = 2
 """Tensors that AdamW keeps for each parameter, of its own size and dtype: two averages."""
@@ -33,21 +42,26 @@ class Work:
     """One microbatch through the whole model, on one of the ranks that share it.
 
     phases_us: F, I and W on the compute lane. lanes_us: axis -> what its collectives take, one after the
-    other. saved_bytes: what the forward keeps for the backward.
+    other. saved_bytes: what the forward keeps for the backward. alone: what of the collectives stays exposed.
     """
 
     phases_us: tuple[float, float, float]
     lanes_us: Mapping[str, float]
     saved_bytes: float
+    alone: Alone = HIDDEN
 
     @property
     def compute_us(self) -> float:
         return sum(self.phases_us)
 
     @property
-    def busiest_us(self) -> float:
-        """Of the lane that has most to do."""
-        return max(self.compute_us, *self.lanes_us.values(), 0.0)
+    def steady_us(self) -> float:
+        """In the middle of a step, where forwards may be joined with backwards."""
+        forward_us, *backward_us = self.phases_us
+        apart_us = forward_us * self.alone.phases[0] + sum(backward_us) * self.alone.backward
+        if self.alone.joined is None:
+            return apart_us
+        return min(apart_us, self.compute_us * self.alone.joined)
 
     def scaled(self, by: float) -> Work:
         """For so many times the rows, as if everything went by rows: a guess."""
@@ -55,6 +69,7 @@ class Work:
             (self.phases_us[0] * by, self.phases_us[1] * by, self.phases_us[2] * by),
             {axis: us * by for axis, us in self.lanes_us.items()},
             self.saved_bytes * by,
+            self.alone,
         )
 
 
@@ -63,7 +78,8 @@ class Block:
     """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
     again, what that makes of the microbatch's work. held_bytes: parameters, their gradients and the
     optimizer's state, of the whole model over the ranks that share it; state_bytes: the last of these alone;
-    gradient_bytes: what data-parallel copies sum. message_bytes: what crosses a border, one way.
+    gradient_bytes: what data-parallel copies sum. message_bytes: what crosses a border, one way. shares:
+    by numbers of stages, what each stage has of all work; about equal where it is not known.
     """
 
     rows: float
@@ -73,6 +89,7 @@ class Block:
     state_bytes: float
     gradient_bytes: float
     message_bytes: float
+    shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
     def scaled(self, rows: float) -> Block:
         """A guess of the block with other rows."""
@@ -89,23 +106,27 @@ def block_of(
     found: Description,
     words: tuple[str | int, ...],
     rows: float,
+    layers: int | None = None,
 ) -> Block:
-    """The block of a layout, with what the backward may compute again. rows: of a microbatch.
+    """The block of a layout, with what the backward may compute again. rows: of a microbatch; layers: equal
+    blocks of the model.
 
     Raises CaptureError and UsageError for what cannot be captured so.
     """
-    job = _cut(captures, parallel)
-    costs, pricer = described(job, make_schedule("1f1b", len(job.stages), 1), found)
+    job = _cut(captures, parallel, layers)
+    ranks = job.pp or 1
+    schedule = make_schedule(SEVERAL, ranks, ranks, virtual_stages=len(job.stages) // ranks)
+    costs, pricer = described(job, schedule, found)
     prices = Prices(job, costs, pricer, keep=False)
     again: dict[str | int, Work] = {}
     for word in words:
         made = job
         if isinstance(word, str) and word != "none":
             try:
-                made = recompute(job, word, costs, make_schedule("1f1b", len(job.stages), 1), lambda _: ())
+                made = recompute(job, word, costs, schedule, lambda _: ())
             except PlanError:
                 continue
-        again[word] = work_of(made, prices.costs_of(made))
+        again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
     first = {p.tied_to: p for p in reversed(job.parameters)}.values()
     state = sum(state_bytes(p.spec.shape, p.grad_dtype) for p in first if p.grads)
     gradients = sum(p.grad_nbytes for p in first if p.grads)
@@ -121,31 +142,63 @@ def block_of(
     )
 
 
-def _cut(captures: Captures, parallel: ParallelSettings) -> Job:
-    """In two stages, between which a border shows, or in one where a model has no second."""
-    # As few devices as show what the layers communicate: the schedule and the copies come later.
-    changed = {
-        "pp": 2,
+def shares_of(
+    captures: Captures, parallel: ParallelSettings, found: Description, counts: Collection[int]
+) -> dict[int, tuple[float, ...]]:
+    """By each of these numbers of stages that the model can be cut in, what each stage has of all work. They
+    are about the same in all layouts, so that those of one serve."""
+    shares: dict[int, tuple[float, ...]] = {}
+    for count in counts:
+        with suppress(UsageError):
+            job = captures.job(
+                parallel.model_copy(update={**_few(parallel), "pp": 1, "virtual_stages": count})
+            )
+            costs, _ = described(job, make_schedule(SEVERAL, 1, 1, virtual_stages=count), found)
+            work_us = [
+                sum(
+                    costs.op_us.get((stage.index, op.name), 0.0)
+                    for phase in PHASES
+                    for op in stage.ops[phase]
+                )
+                for stage in job.stages
+            ]
+            if all_us := sum(work_us):
+                shares[count] = tuple(us / all_us for us in work_us)
+    return shares
+
+
+def _few(parallel: ParallelSettings) -> dict[str, object]:
+    """Changes to a layout that leave as few devices as show what layers communicate: the schedule and the
+    copies come later."""
+    return {
         "dp": parallel.ep,
         "microbatches": parallel.microbatches * parallel.dp // parallel.ep,
-        "schedule": "1f1b",
-        "virtual_stages": None,
+        "schedule": SEVERAL,
         "split": "auto",
         "microbatch_group": None,
     }
+
+
+def _cut(captures: Captures, parallel: ParallelSettings, layers: int | None) -> Job:
+    """In stages of some layers on two ranks, between which a border shows, or in one where a model has no
+    second."""
+    changed = _few(parallel)
     if parallel.pp > 1:
-        try:
-            return captures.job(parallel.model_copy(update=changed))
-        except UsageError:
-            pass
-    return captures.job(parallel.model_copy(update={**changed, "pp": 1}))
+        for each in dict.fromkeys((max(1, (layers or 2 * LAYERS) // (2 * LAYERS)), 1)):
+            with suppress(UsageError):
+                return captures.job(parallel.model_copy(update={**changed, "pp": 2, "virtual_stages": each}))
+    return captures.job(parallel.model_copy(update={**changed, "pp": 1, "virtual_stages": 1}))
 
 
-def work_of(job: Job, costs: Costs) -> Work:
-    """The sums over all stages of a job."""
+def work_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Work:
+    """The sums over all stages of a job, and what its middle one exposes."""
     times: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
     lanes: dict[str, float] = defaultdict(float)
     saved = 0.0
+    received: dict[int, dict[str, int]] = defaultdict(dict)
+    for edge in job.edges:
+        if edge.phase is Phase.F:
+            received[edge.target][edge.value] = edge.spec.nbytes
     for stage in job.stages:
         for phase in PHASES:
             for op in stage.ops[phase]:
@@ -158,7 +211,9 @@ def work_of(job: Job, costs: Costs) -> Work:
         sizes = {op.name: op.nbytes for op in forward}
         used = {name for phase in (Phase.I, Phase.W) for op in stage.ops[phase] for name in op.uses}
         saved += sum(sizes.get(owner, 0) for owner in {root[name] for name in used if name in root})
-    return Work((times[Phase.F], times[Phase.I], times[Phase.W]), dict(lanes), saved)
+        saved += sum(size for name, size in received[stage.index].items() if name in used)
+    phases_us = times[Phase.F], times[Phase.I], times[Phase.W]
+    return Work(phases_us, dict(lanes), saved, alone_of(job, costs, stage_ranks))
 
 
 def state_bytes(shape: tuple[int, ...], dtype: str) -> int:

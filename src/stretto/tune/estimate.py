@@ -3,30 +3,34 @@
 bound      No plan of the layout is faster, whatever its schedule. The work of all microbatches is shared by
            the pipeline's ranks; with one stage a rank, a rank also waits for the forwards of those before it,
            and what balances best is the solution of T = f S(r) + m w(r), S(r+1) = S(r) + w(r).
-estimate   The schedule timed (`stretto.schedule.timing`) with equal stages and prices of the block: compute
-           hides all that it can, so that a plan is rarely faster. What gradients' sums take beyond half of
-           the last backward comes on top (assumed).
+estimate   The schedule timed (`stretto.schedule.timing`) with stages as they are cut, and what their programs
+           take with what stays exposed in them (`stretto.tune.alone`): by itself, and with forwards joined
+           with backwards as a plan may have them; the fastest that fits. What gradients' sums take beyond
+           the last backward comes on top.
 memory     Parameters, gradients and optimizer of an equal share, and what the schedule keeps live.
 
-Touches `tune.block`, `stretto.schedule`; no capture, no plan.
+Touches `tune.block`, `stretto.schedule` and `planning.pair`; no capture, no plan.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, inf
+from math import inf
 
-from stretto.errors import UsageError
-from stretto.ir.action import Schedule
+from stretto.errors import PlanError, UsageError
+from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.mesh import Mesh
 from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
+from stretto.planning.pair import pair
+from stretto.planning.variants import AHEAD
 from stretto.price.cluster import Description, place_link, sum_cost
 from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
 from stretto.schedule.families import make_schedule
-from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
+from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
 from stretto.tune.block import Block, Work
 from stretto.tune.choices import Candidate, Layout
 
@@ -36,9 +40,6 @@ SHORT = 4
 
 ROUNDING = 1e-9
 """A sum over all ops in another order may be larger by that share."""
-
-PIECES = 2
-"""Of a block, which the automatic cut may part: attention and MLP. That they are alike is assumed."""
 
 LEAST_FILL = 4
 """Of the forwards that a pipeline's last rank waits for, one in so many is counted where only layouts are
@@ -53,10 +54,12 @@ TF32 = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of a candidate: its step, and the most bytes that a rank holds, the optimizer's state included."""
+    """Of a candidate: its step, and the least bytes that the fullest rank holds, the optimizer's state
+    included. ahead: of the pairs (`stretto.planning.variants.AHEAD`) that make it so fast; None of none."""
 
     step_us: float
     peak_bytes: float
+    ahead: int | None = None
 
 
 def mesh_of(layout: Layout) -> Mesh:
@@ -90,10 +93,10 @@ def fastest_us(flops: float, found: Description, dtype: str) -> float:
 
 
 def guess_us(layout: Layout, work: Work) -> float:
-    """A layout's step, to put layouts in order: its busiest lane, and a pipeline's shortest way to fill."""
+    """A layout's step, to put layouts in order: its steady state, and a pipeline's shortest way to fill."""
     m, p = layout.microbatches, layout.pp
-    fill_us = (p - 1) / LEAST_FILL * work.busiest_us
-    return (m * work.busiest_us + fill_us) / p
+    fill_us = (p - 1) / LEAST_FILL * work.steady_us
+    return (m * work.steady_us + fill_us) / p
 
 
 def least_bytes(layout: Layout, block: Block) -> float:
@@ -107,34 +110,74 @@ def likely_bytes(layout: Layout, block: Block, work: Work) -> float:
 
 
 def estimate(
-    candidate: Candidate, block: Block, work: Work, found: Description, layers: int | None
+    candidate: Candidate, block: Block, work: Work, found: Description, limit_bytes: float = inf
 ) -> Estimate:
-    """Of a candidate. layers: equal blocks of the model, which stages cannot share evenly.
+    """Of a candidate, with stages as the automatic cut makes them. limit_bytes: what a rank may hold; where
+    it holds more whatever it overlaps, the step is infinite.
 
     Raises UsageError for a schedule that cannot be made.
     """
     layout = candidate.layout
     p, v, m = layout.pp, candidate.virtual_stages, layout.microbatches
-    stages = p * v
-    pieces = layers * PIECES if layers is not None else stages
-    uneven = ceil(pieces / stages) * stages / pieces
-    stretch = uneven * (work.busiest_us / work.compute_us if work.compute_us else 1.0)
     family = candidate.schedule
     if family == AUTO:
         family = LIKE_AUTO[v > 1]
-    schedule = _short(family, p, v, min(m, max(SHORT * p, 8)))
-    mesh = mesh_of(layout)
+    count = min(m, max(SHORT * p, 8))
+    shares = block.shares.get(p * v) or (1 / (p * v),) * (p * v)
+    fitting: list[tuple[int | None, Schedule]] = []
+    least = inf
+    for ahead in (None, *AHEAD) if work.alone.joined is not None else (None,):
+        schedule = _short(family, p, v, count, ahead)
+        if schedule is not None:
+            live = _live(family, p, v, m, count, ahead)
+            holds = block.held_bytes / p + work.saved_bytes * live / (p * v)
+            least = min(least, holds)
+            if holds <= limit_bytes:
+                fitting.append((ahead, schedule))
+    if not fitting:
+        return Estimate(inf, least)
     message_us = 0.0
     if p > 1:
-        link = place_link(found, mesh)
+        link = place_link(found, mesh_of(layout))
         message_us = link.latency_us + occupancy_us(link, int(block.message_bytes))
-    forward_us, input_us, weight_us = (us * stretch / stages for us in work.phases_us)
-    times = PhaseTimes(forward_us, input_us, weight_us, message_us)
-    timing = time_schedule(schedule, times)
-    rest_us = (m - schedule.microbatches) * v * (forward_us + input_us + weight_us)
-    step_us = timing.makespan + rest_us + _sums_us(layout, block, found, v * (input_us + weight_us))
-    live = _live(family, p, v, m)
-    return Estimate(step_us, block.held_bytes / p + work.saved_bytes * live / stages)
+    sums_us = _sums_us(layout, block, found, sum(work.phases_us[1:]) / p)
+    steps: list[Estimate] = []
+    for ahead, schedule in fitting:
+        try:
+            timing = time_schedule(schedule, _times(schedule, work, shares, message_us))
+        except PlanError:  # of pairs, each may wait for the other
+            continue
+        fullest = p * max(sum(shares[stage] for stage in schedule.stages_of(rank)) for rank in range(p))
+        step_us = timing.makespan + (m - count) * _period(timing, count, fullest) + sums_us
+        steps.append(Estimate(step_us, least, ahead))
+    return min(steps, key=lambda one: one.step_us, default=Estimate(inf, least))
+
+
+def _times(schedule: Schedule, work: Work, shares: Sequence[float], message_us: float) -> PhaseTimes:
+    """What stages with these shares of the work take."""
+    alone = work.alone
+    backward = alone.phases[1:] if _split(schedule) else (alone.backward, alone.backward)
+    whole_us = [us * times for us, times in zip(work.phases_us, (alone.phases[0], *backward), strict=True)]
+    apart_us, joined = sum(whole_us), 1.0
+    if alone.joined is not None and apart_us:
+        joined = min(1.0, work.compute_us * alone.joined / apart_us)
+    forward, into, weight = (tuple(us * share for share in shares) for us in whole_us)
+    return PhaseTimes(forward, into, weight, message_us, overlapped=joined)
+
+
+def _period(timing: ScheduleTiming, microbatches: int, fullest: float) -> float:
+    """What one more microbatch takes: the work of the fullest rank, which is so many times that of all in
+    the mean, or the time between two backwards of the first stage where ranks wait for each other."""
+    first, last = microbatches // 4, 3 * microbatches // 4
+    work = timing.cost * (1 - timing.bubble_rate) / microbatches * fullest
+    if first == last:
+        return work
+
+    def done(microbatch: int) -> float:
+        whole, split = (Action(0, phase, microbatch) for phase in (Phase.B, Phase.I))
+        return timing.end[whole if whole in timing.end else split]
+
+    return max(work, (done(last) - done(first)) / (last - first))
 
 
 def _sums_us(layout: Layout, block: Block, found: Description, backward_us: float) -> float:
@@ -147,17 +190,32 @@ def _sums_us(layout: Layout, block: Block, found: Description, backward_us: floa
                 total_us += sum_cost(found, mesh, axis).curve.us(block.gradient_bytes / layout.pp)
             except UsageError:
                 return inf  # the plan would be refused for it, and says why
-    return max(0.0, total_us - backward_us / 2)
+    return max(0.0, total_us - backward_us)
 
 
 @lru_cache(maxsize=1024)
-def _short(family: str, ranks: int, virtual_stages: int, microbatches: int) -> Schedule:
-    return make_schedule(family, ranks, microbatches, virtual_stages=virtual_stages)
+def _short(
+    family: str, ranks: int, virtual_stages: int, microbatches: int, ahead: int | None
+) -> Schedule | None:
+    """The family over so many microbatches, in pairs where `ahead` says so; None where it has none."""
+    made = make_schedule(family, ranks, microbatches, virtual_stages=virtual_stages)
+    return made if ahead is None else pair(made, ahead=ahead)
+
+
+def _split(schedule: Schedule) -> bool:
+    """Whether the backward is in two parts."""
+    return any(action.phase is Phase.W for slot in schedule.orders[0] for action in slot.actions)
 
 
 @lru_cache(maxsize=4096)
-def _live(family: str, ranks: int, virtual_stages: int, microbatches: int) -> int:
-    """The most microbatches' stages that are live on a rank."""
-    schedule = make_schedule(family, ranks, microbatches, virtual_stages=virtual_stages)
+def _live(
+    family: str, ranks: int, virtual_stages: int, microbatches: int, short: int, ahead: int | None
+) -> int:
+    """The most microbatches' stages that are live on a rank. Those of a family that holds all microbatches of
+    a short step grow with the whole one."""
+    schedule = _short(family, ranks, virtual_stages, short, ahead)
+    assert schedule is not None
     live = peak_live(schedule)
+    if max(live) == short < microbatches:
+        return _live(family, ranks, virtual_stages, microbatches, microbatches, ahead)
     return max(sum(live[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.ranks))

@@ -56,13 +56,20 @@ class Frontier:
         self._tuned = tuned
         self._limit = limit_of(found) or inf
         self._by_spread: dict[Spread, list[Block]] = {}
+        self._seen: set[Layout] = set()
         self.blocks: dict[str, Block] = {}
         self.open: list[Look] = []
 
-    def add(self, layout: Layout) -> None:
-        """One more layout, of which nothing is known."""
+    def add(self, layout: Layout) -> bool:
+        """One more layout; False for one that was there."""
+        if layout in self._seen:
+            return False
+        self._seen.add(layout)
         rows = self._choices.settings.training.global_batch / layout.pieces
-        self.open.append(Look(layout, self.key(layout), rows))
+        look = Look(layout, self.key(layout), rows)
+        if spread_of(layout) not in self._by_spread or self._judged(look):
+            self.open.append(look)
+        return True
 
     def key(self, layout: Layout) -> str:
         """Equal for layouts that one trace serves."""
@@ -72,9 +79,10 @@ class Frontier:
         """Put them in order; call it after `add`."""
         self.open.sort(key=lambda look: look.order)
 
-    def first(self) -> Look | None:
-        """The one with the least guess that nobody prices."""
-        return next((look for look in self.open if not look.asked), None)
+    def first(self, priced: bool = False) -> Look | None:
+        """The one with the least guess that nobody prices. priced: of those that were."""
+        known = (look for look in self.open if not priced or look.key in self.blocks)
+        return next((look for look in known if not look.asked), None)
 
     def ask(self, key: str) -> None:
         """Layouts of this trace are being priced."""

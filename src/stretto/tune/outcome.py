@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.tune.choices import Candidate
 
@@ -23,6 +22,15 @@ class Planned:
     binds: str
     exposed_us: Mapping[str, float]
     bubble_us: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Briefed:
+    """What a candidate's plan would about take and hold, by a short step (`stretto.planning.brief`)."""
+
+    candidate: Candidate
+    step_us: float
     peak_bytes: int
 
 
@@ -81,10 +89,10 @@ def planned_of(candidate: Candidate, order: str, plan: Plan, states: Mapping[int
         found.binds,
         {axis: max(by) for axis, by in found.exposed_axis_us.items() if by},
         max(found.bubble_us),
-        full_bytes(found, states),
+        full_bytes(found.peak_bytes, states),
     )
 
 
-def full_bytes(found: Prediction, states: Mapping[int, int]) -> int:
+def full_bytes(peak_bytes: Sequence[int], states: Mapping[int, int]) -> int:
     """What the fullest rank holds, the optimizer's state included."""
-    return max(peak + states.get(rank, 0) for rank, peak in enumerate(found.peak_bytes))
+    return max(peak + states.get(rank, 0) for rank, peak in enumerate(peak_bytes))

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from traceback import extract_tb
-from typing import Any
+from typing import Any, TypeVar
 
 from stretto.config import TrainSettings
 from stretto.errors import PlanError, StrettoError
-from stretto.planning.make_plan import plan
+from stretto.planning.brief import brief
+from stretto.planning.make_plan import plan, tries_of
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
 from stretto.train.job import captures_of
-from stretto.tune.block import Block, block_of, states_by_rank
+from stretto.tune.block import Block, block_of, shares_of, states_by_rank
 from stretto.tune.choices import Candidate, Choices
-from stretto.tune.outcome import Planned, Refused, planned_of
+from stretto.tune.outcome import Briefed, Planned, Refused, full_bytes, planned_of
 from stretto.verify.memory import MemoryFault
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A piece of work. order: of a plan; None prices a block. words: what the block's backward may compute
-    again."""
+    again; stages: numbers of them of which the shares are asked for. brief: whether a short step is simulated
+    in the place of a plan, with pairs as `ahead` says (`stretto.planning.brief`)."""
 
     candidate: Candidate
     order: str | None
     words: tuple[str | int, ...] = ()
+    stages: tuple[int, ...] = ()
+    brief: bool = False
+    ahead: int | None = None
 
 
-Answer = Block | Planned | Refused
+Result = TypeVar("Result", "Briefed", "Planned")
+Answer = Block | Briefed | Planned | Refused
 
 
 class Work:
@@ -51,7 +57,11 @@ class Work:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                return self._price(asked) if asked.order is None else self._plan(asked.candidate, asked.order)
+                if asked.order is None:
+                    return self._price(asked)
+                if asked.brief:
+                    return self._brief(asked.candidate, asked.order, asked.ahead)
+                return self._plan(asked.candidate, asked.order)
             except StrettoError as error:
                 return refused(asked.candidate, error)
             except Exception as error:  # of this candidate alone; the others go on
@@ -61,7 +71,19 @@ class Work:
         layout = asked.candidate.layout
         parallel = self._choices.settings_of(asked.candidate).parallel  # of which the layout counts
         rows = self._choices.settings.training.global_batch / layout.pieces
-        return block_of(self._captures, parallel, self._found, asked.words, rows)
+        block = block_of(self._captures, parallel, self._found, asked.words, rows, self._choices.layers)
+        return replace(block, shares=shares_of(self._captures, parallel, self._found, asked.stages))
+
+    def _brief(self, candidate: Candidate, order: str, ahead: int | None) -> Briefed | Refused:
+        job = self._captures.job(self._choices.settings_of(candidate).parallel)
+        tries = tries_of(job, self._found, order)
+        states = states_by_rank(tries.first.job, tries.first.schedule.stage_ranks)
+
+        def fits(peaks: Sequence[int]) -> bool:
+            return self._limit is None or full_bytes(peaks, states) <= self._limit
+
+        found = brief(tries, ahead, fits)
+        return self._fits(Briefed(candidate, found.step_us, full_bytes(found.peak_bytes, states)))
 
     def _plan(self, candidate: Candidate, order: str) -> Planned | Refused:
         parallel = self._choices.settings_of(candidate).parallel
@@ -74,11 +96,15 @@ class Work:
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
         )
+        return self._fits(
+            planned_of(candidate, order, made, states_by_rank(made.job, made.schedule.stage_ranks))
+        )
+
+    def _fits(self, one: Result) -> Result | Refused:
         # What a plan holds has no optimizer, and its limit is the whole device.
-        one = planned_of(candidate, order, made, states_by_rank(made.job, made.schedule.stage_ranks))
         if self._limit is not None and one.peak_bytes > self._limit:
             why = "with the optimizer's state a rank holds more than a device has"
-            return Refused(candidate, why, True, one.peak_bytes)
+            return Refused(one.candidate, why, True, one.peak_bytes)
         return one
 
 

@@ -1,0 +1,106 @@
+"""Estimates and short steps put candidates in the order of their plans, or nearly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import correlation
+
+import pytest
+
+from stretto.config import TrainSettings
+from stretto.price.cluster import Description
+from stretto.tune.block import Block
+from stretto.tune.choices import VIRTUAL, Candidate, Choices, Layout
+from stretto.tune.estimate import estimate
+from stretto.tune.outcome import Briefed, Planned
+from stretto.tune.work import Asked, Work
+from tests.tune.small import CLUSTER, settings
+
+SLOW = CLUSTER.model_copy(update={"link_bytes_per_us": 100.0})
+"""Links on which tensor parallelism exposes as much as compute takes."""
+
+MOE = {"kind": "moe", "experts": 4, "top_k": 2}
+
+
+def candidates(choices: Choices, seed: int) -> Iterable[Candidate]:
+    """Random ones, without end."""
+    draw = random.Random(seed)
+    layouts = list(choices.layouts())
+    while True:
+        layout = draw.choice(layouts)
+        family, each = draw.choice(list(choices.orders(layout)))
+        yield Candidate(layout, family, each)
+
+
+def figures(
+    given: TrainSettings, devices: int, found: Description, some: Iterable[Candidate], count: int
+) -> list[tuple[float, float, float]]:
+    """(plan, short step, estimate) of as many as can be planned."""
+    choices, work = Choices(given, devices), Work(given, devices, found, {})
+    stages = tuple(sorted({layout.pp * each for layout in choices.layouts() for each in (1, *VIRTUAL)}))
+    made: list[tuple[float, float, float]] = []
+    for candidate in some:
+        block = work.do(Asked(choices.plain(candidate.layout), None, ("none",), stages))
+        assert isinstance(block, Block), block
+        guessed = estimate(candidate, block, block.again["none"], found)
+        short = work.do(Asked(candidate, "list", brief=True, ahead=guessed.ahead))
+        plan = work.do(Asked(candidate, "list"))
+        assert isinstance(short, Briefed) == isinstance(plan, Planned), (short, plan)
+        if isinstance(plan, Planned) and isinstance(short, Briefed):
+            made.append((plan.step_us, short.step_us, guessed.step_us))
+        if len(made) == count:
+            break
+    return made
+
+
+def ranks(values: Sequence[float]) -> list[int]:
+    return [sorted(values).index(one) for one in values]
+
+
+def check(made: list[tuple[float, float, float]], estimates: float) -> None:
+    """estimates: how well they must correlate with plans."""
+    plans, shorts, guesses = zip(*made, strict=True)
+    assert correlation(ranks(plans), ranks(shorts)) >= 0.95, made
+    assert correlation(ranks(plans), ranks(guesses)) >= estimates, made
+    assert plans[shorts.index(min(shorts))] <= 1.02 * min(plans), made
+    assert plans[guesses.index(min(guesses))] <= 1.1 * min(plans), made
+
+
+def test_what_splits_its_backward_is_not_ranked_by_its_bubble_alone(tmp_path: Path) -> None:
+    """Zero-bubble schedules expose collectives that a whole backward hides."""
+    given = settings(tmp_path, layers=4, batch=32, overlap="window")
+    layout = Layout(2, 1, 1, 2, False, 16)
+    some = [
+        Candidate(layout, "1f1b", 1),
+        Candidate(layout, "zb-v", 2),
+        Candidate(layout, "zb-h1", 1),
+        Candidate(layout, "gpipe", 1),
+        Candidate(Layout(4, 1, 1, 1, False, 16), "1f1b", 1),
+        Candidate(Layout(1, 2, 1, 2, False, 4), "1f1b", 1),
+    ]
+    check(figures(given, 4, SLOW, some, len(some)), 0.7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt", "moe"])
+def test_random_candidates_are_ranked_as_their_plans_are(tmp_path: Path, kind: str) -> None:
+    given = settings(tmp_path, layers=4, batch=16, overlap="window")
+    if kind == "moe":
+        values = given.model_dump(exclude_unset=True)
+        given = TrainSettings.model_validate({**values, "model": {**values["model"], **MOE}})
+    check(figures(given, 8, SLOW, candidates(Choices(given, 8), 0), 10), 0.8)
+
+
+@pytest.mark.parametrize("family", ["1f1b", "gpipe", "interleaved-1f1b", "zb-v"])
+def test_a_short_step_tells_what_many_microbatches_take(tmp_path: Path, family: str) -> None:
+    """Of 64 microbatches on two ranks eight are simulated."""
+    given = settings(tmp_path, layers=4, batch=64, overlap="window")
+    work = Work(given, 2, SLOW, {})
+    each = 1 if family in ("1f1b", "gpipe") else 2
+    candidate = Candidate(Layout(2, 1, 1, 1, False, 64), family, each)
+    short, plan = (work.do(Asked(candidate, "list", brief=brief)) for brief in (True, False))
+    assert isinstance(short, Briefed)
+    assert isinstance(plan, Planned)
+    assert short.step_us == pytest.approx(plan.step_us, rel=0.03)
