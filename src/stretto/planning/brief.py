@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from stretto.backend.collector import rarely_collected
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.axes import DP, PP
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.passes.step import LeftOutError, Step
-from stretto.planning.collector import rarely_collected
 from stretto.planning.receives import MOST
 from stretto.planning.schedules import paired
 from stretto.planning.sends import sends_waited
