@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from tests.saving.pretrained import write_pretrained
 from tests.train.tiny import write_settings
 
 from stretto.cli.main import main
@@ -273,7 +274,12 @@ def test_wrong_settings_are_found_before_a_rank_is_started(
 @pytest.mark.parametrize(
     "example", sorted((Path(__file__).parents[2] / "examples").glob("*.toml")), ids=lambda path: path.stem
 )
-def test_every_example_fits_its_layout(example: Path) -> None:
+def test_every_example_fits_its_layout(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if example.stem == "pretrained":
+        monkeypatch.chdir(tmp_path)
+        write_pretrained(tmp_path / "llama", "llama")
     settings = load_settings(example)
     # The one is for planning alone; the others train on a machine of two cores.
     assert settings.parallel.world == (1024 if example.stem == "gpt3_175b" else 2)
