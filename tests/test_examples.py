@@ -14,6 +14,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.runtime.launch import REPOSITORY, launch
 
 
+@pytest.mark.slow
 def test_the_picture_of_the_readme(tmp_path: Path) -> None:
     out = tmp_path / "overlap.svg"
     made = subprocess.run(

@@ -20,6 +20,7 @@ from stretto.errors import RunError, UsageError
 from stretto.models.build import build_model
 
 
+@pytest.mark.slow
 def test_a_cell_compares_and_times_both(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_it_has_24_jobs_of_all_kinds() -> None:
     assert asked >= {"pp", "tp", "dp", "sequence_parallel", "recompute", "split_ops", "overlap", "max_live"}
 
 
+@pytest.mark.slow
 def test_a_file_of_figures_repeats_and_is_no_worse_than_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from stretto.runtime.shards import join
 from tests.parallelize.random_networks import Network, draw_network
 from tests.parallelize.unproved import without_proof
 
-FEW, LEAN, MANY = range(30), range(60), range(30, 660)
+FEW, LEAN, MANY = range(20), range(60), range(20, 660)
 TOLERANCE = 1e-9
 ACCEPTED = 0.35
 """The least share of networks that are captured."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
+
 from stretto.ir.program import Job, Op, Ref
 from stretto.schedule.families import make_schedule
 from stretto.simulate import predict, simulate
@@ -31,6 +33,7 @@ def with_more_ops(job: Job, each: int) -> Job:
     return replace(job, stages=tuple(stages))
 
 
+@pytest.mark.slow
 def test_a_million_ops() -> None:
     places, microbatches = 16, 64
     job = with_more_ops(make_comm_job(places, microbatches, axes=(("dp", 2), ("tp", 2)), blocks=12), 20)

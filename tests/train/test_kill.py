@@ -85,6 +85,7 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
     assert len(found) == STEPS
 
 
+@pytest.mark.slow
 def test_another_split_goes_on_from_the_same_checkpoint(folder: Path, undisturbed: Path) -> None:
     config = write_settings(folder, pp=1, steps=STEPS, every=EVERY, run="alone")
     made = undisturbed / "checkpoints" / f"step-{STEPS - EVERY:06d}"

@@ -68,6 +68,7 @@ def check(made: list[tuple[float, float, float]], estimates: float) -> None:
     assert plans[guesses.index(min(guesses))] <= 1.1 * min(plans), made
 
 
+@pytest.mark.slow
 def test_what_splits_its_backward_is_not_ranked_by_its_bubble_alone(tmp_path: Path) -> None:
     """Zero-bubble schedules expose collectives that a whole backward hides."""
     given = settings(tmp_path, layers=4, batch=32, overlap="window")
