@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import stretto
+from stretto.capture.captures import Captures
 from stretto.ir.action import Phase
 from stretto.runtime.transport import ThreadTransport
 from tests.tensor.lone import lone_rank
@@ -207,6 +209,14 @@ def test_a_program_on_meshes_becomes_a_plan() -> None:
             (3, "tests.capture.test_meshes:a_sum_with_its_count_is_captured"),
         ]
     )
+
+
+def test_meshes_are_the_stages_where_planning_may_choose_their_number() -> None:
+    with lone_rank(1, 3):
+        model = Skip(one_rank_each())
+        model.more = nn.ModuleList(copy.deepcopy(model.layers[0]) for _ in range(6))
+        chosen = parallel(schedule="auto", virtual_stages="auto")
+        assert Captures(model, batch(), loss_of).stages(chosen) == (3,)
 
 
 def test_misuse_is_refused() -> None:

@@ -18,7 +18,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from tests.parallelize.test_experts import together
-from tests.runtime.equality import from_transformers
+from tests.runtime.equality import DEEPSEEK_V3, from_transformers
 
 pytest.importorskip("transformers")
 
@@ -47,16 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
         "DeepseekV3ForCausalLM",
         {
             "num_key_value_heads": 2,
-            "moe_intermediate_size": 12,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 4,
-            "v_head_dim": 8,
-            "first_k_dense_replace": 1,
+            **DEEPSEEK_V3,
         },
         1e-6,  # its router computes in float32
     ),

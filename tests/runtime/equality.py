@@ -54,6 +54,21 @@ def gpt(tied: bool, **changes: Any) -> GPT:
     return GPT(replace(config, **changes), seed=3)
 
 
+DEEPSEEK_V3: dict[str, Any] = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+"""A small one of two layers, one of them dense."""
+
+
 def from_transformers(name: str, **config: Any) -> nn.Module:
     """A causal language model of `transformers` with fresh, large weights (gradients far from zero)."""
     import transformers

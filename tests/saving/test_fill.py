@@ -26,7 +26,7 @@ from stretto.models.weight_files import INDEX, WEIGHTS
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import Part
 from stretto.saving.pretrained import fill, read
-from tests.runtime.equality import from_transformers, lowered
+from tests.runtime.equality import DEEPSEEK_V3, from_transformers, lowered
 from tests.saving.pretrained import KINDS, SIZES, write_pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -150,18 +150,7 @@ ROOMY = {"vocab_size": 64, "num_key_value_heads": 2, "pad_token_id": None}
 MORE: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"n_embd": 32, "n_head": 2, "n_layer": 2},
     "Qwen3MoeForCausalLM": {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8},
-    "DeepseekV3ForCausalLM": {
-        "moe_intermediate_size": 12,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-    },
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "GptOssForCausalLM": {"num_local_experts": 4, "head_dim": 8},
     "BloomForCausalLM": {"n_head": 2, "n_layer": 2},
     "JetMoeForCausalLM": {"kv_channels": 8},

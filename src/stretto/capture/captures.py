@@ -92,6 +92,8 @@ class Captures:
             return (asked,)
         if parallel.virtual_stages != "auto":
             return (parallel.pp * virtual_stages_of(parallel.schedule, parallel.virtual_stages),)
+        if on_meshes(self._model, parallel, self._tp_plan) is not None:
+            return (parallel.pp,)  # its meshes are the stages
         most = len(layer_names(self._model)) // parallel.pp
         return tuple(parallel.pp * each for each in EACH if each == 1 or each <= most)
 

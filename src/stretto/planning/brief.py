@@ -15,20 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from stretto.backend.collector import rarely_collected
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.axes import DP, PP
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.passes.step import LeftOutError, Step
+from stretto.passes.step import LeftOutError
 from stretto.planning.receives import MOST
-from stretto.planning.schedules import paired
 from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
-from stretto.planning.variants import AHEAD, Variant, begins, communicates, overlaps
-from stretto.planning.windows import as_captured, at_once, lowered, ordered
+from stretto.planning.variants import begins, brief_ways
+from stretto.planning.windows import lowered
 from stretto.simulate import simulate
 from stretto.verify.memory import peak_bytes
 
@@ -59,7 +57,7 @@ def brief(tries: Tries, ahead: int | None, fits: Callable[[Sequence[int]], bool]
     count = before.short.microbatches
     missing: list[object] = []
     tight: list[Brief] = []
-    for way in _ways(before, ahead):
+    for way in brief_ways(before, ahead):
         step = replace(before, schedule=before.short)
         try:
             for one in way:
@@ -83,19 +81,6 @@ def brief(tries: Tries, ahead: int | None, fits: Callable[[Sequence[int]], bool]
     if not tight:
         raise PlanError("no short step can be made", missing)
     return min(tight, key=lambda one: max(one.peak_bytes))
-
-
-def _ways(step: Step, ahead: int | None) -> list[Variant]:
-    """How the step may be put in order, what was asked for first."""
-    if step.asked == "off":
-        return [(at_once,)]
-    if not communicates(step.job):
-        return [(as_captured,)]
-    if step.asked != "window" or overlaps(step) or not step.job.trains:
-        return [(ordered,)]
-    pairs: list[int | None] = [*reversed(AHEAD), None]
-    pairs.sort(key=lambda one: one != ahead)
-    return [(ordered,) if one is None else (partial(paired, ahead=one), ordered) for one in pairs]
 
 
 def _period_us(timeline: Timeline, microbatches: int) -> float:

@@ -36,11 +36,11 @@ from stretto.planning.groups import (
 )
 from stretto.planning.pair import pair
 from stretto.planning.receives import MOST
-from stretto.planning.schedules import ENOUGH, paired, shorter
+from stretto.planning.schedules import ENOUGH, shorter
 from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
-from stretto.planning.variants import AHEAD, Variant, begins, communicates, overlaps
-from stretto.planning.windows import as_captured, at_once, lowered, ordered
+from stretto.planning.variants import AHEAD, begins, brief_ways, may_pair
+from stretto.planning.windows import lowered
 from stretto.schedule.room import Room
 from stretto.schedule.search import Found, Sought, search
 from stretto.simulate import simulate
@@ -227,7 +227,7 @@ def _runs(job: Job) -> int:
 def _holds(step: Step, context: Context, one: _Ranked) -> Sequence[int]:
     """Bytes of each rank, where sends are waited for as soon as they have left."""
     before = _passed(_with_schedule(step, one.schedule), context)
-    way = _ways_of_one(before)[-1]
+    way = brief_ways(before)[-1]
     made = replace(before, schedule=before.short)
     for apply in way:
         made = apply(made, context)
@@ -262,7 +262,7 @@ def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float]
                 room=None if limits is None else room,
                 max_live=step.job.max_live,
                 group=step.job.microbatch_group,
-                joined=tuple(partial(pair, ahead=ahead) for ahead in AHEAD) if _pairs(step) else (),
+                joined=tuple(partial(pair, ahead=ahead) for ahead in AHEAD) if may_pair(step) else (),
             )
         )
     except UsageError:
@@ -290,7 +290,7 @@ def _simulated(step: Step, context: Context, family: bool) -> _Ranked | None:
         return None
     short = replace(before, schedule=before.short)
     found: list[_Ranked] = []
-    for way in _ways_of_one(short):
+    for way in brief_ways(short):
         try:
             made = short
             for one in way:
@@ -303,18 +303,3 @@ def _simulated(step: Step, context: Context, family: bool) -> _Ranked | None:
         if _runs(step.job) > PLANNED:
             break
     return min(found, key=lambda one: one.step_us, default=None)
-
-
-def _ways_of_one(step: Step) -> list[Variant]:
-    """The variants by which orders are compared, that which is often the fastest first."""
-    if step.asked == "off":
-        return [(at_once,)]
-    if not communicates(step.job):
-        return [(as_captured,)]
-    pairs: list[Variant] = [(partial(paired, ahead=ahead), ordered) for ahead in AHEAD]
-    return [*reversed(pairs), (ordered,)] if _pairs(step) else [(ordered,)]
-
-
-def _pairs(step: Step) -> bool:
-    """Whether forwards may share windows with backwards."""
-    return step.asked == "window" and communicates(step.job) and not overlaps(step)

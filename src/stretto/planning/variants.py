@@ -63,12 +63,31 @@ def ways(step: Step, order: str) -> list[Variant]:
     if not communicates(job):
         return [(as_captured,)]
     found: list[Variant] = [(at_once,), (ordered,), (moved_across, ordered)]
-    if step.asked == "window" and job.trains and not overlaps(step):
+    if may_pair(step):
         for pairs in _pairs(step):
             found += [(pairs, ordered), (pairs, moved_across, ordered)]
         if order == DEFAULT and not writes_buffers(job):
             found.append((one_window, whole_step))
     return found
+
+
+def brief_ways(step: Step, ahead: int | None = AHEAD[-1]) -> list[Variant]:
+    """How variants go on where one is enough to compare steps: that which is often the fastest first, or the
+    one with `ahead` (None: without pairs)."""
+    if step.asked == "off":
+        return [(at_once,)]
+    if not communicates(step.job):
+        return [(as_captured,)]
+    if not may_pair(step):
+        return [(ordered,)]
+    found: list[int | None] = [*reversed(AHEAD), None]
+    found.sort(key=lambda one: one != ahead)
+    return [(ordered,) if one is None else (partial(paired, ahead=one), ordered) for one in found]
+
+
+def may_pair(step: Step) -> bool:
+    """Whether forwards may share windows with backwards."""
+    return step.asked == "window" and communicates(step.job) and step.job.trains and not overlaps(step)
 
 
 def _pairs(step: Step) -> list[Pass]:

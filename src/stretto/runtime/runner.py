@@ -273,8 +273,8 @@ class Runner:
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
         self.held.check_bound()
-        if self._unfit():
-            raise RunError(f"the Runner has no whole values: {self._unfit()}")
+        if unfit := self._unfit():
+            raise RunError(f"the Runner has no whole values: {unfit}")
         if self._last is None:
             self.old_model.check_unchanged()
         self.held.refresh()

@@ -25,9 +25,7 @@ from stretto.passes.recompute_choice import recompute
 from stretto.price.cluster import Description, described
 from stretto.schedule.families import make_schedule
 from stretto.tune.alone import HIDDEN, Alone, alone_of
-
-SEVERAL = "interleaved-1f1b"
-"""A family of any number of stages a rank."""
+from stretto.tune.choices import PLAIN_OF_SEVERAL
 
 LAYERS = 4
 """Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows
@@ -115,7 +113,7 @@ def block_of(
     """
     job = _cut(captures, parallel, layers)
     ranks = job.pp or 1
-    schedule = make_schedule(SEVERAL, ranks, ranks, virtual_stages=len(job.stages) // ranks)
+    schedule = make_schedule(PLAIN_OF_SEVERAL, ranks, ranks, virtual_stages=len(job.stages) // ranks)
     costs, pricer = described(job, schedule, found)
     prices = Prices(job, costs, pricer, keep=False)
     again: dict[str | int, Work] = {}
@@ -153,7 +151,7 @@ def shares_of(
             job = captures.job(
                 parallel.model_copy(update={**_few(parallel), "pp": 1, "virtual_stages": count})
             )
-            costs, _ = described(job, make_schedule(SEVERAL, 1, 1, virtual_stages=count), found)
+            costs, _ = described(job, make_schedule(PLAIN_OF_SEVERAL, 1, 1, virtual_stages=count), found)
             work_us = [
                 sum(
                     costs.op_us.get((stage.index, op.name), 0.0)
@@ -173,7 +171,7 @@ def _few(parallel: ParallelSettings) -> dict[str, object]:
     return {
         "dp": parallel.ep,
         "microbatches": parallel.microbatches * parallel.dp // parallel.ep,
-        "schedule": SEVERAL,
+        "schedule": PLAIN_OF_SEVERAL,
         "split": "auto",
         "microbatch_group": None,
     }
