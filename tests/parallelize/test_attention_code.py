@@ -26,7 +26,7 @@ PLAN = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
 
 def paired(x: Tensor, angles: Tensor) -> Tensor:
     by = torch.polar(torch.ones_like(angles), angles.detach()) * (1 + angles - angles.detach())
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * by
+    turned = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * by
     return torch.view_as_real(turned).flatten(-2)
 
 
@@ -36,7 +36,7 @@ def halved(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def conjugated(x: Tensor, angles: Tensor) -> Tensor:
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()).conj() * torch.complex(
+    turned = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2).contiguous()).conj() * torch.complex(
         angles.cos(), angles.sin()
     )
     return torch.stack((turned.abs(), turned.imag), -1).flatten(-2)
@@ -59,7 +59,8 @@ class Rotary(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         q, k, v = (m(batch["x"]).unflatten(-1, (-1, WIDTH)) for m in (self.q, self.k, self.v))
         q, k = (self.rotate(x, self.angles) for x in (q, k))
-        y = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
