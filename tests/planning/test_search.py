@@ -113,10 +113,10 @@ def test_ranks_are_balanced_where_stages_are_finer_than_they() -> None:
     assert groups == ((0,), (1, 2, 3, 4, 5, 6, 7))
     assert balanced_groups(loads, 2, [1.0, 1.0]) is None
     for ranks in ((0, 1, 0, 1), (0, 1, 1, 0)):  # rank 0 has the slow stage and one more, rank 1 six
-        groups = groups_on(loads, ranks)
-        assert groups is not None
-        assert sorted(stage for group in groups for stage in group) == list(range(8))
-        assert sum(len(group) for rank, group in zip(ranks, groups, strict=True) if rank == 0) == 2
+        several = groups_on(loads, ranks)
+        assert several is not None
+        assert sorted(stage for group in several for stage in group) == list(range(8))
+        assert sum(len(group) for rank, group in zip(ranks, several, strict=True) if rank == 0) == 2
     assert groups_on(loads, (0, 1) * 5) is None
     costs = replace(costs, op_us=slow)
     made = make_plan(replace(job, schedule="auto"), costs)
