@@ -219,10 +219,11 @@ def _trace(
         elif kind == "buffer":
             buffers[name] = (state[name], None)
 
+    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     matched = () if beside is None else beside.matched
     ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
     if absent:
-        made = with_cuda_results(traced.op for traced in ops)
+        made = with_cuda_results((traced.op for traced in ops), given)
         ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
     gradients: dict[str, str | None] = {}
     kept: dict[str, str] = {}
@@ -237,7 +238,6 @@ def _trace(
     gradients, kept = dict(step.grads), dict(step.kept)
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
     divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
-    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     spread: frozenset[str] = frozenset()
