@@ -1,4 +1,4 @@
-"""A captured step by the public face, on ranks that are threads, held against the plain model's microbatches."""
+"""A captured step by the public face, on ranks that are threads, against the plain model's microbatches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results that depend on the kernel: batch norm in evaluation, embedding bags. What is captured is verified."""
+"""Results that depend on the kernel: batch norm in evaluation, embedding bags."""
 
 from __future__ import annotations
 

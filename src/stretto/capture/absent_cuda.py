@@ -85,8 +85,8 @@ def _attention(
 
 
 def with_cuda_results(ops: Iterable[Op], given: Mapping[str, TensorSpec]) -> Iterator[Op]:
-    """The ops, with results as CUDA's kernels make them where those of a CPU differ: statistics of layer norms
-    in float32, those of batch norm in evaluation, what an embedding bag keeps. given: specs of inputs."""
+    """The ops, with results as CUDA's kernels make them where those of a CPU differ: statistics of layer
+    norms in float32, of batch norm in evaluation, what an embedding bag keeps. given: specs of inputs."""
     specs: dict[str, TensorSpec | None] = dict(given)
     changed: dict[str, tuple[TensorSpec | None, ...]] = {}
     for op in ops:

@@ -202,7 +202,7 @@ def _trace(
             **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
         }
         layers = layers_of(model) if repeats else None
-        with explained(model, tensor, (NotRepeatedError, WrittenError)):
+        with explained(model, tensor, (NotRepeatedError, WrittenError), loss):
             joint = torch_adapter.export_joint(
                 model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside, param_dtype in HALF
             )
@@ -315,7 +315,7 @@ def _alone(
     ):
         before = State(("", model), ("the loss", loss))
         try:
-            with explained(model, passed=(NotRepeatedError,)):
+            with explained(model, passed=(NotRepeatedError,), loss=loss):
                 loss(model, rebuild(fakes))
         finally:
             before.restore()

@@ -1,8 +1,8 @@
 """Proves that ops give what the plan says that they give: shapes and dtypes follow again from their inputs.
 
 A file may name the arguments of a product in the wrong order; every value is then there, and the step fails
-in the middle. So each op of PyTorch's own is called once with tensors that have a shape, the plan's device and
-no elements, and what it gives is compared with what the plan says.
+in the middle. So each op of PyTorch's own is called once with tensors that have a shape, the plan's device
+and no elements, and what it gives is compared with what the plan says.
 
     1. Equal calls (op, shapes, dtypes and strides of inputs, all else) are made once in a process.
     2. Called are ops of `torch.ops.aten` with tensors among their arguments, and no text: they compute. What
