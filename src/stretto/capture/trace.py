@@ -38,6 +38,7 @@ from stretto.capture.known import Known
 from stretto.capture.layers import layer_names
 from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import OnMeshes
+from stretto.capture.norms import batch_norms_in_ops
 from stretto.capture.observed import Seen, taken_out
 from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
@@ -139,11 +140,12 @@ def trace(
                 _log.debug("all layers are traced: %s", reason)
         return traced(repeats=False)
 
-    try:
-        return attempt(layout)
-    except WrittenError:
-        assert layout.tensor is not None, "without, no logits are split"
-        return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
+    with batch_norms_in_ops(model):
+        try:
+            return attempt(layout)
+        except WrittenError:
+            assert layout.tensor is not None, "without, no logits are split"
+            return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
 
 
 def _trace(
