@@ -54,8 +54,8 @@ def _forward(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
     mean, var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
     made = F.batch_norm(x, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)
     with torch.no_grad():
-        for held, now in ((norm.running_mean, mean), (norm.running_var, var)):
-            held.lerp_(now, 1.0 / seen.to(held.dtype))
+        for running, now in ((norm.running_mean, mean), (norm.running_var, var)):
+            running.lerp_(now, 1.0 / seen.to(running.dtype))
     return made
 
 
