@@ -29,8 +29,12 @@ ACCEPTED = 0.35
 
 
 def outcome(seed: int) -> str:
+    """`outcome_of` the network of a seed."""
+    return outcome_of(draw_network(seed))
+
+
+def outcome_of(network: Network) -> str:
     """ "right" or "refused"; else what is wrong, with a description of the network."""
-    network = draw_network(seed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
