@@ -44,8 +44,10 @@ WEIGHTS = (
     "w * w * {f}(x)",
     "on * torch.tanh(w * {f}(x))",
     "on * {f}(x + w)",
+    "w * (torch.ones_like(w).cumsum(0) <= 5) * {f}(x)",
+    "w * (w.cumsum(0) < 1.5) * {f}(x)",
 )
-"""All of them are sums over a token's experts."""
+"""But for the last two, which serve so many rows, these are sums over a token's experts."""
 
 BEFORE = (
     "x = F.silu(x)",

@@ -12,7 +12,9 @@ less; "inside" is for weights that are applied before the experts, or not at all
 A forward that is neither (it adds its input, norms the sum, mixes tokens, or knows experts by number) is
 refused. Numbers tell: the whole module and its parts are computed once, with random parameters of the real
 shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same. Results
-and gradients are compared: two functions of such ops that agree at random points are equal.
+and gradients are compared: two functions of such ops that agree at random points are equal. (What the code
+does only for more tokens than the trial's, as for a limit of an expert's rows, is not seen: these are as many
+as the model's, up to `MOST_TOKENS`, or a few where parameters are large.)
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ DENSE = 1 << 22
 """Elements of a parameter up to which its random values are independent. A larger one is a view whose rows
 overlap in memory, and gets no gradient, so that a trial takes little of it. Assumed: 32 MB in float64."""
 
+MOST_TOKENS = 4096
+"""Of a trial. Assumed: seconds of one core for parameters of that size."""
+
 STRIDES = (10007, 1009, 17, 1)
 """Of such a view; of the last dims."""
 
@@ -60,8 +65,8 @@ is of no expert."""
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """tokens (..., D), chosen and weights (..., K), parameters by name; others (N, D): tokens of other ranks,
-    which choose the same; loss (..., D): what results are multiplied by."""
+    """tokens (..., D), chosen and weights (..., K), parameters by name; others (N, D): tokens of the ranks
+    before and after this one, which choose the same; loss (..., D): what results are multiplied by."""
 
     tokens: Tensor
     chosen: Tensor
@@ -90,7 +95,9 @@ class ExpertTrial:
         """Which of `WAYS` is the module's, for inputs of these shapes. Raises UsageError where none is."""
         choices = chosen.numel() // tokens.shape[:-1].numel()
         flat = tokens.shape[:-1] not in (chosen.shape, chosen.shape[:-1])
-        key = (tokens.shape[-1], tokens.dim(), choices, chosen.dim(), flat)
+        large = any(p.numel() > DENSE for p in self._module.parameters())
+        count = 0 if large else min(tokens.shape[:-1].numel(), MOST_TOKENS)
+        key = (count, tokens.shape[-1], tokens.dim(), choices, chosen.dim(), flat)
         if key not in self._found:
             with ThreadPoolExecutor(1) as apart:  # another thread has none of the modes of tracing
                 self._found[key] = apart.submit(self._tried, *key).result()
@@ -179,8 +186,12 @@ class ExpertTrial:
     def _on_ranks(self, sample: _Sample, way: str) -> Tensor:
         """What the ranks make of it together."""
         x, chosen, weights = _flat(sample)
-        here, choices, own_tokens = self._experts // self._size, chosen.shape[1], len(x)
-        x, chosen, weights = torch.cat((x, sample.others)), chosen.repeat(2, 1), weights.repeat(2, 1)
+        here, (tokens, choices) = self._experts // self._size, chosen.shape
+        x, chosen, weights = (
+            torch.cat((sample.others, x, sample.others)),
+            chosen.repeat(3, 1),
+            weights.repeat(3, 1),
+        )
         made = torch.zeros_like(x)
         empty = x.new_zeros(PADDING, x.shape[1])
         for first in range(0, self._experts, here):
@@ -206,10 +217,11 @@ class ExpertTrial:
                 )
             weighed = done if way == "inside" else done * weight_R1
             made = made.index_add(0, rows // choices, weighed[: len(rows)].to(made.dtype))
-        return made[:own_tokens].view_as(sample.tokens)
+        return made[tokens : 2 * tokens].view_as(sample.tokens)
 
     def _sample(
         self,
+        count: int,
         width: int,
         dims: int,
         choices: int,
@@ -222,7 +234,7 @@ class ExpertTrial:
         experts = self._experts
         if choices > experts:
             raise ValueError(f"tokens choose {choices} of {experts} experts")
-        tokens = max(-(-experts // choices), 4)
+        tokens = max(-(-experts // choices), -(-count // 4), 4)
         places = torch.arange(tokens * choices).view(tokens, choices) % experts
         even = torch.randperm(experts, generator=generator)[places]
         anyhow = torch.rand(tokens, experts, generator=generator).argsort(dim=1)[:, :choices]
