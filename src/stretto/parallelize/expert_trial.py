@@ -113,7 +113,7 @@ class ExpertTrial:
             for device in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
                 for dtype, tolerance in TOLERANCES.items():
                     try:
-                        sample = self._sample(*shapes, dtype, device)
+                        sample = self._sample(dtype, device, *shapes)
                         whole = _outcome(sample, self._whole)
                     except Exception as error:
                         fault = fault or f"it fails on random inputs: {_told(error)}"
@@ -221,14 +221,14 @@ class ExpertTrial:
 
     def _sample(
         self,
+        dtype: torch.dtype,
+        device: str,
         count: int,
         width: int,
         dims: int,
         choices: int,
         chosen_dims: int,
         flat: bool,
-        dtype: torch.dtype,
-        device: str,
     ) -> _Sample:
         generator = torch.Generator().manual_seed(20)
         experts = self._experts
@@ -244,7 +244,8 @@ class ExpertTrial:
         leading = (2,) * (dims - 2) + (chosen.shape[0] >> (dims - 2),)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+            made: Tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+            return made
 
         def values(parameter: Tensor) -> Tensor:
             if not parameter.is_floating_point():
@@ -252,10 +253,11 @@ class ExpertTrial:
             shape = parameter.shape
             scale = max(shape[-2] if len(shape) > 1 else 4, 1) ** -0.5
             if parameter.numel() <= DENSE:
-                return (normal(*shape) * scale).requires_grad_()
+                return torch.mul(normal(*shape), scale).requires_grad_()
             strides = STRIDES[-len(shape) :]
             far = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            return (normal(far + 1) * scale).as_strided(shape, strides)
+            view: Tensor = (normal(far + 1) * scale).as_strided(shape, strides)
+            return view
 
         shape = (*(chosen.shape[:1] if flat else leading), choices)[:chosen_dims]
         drawn = torch.rand(chosen.shape, generator=generator, dtype=torch.float64) + 0.2
