@@ -19,6 +19,7 @@ from stretto.batch.loss import Loss
 from stretto.capture.explain import explained
 from stretto.capture.layers import layer_names
 from stretto.capture.meshes import on_meshes, place_on_meshes
+from stretto.capture.norms import check_synchronised
 from stretto.capture.split import check_split, split
 from stretto.capture.stages import cut
 from stretto.capture.trace import Traced, trace
@@ -100,6 +101,7 @@ class Captures:
     def _job(self, parallel: ParallelSettings, stages: int | None, degree: int | None) -> Job:
         count = stages if stages is not None else self.stages(parallel)[0]
         check_split(self._model, parallel.split)  # names are told before what takes long
+        check_synchronised(self._model, parallel.dp)
         meshes = on_meshes(self._model, parallel, self._tp_plan)
         if meshes is None:
             traced, layout = self._trace(parallel, degree)
