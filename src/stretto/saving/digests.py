@@ -1,0 +1,105 @@
+"""Digests of a checkpoint's files, in `digests.json`, so that what was written is what is read.
+
+    {"format": "stretto-digests", "version": 1, "files": {"rest.pt": "5f1d...", "state.json": "07ac..."}}
+
+It has every file that is read whole. Of the files of tensors a rank reads some boxes: each box has its digest
+in `tensors.json` (`stretto.saving.table`). Digests find damage; who wrote a checkpoint, they do not say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+from stretto.errors import UsageError
+from stretto.files.form import Fits
+from stretto.files.typed_file import TypedFile
+
+NAME = "digests.json"
+ELSE = "take another checkpoint"
+"""What to do about one that cannot be read; a run has settings for it, and other words."""
+BYTES = 16
+"""Of a digest: two checkpoints of different content never share one by accident."""
+BLOCK_BYTES = 1 << 20
+
+FileName = Annotated[
+    str,
+    Fits(
+        lambda name: name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name),
+        "a file's name without a folder",
+    ),
+]
+Digest = Annotated[
+    str, Fits(lambda one: len(one) == 2 * BYTES and one.isalnum(), f"a digest of {2 * BYTES} digits")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """files: name -> digest of its bytes."""
+
+    files: Mapping[FileName, Digest]
+
+
+FILE = TypedFile(Digests, "stretto-digests", 1, "digests", "Take another checkpoint")
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """BLAKE2b, which every Python has; 1 GB/s or more."""
+    return hashlib.blake2b(data, digest_size=BYTES).hexdigest()
+
+
+def digest_of_next(file: BinaryIO, nbytes: int) -> str:
+    """Of so many bytes from where the file is, a block at a time."""
+    found = hashlib.blake2b(digest_size=BYTES)
+    while nbytes and (block := file.read(min(nbytes, BLOCK_BYTES))):
+        found.update(block)
+        nbytes -= len(block)
+    return found.hexdigest()
+
+
+def sealed(files: Mapping[str, bytes]) -> bytes:
+    """The content of `digests.json` for these files."""
+    return FILE.to_text(Digests({name: digest_of(data) for name, data in files.items()})).encode()
+
+
+def identity(folder: Path) -> str:
+    """A digest that two checkpoints share only when they are equal. Raises UsageError where there is none."""
+    return digest_of(_read(folder))
+
+
+def read_checked(folder: Path, name: str) -> bytes:
+    """A file of a checkpoint, as it was written. Raises UsageError where it is absent or has changed."""
+    sealed = _read(folder)
+    try:
+        known = FILE.from_text(sealed.decode(), NAME).files
+    except (UsageError, ValueError) as error:
+        raise unusable(folder, str(error)) from None
+    try:
+        data = (folder / name).read_bytes()
+    except OSError as error:
+        raise unusable(folder, f"{name}: {error.strerror}") from None
+    if name not in known:
+        raise unusable(folder, f"{NAME} has no digest of {name}")
+    if digest_of(data) != known[name]:
+        raise unusable(folder, f"{name} is not what was saved: its digest differs")
+    return data
+
+
+def unusable(folder: Path, why: str) -> UsageError:
+    """A checkpoint that cannot be read, in the user's words."""
+    return UsageError(f"{folder} cannot be read ({why}); {ELSE}")
+
+
+def _read(folder: Path) -> bytes:
+    try:
+        return (folder / NAME).read_bytes()
+    except FileNotFoundError:
+        raise unusable(
+            folder, f"it has no {NAME}: another program wrote it, or a Stretto that kept no digests"
+        ) from None
+    except OSError as error:
+        raise unusable(folder, f"{NAME}: {error.strerror}") from None
