@@ -38,7 +38,7 @@ def loaded(place: Path) -> tuple[str, list[torch.Tensor]]:
             extra = stretto.load(place, runner, optimizer)
         except stretto.StrettoError as error:
             return str(error), []
-        states = [one for state in optimizer.state.values() for one in state.values()]
+        states = [state[key] for state in optimizer.state.values() for key in sorted(state)]
         assert extra["epoch"] == 3
         return "", [p.detach().clone() for p in runner.parameters()] + states + [extra["seen"]]
 
@@ -146,7 +146,24 @@ def test_a_table_that_does_not_fit_its_files(saved: Path, tmp_path: Path, wrong:
 def test_one_without_digests_is_refused_with_the_reason(saved: Path, tmp_path: Path) -> None:
     place = shutil.copytree(saved, tmp_path / "a")
     (place / digests.NAME).unlink()
-    assert loaded(place)[0] == (
-        f"{place} cannot be read (it has no digests.json: another program wrote it, or a Stretto that kept "
-        "no digests); take another checkpoint"
-    )
+    told = f"{place} cannot be read (digests.json: No such file or directory); take another checkpoint"
+    assert loaded(place)[0] == told
+
+
+def as_before(saved: Path, place: Path) -> Path:
+    """As checkpoints were before there were digests."""
+    ignored = shutil.ignore_patterns(digests.NAME, digests.TABLE)
+    return Path(shutil.copytree(saved, place, ignore=ignored))
+
+
+def test_one_from_before_there_were_digests_is_read(saved: Path, tmp_path: Path) -> None:
+    told, found = loaded(as_before(saved, tmp_path / "a"))
+    assert told == ""
+    assert all(map(torch.equal, found, loaded(saved)[1]))
+
+
+def test_a_pickle_is_not_run_where_there_is_no_table(saved: Path, tmp_path: Path) -> None:
+    place, made = as_before(saved, tmp_path / "a"), tmp_path / "made"
+    (place / ".metadata").write_bytes(pickle.dumps(Command(made)))
+    assert f"it calls {os.mkdir.__module__}.mkdir, which no table of tensors does" in loaded(place)[0]
+    assert not made.exists()

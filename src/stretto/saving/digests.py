@@ -19,11 +19,14 @@ from stretto.files.form import Fits
 from stretto.files.typed_file import TypedFile
 
 NAME = "digests.json"
+TABLE = "tensors.json"
 ELSE = "take another checkpoint"
 """What to do about one that cannot be read; a run has settings for it, and other words."""
 BYTES = 16
 """Of a digest: two checkpoints of different content never share one by accident."""
 BLOCK_BYTES = 1 << 20
+TENSORS = ".distcp"
+"""How the files of tensors end, which are as large as the model."""
 
 FileName = Annotated[
     str,
@@ -33,7 +36,8 @@ FileName = Annotated[
     ),
 ]
 Digest = Annotated[
-    str, Fits(lambda one: len(one) == 2 * BYTES and one.isalnum(), f"a digest of {2 * BYTES} digits")
+    str,
+    Fits(lambda one: len(one) in (0, 2 * BYTES), f"a digest of {2 * BYTES} digits, or none: it is not known"),
 ]
 
 
@@ -66,22 +70,31 @@ def sealed(files: Mapping[str, bytes]) -> bytes:
     return FILE.to_text(Digests({name: digest_of(data) for name, data in files.items()})).encode()
 
 
+def is_sealed(folder: Path) -> bool:
+    """Whether a checkpoint has digests. Those of earlier versions have none, and cannot be checked."""
+    return (folder / NAME).exists() or (folder / TABLE).exists()
+
+
 def identity(folder: Path) -> str:
-    """A digest that two checkpoints share only when they are equal. Raises UsageError where there is none."""
-    return digest_of(_read(folder))
+    """A digest that two checkpoints share only when they are equal. Raises UsageError for one that cannot be
+    read."""
+    if is_sealed(folder):
+        return digest_of(_read(folder, NAME))
+    names = sorted(path.name for path in folder.iterdir() if path.suffix != TENSORS)
+    return digest_of(b"".join(digest_of(_read(folder, name)).encode() for name in names))
 
 
 def read_checked(folder: Path, name: str) -> bytes:
     """A file of a checkpoint, as it was written. Raises UsageError where it is absent or has changed."""
-    sealed = _read(folder)
+    if not is_sealed(folder):
+        return _read(folder, name)
     try:
-        known = FILE.from_text(sealed.decode(), NAME).files
-    except (UsageError, ValueError) as error:
+        known = FILE.from_text(_read(folder, NAME).decode(), NAME).files
+    except UnusableError:
+        raise
+    except (UsageError, ValueError) as error:  # the latter of what is no text
         raise unusable(folder, str(error)) from None
-    try:
-        data = (folder / name).read_bytes()
-    except OSError as error:
-        raise unusable(folder, f"{name}: {error.strerror}") from None
+    data = _read(folder, name)
     if name not in known:
         raise unusable(folder, f"{NAME} has no digest of {name}")
     if digest_of(data) != known[name]:
@@ -89,17 +102,17 @@ def read_checked(folder: Path, name: str) -> bytes:
     return data
 
 
-def unusable(folder: Path, why: str) -> UsageError:
-    """A checkpoint that cannot be read, in the user's words."""
-    return UsageError(f"{folder} cannot be read ({why}); {ELSE}")
+class UnusableError(UsageError):
+    """A checkpoint that cannot be read."""
 
 
-def _read(folder: Path) -> bytes:
+def unusable(folder: Path, why: str) -> UnusableError:
+    """The same, in the user's words."""
+    return UnusableError(f"{folder} cannot be read ({why}); {ELSE}")
+
+
+def _read(folder: Path, name: str) -> bytes:
     try:
-        return (folder / NAME).read_bytes()
-    except FileNotFoundError:
-        raise unusable(
-            folder, f"it has no {NAME}: another program wrote it, or a Stretto that kept no digests"
-        ) from None
+        return (folder / name).read_bytes()
     except OSError as error:
-        raise unusable(folder, f"{NAME}: {error.strerror}") from None
+        raise unusable(folder, f"{name}: {error.strerror}") from None

@@ -34,7 +34,7 @@ from stretto.runtime.all_or_none import on_first, together, together_slowly
 from stretto.runtime.shards import Part
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.table import DTYPES
+from stretto.saving.table import DTYPES, METADATA
 
 REST = "rest.pt"
 FORMAT, VERSION = "stretto saved", 1
@@ -76,7 +76,7 @@ def load(path: str | Path, runner: Runner, optimizer: Optimizer | None = None) -
 
 def is_saved(place: Path) -> bool:
     """Whether a folder is a checkpoint that was written to its end."""
-    return (place / tensors.METADATA).is_file() and (place / REST).is_file()
+    return (place / METADATA).is_file() and (place / REST).is_file()
 
 
 def find_saved(place: Path, runner: Runner) -> Path:
@@ -88,7 +88,7 @@ def find_saved(place: Path, runner: Runner) -> Path:
                 return candidate
         if not place.exists():
             what = "does not exist"
-        elif (place / tensors.METADATA).is_file() or not place.is_dir():
+        elif (place / METADATA).is_file() or not place.is_dir():
             what = f"is no checkpoint of stretto.save: it has no {REST}"
         else:
             what = "holds no whole checkpoint"
@@ -154,7 +154,7 @@ def write(
             sealed = {**files_of_tensors, REST: rest, **(files or {})}
             with writing:
                 for name, data in {**sealed, digests.NAME: digests.sealed(sealed)}.items():
-                    if name != tensors.METADATA:  # which is written
+                    if name != METADATA:  # which is written
                         folder.write_synced(folder.partial_of(place) / name, data)
                 folder.commit(place)
 
@@ -189,7 +189,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
         groups: list[Any] = []
         if optimizer is not None:
             states.state_of(runner, optimizer)  # refuses one over what is not the runner's
-            if rest.table is None:
+            if rest.table is None and rest.known:
                 raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
             known = [
                 (name, one.shape, DTYPES[one.dtype])
@@ -198,7 +198,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             ]
             made = states.new_tensors(runner, optimizer, known)
             groups = [None] * len(optimizer.param_groups)
-            if options:
+            if options and rest.table is not None:
                 groups = states.options_for(runner, optimizer, rest.table)
             state_parts = {name: part for name, (_, part) in made.items()}
             tensors.check_fit(checkpoint, state_parts, stored)
@@ -211,18 +211,20 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     runner.unfit = f"{checkpoint} was read in part: load a whole checkpoint"
     together_slowly(transport, read)
     if optimizer is not None:
-        assert rest.table is not None  # `check` refuses
         states.install(runner, optimizer, made, rest.table, groups)
-        states.tell_what_differs(runner, optimizer, rest.table)
-    runner.state.steps = rest.draws
+        if rest.table is not None:
+            states.tell_what_differs(runner, optimizer, rest.table)
+    if rest.known:
+        runner.state.steps = rest.draws
     runner.loaded()
     return rest.extra
 
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What is beside the tensors."""
+    """What is beside the tensors. known: whether the file is there at all."""
 
+    known: bool = False
     table: states.Table | None = None
     draws: int = 0
     extra: Any = None
@@ -251,6 +253,8 @@ def _packed(table: states.Table | None, draws: int, extra: Any) -> bytes:
 
 def _unpacked(checkpoint: Path) -> _Rest:
     """The rest. Raises StrettoError."""
+    if not digests.is_sealed(checkpoint) and not (checkpoint / REST).exists():
+        return _Rest()  # checkpoints of `stretto train` from before had none
     content = digests.read_checked(checkpoint, REST)
     try:
         data = torch.load(io.BytesIO(content), weights_only=True)
@@ -260,7 +264,7 @@ def _unpacked(checkpoint: Path) -> _Rest:
                 f"Stretto reads {FORMAT!r}, version {VERSION}"
             )
         table = None if data["optimizer"] is None else states.Table.of_data(data["optimizer"])
-        return _Rest(table, int(data["draws"]), data["extra"])
+        return _Rest(True, table, int(data["draws"]), data["extra"])
     except StrettoError:
         raise
     except Exception as error:

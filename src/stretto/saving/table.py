@@ -1,8 +1,8 @@
 """The table of a checkpoint's tensors, `tensors.json`: where each box of each tensor is, and its digest.
 
-It says what PyTorch's `.metadata` says, which is a pickle and so a program: Stretto writes that for PyTorch's
-own readers and never reads it. Boxes of a tensor cover it once, so that what is allocated for one is bounded
-by bytes that are there.
+It says what PyTorch's `.metadata` says, which is a pickle and so a program: that is written for PyTorch's own
+readers, and read, as data, only of checkpoints from before there was this table. Boxes of a tensor cover it
+once, so that what is allocated for one is bounded by bytes that are there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Annotated
 
 import torch
 
-from stretto.errors import UsageError
 from stretto.files.codec import Codec
 from stretto.files.form import Fits, Layout
 from stretto.files.typed_file import TypedFile
-from stretto.saving.digests import Digest, FileName, read_checked, unusable
+from stretto.saving.digests import TABLE as NAME
+from stretto.saving.digests import Digest, FileName, UnusableError, is_sealed, read_checked, unusable
+from stretto.saving.metadata_adapter import read_metadata
 
-NAME = "tensors.json"
+METADATA = ".metadata"
+"""The table as PyTorch names it."""
 
 DTYPES = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
@@ -66,15 +68,19 @@ FILE = TypedFile(Table, "stretto-tensors", 1, "tensors", "Take another checkpoin
 
 def read_table(folder: Path) -> Mapping[str, Stored]:
     """The tensors of a checkpoint, every file of which is as long as it was. Raises UsageError."""
-    data = read_checked(folder, NAME)
     try:
-        found = FILE.from_text(data.decode(), NAME).tensors
-    except (UsageError, ValueError) as error:  # the latter of what is no text
-        raise unusable(folder, str(error)) from None
-    fault = next(_faults(folder, found), None)
+        if is_sealed(folder):
+            found = FILE.from_text(read_checked(folder, NAME).decode(), NAME)
+        else:
+            found = _CODEC.form(Table).read(read_metadata(read_checked(folder, METADATA)))
+    except UnusableError:
+        raise
+    except (Exception, RecursionError) as error:  # whatever a pickle makes of it
+        raise unusable(folder, str(error) or type(error).__name__) from None
+    fault = next(_faults(folder, found.tensors), None)
     if fault is not None:
         raise unusable(folder, fault)
-    return found
+    return found.tensors
 
 
 def _faults(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[str]:
