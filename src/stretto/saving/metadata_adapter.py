@@ -42,11 +42,9 @@ _UNBOUNDED = pickle.BYTEARRAY8[0]
 """The opcode that allocates before it reads."""
 
 
-class _Reader(pickle._Unpickler):  # type: ignore[misc, name-defined]
+class _Reader(pickle._Unpickler):
     dispatch = {  # noqa: RUF012 - as its base has it
-        code: load
-        for code, load in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined]
-        if code != _UNBOUNDED
+        code: load for code, load in pickle._Unpickler.dispatch.items() if code != _UNBOUNDED
     }
 
     def find_class(self, module: str, name: str) -> Any:

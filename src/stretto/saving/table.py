@@ -18,8 +18,7 @@ import torch
 from stretto.files.codec import Codec
 from stretto.files.form import Fits, Layout
 from stretto.files.typed_file import TypedFile
-from stretto.saving.digests import TABLE as NAME
-from stretto.saving.digests import Digest, FileName, UnusableError, is_sealed, read_checked, unusable
+from stretto.saving.digests import TABLE, Digest, FileName, UnusableError, is_sealed, read_checked, unusable
 from stretto.saving.metadata_adapter import read_metadata
 
 METADATA = ".metadata"
@@ -70,7 +69,7 @@ def read_table(folder: Path) -> Mapping[str, Stored]:
     """The tensors of a checkpoint, every file of which is as long as it was. Raises UsageError."""
     try:
         if is_sealed(folder):
-            found = FILE.from_text(read_checked(folder, NAME).decode(), NAME)
+            found = FILE.from_text(read_checked(folder, TABLE).decode(), TABLE)
         else:
             found = _CODEC.form(Table).read(read_metadata(read_checked(folder, METADATA)))
     except UnusableError:
@@ -94,9 +93,9 @@ def _faults(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[str]:
                 for first, size, whole in zip(box.offsets, box.sizes, one.shape, strict=True)
             )
             if not fits or prod(box.sizes) * DTYPES[one.dtype].itemsize > box.nbytes:
-                yield f"a box of {name} in {NAME} is not one of its tensor"
+                yield f"a box of {name} in {TABLE} is not one of its tensor"
         if sum(prod(box.sizes) for box in one.boxes) != prod(one.shape):
-            yield f"the boxes of {name} in {NAME} do not cover it"
+            yield f"the boxes of {name} in {TABLE} do not cover it"
     for file, end in sorted(ends.items()):
         try:
             size = (folder / file).stat().st_size

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from stretto.errors import StrettoError
 from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.transport import Transport
-from stretto.saving.digests import ELSE, digest_of, digest_of_next, read_checked
+from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
 from stretto.saving.folder import Writing
 from stretto.saving.parts import Parts, PartsWriter
-from stretto.saving.table import DTYPES, FILE, METADATA, NAME, Box, Stored, Table, read_table
+from stretto.saving.table import DTYPES, FILE, METADATA, Box, Stored, Table, read_table
 
 
 def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) -> dict[str, bytes]:
@@ -72,7 +72,7 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
                         raise RuntimeError(f"{place.relative_path} is shorter than what a rank wrote")
             writer.finish(metadata, [[one for one, _ in rank] for rank in results])
             table = _table(metadata, (one for rank in results for one in rank))
-            return {NAME: table, METADATA: (folder / METADATA).read_bytes()}
+            return {TABLE: table, METADATA: (folder / METADATA).read_bytes()}
 
     return together(transport, write_table if first else dict)
 
@@ -113,7 +113,7 @@ def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError(f"{box.file} is not what was saved: the digest of a tensor in it differs")
     made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(made, torch.Tensor) or tuple(made.shape) != box.sizes or made.dtype != dtype:
-        raise ValueError(f"{box.file} has another tensor than {NAME} says")
+        raise ValueError(f"{box.file} has another tensor than {TABLE} says")
     return made
 
 
