@@ -28,7 +28,7 @@ class Held:
     """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
     or copies in the dtype of the computation. wholes: tied name -> the whole of which a part was cut, until
     the Runner drops them. on_mesh: whether any of it lies on a mesh. without_values: whether any of it has
-    memory alone.
+    memory alone. cut_along: first name of a tie -> the dims along which this rank holds a part.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Held:
         self.parameters: dict[int, nn.Parameter] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.wholes: dict[str, torch.Tensor] = {}
+        self.cut_along: dict[str, tuple[int, ...]] = {}
         self.on_mesh = False
         self._shared = {} if shares is None else shares.by_tie()
         self._parts: dict[int, nn.Parameter] = {}
@@ -67,7 +68,9 @@ class Held:
                 whole = whole_spec(self.plan.job, parameter)
                 check_tensor(self.rank, parameter.name, found, whole, self.plan.job.param_dtype, self._empty)
                 assert isinstance(found, nn.Parameter)
-                self.parameters[k] = self._part(parameter, found)
+                part = self.parameters[k] = self._part(parameter, found)
+                if cut := tuple(dim for dim in range(part.dim()) if part.shape[dim] != found.shape[dim]):
+                    self.cut_along[parameter.tied_to] = cut
         check_ties(self.plan.job, given)
         self.frozen = Frozen(self.plan.job, given, self.parameters)
         for k, buffer in enumerate(self.plan.job.buffers):

@@ -30,6 +30,7 @@ from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import observed
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
+from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.ranges import Ranges
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
@@ -38,6 +39,7 @@ from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.whole_state import LeftKeys, entries_of, gather, put
+from stretto.runtime.whole_tensors import watch
 
 
 class Runner:
@@ -132,6 +134,7 @@ class Runner:
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
+        watch(self.held)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -254,6 +257,8 @@ class Runner:
             parameter = self.held.parameters[k]
             if not parameter.requires_grad:
                 continue  # frozen since the capture
+            if self.plan.job.parameters[k].tied_to in self.held.cut_along:
+                grad = grad.as_subclass(PartGradient)
             if parameter.grad is not None:
                 parameter.grad.add_(grad)
             elif grad.stride() == parameter.stride():
