@@ -131,6 +131,8 @@ class Prediction:
     exposed_us: compute-lane time spent waiting for communication; bubble_us: idle for want of work.
     exposed_axis_us, comm_axis_us: axis -> by rank, exposed time and total time of its communications; their
         quotient tells what was hidden.
+    peak_bytes: with the optimizer's state (`Job.optimizer`). memory: of what they consist, "parameters",
+        "optimizer", "gradients", "activations" (and all else) -> by rank.
     bound_us: no order of this job's actions on these ranks can be faster; `binds` says why in words.
     """
 
@@ -143,6 +145,12 @@ class Prediction:
     binds: str
     exposed_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     comm_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def fullest(self) -> tuple[int, dict[str, int]]:
+        """The rank that holds most, and of what its peak consists."""
+        rank = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__, default=0)
+        return rank, {part: by_rank[rank] for part, by_rank in self.memory.items()}
 
     def hidden(self, axis: str) -> float | None:
         """Share of an axis's communication that is hidden, over all ranks; None when there is none."""

@@ -134,7 +134,8 @@ class Runner:
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
-        watch(self.held)
+        if shares is None:
+            watch(self.held)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -270,7 +271,6 @@ class Runner:
             self.old_model.changed()
         if not self.replayed:
             self._last = self.state.marks
-            self._last.peak_bytes = self._peak_bytes
         return loss
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -310,6 +310,7 @@ class Runner:
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
         marks = self.state.clock.read(self._last)
+        marks.peak_bytes = self._peak_bytes + self.held.state_bytes()
         gathered = self.transport.all_gather((marks, self.transport.clock_offset_us()))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 

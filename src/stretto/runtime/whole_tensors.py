@@ -1,4 +1,6 @@
-"""An optimizer that looks at a whole tensor, or at all parameters, is refused where a rank holds a part.
+"""Optimizers over a Runner's parameters: known to it by their first step, and some refused then.
+
+One that looks at a whole tensor, or at all parameters, is refused where a rank holds a part.
 
 A rank of tensor or expert parallelism holds parts of tensors; one of a pipeline holds some of the tensors.
 An optimizer that updates each element by itself (AdamW, SGD) needs no more. One that does not would train
@@ -49,17 +51,16 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a rank trains of a model. cut: dims along which it has a part. lacks: whether the rank lacks
-    parameters that others train. holder: dead when the Runner is."""
+    """What a rank trains of a model. cut: dims along which it has a part. partial: whether the rank has a
+    part of any parameter, or lacks one. holder: dead when the Runner is."""
 
     name: str
     cut: tuple[int, ...]
-    lacks: bool
+    partial: bool
     holder: weakref.ref[Held]
 
 
 _PIECES = WeakTensorKeyDictionary()
-_TRIED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _HERE = threading.local()
 
 
@@ -68,18 +69,19 @@ class _UntriedError(Exception):
 
 
 def watch(held: Held) -> None:
-    """From now on optimizers over what is held are tried, if this rank holds a part of what is trained."""
+    """From now on optimizers over what is held are known, and tried where a rank holds a part of it all."""
     trained = {p.tied_to for p in held.plan.job.parameters if p.grads}
     known = [(p, tensor) for p, tensor in held.known_parameters() if p.tied_to in trained]
-    lacks = len(known) < len(trained)
-    if lacks or any(held.cut_along.get(p.name) for p, _ in known):
-        for p, tensor in known:
-            _PIECES[tensor] = Piece(p.name, held.cut_along.get(p.name, ()), lacks, weakref.ref(held))
-        _watch_optimizers()
+    partial = len(known) < len(trained) or any(p.name in held.cut_along for p, _ in known)
+    for p, tensor in known:
+        _PIECES[tensor] = Piece(p.name, held.cut_along.get(p.name, ()), partial, weakref.ref(held))
+    _watch_optimizers()
+    if partial:
+        _guard_clip()
 
 
 def piece_of(tensor: torch.Tensor) -> Piece | None:
-    """What the tensor is of a live Runner's model, where the rank holds a part of it."""
+    """What the tensor is of a live Runner's model."""
     piece: Piece | None = _PIECES.get(tensor)  # type: ignore[no-untyped-call]
     return piece if piece is not None and piece.holder() is not None else None
 
@@ -87,29 +89,40 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
 @functools.cache
 def _watch_optimizers() -> None:
     """Once a process."""
-    register_optimizer_step_pre_hook(_try)
-    guard_torch_clip(lambda p: piece_of(p) is not None)
+    register_optimizer_step_pre_hook(_meet)
 
 
-def _try(optimizer: Optimizer, *_: Any) -> None:
-    """Raises UsageError for an optimizer whose updates depend on what this rank does not hold."""
-    if optimizer in _TRIED or getattr(_HERE, "trying", False):
+@functools.cache
+def _guard_clip() -> None:
+    """Once a process."""
+
+    def is_partial(tensor: torch.Tensor) -> bool:
+        piece = piece_of(tensor)
+        return piece is not None and piece.partial
+
+    guard_torch_clip(is_partial)
+
+
+def _meet(optimizer: Optimizer, *_: Any) -> None:
+    """An optimizer steps. Raises UsageError for one whose updates depend on what this rank does not hold."""
+    if getattr(_HERE, "trying", False):
         return
-    found = False
-    for group in optimizer.param_groups:
+    pieces = (piece_of(tensor) for group in optimizer.param_groups for tensor in group["params"])
+    first = next(filter(None, pieces), None)
+    holder = None if first is None else first.holder()
+    if first is None or holder is None or optimizer in holder.optimizers:
+        return
+    for group in optimizer.param_groups if first.partial else ():
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         seen = set()
         for tensor in group["params"]:
             piece = piece_of(tensor)
-            if piece is None:
-                continue
-            found = True
-            kind = (tensor.dim(), piece.cut, tensor.dtype, tensor.device)
-            if kind not in seen:
-                seen.add(kind)
-                _try_with(optimizer, options, tensor, piece)
-    if found:
-        _TRIED.add(optimizer)
+            if piece is not None:
+                kind = (tensor.dim(), piece.cut, tensor.dtype, tensor.device)
+                if kind not in seen:
+                    seen.add(kind)
+                    _try_with(optimizer, options, tensor, piece)
+    holder.optimizers.add(optimizer)
 
 
 def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Tensor, piece: Piece) -> None:
