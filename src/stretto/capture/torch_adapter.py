@@ -30,6 +30,7 @@ from stretto.capture.carried import Calls
 from stretto.capture.explain import at_fault
 from stretto.capture.float32_losses import LossesInFloat32, in_float32
 from stretto.capture.graphs import JointGraph
+from stretto.capture.hooks_adapter import hooks_that_change
 from stretto.capture.known import Known
 from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
@@ -257,6 +258,7 @@ def export_joint(
         nullcontext() if beside is None else beside.installed(),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
+        hooks_that_change(model),
         calls,
     ):
         joint = export({})
