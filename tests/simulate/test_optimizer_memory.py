@@ -10,6 +10,7 @@ from torch import nn
 
 import stretto
 from stretto.config import Parallel
+from stretto.ir.costs import MEMORY_PARTS
 from stretto.ir.parameters import STATES, OptimizerKind
 from stretto.ir.program import Job
 from stretto.ir.serialize import plan_from_text, plan_to_text
@@ -42,7 +43,7 @@ def test_a_weight_has_so_many_tensors_beside_it(kind: OptimizerKind, tensors: in
 def job_of(model: nn.Module | None = None, precision: str = "float32", **layout: int) -> Job:
     model = GPT(CONFIG) if model is None else model
     parallel = Parallel(microbatches=2, **layout)  # type: ignore[arg-type]
-    return stretto.capture(model, BATCH, next_token_loss, parallel, precision=precision)  # type: ignore[arg-type]
+    return stretto.capture(model, BATCH, next_token_loss, parallel, precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -62,10 +63,12 @@ def test_parts_of_a_rank_are_those_of_its_tensors(precision: str) -> None:
     assert sums == list(plan.prediction.peak_bytes)
     text = str(plan)
     assert "of rank" in text
-    assert "parameters 0, optimizer 0, gradients 0, activations" in text
+    assert "parameters 0, gradients 0, optimizer's state 0, activations" in text
     assert "(optimizer: adamw)" in text
     rows = [row[0].strip() for row in summary_grid(simulate(plan), plan.prediction).rows]
-    assert [f"of it {part}" for part in parts] == [row for row in rows if row.startswith("of it")]
+    assert [f"of it {part}" for part in MEMORY_PARTS.values()] == [
+        row for row in rows if row.startswith("of it")
+    ]
 
 
 def test_what_is_frozen_has_no_state() -> None:
