@@ -350,3 +350,6 @@ def _costs(found: _Found, plan: Plan) -> None:
             count = len(getattr(plan.prediction, name))
             what = f"{count} ranks, but the plan has {plan.ranks}"
             found.unless(count == plan.ranks, f"prediction.{name}", what)
+        for part, by_rank in plan.prediction.memory.items():
+            what = f"{len(by_rank)} ranks, but the plan has {plan.ranks}"
+            found.unless(len(by_rank) == plan.ranks, f"prediction.memory.{part}", what)
