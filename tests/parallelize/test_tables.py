@@ -49,6 +49,17 @@ class Negated(nn.Embedding):
         return F.embedding(ids, -self.weight.tanh(), self.padding_idx)
 
 
+class Shifted(nn.Embedding):
+    """A table whose rows have a common part, which is a parameter of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight * self.gain + self.gain)
+
+
 class Borrowed(nn.Embedding):
     """A table that looks up in another one of as many rows as a rank holds."""
 
@@ -123,8 +134,9 @@ def test_tables_with_code_of_their_own(kind: type[nn.Embedding]) -> None:
     check(net("scales features", kind), tp=2)
 
 
-def test_a_table_s_own_parameter_is_used_elsewhere_too() -> None:
-    check(net("before", Gained), shared_gain, tp=2)
+@pytest.mark.parametrize("kind", [Gained, Shifted])
+def test_a_table_s_own_parameter_is_used_elsewhere_too(kind: type[nn.Embedding]) -> None:
+    check(net("before", kind), shared_gain, tp=2)
 
 
 def test_a_table_that_is_read_as_a_whole_is_refused() -> None:
