@@ -84,12 +84,17 @@ class Net(nn.Module):
         return WAYS[self.way](self, x, row)
 
 
+def flattened(row: Tensor) -> Tensor:
+    return row.flatten(0, 1).mean(-1, keepdim=True).expand(-1, 2).reshape(row.shape[0], -1, 2)[..., :1]
+
+
 WAYS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "before": lambda m, x, row: m.down(m.up(x + row).relu()),
     "behind": lambda m, x, row: m.down(m.up(x).relu()) + row,
     "scales features": lambda m, x, row: m.down(m.up(x).relu() * row.mean(-1, keepdim=True)),
     "is added to features": lambda m, x, row: m.down(m.up(x).relu() + row[..., :1]),
     "is compared with features": lambda m, x, row: m.down(torch.maximum(m.up(x), row.sum(-1, keepdim=True))),
+    "is flattened": lambda m, x, row: m.down(m.up(x).relu() * flattened(row)),
     "on both sides": lambda m, x, row: m.down(m.up(x + row).relu() * row.norm(dim=-1, keepdim=True)) + row,
 }
 

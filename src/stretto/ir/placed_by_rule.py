@@ -77,6 +77,7 @@ def with_parts(
     given: Sequence[Placement],
     specs: Sequence[TensorSpec],
     backward: bool = False,
+    exact: bool = True,
 ) -> tuple[Placement, ...]:
     parts = [at for at, p in enumerate(given) if p.kind == "part"]
     reasons: list[str] = []
@@ -88,7 +89,8 @@ def with_parts(
             reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
             continue
         other = _beside(rule, names, given, specs, label, blocks)
-        if other is None and backward:
+        # Where no shape of the model alone has chosen between places, only the thin one may be an addend.
+        if other is None and backward and (exact or specs[parts[0]].shape[dim] == blocks):
             other = _counted_by_each(rule, names, given, specs)
         if other is not None:
             reasons.append(other)
