@@ -42,7 +42,13 @@ from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
-from stretto.parallelize.expert_plan import ep_plan_of, experts_apart, experts_in, of_modules
+from stretto.parallelize.expert_plan import (
+    check_not_adapted,
+    ep_plan_of,
+    experts_apart,
+    experts_in,
+    of_modules,
+)
 from stretto.parallelize.expert_trial import ExpertTrial, part_of_experts, rows_by
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.parts import bounds
@@ -91,6 +97,7 @@ def expert_parallel(
     found = experts_in(model, plan)
     shards: dict[str, Shard] = {}
     for name in found:
+        check_not_adapted(modules, name)
         own_of = dict(modules[name].named_parameters(recurse=False))
         _agree(name, own_of)
         for key, parameter in own_of.items():
