@@ -127,7 +127,11 @@ def expert_parallel(
             "ep_overflow = 'drop' is about what finds no room in ep_buffer; without one there is room for "
             "all: drop it, or give ep_buffer = 2.0"
         )
-    trials = {name: ExpertTrial(model, name, size) for name in found if not _says_how(modules[name])}
+    trials: dict[str, ExpertTrial] = {}
+    for name in found:
+        if not _says_how(modules[name]):
+            served = (one for one in trials.values() if one.serves(modules[name]))
+            trials[name] = next(served, None) or ExpertTrial(model, name, size)
     return ExpertParallel(size, found, shards, buffer, slices, each_expert, fails, trials)
 
 
@@ -187,7 +191,7 @@ def _forward(module: nn.Module, how: ExpertParallel, trial: ExpertTrial | None) 
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
         weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
-        inside = trial is not None and trial.weighed(hidden_states, top_k_index) == "inside"
+        inside = trial is not None and trial.weighed(module, *given[:2]) == "inside"
         slots = own.slots(x_ND.shape[0]) if trial is None else None
         if slots is None:
             served = partial(_of_rows, own=of_rows, how=how)
