@@ -25,6 +25,7 @@ from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
+from stretto.runtime.failed_op import telling_what_op_failed
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
@@ -38,6 +39,7 @@ from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.whole_state import LeftKeys, entries_of, gather, put
+from stretto.verify import verify
 
 
 class Runner:
@@ -60,7 +62,8 @@ class Runner:
     on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
-    hold different copies of a value, or there is no compiler; RunError when a rank is lost.
+    hold different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
+    run; RunError when a rank is lost.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Runner:
     ) -> None:
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
+        if plan.edited:
+            verify(plan)
         self.plan = plan
         self.transport = transport if transport is not None else _default_transport(plan)
         self.rank = self.transport.rank
@@ -247,7 +252,11 @@ class Runner:
         if self._graph is not None and self._graph.records and self._last is not None:
             self._last = self.state.clock.read(self._last)  # not hours later, when they are asked for
         # The first step makes what is made on first use; threads among it would be of the lane's class.
-        with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
+        with (
+            telling_what_op_failed(self.rank) if self.plan.edited else nullcontext(),
+            self._metered(),
+            nullcontext() if self._last is None else self.transport.during_step(),
+        ):
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         self.state.watch.end()
         for k, grad in sorted(self.state.grads.items()):
