@@ -505,5 +505,5 @@ FREE = frozenset(
         *(exchanged, count),
     )
 )
-"""Edits that may make another step that is as sound as the first: another number, value, function or count, and
-the gradient of another parameter of the same shape."""
+"""Edits that may make another step that is as sound as the first: another number, value, function or count,
+and the gradient of another parameter of the same shape."""

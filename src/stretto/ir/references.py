@@ -151,16 +151,16 @@ def _job(found: _Found, job: Job) -> None:
     leaves = [name for name, _ in job.batch]
     for at, leaf in enumerate(job.whole):
         found.points(f"job.whole[{at}]", leaf, leaves, "the batch has no leaf {!r}")
-    one = job.count is None or job.mean_over is None
-    found.unless(one, "job.mean_over", "the loss has a count, so it is a sum and no mean")
+    mean = job.count is None or job.mean_over is None
+    found.unless(mean, "job.mean_over", "the loss has a count, so it is a sum and no mean")
     for key, count in (("count", job.count), ("mean_over", job.mean_over)):
         if count is not None:
             _count(found, job, f"job.{key}", count)
     _reads(found, job)
-    first = {parameter.name for parameter in job.parameters if parameter.tied_to == parameter.name}
+    firsts = {parameter.name for parameter in job.parameters if parameter.tied_to == parameter.name}
     for at, parameter in enumerate(job.parameters):
         what = "there is no parameter {!r} that is the first of its ties"
-        found.points(f"job.parameters[{at}].tied_to", parameter.tied_to, first, what)
+        found.points(f"job.parameters[{at}].tied_to", parameter.tied_to, firsts, what)
     held = [("parameters", "grads", p.stages, p.grads) for p in job.parameters]
     held += [("buffers", "updates", b.stages, b.updates) for b in job.buffers]
     for at, (kind, key, holders, values) in enumerate(held):
