@@ -30,8 +30,9 @@ def op_faults(plan: Plan) -> list[Fault]:
     """Every fault of what ops say of themselves. References must be sound."""
     found = [fault for stage in plan.job.stages for fault in _in_stage(plan.job, stage)]
     for key, count in (("count", plan.job.count), ("mean_over", plan.job.mean_over)):
-        for op in count.ops if count is not None else ():
-            found += [Fault(None, f"job.{key}, {op.name}", what, AGAIN) for what in _said(op, {})]
+        made = {op.name: op for op in count.ops} if count is not None else {}
+        for op in made.values():
+            found += [Fault(None, f"job.{key}, {op.name}", what, AGAIN) for what in _said(op, made)]
     return found
 
 
