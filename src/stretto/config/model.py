@@ -76,7 +76,8 @@ class MoESettings(DecoderSettings):
     experts: int = Field(default=8, ge=2)
     """Experts of a block."""
     top_k: int = Field(default=2, ge=1)
-    """Experts that a token goes to."""
+    """Experts that a token goes to. The weights of several sum to 1, the weight of one is its probability, as
+    in Switch Transformers."""
     expert_ratio: float = Field(default=4.0, gt=0)
     """Width of an expert over `hidden`."""
     capacity_factor: float = Field(default=1.25, ge=0)

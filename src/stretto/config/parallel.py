@@ -81,11 +81,12 @@ class ParallelSettings(Settings):
     ep_plan: dict[str, str] | None = None
     """Which modules hold experts, where the model has no plan of its own: a pattern of module names
     ("layers.*.mlp.experts", where * is one part of a name) and "experts"."""
-    ep_buffer: float = Field(default=2.0, ge=1)
-    """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
+    ep_buffer: float | None = Field(default=None, ge=1)
+    """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own. None
+    is room for all, which is `ep` times the mean; a run's table of loads says how much was needed."""
     ep_overflow: Literal["error", "drop"] = "error"
-    """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped, as
-    an evaluation does either way."""
+    """What becomes of rows beyond `ep_buffer`: the step fails and says what it needs, or they are dropped,
+    as an evaluation does either way."""
     ampipe_degree: Annotated[int | Literal["auto"], _count_or_auto("chunks")] = 1
     """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
     runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what

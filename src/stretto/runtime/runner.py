@@ -29,7 +29,7 @@ from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
-from stretto.runtime.observed import observed
+from stretto.runtime.observed import check_room, observed
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
 from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.ranges import Ranges
@@ -256,6 +256,7 @@ class Runner:
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
+        check_room(self.plan, self.transport, self.state.watch)
         trained = [k for k in sorted(grads) if self.held.parameters[k].requires_grad]  # not frozen since
         accumulate([self.held.parameters[k] for k in trained], [grads[k] for k in trained])
         for k in trained:
