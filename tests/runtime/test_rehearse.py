@@ -112,9 +112,7 @@ def test_a_step_that_never_ends_is_refused_before_it_begins(kind: str) -> None:
             collectives=dict.fromkeys(costs.collectives, CollectiveCost(Curve(((0.0, 1e15),)))),
         ),
     }
-    with pytest.raises(
-        stretto.StrettoError, match=r"at most 3,600 s can be rehearsed.* plan again"
-    ) as caught:
+    with pytest.raises(stretto.StrettoError, match=r"3,600 s can be rehearsed.* plan again") as caught:
         rehearse(replace(plan, costs=changed[kind]), 0)
     if kind == "op":
         assert f"{name!r} of stage 1, 1,000,000,000 s" in str(caught.value)
