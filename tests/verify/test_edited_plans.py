@@ -270,8 +270,11 @@ def test_a_plan_writes_no_file(plans: dict[str, Data], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (lambda job: job.update(axes=[["dp", 10**9]]), "ranks; a plan has at most 1,048,576"),
-        (lambda job: job.update(axes=[["dp", 2**15], ["tp", 2**15]]), "ranks; a plan has at most 1,048,576"),
+        (lambda job: job.update(axes=[["dp", 10**9]]), "ranks; at most 1,048,576 are planned for"),
+        (
+            lambda job: job.update(axes=[["dp", 2**15], ["tp", 2**15]]),
+            "ranks; at most 1,048,576 are planned for",
+        ),
         (lambda job: job["parameters"][0].update(spec="load[2,2]"), "there is no dtype 'load'; known are"),
         (lambda job: job["parameters"][0].update(spec="float64[8,8]{1}"), "2 dims have 1 strides"),
         (

@@ -13,9 +13,6 @@ from itertools import product
 
 from stretto.ir.axes import PIPELINE
 
-MOST_RANKS = 2**20
-"""No run has more; work grows with it, and a plan file may name any size."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

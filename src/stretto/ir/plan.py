@@ -42,7 +42,7 @@ unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfe
 processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
 window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step; 17 has
 metrics; 18 says what a schedule was chosen from; 19 has a device's
-peak rate; 20 has digests of what is computed."""
+peak rate; 20 has the optimizer whose state a rank's memory holds, and digests of what is computed."""
 
 
 class ItemKind(StrEnum):
@@ -303,6 +303,9 @@ class Plan:
         def by(figure: str) -> str:
             return f"  {f'{figure} by {self.counted}':17}"
 
+        fullest, parts = found.fullest()
+        each = ", ".join(f"{part} {nbytes / 2**20:.0f}" for part, nbytes in parts.items())
+        of_it = f"  of rank {f'{fullest}':9}{each} MiB (optimizer: {self.job.optimizer})"
         axes = {axis: us for axis, us in found.exposed_axis_us.items() if sum(us) or found.hidden(axis)}
         exposed = [f"{by('exposed')}{ms(each)} ms ({axis})" for axis, each in axes.items()]
         shares = [(axis, found.hidden(axis)) for axis in found.comm_axis_us]
@@ -323,6 +326,7 @@ class Plan:
                 f"  overlap          {self.overlap}" + (f": {self.overlap_why}" if self.overlap_why else ""),
                 f"{by('bubble')}{ms(found.bubble_us)} ms",
                 f"{by('peak')}{', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
+                *([of_it] if parts else []),
                 f"  lower bound      {found.bound_us / 1000:.1f} ms: {found.binds}",
                 f"  gap              {beside_bound(found.step_us, found.bound_us)}",
             )
