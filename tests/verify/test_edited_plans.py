@@ -299,11 +299,11 @@ def test_what_is_bounded_where_a_plan_is_read(plans: dict[str, Data], edit: Edit
 
 @pytest.mark.parametrize("name", ["tensor parallel", "batch norm"])
 def test_some_random_edits_are_refused_or_the_same_step(name: str) -> None:
-    found = list(outcomes(name, list(range(2 * len(EDITS)))))
+    found = list(outcomes(name, list(range(len(EDITS)))))
     wrongs = [one for one in found if wrong(one)]
     assert not wrongs, "\n".join(map(str, wrongs))
     assert {one["default"] for one in found} <= {"refused", "same", "none"}
-    assert sum(one["declared"] in ("refused", "stopped") for one in found) > len(EDITS)
+    assert sum(one["declared"] in ("refused", "stopped") for one in found) > len(EDITS) // 2
 
 
 @pytest.mark.slow
