@@ -45,6 +45,16 @@ def is_finished(run_dir: Path, steps: int) -> bool:
         return False
 
 
+def report_again(run_dir: Path) -> bool:
+    """Write the report of a run that has left its summary and was killed before its report; whether there was
+    such a run. Raises StrettoError when it cannot be written."""
+    if not (run_dir / SUMMARY).is_file() or (run_dir / REPORT).exists():
+        return False
+    with writing(run_dir):
+        write_file(run_dir / REPORT, render(load_run(run_dir)))
+    return True
+
+
 def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()) -> Path | None:
     """Put what an earlier run left here into a folder of its own, before this one writes its own; None if it
     left neither lines nor a summary. moved, copied: names in the folder. Raises StrettoError."""
@@ -85,4 +95,4 @@ def end_run(
         if seen is not None:
             OBSERVED.save(seen, run_dir / SEEN)
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        write_file(run_dir / REPORT, render(load_run(run_dir)))
+    report_again(run_dir)
