@@ -1,12 +1,12 @@
-"""Kills, terminations and stops of a run anywhere: each ends soon, leaves nothing, and is gone on from to the bit.
+"""Kills, terminations and stops of a run anywhere: it ends soon, leaves no process, and resumes to the bit.
 
     PYTHONPATH=. python -m tests.train.kill_anywhere --count 60 --seed 0 --at-once 2 --folder /tmp/kills
 
 1. One undisturbed run of each example, shortened, on a little text.
-2. Each case draws a run, a signal, a phase, a moment in it and who gets the signal, all from the seed and its
-   number. A stopped launcher that has no ranks yet is continued: nobody else could end it.
-3. The run must end within `LIMIT_S` with all its processes and without a traceback. Started again, it must come
-   to its end with the losses, gradient norms, held-out losses, parameters and optimizer state of the
+2. Each case draws a run, a signal, a phase, a moment in it and who gets the signal, all from the seed and
+   its number. A stopped launcher that has no ranks is continued: nobody else could end it.
+3. The run must end within `LIMIT_S` with all its processes and without a traceback. Started again, it must
+   come to its end with the losses, gradient norms, held-out losses, parameters and optimizer state of the
    undisturbed run, and a report.
 
 Prints a table; the exit status says whether all were right.
@@ -185,8 +185,8 @@ class Drive:
         when = f"{case.phase}{'' if reached else ' (over)'} + {case.wait_s:.2f} s"
         verdict = "; ".join(faults) or "same bits, report"
         return (
-            f"| {case.number} | {case.run} | {case.signum.name} | {case.victim} | {when} | {process.returncode} "
-            f"| {took_s:.1f} | {done} | {verdict} | {last[:90]} |"
+            f"| {case.number} | {case.run} | {case.signum.name} | {case.victim} | {when} "
+            f"| {process.returncode} | {took_s:.1f} | {done} | {verdict} | {last[:90]} |"
         )
 
     def began(self, case: Case, name: str, config: Path) -> Callable[[], bool]:

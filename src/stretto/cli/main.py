@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from stretto.cli.signals import Stops
 from stretto.errors import StoppedError, StrettoError
 from stretto.train.launched import is_launched
 
@@ -70,10 +71,13 @@ class LazyGroup(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        if is_launched():  # its launcher ends a rank, which then has nothing to say, at once
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
-            raise StoppedError("interrupted") from None
+        with Stops() as stops:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
+                raise StoppedError("interrupted", stops.status) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         # The listing must not import every command's module, so it is written from the table.
@@ -99,8 +103,8 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line; the process ends with status 0, 1 (failed or refused), 2 (wrong usage) or
-    130 (Ctrl-C)."""
+    """Run the command line; the process ends with status 0, 1 (failed or refused), 2 (wrong usage),
+    130 (Ctrl-C) or 143 (SIGTERM)."""
     status: Any = 0
     try:
         try:

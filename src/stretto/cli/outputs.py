@@ -1,9 +1,12 @@
-"""Files that commands write: checked before the work begins, and named in one line when they fail."""
+"""What commands write: files are checked before the work begins, and written before anything is printed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+import typer
 
 from stretto.errors import UsageError
 
@@ -23,6 +26,20 @@ def check_output(option: str, path: Path | None) -> None:
         trouble = f"is no path: {error}"
     if trouble:
         raise UsageError(f"{option} {path}: {trouble}; nothing was begun")
+
+
+def write_and_tell(write: Callable[[], object], tell: Callable[[], object]) -> None:
+    """Write files, then print: whichever of the two fails, the other is done. A reader that has seen enough
+    (`| head`) costs no file, and a full disk no table."""
+    try:
+        write()
+    finally:
+        tell()
+
+
+def echo_file(text: str) -> None:
+    """Print what is a file's content, as UTF-8 whatever the terminal's encoding is."""
+    typer.echo(text.encode(), nl=False)
 
 
 def _trouble(path: Path) -> str | None:

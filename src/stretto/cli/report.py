@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.timeline import Timeline
@@ -55,10 +55,13 @@ def run(
         raise UsageError(f"--output {output}: its suffix says the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
     found = load_run(path)
-    if output is not None:
-        with saving(output):
-            writers[output.suffix](found, output)
-    _print(found)
+
+    def write() -> None:
+        if output is not None:
+            with saving(output):
+                writers[output.suffix](found, output)
+
+    write_and_tell(write, lambda: _print(found))
     if output is not None:
         left_out = ops_left_out(_timelines(found), found.plan) if output.suffix == TRACE else ""
         Console().print(f"wrote {output}{left_out}", highlight=False, soft_wrap=True)
