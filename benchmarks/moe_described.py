@@ -82,7 +82,7 @@ def main(microbatches: int = 4) -> None:
         return row(name, stretto.plan(job, CLUSTER, overlap=overlap))
 
     every = captured(microbatches, ampipe_degree="auto")
-    one, (two, four) = replace(every, in_chunks=()), every.in_chunks
+    one, (two, four) = replace(every, forms=()), every.forms
     sliced = partial(captured, microbatches, pipe_experts_multi_data=2)
     ours("serial", one, "off")
     ours("within each action", one, "local")

@@ -4,7 +4,7 @@
 
 1. One undisturbed run of each example, shortened, on a little text.
 2. Each case draws a run, a signal, a phase, a moment in it and who gets the signal, all from the seed and
-   its number. A stopped launcher that has no ranks is continued: nobody else could end it.
+   its number. A stopped launcher that has no ranks is then terminated and continued: nobody else could.
 3. The run must end within `LIMIT_S` with all its processes and without a traceback. Started again, it must
    come to its end with the losses, gradient norms, held-out losses, parameters and optimizer state of the
    undisturbed run, and a report.
@@ -30,12 +30,14 @@ from pathlib import Path
 from threading import Lock
 
 import torch
-from tests.train.tiny import environment, ranks_of, write_text
+from tests.train.tiny import environment, ranks_of, run_ranks, write_text
 
+from stretto.report.html import REPORT
+from stretto.report.rundir import SUMMARY
 from stretto.saving.tensors import stored_in
 from stretto.train.checkpoint import read_tensors
 from stretto.train.checkpoint_files import latest_in
-from stretto.train.run_files import METRICS, REPORT, SUMMARY
+from stretto.train.run_files import METRICS
 from stretto.train.stopped import state_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -105,7 +107,7 @@ class Drive:
         self.folder = folder.absolute()
         self.text = write_text(self.folder / "text")
         self.wrong: list[str] = []
-        self._lock = Lock()
+        self._lock, self._forks = Lock(), Lock()
 
     def config(self, name: str, run: str) -> Path:
         """A settings file whose run goes to `name` in the folder."""
@@ -113,18 +115,21 @@ class Drive:
         path.write_text((EXAMPLES / f"{run}.toml").read_text(encoding="utf-8"), encoding="utf-8")
         return path
 
-    def start(self, name: str, config: Path, cache: str = "cache") -> subprocess.Popen[bytes]:
-        """The run as a process, which says what it does in `name`.log."""
+    def command(self, name: str, config: Path, cache: str) -> list[str]:
+        """What trains."""
         changes = [
             *SHORT,
             f"data.paths={json.dumps([str(self.text)])}",
             f"data.cache_dir={self.folder / cache}",
             f"output.run_dir={self.folder / name}",
         ]
-        sets = [word for change in changes for word in ("--set", change)]
+        return ["train", str(config), *(word for change in changes for word in ("--set", change))]
+
+    def start(self, name: str, config: Path, cache: str = "cache") -> subprocess.Popen[bytes]:
+        """The run as a process, which says what it does in `name`.log."""
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "stretto", "train", str(config), *sets],
+                [sys.executable, "-m", "stretto", *self.command(name, config, cache)],
                 env=environment(XDG_CACHE_HOME=str(self.folder / cache)),
                 stdout=log,
                 stderr=log,
@@ -158,6 +163,7 @@ class Drive:
             if ranks_of(config):
                 return False
             if process.poll() is None and (state_of(process.pid) or "")[:1] == ("T",):
+                process.send_signal(signal.SIGTERM)
                 process.send_signal(signal.SIGCONT)
             return process.poll() is not None
 
@@ -172,11 +178,7 @@ class Drive:
         text = log.read_text(encoding="utf-8", errors="replace")
         last = text.strip().splitlines()[-1].strip() if text.strip() else ""
         done = len(steps_of(self.folder / name))
-        again = self.start(name, config)
-        if not wait(lambda: again.poll() is not None, 300.0):
-            again.kill()
-        if again.wait() != 0:
-            faults.append(f"started again it ended with {again.returncode}")
+        faults += self.resume(name, config)
         if b"Traceback" in log.read_bytes():
             faults.append("a traceback")
         faults += self.differs(name, case.run)
@@ -188,6 +190,15 @@ class Drive:
             f"| {case.number} | {case.run} | {case.signum.name} | {case.victim} | {when} "
             f"| {process.returncode} | {took_s:.1f} | {done} | {verdict} | {last[:90]} |"
         )
+
+    def resume(self, name: str, config: Path) -> list[str]:
+        """The two ranks go on, without a launcher, as forks; what was wrong."""
+        command = self.command(name, config, "cache")
+        with self._forks:
+            ended = run_ranks(command, command, XDG_CACHE_HOME=str(self.folder / "cache"))
+        with (self.folder / f"{name}.log").open("a", encoding="utf-8") as log:
+            log.writelines(text for _, *texts in ended for text in texts)
+        return [f"gone on with, rank {rank} ended with {one[0]}" for rank, one in enumerate(ended) if one[0]]
 
     def began(self, case: Case, name: str, config: Path) -> Callable[[], bool]:
         """Whether the phase of the case has begun."""

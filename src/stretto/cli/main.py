@@ -15,6 +15,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from stretto.cli.outputs import printable
 from stretto.cli.signals import Stops
 from stretto.errors import StoppedError, StrettoError
 from stretto.train.launched import is_launched
@@ -50,6 +51,10 @@ class LazyGroup(TyperGroup):
 
     listing = False
     """Whether names alone are asked for, as where a shell completes one."""
+
+    def main(self, *given: Any, **named: Any) -> Any:
+        with printable():
+            return super().main(*given, **named)
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)

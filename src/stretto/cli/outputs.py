@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
 
 from stretto.errors import UsageError
+
+LEAST_COLUMNS = 60
+"""Tables and timelines are made for no fewer: a narrower terminal breaks their lines itself. Assumed."""
+
+
+@contextmanager
+def printable() -> Iterator[None]:
+    """While it lasts, what a command prints fits every terminal: characters that the output's encoding lacks
+    become question marks, and no table is made for fewer columns than it can be drawn in."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    before = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns < LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(LEAST_COLUMNS)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["COLUMNS"] = before
+        else:
+            os.environ.pop("COLUMNS", None)
 
 
 def check_output(option: str, path: Path | None) -> None:

@@ -17,13 +17,14 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
+from stretto.report.html import REPORT
 from stretto.report.load import load_grid
 from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
 from stretto.train.metrics import speed_line
 from stretto.train.progress import duration
-from stretto.train.run_files import REPORT, TRACE, end_run
+from stretto.train.run_files import TRACE, end_run
 from stretto.train.task import Task
 from stretto.train.whole import load_whole
 

@@ -18,16 +18,14 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.figures import FIGURES, Figures
-from stretto.report.html import render
+from stretto.report.html import REPORT, lacks_page, write_page
 from stretto.report.jsonfile import OBSERVED
-from stretto.report.rundir import load_run
+from stretto.report.rundir import SUMMARY, load_run
 from stretto.simulate import simulate
 from stretto.train.checkpoint_files import earlier_in
 from stretto.train.metrics import writing
 
 TRACE = "trace.perfetto-trace"
-REPORT = "report.html"
-SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 SEEN = "observed.json"
 RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT)
@@ -46,12 +44,12 @@ def is_finished(run_dir: Path, steps: int) -> bool:
 
 
 def report_again(run_dir: Path) -> bool:
-    """Write the report of a run that has left its summary and was killed before its report; whether there was
-    such a run. Raises StrettoError when it cannot be written."""
-    if not (run_dir / SUMMARY).is_file() or (run_dir / REPORT).exists():
+    """Write the report of a run that was killed between its summary and its report; whether it was. Raises
+    StrettoError when it cannot be written."""
+    if not lacks_page(run_dir):
         return False
     with writing(run_dir):
-        write_file(run_dir / REPORT, render(load_run(run_dir)))
+        write_page(load_run(run_dir))
     return True
 
 
@@ -95,4 +93,4 @@ def end_run(
         if seen is not None:
             OBSERVED.save(seen, run_dir / SEEN)
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-    report_again(run_dir)
+        write_page(load_run(run_dir))

@@ -33,6 +33,7 @@ from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
 from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
+from stretto.report.html import REPORT
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.train import checkpoint
@@ -54,7 +55,6 @@ from stretto.train.reuse import kept_by
 from stretto.train.run_files import (
     BEGINNING,
     METRICS,
-    REPORT,
     RESULTS,
     begin_run,
     is_finished,
