@@ -29,7 +29,7 @@ def until(done: Callable[[], bool], within_s: float = 60.0) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "LOST_AFTER_S", 0.3)
+    monkeypatch.setattr(stopped, "STOPPED_S", 0.3)
     monkeypatch.setattr(stopped, "WATCH_S", 0.02)
 
 
@@ -52,7 +52,7 @@ def test_the_launcher_ends_a_stopped_rank_and_names_its_phase(tmp_path: Path) ->
 
 
 def test_a_rank_that_is_continued_soon_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "LOST_AFTER_S", 60.0)
+    monkeypatch.setattr(stopped, "STOPPED_S", 60.0)
     rank = subprocess.Popen(["sleep", "60"], env={"RANK": "0"})
     try:
         with stopped.watching_ranks(tmp_path):
@@ -71,7 +71,7 @@ RANK = """
     from stretto.train import stopped
     from stretto.train.launched import tell_phase
 
-    stopped.LOST_AFTER_S, stopped.WATCH_S = 0.3, 0.02
+    stopped.STOPPED_S, stopped.WATCH_S = 0.3, 0.02
     stopped.watch_launcher()
     tell_phase("loading PyTorch")
     print("begun", flush=True)

@@ -6,7 +6,9 @@ library. Errors that a user can mend end with one message and status 1 or 2, nev
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import os
 import sys
 from importlib import import_module, metadata
@@ -110,6 +112,8 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main() -> None:
     """Run the command line; the process ends with status 0, 1 (failed or refused), 2 (wrong usage),
     130 (Ctrl-C) or 143 (SIGTERM)."""
+    # The process ends: what the interpreter would collect, some seconds long, the system takes back anyway.
+    atexit.register(gc.freeze)
     status: Any = 0
     try:
         try:

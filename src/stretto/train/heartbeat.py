@@ -21,10 +21,12 @@ from datetime import timedelta
 
 from stretto.train.launched import this_phase
 from stretto.train.lost import keeps_store_elsewhere
-from stretto.train.stopped import LOST_AFTER_S
 from stretto.train.world import World
 
 BEAT_S = 5.0
+LOST_AFTER_S = 40.0
+"""After so long without a beat a rank is lost. Assumed: no thread of a living process waits so long for the
+interpreter. With a beat, and what it takes to end, the run is over within a minute."""
 STORE_S = 10.0
 """How long the store may take to answer; one that does not is taken for lost with the rank that keeps it."""
 _DONE = b"done"

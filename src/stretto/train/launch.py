@@ -181,7 +181,10 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
             f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}",
         )
     if notes:
-        return notes[0].status, f"stretto: {notes[0].message}. {rest}"
+        first = notes[0]
+        ended = f"rank {first.rank} was ended by {first.message} after step {step}"
+        said = ended if first.cause is Cause.INTERRUPTED else first.message
+        return first.status, f"stretto: {said}. {rest}"
     return 1, f"stretto: the ranks ended, and none said why. {rest}"
 
 

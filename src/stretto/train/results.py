@@ -17,16 +17,18 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
-from stretto.report.html import REPORT
+from stretto.report.html import REPORT, lacks_page, write_page
 from stretto.report.load import load_grid
+from stretto.report.rundir import load_run
 from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
-from stretto.train.metrics import speed_line
+from stretto.train.metrics import speed_line, writing
 from stretto.train.progress import duration
 from stretto.train.run_files import TRACE, end_run
 from stretto.train.task import Task
 from stretto.train.whole import load_whole
+from stretto.train.world import World
 
 LARGEST_SAMPLED_BYTES = 2 * 1000**3
 """A model above this is not built on one rank just for a report: it may not fit beside the stages."""
@@ -84,6 +86,15 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
         note = " (open it at https://ui.perfetto.dev)" if what == "trace" else ""
         say(f"{what:<11}{path}{note}")
     say(f"done in {duration(time.time() - results.started_at_s)}")
+
+
+def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Rank 0 writes the report of a run that was killed between its summary and its report. Raises
+    StrettoError when it cannot be written."""
+    if world.rank == 0 and lacks_page(run_dir):
+        with writing(run_dir):
+            write_page(load_run(run_dir))
+        say(f"the run had ended before its report: {run_dir / REPORT} is made now")
 
 
 def _print_seen(results: Results) -> None:

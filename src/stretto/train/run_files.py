@@ -18,7 +18,7 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.figures import FIGURES, Figures
-from stretto.report.html import REPORT, lacks_page, write_page
+from stretto.report.html import REPORT, write_page
 from stretto.report.jsonfile import OBSERVED
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.simulate import simulate
@@ -41,16 +41,6 @@ def is_finished(run_dir: Path, steps: int) -> bool:
         return int(summary["steps"]) >= steps
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def report_again(run_dir: Path) -> bool:
-    """Write the report of a run that was killed between its summary and its report; whether it was. Raises
-    StrettoError when it cannot be written."""
-    if not lacks_page(run_dir):
-        return False
-    with writing(run_dir):
-        write_page(load_run(run_dir))
-    return True
 
 
 def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()) -> Path | None:

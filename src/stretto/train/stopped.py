@@ -3,7 +3,7 @@
 A stopped process keeps its connections open, and can end by no signal but SIGKILL. From the start of each
 rank to its end, steps or not:
 
-    1. The launcher looks at its ranks. It kills one that is stopped for `LOST_AFTER_S`, and leaves a note
+    1. The launcher looks at its ranks. It kills one that is stopped for `STOPPED_S`, and leaves a note
        that says in which phase the rank was.
     2. Each rank looks at its launcher. If that is gone, the rank ends at once. If it is stopped for so
        long, the rank leaves a note, continues the launcher, which tells the note, and ends.
@@ -25,19 +25,19 @@ from pathlib import Path
 from stretto.train.launched import LAUNCHER_PID, phase_of, this_phase
 from stretto.train.notes import Cause, Note, leave_note
 
-LOST_AFTER_S = 40.0
-"""After so long without a sign of life a process is lost. Assumed: no thread of a living process waits so
-long for the interpreter. With what it takes to end, a run that has lost a process is over within a minute."""
+STOPPED_S = 30.0
+"""How long a process may be stopped. With what it takes to end on a busy machine, the run is over within a
+minute."""
 WATCH_S = 1.0
 """How often they look at each other."""
 PROC = Path("/proc")
 
 
-def lost_words(rank: int, phase: str) -> str:
-    """What to say of a rank that gives no sign of life. phase: what it was at."""
+def lost_words(rank: int, for_s: float, phase: str) -> str:
+    """What to say of a rank that gives no sign of life for so long. phase: what it was at."""
     at = f" (phase: {phase})" if phase else ""
     return (
-        f"rank {rank} has given no sign of life for {LOST_AFTER_S:.0f} s; it was stopped, or its machine "
+        f"rank {rank} has given no sign of life for {for_s:.0f} s; it was stopped, or its machine "
         f"hangs{at}. Look at it; resume from the last checkpoint"
     )
 
@@ -75,8 +75,8 @@ def watching_ranks(folder: Path) -> Iterator[None]:
             stopped, now = stopped_ranks(os.getpid()), time.monotonic()
             since = {rank: since.get(rank, now) for rank in stopped}
             for rank, pid in stopped.items():
-                if now - since[rank] > LOST_AFTER_S:
-                    words = lost_words(rank, phase_of(folder, rank))
+                if now - since[rank] > STOPPED_S:
+                    words = lost_words(rank, STOPPED_S, phase_of(folder, rank))
                     leave_note(Note(rank, Cause.LOST, words, 1, 0, time.time(), rank), folder)
                     with suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
@@ -107,9 +107,9 @@ def _watch_launcher(launcher: int) -> None:
             since_s = None
             continue
         since_s = time.monotonic() if since_s is None else since_s
-        if time.monotonic() - since_s > LOST_AFTER_S:
+        if time.monotonic() - since_s > STOPPED_S:
             words = (
-                f"the launcher (process {launcher}) was stopped for {LOST_AFTER_S:.0f} s, and the ranks have "
+                f"the launcher (process {launcher}) was stopped for {STOPPED_S:.0f} s, and the ranks have "
                 f"ended (phase: {this_phase()})"
             )
             rank = int(os.environ.get("RANK", "0"))

@@ -33,7 +33,6 @@ from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
 from stretto.parallelize.layout import chunks_of
 from stretto.planning.make_plan import plan as make_plan
-from stretto.report.html import REPORT
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.train import checkpoint
@@ -50,17 +49,9 @@ from stretto.train.lr import learning_rate
 from stretto.train.metrics import Metrics, observed_line, speed_line
 from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress
-from stretto.train.results import Results, finish
+from stretto.train.results import Results, finish, report_again
 from stretto.train.reuse import kept_by
-from stretto.train.run_files import (
-    BEGINNING,
-    METRICS,
-    RESULTS,
-    begin_run,
-    is_finished,
-    keep_earlier,
-    report_again,
-)
+from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
 from stretto.train.shared import check_shared, take_folders
 from stretto.train.starting import Starting
 from stretto.train.task import Task
@@ -156,6 +147,7 @@ class Trainer:
             for line in check(*found, settings, task):
                 say(f"note: {line}")
         if self._is_finished(found):
+            report_again(self.world, settings.run_dir, say)
             say(
                 f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
                 "training.steps higher to go on, start anew with --no-resume, which keeps what is there, or "
@@ -242,13 +234,10 @@ class Trainer:
         return task
 
     def _is_finished(self, found: Checkpoint | None) -> bool:
-        """Whether this very run has done all its steps and said how it ended, as rank 0 sees it. If it was
-        killed before its report, rank 0 makes that."""
+        """Whether this very run has done all its steps and said how it ended, as rank 0 sees it."""
         settings, steps = self.settings, self.settings.training.steps
         own = found is not None and found[1].parent.absolute() == settings.checkpoint_dir.absolute()
         done = own and found is not None and found[0].step >= steps and is_finished(settings.run_dir, steps)
-        if done and self.world.rank == 0 and report_again(settings.run_dir):
-            self.progress.say(f"the run had ended before its report: {settings.run_dir / REPORT} is made now")
         return self.world.all_gather(done)[0]
 
     def _keep_earlier(self, found: Checkpoint | None) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from stretto.config import TrainSettings
 from stretto.train.checkpoint_files import what_is_left
+from stretto.train.heartbeat import LOST_AFTER_S
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere, wait_for_askers
 from stretto.train.notes import Cause, Note, leave_note, note_of
@@ -55,7 +56,7 @@ def work(settings: TrainSettings, starting: Starting | None = None) -> int:
 
     def missed(rank: int, phase: str) -> None:
         # Another thread's view, too: the main one waits for a rank that gives no sign of life.
-        message = f"rank {place.rank}: {lost_words(rank, phase)}"
+        message = f"rank {place.rank}: {lost_words(rank, LOST_AFTER_S, phase)}"
         note = Note(place.rank, Cause.LOST, message, 1, trainer.step, time.time(), rank)
         _end(trainer.world, trainer, note)
 
