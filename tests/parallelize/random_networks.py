@@ -10,6 +10,7 @@ description from which a failing one can be written down as a script.
        any dims, writes in place, shapes in numbers and factories, ties, modules that are called twice.
     3. One op, or one style, of a tame network is another as well: what is nearly right is where proofs fail.
     4. Networks for sequence parallelism have a list of blocks of these; the same is done to their code.
+    5. Some of the others have own modules of experts, which ranks share (`random_experts`).
 
 Everything follows from the seed.
 """
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallelize.random_code import HIDDEN, LENGTH, LINEAR, ROWS, VOCAB, Drawing, Value
+from tests.parallelize.random_experts import shares_experts, with_mixture
 from tests.parallelize.random_lines import ALONG, HEADED, HEADLESS, LAST, NAMES, POINTWISE, Coded, compiled
 
 
@@ -85,6 +87,7 @@ def _attempt(draw: Random, seed: int) -> Network | None:
     parallel["microbatches"] = draw.choice((1, 2)) if parallel["pp"] == 1 else 2
     if sequence:
         parallel["sequence_parallel"] = True
+    shares_experts(seed, parallel)
     torch.manual_seed(seed)
     rows = ROWS * parallel["microbatches"] * parallel["dp"]
     generator = torch.Generator().manual_seed(seed)
@@ -158,6 +161,10 @@ def _drawn(
             return None
     else:
         end = net.body(draw.choice((1, 2, 2, 3)))
+        if "ep" in parallel:
+            end = with_mixture(net, end)
+            if end is None:
+                return None
     loss: list[str] = []
     if draw.random() < 0.55 or sequence:
         if draw.random() < 0.3 and not sequence:

@@ -75,6 +75,17 @@ def flatten(batch: Any) -> dict[str, torch.Tensor]:
     return leaves
 
 
+def check_no_gradient(name: str, leaf: torch.Tensor) -> None:
+    """Raises UsageError for a leaf that waits for a gradient: a step gives gradients to parameters alone."""
+    if leaf.requires_grad:
+        raise UsageError(
+            f"batch leaf {name!r} requires a gradient, and a step gives none to its batch: detach it "
+            "(x.detach()). What is trained belongs in the model, as a parameter or as the module that makes "
+            "the leaf; for a gradient that the loss needs, call torch.autograd.grad within the loss, at "
+            "x.detach().requires_grad_()"
+        )
+
+
 def whole_leaves(batch: Any) -> tuple[str, ...]:
     """Names of the leaves that are marked with `whole`, in the order of `flatten`."""
     return tuple(path for path, item in _leaves(batch) if isinstance(item, Whole))

@@ -17,7 +17,7 @@ asks for the type of its tensors' device is told "cpu"."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -31,6 +31,9 @@ from stretto.ir.program import GETITEM, Op, TensorSpec
 from stretto.parallelize.lower_right_adapter import HALF, heads_fit
 
 _aten: Any = torch.ops.aten
+
+MODE_MAX = 2
+"""Of an embedding bag: each bag's greatest elements."""
 
 
 class CudaChoices(TorchFunctionMode):
@@ -81,17 +84,32 @@ def _attention(
     return cast(Tensor, made)
 
 
-def with_cuda_results(ops: Iterable[Op]) -> Iterator[Op]:
-    """The ops, with results as CUDA's kernels make them where those of a CPU have another dtype."""
-    norms: set[str] = set()
+def with_cuda_results(ops: Iterable[Op], given: Mapping[str, TensorSpec]) -> Iterator[Op]:
+    """The ops, with results as CUDA's kernels make them where those of a CPU differ: statistics of layer
+    norms in float32, of batch norm in evaluation, what an embedding bag keeps. given: specs of inputs."""
+    specs: dict[str, TensorSpec | None] = dict(given)
+    changed: dict[str, tuple[TensorSpec | None, ...]] = {}
     for op in ops:
+        result, *kept = op.outputs
         if op.target == "aten.native_layer_norm.default":
-            norms.add(op.name)
-            result, *statistics = op.outputs
-            op = replace(op, outputs=(result, *(_float32(spec) for spec in statistics)))
-        elif op.target == GETITEM and op.args[0].name in norms and op.args[1] > 0:
-            op = replace(op, outputs=tuple(_float32(spec) for spec in op.outputs))
+            changed[op.name] = (result, *map(_float32, kept))
+        elif op.target == "aten._native_batch_norm_legit_no_training.default" and result is not None:
+            changed[op.name] = (result, *(_shaped(spec, result.shape[1:2]) for spec in kept))
+        elif op.target.startswith("aten._embedding_bag") and len(kept) == 3:
+            ids = specs[op.args[1].name]
+            largest = kept[2] if MODE_MAX in op.args[4:5] else _shaped(kept[2], (0,))
+            changed[op.name] = (result, ids and _shaped(kept[0], ids.shape), kept[1], largest)
+        elif op.target == GETITEM and op.args[0].name in changed:
+            changed[op.name] = (changed[op.args[0].name][op.args[1]],)
+        if op.name in changed:
+            op = replace(op, outputs=changed[op.name])
+        if len(op.outputs) == 1:
+            specs[op.name] = op.outputs[0]
         yield op
+
+
+def _shaped(spec: TensorSpec | None, shape: tuple[int, ...]) -> TensorSpec | None:
+    return None if spec is None else replace(spec, shape=shape)
 
 
 def _float32(spec: TensorSpec | None) -> TensorSpec | None:

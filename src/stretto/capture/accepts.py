@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from stretto.batch import tree
 from stretto.errors import CaptureError, UsageError
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FullyShardedDataParallel)
@@ -36,8 +37,7 @@ def check_model(model: nn.Module) -> None:
                 "parameter of its own (nn.Parameter(value.detach())), or compute it in the forward",
             )
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if nn.parameter.is_lazy(buffer):
-            _check_tensor(model, f"buffer {name!r}", buffer)
+        _check_tensor(model, f"buffer {name!r}", buffer)
 
 
 def check_batch(leaves: Mapping[str, Tensor]) -> None:
@@ -49,6 +49,7 @@ def check_batch(leaves: Mapping[str, Tensor]) -> None:
                 f"batch leaf {name!r} is a {kind} tensor, which a plan does not have: give a dense one "
                 "(to_dense(), to_padded_tensor(0.0) with a mask)"
             )
+        tree.check_no_gradient(name, leaf)
 
 
 def _check_tensor(model: nn.Module, what: str, tensor: Tensor) -> None:
@@ -60,7 +61,9 @@ def _check_tensor(model: nn.Module, what: str, tensor: Tensor) -> None:
         )
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise _refused(
-            model, f"{what} is a sparse or nested tensor, which a plan does not have: make it dense"
+            model,
+            f"{what} is a sparse or nested tensor, which a plan does not have: make it dense (to_dense()), "
+            "or hold its indices and values in two dense ones, and compute with index_select and index_add",
         )
 
 

@@ -4,7 +4,7 @@ torch._subclasses.functional_tensor.FunctionalTensor, and the slots of torch.fx.
                                                 which node makes a tensor
 nn.Module._parameters, _buffers                 other tensors in their places
 torch._C.DisableTorchFunction, and of torch.utils._python_dispatch
-    _disable_current_modes, TorchDispatchMode   looking at real tensors while a graph is made
+    _disable_current_modes, TorchDispatchMode   looking at real tensors while a graph is made, and at its ops
 torch._ops.OpOverload, OpOverloadPacket,        what is an op, and writes; the elements of a constant
     FakeTensor.constant
 """
@@ -22,6 +22,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from stretto.capture.explain import COMMUNICATES
 from stretto.errors import CaptureError
 from stretto.tensor import parts
 
@@ -84,6 +85,33 @@ def of_constants() -> Iterator[None]:
     unset."""
     with untraced(), torch.no_grad(), _OfConstants():  # type: ignore[no-untyped-call]
         yield
+
+
+class OpsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the ops of a forward.
+
+    infos: tensors in which LAPACK says whether it could take a matrix: 0 where it could. PyTorch raises an
+    error where one is not 0; a graph has no values to look at."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.infos: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_dispatched(op) and op.namespace == "c10d":
+            raise CaptureError(COMMUNICATES)
+        if op is torch.ops.aten._linalg_check_errors.default:
+            self.infos.append(args[0])
+            return None
+        return op(*args, **(kwargs or {}))
+
+    def not_a_number(self, value: torch.Tensor) -> torch.Tensor:
+        """The value, NaN with all its gradients where PyTorch would have raised an error."""
+        for info in self.infos:
+            value = value * torch.where((info != 0).any(), torch.nan, 1.0).to(value.dtype)
+        return value
 
 
 @contextmanager

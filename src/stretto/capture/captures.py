@@ -19,13 +19,14 @@ from stretto.batch.loss import Loss
 from stretto.capture.explain import explained
 from stretto.capture.layers import layer_names
 from stretto.capture.meshes import on_meshes, place_on_meshes
+from stretto.capture.norms import check_synchronised
 from stretto.capture.split import check_split, split
 from stretto.capture.stages import cut
 from stretto.capture.trace import Traced, trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
-from stretto.ir.stage_maps import virtual_stages_of
+from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.passes import on_job
 
@@ -100,6 +101,7 @@ class Captures:
     def _job(self, parallel: ParallelSettings, stages: int | None, degree: int | None) -> Job:
         count = stages if stages is not None else self.stages(parallel)[0]
         check_split(self._model, parallel.split)  # names are told before what takes long
+        check_synchronised(self._model, parallel.dp)
         meshes = on_meshes(self._model, parallel, self._tp_plan)
         if meshes is None:
             traced, layout = self._trace(parallel, degree)
@@ -111,7 +113,9 @@ class Captures:
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
             )
         placement = (
-            split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
+            split(traced, count, parallel.split, stage_ranks_of(parallel.schedule, parallel.pp, count))
+            if meshes is None
+            else place_on_meshes(traced, meshes)
         )
         job = cut(traced, placement, count, parallel.microbatches)
         job = replace(

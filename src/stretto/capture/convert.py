@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from stretto.capture import torch_adapter
 from stretto.capture.calls_adapter import constant_value, is_dispatched
 from stretto.capture.expand import TracedOp
+from stretto.capture.explain import CONTROL_FLOW
 from stretto.capture.graphs import JointGraph
 from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
@@ -31,6 +32,9 @@ PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtens
 PYTORCHS_ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
 PYTORCHS_WAIT = "_c10d_functional.wait_tensor.default"
 """Those of them that programs have. The gradient of an all-to-all is one."""
+
+SAME_AS = {"aten._efficientzerotensor.default": "aten.zeros.default"}
+"""Ops that others stand for: forward-mode derivatives make zeros that have no storage."""
 
 Results = Sequence[tuple[Shape, Shape]]
 """Of a call: a result's shape on a rank, and in the model alone."""
@@ -133,8 +137,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         return _communication(node, args, outputs, roots)
     if not is_dispatched(node.target):
         raise CaptureError(
-            f"the model calls {node.target}, which is not an op of the dispatcher; "
-            "control flow operators and compiled regions cannot be captured: call their body directly"
+            f"the model calls {node.target}, which is not an op of the dispatcher: {CONTROL_FLOW}"
         )
     if str(node.target) == PYTORCHS_ALL_TO_ALL:
         _check_parts(node, ranks)
@@ -143,15 +146,16 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
         return Op(node.name, WAIT, args, (), outputs, args[0].name)
     if str(node.target).partition(".")[0] in PYTORCHS_COLLECTIVES:
         raise CaptureError(
-            f"an op on a spread tensor communicates in a way of its own ({node.target}), which a plan "
-            "does not have: reshard its tensors to [Replicate()] before the op"
+            f"the code communicates in a way of its own ({node.target}), which a plan does not have: leave "
+            "it out, and give dp, tp or ep to Parallel; before an op on a spread tensor that does so, "
+            "reshard its tensors to [Replicate()]"
         )
     alias = None
     if first is not None and torch_adapter.returns_view(node.target):
         alias = roots.get(first, first)
     return Op(
         name=node.name,
-        target=str(node.target),
+        target=SAME_AS.get(str(node.target), str(node.target)),
         args=args,
         kwargs=kwargs,
         outputs=outputs,
@@ -219,6 +223,8 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
     for part in str(node.target).split("."):
         found = getattr(found, part)
     tensor = constant_value(found) if isinstance(found, torch.Tensor) else None
+    if isinstance(found, torch.fx.GraphModule):
+        raise CaptureError(CONTROL_FLOW)
     if tensor is None:
         raise CaptureError("the model's code holds a constant whose elements are not known")
     return Constant(str(node.target), spec_of(tensor), tuple(tensor.flatten().tolist()))

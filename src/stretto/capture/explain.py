@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from stretto.capture.state import State
 from stretto.errors import CaptureError, StrettoError
 from stretto.parallelize.tensor import TensorParallel
 
@@ -22,6 +24,17 @@ SHAPE_WORDS = ("size", "shape", "dim", "broadcast", "must match", "expanded", "o
 
 WHOLE = ("sequence", "replicated", "attributes")
 """Styles that leave a module's parameters whole."""
+
+CONTROL_FLOW = (
+    "control flow operators (torch.cond, while_loop, scan) and compiled regions cannot be captured: compute "
+    "both sides and choose with torch.where, write a loop as one of Python, or call the body directly"
+)
+
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "distributed/nn/functional.py")
+"""Files of PyTorch in which code is that communicates by itself."""
+
+INTERNAL = "INTERNAL ASSERT"
+"""What PyTorch says where it has failed itself."""
 
 NAMED = 4
 """How many modules or parameters a message names."""
@@ -38,6 +51,7 @@ def explained(
     model: nn.Module,
     tensor: TensorParallel | None = None,
     passed: tuple[type[Exception], ...] = (StrettoError,),
+    loss: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
     """While the context lasts, errors are `explain`ed, but those that are `passed`."""
     try:
@@ -45,25 +59,34 @@ def explained(
     except passed:
         raise
     except Exception as error:
-        raise explain(model, error, tensor) from error
+        raise explain(model, error, tensor, loss) from error
 
 
-def explain(model: nn.Module, error: Exception, tensor: TensorParallel | None = None) -> CaptureError:
+def explain(
+    model: nn.Module,
+    error: Exception,
+    tensor: TensorParallel | None = None,
+    loss: Callable[..., Any] | None = None,
+) -> CaptureError:
     """Name the line of the user's code at which tracing failed, and say why in plain words. tensor: how the
-    model is spread, which may be why."""
+    model is spread, which may be why; loss: the function that may hold parameters of its own."""
     own = Path(__file__).parent.parent
     rooms = (str(own / room) for room in ("backend", "capture", "parallelize", "tensor", "loss.py"))
     ours = (str(Path(torch.__file__).parent), str(contextlib.__file__), *rooms)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    passed = traceback.extract_tb(error.__traceback__)
+    frames = [f for f in passed if not f.filename.startswith((*ours, "<"))]
     where = ""
     if frames:
         where = f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}"
-    at = f" at {where}" if where else ""
-    reason = _reason(error)
+    running, called = getattr(error, WHERE, ("", frozenset()))
+    at = f" at {where}" if where else f", in module {running}" if running else ""
+    reason = _reason(error, [f.filename for f in passed])
+    if LOOSE in reason:
+        reason += _of_the_loss(model, loss)
     if frames and Path(frames[-1].filename).parts[-3:] in CANNOT_EDIT:
         reason += f"\n  {CANNOT_EDIT[Path(frames[-1].filename).parts[-3:]]}"
     if tensor is not None and not isinstance(error, StrettoError):
-        reason += _spread_words(model, reason, tensor, *getattr(error, WHERE, ("", frozenset())))
+        reason += _spread_words(model, reason, tensor, running, called)
     return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {reason}")
 
 
@@ -122,6 +145,16 @@ CANNOT_EDIT: dict[tuple[str, ...], str] = {
 }
 """Lines of a library's file that cannot be captured, and how a user goes around them."""
 
+LOOSE = (
+    "the code uses a tensor that is neither a parameter, nor a buffer, nor in the batch: give it to the "
+    "module with register_buffer"
+)
+
+COMMUNICATES = (
+    "the code communicates by torch.distributed, which a plan does not have: leave it out, and give dp, tp "
+    "or ep to Parallel, which sums losses, gradients and what is sharded over ranks"
+)
+
 _REASONS = {
     "DataDependentOutputException": "the code asks for the value of a tensor",
     "GuardOnDataDependentSymNode": "the code asks for the value of a tensor",
@@ -130,7 +163,23 @@ _REASONS = {
 """What the exporter's errors say, in plain words."""
 
 
-def _reason(error: Exception) -> str:
+def _of_the_loss(model: nn.Module, loss: Callable[..., Any] | None) -> str:
+    """The parameters that the loss holds beside the model's, and how they are trained."""
+    own = {id(parameter) for parameter in model.parameters()}
+    held = {} if loss is None else State(("", loss)).named_tensors()
+    loose = [name for name, x in held.items() if isinstance(x, nn.Parameter) and id(x) not in own]
+    if not loose:
+        return ""
+    return (
+        f"\n  the loss holds parameters that the model does not have ({_listed(loose)}): put model and loss "
+        "into one module, capture that, and let loss(model, microbatch) call both, as in "
+        'both = nn.ModuleDict({"model": model, "criterion": criterion}), '
+        'loss=lambda m, mb: m["criterion"](m["model"](mb["x"]), mb["y"]); or, if they are not to be trained, '
+        "give their values as a buffer of the model"
+    )
+
+
+def _reason(error: Exception, files: Sequence[str] = ()) -> str:
     kind = type(error).__name__
     try:
         text = (str(error).strip().splitlines() or [""])[0]
@@ -147,12 +196,18 @@ def _reason(error: Exception) -> str:
             "boolean indexing and their like by tensor operations such as torch.where"
         )
     if "convert all Tensors to FakeTensors" in text:
-        return (
-            "the code uses a tensor that is neither a parameter, nor a buffer, nor in the batch: "
-            "give it to the module with register_buffer"
-        )
-    if kind == "UncapturedHigherOrderOpError":
-        return "control flow operators cannot be captured: compute both sides and choose with torch.where"
+        return LOOSE
+    inside = bool(files) and files[-1].startswith(str(Path(torch.__file__).parent))
+    if inside and any(file.endswith(COLLECTIVES) for file in files):
+        return COMMUNICATES
+    operators = any("_higher_order_ops" in file for file in files) and kind != "NotImplementedError"
+    if kind == "UncapturedHigherOrderOpError" or (inside and operators):
+        return CONTROL_FLOW
     if isinstance(error, StrettoError):
         return text
+    if INTERNAL in text:
+        return (
+            "PyTorch's tracer cannot take this call; of torch.func it takes grad, vmap, jvp, vjp, jacfwd, "
+            "jacrev and hessian"
+        )
     return f"{kind}: {text}" if text else kind

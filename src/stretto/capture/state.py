@@ -48,11 +48,14 @@ class State:
         self._held: list[_Held] = []
         self._tables: set[int] = set()
         self._seen: dict[int, Any] = {}  # with the objects, so that no other gets the id of one
+        self._paths: dict[int, str] = {}
         left: deque[tuple[str, Any]] = deque(roots)
         while left and len(self._seen) < MOST_OBJECTS:
             path, item = left.popleft()
             if not isinstance(item, SCALARS) and id(item) not in self._seen:
                 self._seen[id(item)] = item
+                if isinstance(item, Tensor):
+                    self._paths[id(item)] = path
                 left.extend(self._walk(path, item))
 
     def _walk(self, path: str, item: Any) -> Iterator[tuple[str, Any]]:
@@ -125,13 +128,17 @@ class State:
         found = {id(item): item for item in self._seen.values() if isinstance(item, Tensor)}
         return {key: item for key, item in found.items() if key not in own}
 
+    def named_tensors(self) -> dict[str, Tensor]:
+        """All tensors that are held, parameters and buffers too, by where they are held first."""
+        return {path: self._seen[key] for key, path in self._paths.items()}
+
 
 def _below(held: _Held, key: Any) -> str:
     if held.path.endswith(("_modules", "_parameters", "_buffers")):
         return f"{held.path.rpartition('_')[0]}{key}"
     if held.kind.dot:
         return f"{held.path}.{key}" if held.path else str(key)
-    return f"{held.path}[{key!r}]" if isinstance(key, (str, int)) else held.path
+    return f"{held.path}[{key!r}]" if isinstance(key, (str, int)) and key != "" else held.path
 
 
 def _same(now: Content, kept: Content) -> bool:

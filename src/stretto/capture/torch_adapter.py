@@ -25,15 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.backend.observe_adapter import watched
 from stretto.batch.loss import Loss, loss_and_count
-from stretto.capture.calls_adapter import buffers_in_place, replaced
+from stretto.capture.calls_adapter import OpsSeen, buffers_in_place, replaced
 from stretto.capture.carried import Calls
 from stretto.capture.explain import at_fault
 from stretto.capture.float32_losses import LossesInFloat32, in_float32
 from stretto.capture.graphs import JointGraph
+from stretto.capture.hooks_adapter import hooks_that_change
 from stretto.capture.known import Known
 from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
-from stretto.capture.repeat import Layers
+from stretto.capture.repeat import Layers, NotRepeatedError
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
@@ -223,9 +224,12 @@ def export_joint(
             nullcontext() if beside is None else beside.forward(),
             LossesInFloat32() if float32_losses else nullcontext(),
             masks_recognised(values, calls.stand_ins(left)),
+            OpsSeen() as seen,
         ):
             value, count = loss_and_count(loss(model, rebuild(given)), loss)
-            value = in_float32(value) if float32_losses else value
+            if seen.infos and layers is not None:
+                raise NotRepeatedError("a layer asks for more than it returns")
+            value = seen.not_a_number(in_float32(value) if float32_losses else value)
             if program is not None:
                 value = program.loss(value)
                 count = program.loss(count) if isinstance(count, torch.Tensor) else count
@@ -257,6 +261,7 @@ def export_joint(
         nullcontext() if beside is None else beside.installed(),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
+        hooks_that_change(model),
         calls,
     ):
         joint = export({})

@@ -6,6 +6,8 @@ Like `torch_adapter`, a room for private corners of PyTorch (2.11 to 2.13):
     torch._C._set_mkldnn_enabled                            recurrent layers as plain ops
     torch.utils.checkpoint._checkpoint_hook                 whether the model asks to recompute
     torch.autograd.Function.apply                           what runs a backward within a backward
+    torch._library.simple_registry.singleton                checks that the exporter would make inputs for
+    torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_*  what a failed transform leaves switched off
     loggers of torch._functorch and torch._subclasses       tracebacks of the exporter's own
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,15 +23,55 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
+from torch._library import simple_registry
 
+from stretto.capture.explain import INTERNAL
 from stretto.errors import CaptureError
 
 
 @contextmanager
 def tracing_state() -> Iterator[None]:
     """Everything that this room sets, for as long as the context lasts."""
-    with _checkpoints_told(), _no_inner_backward(), _exporting(), _plain_ops():
+    with (
+        _transforms_ended(),
+        _checkpoints_told(),
+        _no_inner_backward(),
+        _exporting(),
+        _plain_ops(),
+        _checks_dropped(),
+    ):
         yield
+
+
+@contextmanager
+def _transforms_ended() -> Iterator[None]:
+    """A transform of `torch.func` that fails within PyTorch has guards in its frames, which switch autograd
+    off for good when the frames are freed: they are freed here, and what is switched off is as it was."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        try:
+            yield
+        except RuntimeError as error:
+            if INTERNAL in str(error):
+                traceback.clear_frames(error.__traceback__)
+            raise
+
+
+@contextmanager
+def _checks_dropped() -> Iterator[None]:
+    """Let the exporter drop checks of values by `torch.linalg`, which have effects in newer releases, and for
+    which it makes tokens, inputs of the graph. What they check is seen by `calls_adapter.OpsSeen`."""
+    entry = simple_registry.singleton.find("aten::_linalg_check_errors")
+    holder: Any = getattr(entry, "effect", None)
+    if holder is None or holder.effect is None:
+        yield
+        return
+    kept = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(kept)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from stretto.capture.known import Known
 from stretto.capture.layers import layer_names
 from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import OnMeshes
+from stretto.capture.norms import batch_norms_in_ops
 from stretto.capture.observed import Seen, taken_out
 from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
@@ -139,11 +140,12 @@ def trace(
                 _log.debug("all layers are traced: %s", reason)
         return traced(repeats=False)
 
-    try:
-        return attempt(layout)
-    except WrittenError:
-        assert layout.tensor is not None, "without, no logits are split"
-        return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
+    with batch_norms_in_ops(model):
+        try:
+            return attempt(layout)
+        except WrittenError:
+            assert layout.tensor is not None, "without, no logits are split"
+            return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
 
 
 def _trace(
@@ -202,7 +204,7 @@ def _trace(
             **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
         }
         layers = layers_of(model) if repeats else None
-        with explained(model, tensor, (NotRepeatedError, WrittenError)):
+        with explained(model, tensor, (NotRepeatedError, WrittenError), loss):
             joint = torch_adapter.export_joint(
                 model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside, param_dtype in HALF
             )
@@ -219,10 +221,11 @@ def _trace(
         elif kind == "buffer":
             buffers[name] = (state[name], None)
 
+    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     matched = () if beside is None else beside.matched
     ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
     if absent:
-        made = with_cuda_results(traced.op for traced in ops)
+        made = with_cuda_results((traced.op for traced in ops), given)
         ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
     gradients: dict[str, str | None] = {}
     kept: dict[str, str] = {}
@@ -237,7 +240,6 @@ def _trace(
     gradients, kept = dict(step.grads), dict(step.kept)
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
     divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
-    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     spread: frozenset[str] = frozenset()
@@ -315,7 +317,7 @@ def _alone(
     ):
         before = State(("", model), ("the loss", loss))
         try:
-            with explained(model, passed=(NotRepeatedError,)):
+            with explained(model, passed=(NotRepeatedError,), loss=loss):
                 loss(model, rebuild(fakes))
         finally:
             before.restore()

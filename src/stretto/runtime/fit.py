@@ -58,6 +58,8 @@ def fit_batch(
             raise UsageError(
                 f"batch leaf {name!r} is a sparse or nested tensor; the plan was made for a dense one"
             )
+        if job.trains:
+            tree.check_no_gradient(name, leaf)
         pieces = job.pieces
         if name in job.whole:
             leaves[name] = _whole(name, leaf, spec, device)

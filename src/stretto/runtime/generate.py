@@ -213,7 +213,8 @@ class Writer:
 
     def bind(self, prefix: str, key: str, value: Any) -> str:
         name = f"{prefix}_{key}"
-        name = "".join(c if c.isalnum() else "_" for c in name)
+        # Only ASCII: Python reads "ﬁ" as "fi", and "x²" not at all.
+        name = "".join(c if c.isascii() and c.isalnum() else "_" for c in name)
         while name in self.bound and self.bound[name] is not value:
             name += "_"
         self.bound[name] = value

@@ -21,6 +21,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter
 from stretto.runtime.fit import check_tensor, check_ties
 from stretto.runtime.frozen import Frozen
+from stretto.runtime.hooked_adapter import Hooked
 from stretto.runtime.shards import Part, part_here, part_of, pieces_of, whole_spec
 
 
@@ -70,6 +71,7 @@ class Held:
                 self.parameters[k] = self._part(parameter, found)
         check_ties(self.plan.job, given)
         self.frozen = Frozen(self.plan.job, given, self.parameters)
+        self.hooked = Hooked(self.plan.job.parameters, given, self.parameters)
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
                 found_buffer = held.get(buffer.name)

@@ -21,6 +21,7 @@ from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
+from stretto.runtime.accumulate import accumulate
 from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
@@ -250,17 +251,9 @@ class Runner:
         with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         self.state.watch.end()
-        for k, grad in sorted(self.state.grads.items()):
-            parameter = self.held.parameters[k]
-            if not parameter.requires_grad:
-                continue  # frozen since the capture
-            if parameter.grad is not None:
-                parameter.grad.add_(grad)
-            elif grad.stride() == parameter.stride():
-                parameter.grad = grad
-            else:
-                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(grad)
-        self.state.grads = {}
+        grads, self.state.grads = self.state.grads, {}
+        trained = [k for k in sorted(grads) if self.held.parameters[k].requires_grad]  # not frozen since
+        accumulate([self.held.parameters[k] for k in trained], [grads[k] for k in trained])
         if self.plan.job.trains:
             self.old_model.changed()
         if not self.replayed:
@@ -272,6 +265,7 @@ class Runner:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
+        self.held.hooked.check()
         self.held.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no whole values: {unfit}")

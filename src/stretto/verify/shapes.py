@@ -1,8 +1,8 @@
 """Proves that ops give what the plan says that they give: shapes and dtypes follow again from their inputs.
 
 A file may name the arguments of a product in the wrong order; every value is then there, and the step fails
-in the middle. So each op of PyTorch's own is called once with tensors that have a shape and no elements
-(device "meta"), and what it gives is compared with what the plan says.
+in the middle. So each op of PyTorch's own is called once with tensors that have a shape, the plan's device
+and no elements, and what it gives is compared with what the plan says.
 
     1. Equal calls (op, shapes, dtypes and strides of inputs, all else) are made once in a process.
     2. Called are ops of `torch.ops.aten` with tensors among their arguments, and no text: they compute. What
@@ -10,7 +10,7 @@ in the middle. So each op of PyTorch's own is called once with tensors that have
        accelerators, of which results beside the first depend on the device.
     3. A part of a tuple, and a gradient, are of the shape of what they are taken from, or belong to.
 
-Communication is for `stretto.verify.communication`. Touches `stretto.ir`, and PyTorch's ops on "meta".
+Communication is for `stretto.verify.communication`. Touches `stretto.ir`, and PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from stretto.ir.dims import operands
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
 from stretto.ir.program import DTYPE_BYTES, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
+from stretto.verify.fake_adapter import no_elements
 from stretto.verify.fault import Fault
 
 Given = tuple[TensorSpec | None, ...]
@@ -74,11 +75,11 @@ def _trouble(op: Op, specs: Specs, device: str) -> str:
     given = operands(op)
     if any(value not in specs for value in given):
         return ""
-    key = signature(op, specs)
+    key = f"{device} {signature(op, specs)}"
     if key not in _known:
         if len(_known) >= MOST_CALLS:
             _known.clear()
-        _known[key] = _called(op, [specs[value] for value in given], specs)
+        _known[key] = _called(op, [specs[value] for value in given], specs, device)
     made, reason = _known[key]
     told = ", ".join(str(specs[value]) for value in given)
     if reason:
@@ -121,7 +122,7 @@ def _brief(spec: TensorSpec) -> str:
     return str(TensorSpec(spec.shape, spec.dtype))
 
 
-def _called(op: Op, given: list[TensorSpec], specs: Specs) -> tuple[Given | None, str]:
+def _called(op: Op, given: list[TensorSpec], specs: Specs, device: str) -> tuple[Given | None, str]:
     """Steps 1 and 2: what the op gives, None if nobody knows; and why it cannot be called, else ""."""
     packet, _, overload = op.target.removeprefix("aten.").partition(".")
     function = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
@@ -131,15 +132,17 @@ def _called(op: Op, given: list[TensorSpec], specs: Specs) -> tuple[Given | None
     arguments = [*op.args, *(value for _, value in op.kwargs)]
     if any(isinstance(value, str) for value in arguments) or any(s.dtype not in DTYPE_BYTES for s in given):
         return None, ""
-    args, kwargs = _real(op.args, specs), {key: _real(value, specs) for key, value in op.kwargs}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), no_elements():
+            args = _real(op.args, specs, device)
+            kwargs = {key: _real(value, specs, device) for key, value in op.kwargs}
             made = function(*args, **kwargs)
     except (NotImplementedError, AttributeError):
         return None, ""
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        unknown = any(word in text for word in ("meta", "Meta", "fake", "data-dependent", "not implemented"))
+        words = ("meta", "Meta", "fake", "data-dependent", "not implemented")
+        unknown = text == op.target or any(word in text for word in words)  # an op alone: it has no rule
         return None, "" if unknown else text
     except Exception:
         return None, ""  # of the rules that decide without elements, which have exceptions of their own
@@ -151,16 +154,16 @@ def _spec(tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _real(arg: Arg, specs: Specs) -> Any:
+def _real(arg: Arg, specs: Specs, device: str) -> Any:
     """An argument of a call, with tensors that have no elements."""
     if isinstance(arg, Ref):
         spec = specs[arg.name]
         dtype = getattr(torch, spec.dtype)
         if spec.stride is None:
-            return torch.empty(spec.shape, dtype=dtype, device="meta")
-        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
+            return torch.empty(spec.shape, dtype=dtype, device=device)
+        return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
     if isinstance(arg, tuple):
-        return [_real(item, specs) for item in arg]
+        return [_real(item, specs, device) for item in arg]
     if isinstance(arg, Const):
-        return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.text)
+        return torch.device(device) if arg.kind == "device" else getattr(torch, arg.text)
     return arg

@@ -1,0 +1,36 @@
+"""A step's gradients are handed to autograd, which adds them to `.grad` as a backward of the model does.
+
+So hooks on parameters act as they do there, once a step: those of `register_hook` see the whole gradient of
+the step and may change it, those of `register_post_accumulate_grad_hook` and `register_multi_grad_hook`
+follow. No gradient is copied where autograd would not copy it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Backward(torch.autograd.Function):
+    """A function of the parameters whose backward gives gradients that are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[torch.Tensor], *_: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        grads = ctx.grads
+        # Autograd takes a tensor that nobody else has; one that somebody has, it copies.
+        return (None, *(grads.pop(0).detach() for _ in range(len(grads))))
+
+
+def accumulate(parameters: Sequence[nn.Parameter], grads: list[torch.Tensor]) -> None:
+    """Add each gradient to its parameter's `.grad`; one that is given twice gets the sum. Empties `grads`."""
+    if parameters:
+        with torch.inference_mode(False), torch.enable_grad():
+            _Backward.apply(grads, *parameters).backward()  # type: ignore[no-untyped-call]
