@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import stretto
 from stretto.cli.main import app
-from stretto.errors import StoppedError
+from stretto.errors import StoppedError, StrettoError
 from stretto.planning import make_plan, tries
 from stretto.train import job as train_job
 from tests.train.tiny import write_settings
@@ -127,6 +127,18 @@ def test_a_command_that_has_nothing_to_add_says_so_too(
     assert str(result.exception) == "interrupted"
     assert result.exception.exit_status == 128 + signum
     assert signal.getsignal(signum) is before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_calibration_keeps_what_was_measured(
+    signum: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.measure.calibrate.calibrate_ops", lambda *_: signal.raise_signal(signum))
+    out = tmp_path / "calibration.json"
+    result = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "-o", str(out)])
+    assert isinstance(result.exception, StrettoError), result.output
+    assert f"{out} holds what was measured" in str(result.exception)
+    assert out.exists()
 
 
 def test_what_the_caller_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
