@@ -10,8 +10,8 @@ Two kinds of rows (`stretto.models.dispatch`):
     (E, C, D)       C slots for each expert: part k of dim 0 goes to rank k, so every part is of one size
     (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and
                     the shapes of a program are fixed: a rank sends each a buffer of `buffer` times the mean,
-                    and the counts, which are small, before it. Rows beyond it are an error (`fails`), or
-                    become zero.
+                    or one for all its rows (None), and the counts, which are small, before it. Rows beyond
+                    it become zero, and the end of the step is an error (`fails`; `runtime.observed`).
 
 Pipe-experts (MindSpeed) cuts what is sent: into `slices` of the slots, or of the buffers, and with
 `each_expert` also by a rank's experts, where their slots are known. Each piece goes, is computed and comes
@@ -34,12 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.backend.grouped_adapter import within
 from stretto.backend.observe_adapter import observe
 from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
-from stretto.ir.metrics import BUFFER, DROPPED
+from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
@@ -61,7 +60,7 @@ class ExpertParallel:
     size: int
     modules: tuple[str, ...]
     shards: Mapping[str, Shard]
-    buffer: float = 2.0
+    buffer: float | None = None
     slices: int = 1
     each_expert: bool = False
     fails: bool = True
@@ -73,7 +72,7 @@ def expert_parallel(
     size: int,
     *,
     plan: Mapping[str, Any] | None = None,
-    buffer: float = 2.0,
+    buffer: float | None = None,
     slices: int = 1,
     each_expert: bool = False,
     fails: bool = True,
@@ -116,6 +115,11 @@ def expert_parallel(
                 f"pipe_experts sends each expert's tokens by themselves, and {AXIS} = {size} ranks have one "
                 f"each of {name}: cut them with pipe_experts_multi_data = 2, or give a smaller {AXIS}"
             )
+    if buffer is None and not fails:
+        raise UsageError(
+            "ep_overflow = 'drop' is about what finds no room in ep_buffer; without one there is room for "
+            "all: drop it, or give ep_buffer = 2.0"
+        )
     trials = {name: ExpertTrial(model, name, size) for name in found if not _says_how(modules[name])}
     return ExpertParallel(size, found, shards, buffer, slices, each_expert, fails, trials)
 
@@ -240,15 +244,17 @@ def _of_rows(
 ) -> Tensor:
     R, size, E = x_RD.shape[0], how.size, counts_E.shape[0]
     here = E // size
-    room = min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
+    room = R if how.buffer is None else min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
     _is_room(room, how.slices, "rows of a rank's buffer")
     row_R = torch.arange(R, device=x_RD.device)
 
     # 1. What each rank gets: a row's place in the buffer of its expert's rank; one place more is for none.
     wanted_P = counts_E.view(size, here).sum(dim=1)
-    observe(BUFFER, wanted_P.max() * (size / R), "max")
-    if how.fails:
-        wanted_P = within(wanted_P, room, R / size)
+    most = wanted_P.max()
+    over_mean = most.double() * size / R
+    observe(BUFFER, over_mean, "max")
+    if how.fails and room < R:
+        observe(NO_ROOM, torch.where(most > room, over_mean, 0.0), "max")
     start_P = wanted_P.cumsum(dim=0) - wanted_P
     to_R = torch.searchsorted(wanted_P.cumsum(dim=0), row_R, right=True).clamp(max=size - 1)
     at_R = row_R - start_P[to_R]

@@ -4,7 +4,8 @@ that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.e
 So a plan for many devices can be tried on one: whether ops take what the plan says, whether the order hides
 what it should, whether a rank's memory suffices.
 
-1. Parameters, buffers and the batch: from the model and batch if they are given, else made up.
+1. Parameters, buffers and the batch: from the model and batch if they are given, else made up; and memory as
+   the optimizer's state takes, which nothing reads.
 2. A step to warm up, in which peak memory is counted; then the steps that count.
 3. The step in the middle by time is told: its accounts and its timeline, in which the other places are those
    of the simulation that answered to this rank.
@@ -28,7 +29,7 @@ from stretto.runtime.compare import line, place_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
 from stretto.runtime.fit import fit_batch
-from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters
+from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, made_up_states
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans, idle_spans
@@ -112,6 +113,7 @@ def rehearse(
                 leaves = fit_batch(plan.job, batch, device)
             else:
                 leaves = made_up_batch(plan.job, device, seed)
+            held = (*held, *made_up_states(plan, state.place, device))
             # 2. The steps.
             peak_bytes = _warm_up(state, transport, leaves, held)
             measured = [_step(state, transport, leaves, peak_bytes) for _ in range(steps)]

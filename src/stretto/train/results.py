@@ -122,7 +122,8 @@ def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
             f"{LARGEST_SAMPLED_BYTES / 1e9:.0f} GB it is not put together on one rank; see `stretto export`"
         )
         return {}
-    model, _ = load_whole(results.checkpoint)
+    own = results.settings.task
+    model, _ = load_whole(results.checkpoint, None if own is None else own.file)
     with torch.no_grad():
         return report(model, results.settings.run_dir, say)
 
