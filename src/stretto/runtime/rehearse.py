@@ -34,7 +34,11 @@ from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans, idle_spans
 from stretto.runtime.runner import Runner
+from stretto.simulate import simulate
 from stretto.verify import verify
+
+LONGEST_US = 3600e6
+"""A step that is longer is no step of training, but a cost that is wrong. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ def rehearse(
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"seed = {seed} has more than 64 bits: give one from 0 to 2**63 - 1")
     verify(plan)
+    _refuse_endless(plan)
     transport: EmulatedTransport | CudaTransport
     if device.type == "cuda":
         transport = CudaTransport(plan, rank, device)
@@ -154,6 +159,18 @@ def _whole(what: str, given: object) -> int:
         return operator.index(given)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"{what} = {given!r}: give a whole number") from None
+
+
+def _refuse_endless(plan: Plan) -> None:
+    """The rank waits as long as its costs say that others compute. Raises UsageError, PlanError."""
+    step_us = simulate(plan).step_us
+    if not step_us <= LONGEST_US:
+        key, most_us = max(plan.costs.op_us.items(), key=lambda item: item[1], default=((0, ""), 0.0))
+        raise UsageError(
+            f"by the plan's costs a step takes {step_us / 1e6:,.0f} s, and a rehearsal waits as long: at "
+            f"most {LONGEST_US / 1e6:,.0f} s can be rehearsed. Look at costs of ops (the longest is {key[1]!r} "
+            f"of stage {key[0]}, {most_us / 1e6:,.0f} s), links and collectives, or plan again"
+        )
 
 
 def _device(plan: Plan) -> torch.device:

@@ -28,7 +28,8 @@ from stretto.train.metrics import writing
 TRACE = "trace.perfetto-trace"
 METRICS = "metrics.jsonl"
 SEEN = "observed.json"
-RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT)
+PLANNED = "planned.json"
+RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT, PLANNED)
 """What a run leaves at its end."""
 BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", METRICS, "tensorboard")
 """What it has from its beginning."""
@@ -64,12 +65,17 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
-        plan.save(run_dir / "plan.json")
-        FIGURES.save(Figures.of(plan), run_dir / "figures.json")
-        simulate(plan).save(run_dir / "simulated.json")
+        write_plan(run_dir, plan)
         # Those of an earlier run would be taken for this one's.
         for name in RESULTS:
             (run_dir / name).unlink(missing_ok=True)
+
+
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    """The plan, and what reports say of it. Raises OSError."""
+    plan.save(run_dir / "plan.json")
+    FIGURES.save(Figures.of(plan), run_dir / "figures.json")
+    simulate(plan).save(run_dir / "simulated.json")
 
 
 def end_run(

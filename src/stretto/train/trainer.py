@@ -46,6 +46,7 @@ from stretto.train.launched import is_launched, tell_phase
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
+from stretto.train.measured_again import plan_that_holds
 from stretto.train.metrics import Metrics, observed_line, speed_line
 from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress
@@ -104,9 +105,16 @@ class Trainer:
             return None
         try:
             self._train(task)
+            plan = plan_that_holds(
+                self.runner.plan,
+                self.timelines,
+                self.settings.run_dir,
+                self.world.rank == 0,
+                self.progress.say,
+            )
             results = Results(
                 settings=self.settings,
-                plan=self.runner.plan,
+                plan=plan,
                 task=task,
                 steps=self.step,
                 losses=tuple(self._losses),
