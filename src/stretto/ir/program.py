@@ -49,6 +49,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.metrics import Metric
 from stretto.ir.parameters import Buffer as Buffer
 from stretto.ir.parameters import Constant as Constant
+from stretto.ir.parameters import OptimizerKind as OptimizerKind
 from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
 from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
@@ -259,6 +260,7 @@ class Job:
     chunks: in how many the sequence is cut within blocks. forms: the same step in other numbers of chunks or
         of stages, of which planning may take one (`stretto.ir.forms`).
     metrics: what the model's code lets people see of its forward.
+    optimizer: whose state a rank's memory holds.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -290,6 +292,7 @@ class Job:
     chunks: Natural = 1
     microbatch_group: Natural | None = None
     metrics: tuple[Metric, ...] = ()
+    optimizer: OptimizerKind = "adamw"
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:

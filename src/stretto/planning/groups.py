@@ -96,7 +96,9 @@ def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
     fixed = [0] * len(stages)
     for parameter in job.parameters:
         for stage in parameter.stages:
-            fixed[stage] += parameter.held_nbytes + parameter.grad_nbytes
+            fixed[stage] += parameter.held_nbytes
+            if parameter.grads:
+                fixed[stage] += parameter.grad_nbytes + parameter.state_nbytes(job.optimizer)
     held = [_held(stage, [edge for edge in job.edges if edge.target == stage.index]) for stage in job.stages]
     return Loads(
         forward,

@@ -26,11 +26,13 @@ from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
+from stretto.runtime.failed_op import telling_what_op_failed
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
+from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.ranges import Ranges
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
@@ -39,6 +41,8 @@ from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.whole_state import LeftKeys, entries_of, gather, put
+from stretto.runtime.whole_tensors import watch
+from stretto.verify import verify
 
 
 class Runner:
@@ -61,7 +65,8 @@ class Runner:
     on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
-    hold different copies of a value, or there is no compiler; RunError when a rank is lost.
+    hold different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
+    run; RunError when a rank is lost.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class Runner:
     ) -> None:
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
+        if plan.edited:
+            verify(plan)
         self.plan = plan
         self.transport = transport if transport is not None else _default_transport(plan)
         self.rank = self.transport.rank
@@ -133,6 +140,8 @@ class Runner:
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
+        if shares is None:
+            watch(self.held)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -248,18 +257,25 @@ class Runner:
         if self._graph is not None and self._graph.records and self._last is not None:
             self._last = self.state.clock.read(self._last)  # not hours later, when they are asked for
         # The first step makes what is made on first use; threads among it would be of the lane's class.
-        with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
+        with (
+            telling_what_op_failed(self.rank) if self.plan.edited else nullcontext(),
+            self._metered(),
+            nullcontext() if self._last is None else self.transport.during_step(),
+        ):
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
         check_room(self.plan, self.transport, self.state.watch)
         trained = [k for k in sorted(grads) if self.held.parameters[k].requires_grad]  # not frozen since
         accumulate([self.held.parameters[k] for k in trained], [grads[k] for k in trained])
+        for k in trained:
+            held = self.held.parameters[k]
+            if held.grad is not None and self.plan.job.parameters[k].tied_to in self.held.cut_along:
+                held.grad = held.grad.as_subclass(PartGradient)
         if self.plan.job.trains:
             self.old_model.changed()
         if not self.replayed:
             self._last = self.state.marks
-            self._last.peak_bytes = self._peak_bytes
         return loss
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -300,6 +316,7 @@ class Runner:
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
         marks = self.state.clock.read(self._last)
+        marks.peak_bytes = self._peak_bytes + self.held.state_bytes()
         gathered = self.transport.all_gather((marks, self.transport.clock_offset_us()))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
