@@ -118,6 +118,8 @@ def write(
     transport = runner.transport
     first = runner.rank == 0
 
+    runner.old_model.rivals.check(transport)
+
     def tell() -> tuple[dict[str, Part], states.Table | None]:  # step 1
         if (
             first
