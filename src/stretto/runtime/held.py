@@ -24,6 +24,7 @@ from stretto.ir.program import Parameter
 from stretto.runtime.fit import check_tensor, check_ties
 from stretto.runtime.frozen import Frozen
 from stretto.runtime.hooked_adapter import Hooked
+from stretto.runtime.old_adapter import unmarked
 from stretto.runtime.shards import Part, part_here, part_of, pieces_of, whole_spec
 
 
@@ -179,7 +180,7 @@ class Held:
         `buffer.<name>`. Raises UsageError for a model on meshes."""
         self.refuse_on_mesh()
         found = {
-            f"model.{known.name}": self.part(known, held.detach()) for known, held in self.known_parameters()
+            f"model.{known.name}": self.part(known, unmarked(held)) for known, held in self.known_parameters()
         }
         return found | {f"buffer.{name}": Part.all_of(buffer) for name, buffer in self.named_buffers()}
 
