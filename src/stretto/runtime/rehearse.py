@@ -14,27 +14,31 @@ what it should, whether a rank's memory suffices.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.runtime.compare import line, place_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
+from stretto.runtime.failed_op import telling_what_op_failed
 from stretto.runtime.fit import fit_batch
 from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, made_up_states
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans, idle_spans
 from stretto.runtime.runner import Runner
+from stretto.simulate import simulate
 from stretto.verify import verify
+
+LONGEST_US = 3600e6
+"""A step that is longer is no step of training, but a cost that is wrong. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +101,14 @@ def rehearse(
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"seed = {seed} has more than 64 bits: give one from 0 to 2**63 - 1")
     verify(plan)
+    _refuse_endless(plan)
     transport: EmulatedTransport | CudaTransport
     if device.type == "cuda":
         transport = CudaTransport(plan, rank, device)
     else:
         transport = EmulatedTransport(plan, rank)
     try:
-        with _telling_what_op_failed(rank):
+        with telling_what_op_failed(rank):
             # 1. What is computed with.
             if model is not None:
                 state, held = _of_model(plan, model, transport, seed)
@@ -135,25 +140,23 @@ def rehearse(
     )
 
 
-@contextmanager
-def _telling_what_op_failed(rank: int) -> Iterator[None]:
-    """What PyTorch raises for ops whose arguments do not fit each other, as in a plan that was edited: proofs
-    of a plan do not know the rules of every operator."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        said = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
-        raise RunError(
-            f"rank {rank} cannot compute what the plan says: {said}. An op does not fit its arguments, or "
-            "needs more memory than there is: plan again from the model"
-        ) from error
-
-
 def _whole(what: str, given: object) -> int:
     try:
         return operator.index(given)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"{what} = {given!r}: give a whole number") from None
+
+
+def _refuse_endless(plan: Plan) -> None:
+    """The rank waits as long as its costs say that others compute. Raises UsageError, PlanError."""
+    step_us = simulate(plan).step_us
+    if not step_us <= LONGEST_US:
+        key, most_us = max(plan.costs.op_us.items(), key=lambda item: item[1], default=((0, ""), 0.0))
+        raise UsageError(
+            f"by the plan's costs a step takes {step_us / 1e6:,.0f} s, and a rehearsal waits as long: at "
+            f"most {LONGEST_US / 1e6:,.0f} s can be rehearsed. Look at costs of ops (the longest is {key[1]!r} "
+            f"of stage {key[0]}, {most_us / 1e6:,.0f} s), links and collectives, or plan again"
+        )
 
 
 def _device(plan: Plan) -> torch.device:
