@@ -170,11 +170,13 @@ def test_random_networks_are_refused_or_right() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_many_random_networks_are_refused_or_right() -> None:
     check(MANY)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_without_the_proof_some_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     without_proof(monkeypatch)
     _, faults = outcomes(LEAN)

@@ -111,3 +111,21 @@ def test_numbers_stay(shape: tuple[int, ...], dim: int) -> None:
     for name, want in expected.grads.items():
         assert want is not None
         assert torch.allclose(grads[name], want, rtol=1e-10, atol=1e-15)
+
+
+def test_views_of_a_chunk_have_the_strides_that_follow() -> None:
+    """A cut has the whole's strides, the sum's part is in one piece."""
+    rows = Op("rows", "aten.view.default", (Ref("cut"), (4, 6)), (), (TensorSpec((4, 6), "float32"),), "sum")
+    turned = TensorSpec((6, 4), "float32", (1, 24))
+    found = reduce_scatter_chunks(
+        graph(users=(rows, Op("turned", "aten.t.default", (Ref("rows"),), (), (turned,), "sum")))
+    )
+    made = {op.name: op.outputs[0] for op in found.ops}
+    assert made["rows"] == TensorSpec((4, 6), "float32")
+    assert made["turned"] == TensorSpec((6, 4), "float32", (1, 6))
+
+
+def test_other_views_of_a_chunk_keep_the_all_reduce() -> None:
+    half = TensorSpec((2, 1, 6), "float32", (24, 6, 1))
+    cut = Op("half", "aten.slice.Tensor", (Ref("cut"), 1, 0, 1), (), (half,), "sum")
+    assert kinds(reduce_scatter_chunks(graph(users=(cut,)))) == ["all_reduce"]

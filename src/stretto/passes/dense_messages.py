@@ -27,7 +27,7 @@ from functools import partial
 from stretto.errors import PlanError
 from stretto.ir.prices import specs_of
 from stretto.ir.program import Arg, Const, Edge, Job, Op, Ref, Stage, TensorSpec
-from stretto.passes.rewrite import dense_strides, read_as, spec_with, stage_of, strides_of
+from stretto.passes.rewrite import dense_strides, read_as, restrided, spec_with, stage_of, strides_of
 from stretto.passes.step import Context, Step
 
 COPY = "aten.clone.default"
@@ -140,6 +140,9 @@ def _dense(job: Job, strided: Sequence[Edge]) -> Job:
             )
         here = f"{edge.value}_at_{edge.target}" if back else name
         read_as(programs[edge.target], edge, here, partial(_ops, back, name, here))
+        of = programs[edge.target]
+        specs: dict[str, TensorSpec | None] = {here: (back or there)[-1].spec}
+        of |= {phase: tuple(restrided(ops, specs)) for phase, ops in of.items()}
         carried[edge.index] = replace(edge, value=name, spec=there[-1].spec)
     touched = {stage for edge in strided for stage in (edge.source, edge.target)}
     stages = tuple(stage_of(s.index, programs[s.index]) if s.index in touched else s for s in job.stages)

@@ -10,9 +10,13 @@ from dataclasses import replace
 from itertools import islice
 
 from stretto.ir.action import Phase
+from stretto.ir.dims import dims_of
 from stretto.ir.flow import PHASES
+from stretto.ir.gathered import VIEW_OPS
 from stretto.ir.program import Arg, Edge, Op, Ref, Stage, TensorSpec
 from stretto.passes.graph import Graph
+
+PERMUTED = ("aten.permute.default", "aten.transpose.int", "aten.t.default")
 
 
 def with_uses(op: Op, name: Callable[[str], str]) -> Op:
@@ -79,6 +83,34 @@ def spec_with(shape: Sequence[int], dtype: str, strides: Sequence[int]) -> Tenso
     """A spec, whose strides are left out where they are those of a contiguous tensor."""
     dense = all(s == d or n == 1 for s, d, n in zip(strides, dense_strides(shape), shape, strict=True))
     return TensorSpec(tuple(shape), dtype, None if dense else tuple(strides))
+
+
+def viewed(op: Op, source: TensorSpec) -> TensorSpec | None:
+    """What a view makes of a source, with its strides; None for another kind of view."""
+    made = op.outputs[0]
+    if made is None or len(op.outputs) > 1:
+        return None
+    if op.target in VIEW_OPS:
+        return TensorSpec(made.shape, made.dtype) if source.stride is None else None
+    rule = dims_of(op, [source]) if op.target in PERMUTED else None
+    if rule is None:
+        return None
+    strides = strides_of(source)
+    return spec_with(made.shape, made.dtype, [strides[d] for d in rule.outputs[0] if d is not None])
+
+
+def restrided(ops: Iterable[Op], specs: dict[str, TensorSpec | None]) -> list[Op]:
+    """The ops, where views of values that have other strides now have those that follow. specs: of these
+    values; those of the views come to it."""
+    found = []
+    for op in ops:
+        source = specs.get(op.uses[0]) if op.alias is not None and op.uses else None
+        spec = None if source is None else viewed(op, source)
+        if spec is not None:
+            specs[op.name] = spec
+            op = replace(op, outputs=(spec,))
+        found.append(op)
+    return found
 
 
 def live(ops: Iterable[Op], roots: Iterable[str]) -> list[Op]:

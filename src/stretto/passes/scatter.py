@@ -7,7 +7,8 @@ borders: the embedding is summed and then cut, the gradient that the output head
        alone; copies between the two (a dropout that drops nothing) do not matter.
     2. In its place: the dim comes first and in one piece (a view where nothing stands before it, else a
        copy), then the reduce-scatter and its wait.
-    3. Every chunk becomes a view of the wait.
+    3. Every chunk becomes a view of the wait. What views the chunk has the strides that follow; where they do
+       not follow from the op alone, the all-reduce stays.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import replace
 from stretto.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.program import CHUNK, VIEW, WAIT, Const, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
-from stretto.passes.rewrite import dense_strides, rebuilt
+from stretto.passes.rewrite import dense_strides, rebuilt, restrided, viewed
 
 COPIES = ("aten.clone.default",)
 
@@ -50,7 +51,8 @@ def reduce_scatter_chunks(graph: Graph) -> Graph:
     for op in graph.ops:
         if op.name not in gone:
             ops += made.get(op.name, [op])
-    return rebuilt(graph, ops, origin=origin)
+    dense = {name: op.outputs[0] for name, (op, *_) in made.items() if op.target == VIEW and op.name == name}
+    return rebuilt(graph, restrided(ops, dense), origin=origin)
 
 
 def _chunks(
@@ -74,6 +76,15 @@ def _chunks(
                 return None
     if not chunks or any(chunk.args[1] != chunks[0].args[1] for chunk in chunks):
         return None
+    views = [(chunk, TensorSpec(chunk.outputs[0].shape, chunk.outputs[0].dtype)) for chunk in chunks]  # type: ignore[union-attr]
+    while views:
+        op, spec = views.pop()
+        for user in users.get(op.name, ()):
+            if user.alias is not None and user.uses[0] == op.name:
+                made = viewed(user, spec)
+                if made is None:
+                    return None
+                views.append((user, made))
     return chunks, between
 
 
