@@ -1,6 +1,6 @@
 """Edits plan files at random, and says what becomes of each: refused, the same step, another, or a crash.
 
-    python -m tests.verify.edited_run 2000      # over all plans; says figures by kind of edit
+    python -m tests.verify.edited_run 2200      # over all plans; says figures by kind of edit
 
 Edits run in child processes, so that a kernel that dies is seen. Each is done twice: read as any
 file is, which must refuse it, and read as one that was edited on purpose, proved, and run on threads.
