@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
+from stretto.batch.values import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
@@ -133,6 +134,7 @@ class Runner:
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
+        self._values = watch_model(model, plan.job.read, plan.job.trains)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -265,6 +267,9 @@ class Runner:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
+        self._values.check()
+        if self.plan.job.watch is not None:
+            self.plan.job.watch.check()
         self.held.hooked.check()
         self.held.check_bound()
         if unfit := self._unfit():
