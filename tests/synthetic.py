@@ -76,6 +76,7 @@ def chain(
         batch=(("x", activation),),
         loss=(last, "loss"),
         axes=axes,
+        optimizer="sgd",
     )
 
 

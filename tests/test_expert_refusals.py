@@ -64,6 +64,10 @@ SETTINGS: list[tuple[str, str]] = [
     (f"{' '.join(EP)} parallel.ep_overflow=drop", "drop it, or give model.capacity_factor = 0"),
     (f"{' '.join(EP)} {DROPLESS} parallel.ep_overflow=wait", "input should be 'error' or 'drop'"),
     (f"{DROPLESS} parallel.ep_overflow=drop", "give ep = 2 or more, or drop it"),
+    (
+        f"{' '.join(EP)} {DROPLESS} parallel.ep_overflow=drop",
+        "drop it, or give parallel.ep_buffer = 2.0",
+    ),
     ("parallel.ampipe_degree=0", "0 is neither 'auto' nor a number of chunks from 1 on"),
     ("parallel.ampipe_degree=2.5", "2.5 is neither 'auto' nor a number of chunks from 1 on"),
     ("parallel.ampipe_degree=two", "'two' is neither 'auto' nor a number of chunks from 1 on"),
@@ -287,6 +291,7 @@ CODE: list[tuple[Any, Any, dict[str, Any], str]] = [
         {"ep": 4, "dp": 4, "pipe_experts": True},
         "pipe_experts_multi_data = 2, or give a smaller ep",
     ),
+    (model(None), TOKENS, {"ep": 2, "dp": 2, "ep_overflow": "drop"}, "drop it, or give ep_buffer = 2.0"),
     (nn.Linear(2, 2), torch.zeros(4, 2), {"ep": 2, "dp": 2}, "no plan for expert parallelism: give one"),
     (nn.Linear(2, 2), torch.zeros(4, 2), {"ampipe_degree": 2}, "no ModuleList of blocks"),
     (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.backend import grouped_adapter as adapter
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 from stretto.models.dispatch import dropless, within_capacity
 
 ENDS = {
@@ -62,23 +62,6 @@ def test_what_no_graph_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert adapter._bounds(torch.tensor([1, 3])) == [(0, 1), (1, 3)]
     with pytest.raises(UsageError, match=r"cuda_graph=True .* \(precision = 'bf16'\)"):
         adapter._bounds(SimpleNamespace(is_cuda=True))  # type: ignore[arg-type]
-
-
-def test_room_that_is_asked_for() -> None:
-    counts = torch.tensor([3, 5])
-    assert torch.equal(adapter._within(counts, 5, 4.0), counts)
-    with pytest.raises(RunError, match=r"get 5 rows .* room for 4: give ep_buffer = 1.3 or more"):
-        adapter._within(counts, 4, 4.0)
-
-
-def test_room_that_a_device_looks_for() -> None:
-    """torch._assert_async, which a processor has too and answers at once."""
-    counts = torch.tensor([3, 5])
-    found = adapter._within_later(counts, 5, 4.0)
-    assert torch.equal(found, counts)
-    assert found is not counts
-    with pytest.raises(RuntimeError, match="ep_buffer has room for 4 rows"):
-        adapter._within_later(counts, 4, 4.0)
 
 
 @pytest.mark.parametrize("kind", ["dropless", "capacity"])

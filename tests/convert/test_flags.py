@@ -103,6 +103,8 @@ CASES: dict[str, list[tuple[str, str, str, Any]]] = {
     "--moe-router-topk": [
         (MOE, "3", "model.top_k", 3),
         (MIXTRAL, "3", "model.config.num_experts_per_tok", 3),
+        (f"{MIXTRAL} --qk-layernorm", "1", "~model.config.norm_topk_prob", False),
+        (f"{MIXTRAL} --qk-layernorm", "2", "~model.config.norm_topk_prob", True),
     ],
     "--moe-ffn-hidden-size": [
         (MOE, "32", "model.expert_ratio", 0.5),

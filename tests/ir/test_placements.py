@@ -32,6 +32,7 @@ def indices(*shape: int, below: int = 4) -> Tensor:
 
 A, B, V, W = tensor(4, 6, 8), tensor(4, 6, 8, seed=1), tensor(8), tensor(8, 4)
 Q, K = tensor(2, 4, 6, 8), tensor(2, 4, 6, 8, seed=2)
+Z = torch.complex(A, B)
 ENDS = torch.tensor([2, 2, 5, 8])  # of groups of rows, one of them empty
 GAIN, MEANS = tensor(8, seed=4), tensor(4, 6, 1)
 
@@ -85,6 +86,11 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("aten.roll.default", (A, [1], [1])),
     ("aten.tril.default", (A,)),
     ("aten.constant_pad_nd.default", (A, [1, 1])),
+    ("aten.view_as_complex.default", (tensor(4, 6, 2),)),
+    ("aten.view_as_real.default", (Z,)),
+    *((f"aten.{name}.default", (Z,)) for name in ("_conj", "conj_physical", "real", "angle", "abs")),
+    *((f"aten.{name}.default", (A, B)) for name in ("complex", "polar")),
+    ("aten.mul.Tensor", (Z, Z[:, :1])),
     ("aten.expand.default", (tensor(4, 1, 8), [4, 6, 8])),
     ("aten.repeat.default", (A, [1, 2, 1])),
     ("aten.stack.default", ([A, B], 1)),
@@ -200,7 +206,7 @@ def part_is(parts: list[Tensor], dim: int, blocks: int, whole: Tensor) -> bool:
     pieces = [p.chunk(blocks, dim) for p in parts]
     made = torch.cat([piece[b] for b in range(blocks) for piece in pieces], dim)
     return made.numel() == whole.numel() and torch.allclose(
-        made.reshape(whole.shape).double(), whole.double()
+        made.reshape(whole.shape).to(torch.complex128), whole.to(torch.complex128)
     )
 
 
@@ -212,7 +218,7 @@ def test_an_op_on_what_ranks_hold_is_the_op_on_the_whole(target: str, args: tupl
     choices = [
         [
             EQUAL,
-            *([SUM] if x.is_floating_point() else []),
+            *([SUM] if x.is_floating_point() or x.is_complex() else []),
             *(part(d) for d, n in enumerate(x.shape) if n % 2 == 0),
         ]
         for x in given.values()
@@ -262,6 +268,7 @@ UNSAID = frozenset(
         "bernoulli.default",
         "bernoulli.p",
         "binary_cross_entropy.default",
+        "complex.default",
         "contiguous.default",
         "copy.default",
         "detach.default",
@@ -283,6 +290,7 @@ UNSAID = frozenset(
         "mish_backward.default",
         "mse_loss.default",
         "native_dropout.default",
+        "polar.default",
         "rand_like.default",
         "randn_like.default",
         "real.default",

@@ -37,6 +37,7 @@ from stretto.measure.profile import _rounds as rounds_of
 from stretto.measure.profile import make_calls, make_inputs, profile, typical
 from stretto.measure.sweep import linear_ops, sweep_ops
 from stretto.measure.time_ops import distinct_ops, time_op
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.price.calibration import load_calibration, save_calibration
 from stretto.price.calls import Calls
 from stretto.price.roofline import scaled
@@ -422,6 +423,31 @@ def test_calibrating_for_a_plan_prices_it_by_lookup(plan_file: Path, tmp_path: P
     assert "(0 measured now" in text, "what is kept is not measured again"
     again, text, _ = calibrate_into(out, str(plan_file), "--fresh")
     assert f"({len(load_calibration(out).ops)} measured now, 0 known)" in text
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2, "pp": 2}], ids=str)
+def test_a_plan_whose_step_ends_in_sums_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int]
+) -> None:
+    """Sums of the loss and of gradients are programs of the plan that read no value of a microbatch."""
+    monkeypatch.setattr(time_ops, "ROUND_US", 20.0)
+    model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=8))
+    parallel = stretto.Parallel(**layout, microbatches=2)
+    job = stretto.capture(model, torch.zeros(4, 9, dtype=torch.int64), next_token_loss, parallel)
+    stretto.plan(job, cluster=stretto.Cluster()).save(tmp_path / "plan.json")
+    status, text, error = calibrate_into(tmp_path / "c.json", str(tmp_path / "plan.json"))
+    assert status == 0, (text, error)
+    assert "warning" not in text.replace("rounds differ", "").replace("warning: aten", "")
+    known = load_calibration(tmp_path / "c.json").ops
+    assert any(key.startswith("aten.mm.default") for key in known)
+    assert not any("grad/" in key or "?" in key for key in known)
+
+
+def test_an_op_of_a_tuple_is_no_crash() -> None:
+    spec = TensorSpec((2, 3), "float32")
+    op = Op("y", "aten.neg.default", (Ref("a tuple"),), (), (spec,))
+    with pytest.raises(StrettoError, match=r"aten.neg.default\(\?\) cannot be measured on its own"):
+        time_op(op, {}, CPU)
 
 
 def test_a_run_that_is_cut_short_keeps_what_is_there(

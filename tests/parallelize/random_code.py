@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.parallelize import random_state
 from tests.parallelize.random_lines import ALONG, BINARY, LAST, MIXED, NAMES, POINTWISE, WRITES, Coded
 
 ROWS, LENGTH, HIDDEN, VOCAB = 2, 4, 8, 16
@@ -116,6 +117,8 @@ class Drawing:
         """Ops on a value, that keep what it is unless this network is wild."""
         for _ in range(self.draw.choice((0, 0, 1, 1, 2))):
             x = self.op(x) or x
+        if self.draw.random() < 0.15:
+            x = random_state.masked(self, x) or x
         if self.slips and self.draw.random() < 0.5:
             wild, self.wild = self.wild, 1.0
             made = self.op(x)
@@ -191,7 +194,10 @@ class Drawing:
         style = self.draw.choice(
             ("colwise_gather_output", "rowwise_split_input", "vocabulary", None, "replicated")
         )
-        y = self.called(self.linear(self.shape(x)[-1], n, style), x)
+        if self.draw.random() < 0.4:
+            y = random_state.rows(self, x, n)
+        else:
+            y = self.called(self.linear(self.shape(x)[-1], n, style), x)
         if y is None:
             return None
         one = self.draw.choice(
@@ -276,6 +282,11 @@ class Drawing:
                     None,
                 )
                 s = self.value(f"{s.name} {self.draw.choice('+*')} {gain}", True) or s
+            if self.draw.random() < 0.15:
+                s = self.value(f"{s.name} + {random_state.relative(self, f'{s.name}.shape[-1]')}", True) or s
+            if self.draw.random() < 0.15:
+                mask = f"({x.name}.argmax(-1) == 0)[:, None, None]"
+                s = self.value(f"{s.name}.masked_fill({mask}, -9.0)", True) or s
             if self.draw.random() < 0.6:
                 mask = f"torch.ones({s.name}.shape[-2:], dtype=torch.bool).tril()"
                 s = self.value(f"{s.name}.masked_fill(~{mask}, -math.inf)", True) or s
@@ -320,16 +331,14 @@ class Drawing:
 
     def norm(self, x: Value) -> Value | None:
         n = self.shape(x)[-1]
+        if self.draw.random() < (0.05 if self.inside else 0.25):
+            return random_state.kept(self, x)
         made = self.draw.choice((f"nn.LayerNorm({n})", f"nn.RMSNorm({n})"))
         return self.value(f"{self.add(made, None)}({x.name})", x.spread)
 
-    def positions(self, x: Value) -> Value | None:
-        n = self.shape(x)[-1]
-        if n != HIDDEN:
-            return None
-        style = self.draw.choice(("vocabulary", None))
-        table = self.add(f"nn.Embedding({VOCAB}, {HIDDEN})", style)
-        return self.value(f"{x.name} + {table}(torch.arange({x.name}.shape[1]))")
+    def rows(self, x: Value) -> Value | None:
+        found = random_state.rows(self, x, HIDDEN) if self.shape(x)[-1] == HIDDEN else None
+        return None if found is None else self.value(f"{x.name} + {found.name}")
 
     def scaled(self, x: Value) -> Value | None:
         n = self.shape(x)[-1]
@@ -344,7 +353,7 @@ class Drawing:
 
     def idiom(self, x: Value) -> Value | None:
         kinds = (self.mlp, self.mlp, self.attention, self.attention, self.gathered, self.norm, self.scaled)
-        return self.draw.choice((*kinds, self.positions))(x)
+        return self.draw.choice((*kinds, self.rows))(x)
 
     def whole(self) -> list[Value]:
         shape = (ROWS, LENGTH, HIDDEN)

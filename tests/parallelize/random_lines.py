@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-NAMES = {"torch": torch, "F": F, "nn": nn, "math": math}
+NAMES: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "math": math}
 """What the lines may use, beside `self` and what they are given."""
 
 

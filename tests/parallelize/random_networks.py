@@ -5,19 +5,23 @@ a line that does not run on the plain tensors is drawn again, so that no shapes 
 description from which a failing one can be written down as a script.
 
     1. Idioms (an MLP with gates, attention with heads, projections that are gathered and cut again, norms,
-       positions, weights used by hand) come with styles that fit, seasoned with ops that keep placements.
+       tables, masks, buffers, weights used by hand) come with styles that fit, seasoned with ops that keep
+       placements.
     2. With a network's own wildness, each of these choices is another: any style, any op on any values over
        any dims, writes in place, shapes in numbers and factories, ties, modules that are called twice.
     3. One op, or one style, of a tame network is another as well: what is nearly right is where proofs fail.
     4. Networks for sequence parallelism have a list of blocks of these; the same is done to their code.
+    5. Some of the others have own modules of experts, which ranks share (`random_experts`).
+    6. Parameters have hooks now and then (`random_state`).
 
 Everything follows from the seed.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -25,12 +29,14 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallelize.random_code import HIDDEN, LENGTH, LINEAR, ROWS, VOCAB, Drawing, Value
+from tests.parallelize.random_experts import shares_experts, with_mixture
 from tests.parallelize.random_lines import ALONG, HEADED, HEADLESS, LAST, NAMES, POINTWISE, Coded, compiled
+from tests.parallelize.random_state import draw_hooks, hooked, reads_buffers
 
 
 @dataclass
 class Network:
-    """What is captured, and how. parallel: arguments of `stretto.Parallel`."""
+    """What is captured, and how. parallel: arguments of `stretto.Parallel`; hooks: parameter -> its hook."""
 
     seed: int
     model: Coded
@@ -39,6 +45,11 @@ class Network:
     plan: dict[str, str]
     loss: tuple[str, ...]
     wild: float
+    hooks: dict[str, str] = field(default_factory=dict)
+
+    def fresh(self) -> nn.Module:
+        """A copy of the model as it is at first, with its hooks."""
+        return hooked(copy.deepcopy(self.model), self.hooks)
 
     def loss_of(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return compiled("batch", self.loss)(model, batch)  # type: ignore[no-any-return]
@@ -48,7 +59,7 @@ class Network:
         loss = "\n".join(f"    {line}" for line in self.loss)
         return (
             f"# seed {self.seed}, wildness {self.wild}; Parallel({self.parallel})\n# tp_plan = {self.plan}\n"
-            f"{self.model.text()}\nloss(self, batch):\n{loss}"
+            f"# hooks: {self.hooks}\n{self.model.text()}\nloss(self, batch):\n{loss}"
         )
 
 
@@ -62,16 +73,15 @@ def draw_network(seed: int) -> Network:
 
 
 def _fair(network: Network) -> bool:
-    network.model.zero_grad()
+    model = copy.deepcopy(network.model)  # whose buffers stay as they are
     try:
-        loss = network.loss_of(network.model, {k: v[:ROWS] for k, v in network.batch.items()})
+        loss = network.loss_of(model, {k: v[:ROWS] for k, v in network.batch.items()})
         if loss.numel() != 1 or not math.isfinite(loss.item()):
             return False
         loss.backward()
     except Exception:
         return False
-    norms = [float(p.grad.norm()) for p in network.model.parameters() if p.grad is not None]
-    network.model.zero_grad()
+    norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
     return bool(norms) and all(n < 1e4 for n in norms) and max(norms) > 1e-4
 
 
@@ -85,6 +95,7 @@ def _attempt(draw: Random, seed: int) -> Network | None:
     parallel["microbatches"] = draw.choice((1, 2)) if parallel["pp"] == 1 else 2
     if sequence:
         parallel["sequence_parallel"] = True
+    shares_experts(seed, parallel)
     torch.manual_seed(seed)
     rows = ROWS * parallel["microbatches"] * parallel["dp"]
     generator = torch.Generator().manual_seed(seed)
@@ -112,6 +123,13 @@ def _attempt(draw: Random, seed: int) -> Network | None:
     model.double().train()
     if draw.random() < 0.4:
         _bent(draw, model, plan)
+    if reads_buffers(model):
+        if "ep" in parallel:
+            return None
+        parallel["dp"] = 1
+        rows = ROWS * parallel["microbatches"]
+        network.batch = {name: value[:rows] for name, value in batch.items()}
+    network.hooks = draw_hooks(draw, model, plan, wild)
     return network if plan else None
 
 
@@ -158,6 +176,10 @@ def _drawn(
             return None
     else:
         end = net.body(draw.choice((1, 2, 2, 3)))
+        if "ep" in parallel:
+            end = with_mixture(net, end)
+            if end is None:
+                return None
     loss: list[str] = []
     if draw.random() < 0.55 or sequence:
         if draw.random() < 0.3 and not sequence:

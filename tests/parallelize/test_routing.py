@@ -21,7 +21,7 @@ from stretto.config import Parallel
 from stretto.errors import RunError
 from stretto.ir.serialize import load_plan
 from stretto.models.moe import MoEGPT, Routed
-from stretto.runtime import Runner
+from stretto.runtime import Runner, run_threads
 from tests.parallelize.test_ampipe import by_chunks
 from tests.parallelize.test_experts import (
     DROPLESS,
@@ -118,9 +118,51 @@ def test_in_chunks(name: str, capacity: float | None) -> None:
 def test_an_overflow_is_told_on_every_rank_and_nobody_waits() -> None:
     plan = plan_of(told(CHOICES["all to one"], DROPLESS), Parallel(**FAST, ep=2, dp=2, ep_buffer=1.9))
     with pytest.raises(
-        RunError, match=r"get 96 rows of another rank, and ep_buffer has room for 92: give ep_buffer = 2.0"
+        RunError, match=r"get 2 times the mean .* room for less: give ep_buffer = 2.0 or more"
     ):
         together(plan, told(CHOICES["all to one"], DROPLESS), batch())
+
+
+def by_layers(*names: str) -> MoEGPT:
+    """Each block's router is told something else."""
+    model = copy.deepcopy(model_of(DROPLESS, shared=1))
+    for block, name in zip(model.blocks, names, strict=True):
+        block.mlp.router.forward = partial(_route, block.mlp.router.forward, CHOICES[name])
+    return model
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("none to one", "all to the last rank"),
+        pytest.param(("all to the last rank", "none to one"), marks=pytest.mark.slow),
+    ],
+)
+def test_an_overflow_names_what_all_layers_need(names: tuple[str, str]) -> None:
+    """Of a step in which both have no room for all: 1.33 times the mean, and 2 times."""
+    model = by_layers(*names)
+    at = names.index("all to the last rank")
+    with pytest.raises(
+        RunError, match=rf"blocks\.{at}\.mlp\.experts get 2 times .* give ep_buffer = 2.0 or more"
+    ):
+        together(plan_of(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=1.0)), model, batch())
+
+
+@pytest.mark.parametrize("name", ["all to one", pytest.param("half to one", marks=pytest.mark.slow)])
+def test_without_a_buffer_there_is_room_for_all(name: str) -> None:
+    assert_equals(told(CHOICES[name], DROPLESS), Parallel(**FAST, ep=4, dp=4))
+
+
+def test_a_step_without_room_leaves_no_gradients() -> None:
+    model = told(CHOICES["all to one"], DROPLESS)
+    plan = plan_of(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=1.0))
+
+    def work(runner: Runner) -> list[bool]:
+        with pytest.raises(RunError, match="room for less"):
+            runner.step(batch())
+        return [p.grad is None for _, p in runner.named_parameters()]
+
+    assert all(map(all, run_threads(plan, lambda _: copy.deepcopy(model), work)))
 
 
 @pytest.mark.slow
@@ -178,7 +220,7 @@ def test_processes_say_it_too(tmp_path: Path) -> None:
     for told_by_rank in launch(2, "tests.parallelize.test_routing", str(tmp_path), statuses=(1,)):
         loss = float(told_by_rank.partition("loss ")[2].split()[0])
         assert abs(loss - float(want)) <= 1e-10 * float(want)
-        assert "give ep_buffer = 2.0 or more, or ep_overflow = 'drop'" in told_by_rank
+        assert "give ep_buffer = 2.0 or more, leave ep_buffer out" in told_by_rank
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from stretto.capture.expand import TracedOp
 from stretto.capture.proof import Proof, Proved
 from stretto.ir.program import CHUNK, INDEX
 from stretto.parallelize.alone import Beside
+from stretto.parallelize.expert_trial import ExpertTrial
 from stretto.parallelize.tensor import AXIS
 
 
@@ -36,7 +37,9 @@ def _unproved(proof: Proof) -> Proved:
 
 
 def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch off what proves that values along tp are what their uses need, and what looks at shapes."""
+    """Switch off what proves that values along tp are what their uses need, and what looks at shapes and
+    at experts."""
     monkeypatch.setattr(Proof, "proved", _unproved)
     monkeypatch.setattr(Beside, "_note", lambda *_: None)
+    monkeypatch.setattr(ExpertTrial, "weighed", lambda *_: "after")
     monkeypatch.setattr(import_module("stretto.verify.plan"), "placement_faults", lambda _: [])

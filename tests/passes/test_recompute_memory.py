@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import with_sums, without_sums
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import made_up_costs
+from tests.runtime.test_memory import peaks_with_adamw
 from tests.train.tiny import write_settings
 
 CONFIG = GPTConfig(vocab_size=64, layers=6, hidden=128, heads=4, context=64)
@@ -51,9 +51,7 @@ def test_predicted_peaks_fall_and_are_the_measured_ones(job: Job, schedule: str)
     last: tuple[int, ...] | None = None
     for choice in ("none", "selective", "full"):
         plan = plan_of(job, choice, schedule)
-        measured = stretto.run_threads(
-            plan, lambda _: copy.deepcopy(MODEL), lambda r: (r.step(BATCH), r.timeline().peak_bytes)[1]
-        )[0]
+        measured = peaks_with_adamw(plan, MODEL, BATCH)
         for rank, predicted in enumerate(peaks(plan)):
             assert measured[rank] == pytest.approx(predicted, rel=0.01), f"{choice} rank {rank}"
         if last is not None:

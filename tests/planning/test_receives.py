@@ -64,6 +64,7 @@ def skips_job(stages: int, microbatches: int) -> Job:
     return Job(
         *("six values a border", microbatches, tuple(made), tuple(edges), tuple(parameters), (), ()),
         *((("x", ACTIVATION),), (last, "loss")),
+        optimizer="sgd",
     )
 
 

@@ -98,6 +98,26 @@ def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> No
         assert accounts_us == pytest.approx(found.step_us, rel=0.02)
 
 
+@pytest.mark.parametrize("kind", ["op", "link", "collective", "inf"])
+def test_a_step_that_never_ends_is_refused_before_it_begins(kind: str) -> None:
+    plan = plan_of(pp=2, tp=2, sequence_parallel=True)
+    costs = plan.costs
+    name = plan.job.stages[1].ops[Phase.F][0].name
+    changed = {
+        "op": replace(costs, op_us={**costs.op_us, (1, name): 1e15}),
+        "inf": replace(costs, op_us={**costs.op_us, (1, name): float("inf")}),
+        "link": replace(costs, default_link=Link(1e15, 1e6)),
+        "collective": replace(
+            costs,
+            collectives=dict.fromkeys(costs.collectives, CollectiveCost(Curve(((0.0, 1e15),)))),
+        ),
+    }
+    with pytest.raises(stretto.StrettoError, match=r"3,600 s can be rehearsed.* plan again") as caught:
+        rehearse(replace(plan, costs=changed[kind]), 0)
+    if kind == "op":
+        assert f"{name!r} of stage 1, 1,000,000,000 s" in str(caught.value)
+
+
 @pytest.mark.quiet
 def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
     for _ in range(3):  # where the machine stops this rank for a moment, its peer has sent before it stands

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.parallelize.parts import local_shape
 from stretto.runtime.shards import Part, join, part_of, pieces_of, whole_spec
-from stretto.saving.parts import PartsReader, PartsWriter
+from stretto.runtime.transport import Transport
+from stretto.saving import digests, tensors
+from stretto.saving.folder import Writing
 from stretto.train.checkpoint import read_tensors
 from tests.synthetic import make_job
 
@@ -54,6 +55,21 @@ def part(how: str, size: int, at: int, tensor: torch.Tensor) -> Part:
     return Part(WHOLE, tuple(boxes))
 
 
+class Alone:
+    """The transport of one rank."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return [item]
+
+
+def write(folder: Path, parts: dict[str, Part]) -> None:
+    files = tensors.write(folder, parts, cast(Transport, Alone()), Writing("it", "see to it", ""))
+    for name, data in {**files, digests.NAME: digests.sealed(files)}.items():
+        (folder / name).write_bytes(data)
+
+
 def held(how: str, size: int, at: int) -> torch.Tensor:
     return part_of(value(), parameter_of(how, size), job_of(size), {"tp": at}).clone()
 
@@ -90,15 +106,24 @@ def test_the_boxes_of_ranks_that_share_a_part_lie_in_one_place(how: str) -> None
 @pytest.mark.parametrize(("wrote", "reads"), [(2, 4), (4, 2), (1, 2), (2, 1)])
 def test_another_layout_finds_its_part(tmp_path: Path, how: str, wrote: int, reads: int) -> None:
     boxes = [box for at in range(wrote) for box in part(how, wrote, at, held(how, wrote, at)).boxes]
-    written = {"x": Part(WHOLE, tuple(boxes)), "step": Part.all_of(torch.tensor(7.0))}
-    names = {name: one.boxes[0][1] for name, one in written.items()}
-    save(names, storage_writer=FileSystemWriter(tmp_path), planner=PartsWriter(written), no_dist=True)
+    write(tmp_path, {"x": Part(WHOLE, tuple(boxes)), "step": Part.all_of(torch.tensor(7.0))})
+    stored = tensors.stored_in(tmp_path)
     for at in range(reads):
         mine, step = torch.zeros(parameter_of(how, reads).spec.shape), torch.zeros(())
         wanted = {"x": part(how, reads, at, mine), "step": Part.all_of(step)}
-        load(names, storage_reader=FileSystemReader(tmp_path), planner=PartsReader(wanted), no_dist=True)
+        tensors.read(tmp_path, stored, wanted)
         assert torch.equal(mine, held(how, reads, at))
         assert step == 7
-    whole = torch.zeros(WHOLE)
-    read_tensors(tmp_path, {"x": whole})
-    assert torch.equal(whole, value())
+    for read in (read_tensors, lambda folder, values: load(values, checkpoint_id=folder, no_dist=True)):
+        whole = torch.zeros(WHOLE)
+        read(tmp_path, {"x": whole})  # the latter as PyTorch alone does
+        assert torch.equal(whole, value())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.bool, torch.float8_e4m3fn])
+def test_any_dtype_and_strides_come_back(tmp_path: Path, dtype: torch.dtype) -> None:
+    given = value().to(dtype).t()
+    write(tmp_path, {"x": Part.all_of(given), "none": Part.all_of(torch.zeros(0, 3, dtype=dtype))})
+    found = torch.zeros(WHOLE[::-1], dtype=dtype)
+    read_tensors(tmp_path, {"x": found, "none": torch.zeros(0, 3, dtype=dtype)})
+    assert torch.equal(found.view(torch.uint8), given.contiguous().view(torch.uint8))

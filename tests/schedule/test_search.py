@@ -22,6 +22,7 @@ from stretto.ir.stage_maps import loop, v
 from stretto.schedule.exact import best_order
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.least import least_time
+from stretto.schedule.list_schedule import list_orders
 from stretto.schedule.room import Room, most_held
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
@@ -134,6 +135,49 @@ def test_memory_is_kept_or_refused(ranks, each, microbatches, memory, data):
         return
     found = search(sought)
     check(found, room(loop(ranks, each)))
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "limit", "weight", "share", "best"),
+    [(8, 2.0, 0.7, 1.0, 6410.0), (6, 2.0, 1.0, 0.3, 5180.0)],
+)
+def test_two_stages_a_rank_in_tight_memory_need_no_exact_solver(
+    microbatches: int, limit: float, weight: float, share: float, best: float
+) -> None:
+    """best: what exact search reaches with 20 units of work. Families alone take 7600 and 5880."""
+    times = PhaseTimes(100.0, 100.0, 100.0 * weight, 20.0)
+    room = Room((limit, limit), (1.0,) * 4, (share,) * 4)
+    sought = Sought(2, 2, microbatches, times, room=constant(room))
+    lists = [one for one in search(sought).found if one.schedule.family != "exact"]
+    assert lists[0].time <= best * (1 + 1e-9)
+    assert room.holds(lists[0].schedule)
+    assert schedule_faults(lists[0].schedule) == []
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 7), st.booleans(), st.randoms(use_true_random=False)
+)
+def test_the_walk_never_stops_where_one_microbatch_fits(ranks, each, microbatches, split, draw):
+    stage_ranks = (v if draw.random() < 0.5 else loop)(ranks, each)
+    whole = tuple(draw.uniform(0.5, 2.0) for _ in stage_ranks)
+    limits = [0.0] * ranks
+    for rank, held in zip(stage_ranks, whole, strict=True):
+        limits[rank] += held
+    more = draw.choice([1.0, 1.3, 2.0])
+    room = Room(tuple(more * one for one in limits), whole, tuple(0.5 * one for one in whole))
+    urgent: dict[Action, float] = {}
+    orders = list_orders(
+        stage_ranks,
+        microbatches,
+        lambda action: urgent.setdefault(action, draw.random()),
+        split=split,
+        room=room,
+    )
+    assert orders is not None
+    made = Schedule("drawn", len(stage_ranks), microbatches, stage_ranks, orders)
+    assert schedule_faults(made) == []
+    assert room.holds(made)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(3, 5), (4, 6)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 from tests.train.tiny import WORDS, run, run_ranks, write_settings
+
+from stretto.saving import digests
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +42,16 @@ def test_another_checkpoint_of_the_same_step_is_refused(folder: Path) -> None:
     shutil.copytree(folder / "alone" / "checkpoints", copy)
     state = copy / "step-000002" / "state.json"
     state.write_text(state.read_text() + "\n")
+    files = json.loads((state.parent / digests.NAME).read_text())["files"]
+    sealed = digests.sealed({name: (state.parent / name).read_bytes() for name in files})
+    (state.parent / digests.NAME).write_bytes(sealed)
     statuses, err = two_ranks(folder, f"checkpoint.dir={copy}")
     assert (statuses, err.count("stretto: ")) == ([2, 2], 1), err
     assert "rank 1 goes on from" in err
     state.write_text("{")
     statuses, err = two_ranks(folder, f"checkpoint.dir={copy}")
     assert (statuses, err.count("stretto: ")) == ([2, 2], 1), err
-    assert "state.json, line 1, column 2: not JSON" in err
+    assert "state.json is not what was saved: its digest differs" in err
     assert "(on rank 1)" in err
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import UsageError
+from stretto.saving import digests
 from stretto.saving import folder as saving
 from stretto.train import checkpoint_files as files
 
@@ -28,8 +29,10 @@ def make(folder: Path, step: int, keep: int = 9) -> Path:
     partial = saving.partial_of(place)
     (partial / ".metadata").write_bytes(b"x")
     state = files.State(step, step, 300, {"name": "a"})
-    for name, text in (("tokenizer.json", "{}"), ("state.json", files.FILE.to_text(state))):
-        saving.write_synced(partial / name, text.encode())
+    made = {"tokenizer.json": b"{}", "state.json": files.FILE.to_text(state).encode()}
+    (partial / digests.NAME).write_bytes(digests.sealed(made))
+    for name, data in made.items():
+        saving.write_synced(partial / name, data)
     saving.commit(place)
     files.mark(place, keep)
     return place
@@ -57,7 +60,13 @@ def test_the_marker_counts_and_is_not_trusted(tmp_path: Path) -> None:
     make(tmp_path, 10)
     (tmp_path / "latest").write_text("step-000005\n")
     assert files.latest_in(tmp_path) == tmp_path / "step-000005"
-    for wrong in (b"step-000099\n", b"\xff\xfe", b""):
+    make(tmp_path / "other", 7)
+    outside = (
+        b"other/step-000007\n",
+        f"../{tmp_path.name}/step-000005".encode(),
+        bytes(tmp_path / "step-000005"),
+    )
+    for wrong in (b"step-000099\n", b"\xff\xfe", b"", b"\0", *outside):
         (tmp_path / "latest").write_bytes(wrong)
         assert files.latest_in(tmp_path) == tmp_path / "step-000010"
 
@@ -73,10 +82,15 @@ def test_a_path_may_be_a_checkpoint_its_folder_or_the_run(tmp_path: Path) -> Non
 
 def test_what_is_not_a_checkpoint_of_ours_is_refused_with_its_file(tmp_path: Path) -> None:
     path = make(tmp_path, 5)
-    (path / "state.json").write_text("[]")
+
+    def write(text: str) -> None:
+        (path / "state.json").write_text(text)
+        (path / digests.NAME).write_bytes(digests.sealed({"state.json": text.encode()}))
+
+    write("[]")
     with pytest.raises(UsageError, match=r"state\.json: expected an object, found \[\]"):
         files.read_state(path)
-    (path / "state.json").write_text(json.dumps({"format": files.FILE.format, "version": 99}))
+    write(json.dumps({"format": files.FILE.format, "version": 99}))
     with pytest.raises(UsageError, match="version 99"):
         files.read_state(path)
 

@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.train.tiny import environment, steps_of, write_settings
+from typer.testing import CliRunner
 
 import stretto
+from stretto.cli.main import app
 from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.models.build import build_model
@@ -92,6 +94,37 @@ def content(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize("with_report_command", [False, True], ids=["the next start", "stretto report"])
+def test_a_run_that_was_killed_before_its_report_gets_it(
+    again: Callable[..., Path], capsys: pytest.CaptureFixture[str], with_report_command: bool
+) -> None:
+    run_dir = again("not")
+    before = content(run_dir)
+    (run_dir / "report.html").unlink()
+    if with_report_command:
+        told = CliRunner().invoke(app, ["report", str(run_dir)]).output
+        assert f"wrote {run_dir / 'report.html'}: the run was killed before it wrote it" in told
+    else:
+        again("training.steps=4")
+        told = capsys.readouterr().out
+        assert f"the run had ended before its report: {run_dir / 'report.html'} is made now" in told
+        assert "all 4 steps are done" in told
+    assert "Measured timeline" in (run_dir / "report.html").read_text()
+    after = content(run_dir)
+    assert {**after, "report.html": ""} == {**before, "report.html": ""}
+
+
+def test_a_run_that_was_killed_before_its_summary_ends_as_it_would_have(again: Callable[..., Path]) -> None:
+    run_dir = again("not")
+    results = ("measured.json", "trace.perfetto-trace", "summary.json", "report.html")
+    held_out_loss = json.loads((run_dir / "summary.json").read_text())["held_out_loss"]
+    for name in results:
+        (run_dir / name).unlink()
+    again("training.steps=4")
+    assert json.loads((run_dir / "summary.json").read_text())["held_out_loss"] == held_out_loss
+    assert (run_dir / "report.html").exists()
+
+
 def test_a_finished_run_stays_as_it_is(
     again: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,7 +175,8 @@ def test_going_back_to_an_earlier_step_keeps_the_later_lines(again: Callable[...
 def test_a_checkpoint_from_before_the_rest_was_kept_goes_on(again: Callable[..., Path]) -> None:
     copied = again("not")
     one = again("training.steps=5", f"output.run_dir={copied.parent / 'one'}", f"checkpoint.resume={copied}")
-    (copied / "checkpoints" / "step-000004" / "rest.pt").unlink()
+    for name in ("rest.pt", "tensors.json", "digests.json"):
+        (copied / "checkpoints" / "step-000004" / name).unlink()
     assert steps_of(again("training.steps=5"))[5]["loss"] == steps_of(one)[5]["loss"]
 
 

@@ -11,15 +11,17 @@ import pytest
 import torch
 from tests.train.own_task import task
 from tests.train.tiny import run, run_ranks, steps_of
+from typer.testing import CliRunner
 
 import stretto
 from stretto.check.compare import Check
 from stretto.cli.check import make as check_of
-from stretto.cli.main import main
+from stretto.cli.main import app, main
 from stretto.cli.plan import make as plan_of
 from stretto.config import TrainSettings, load_settings
 from stretto.config.task import TaskSettings
 from stretto.errors import StrettoError, UsageError
+from stretto.train.checkpoint_files import find
 from stretto.train.export import export
 from stretto.train.task import own_task
 from stretto.train.trainer import Trainer
@@ -92,7 +94,7 @@ def test_the_report_is_of_the_trained_model_and_a_run_goes_on(
     assert [s["loss"] for s in steps_of(again.run_dir).values()] == [
         s["loss"] for s in steps_of(other.run_dir).values()
     ]
-    model, _ = load_whole(straight.checkpoint_dir / "step-000040")
+    model, _ = load_whole(straight.checkpoint_dir / "step-000040", str(FILE))
     told = json.loads((straight.run_dir / "summary.json").read_text())["four_ones"]
     assert float(model(torch.ones(1, 4))) == told
     with pytest.raises(UsageError, match=r"task.config.width = 9, but the checkpoint"):
@@ -104,7 +106,25 @@ def test_the_report_is_of_the_trained_model_and_a_run_goes_on(
     with pytest.raises(
         UsageError, match=r"is of a task of one's own .*, whose model is a \w+, and .*stretto.load"
     ):
-        export(straight.run_dir, tmp_path / "out")
+        export(straight.run_dir, tmp_path / "out", str(FILE))
+
+
+def test_a_checkpoint_names_no_program(tmp_path: Path) -> None:
+    """Its state.json is a stranger's: the file that it names is not run."""
+    file, ran = tmp_path / "mine.py", tmp_path / "ran"
+    file.write_text(FILE.read_text())
+    run = train(write(tmp_path, steps=2, file=file)).run_dir
+    file.write_text(f"{FILE.read_text()}\nPath({str(ran)!r}).touch()\n")
+    for read in (lambda: export(run, tmp_path / "out"), lambda: load_whole(find(run))):
+        with pytest.raises(
+            UsageError, match=r"task of one's own, .* a program .* with --task FILE, if you trus"
+        ):
+            read()
+    command = CliRunner().invoke(app, ["export", str(run), "-o", str(tmp_path / "out")])
+    assert isinstance(command.exception, UsageError)
+    assert not ran.exists()
+    load_whole(find(run), str(file))
+    assert ran.exists()
 
 
 def test_it_is_planned_and_checked_as_text_is(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_keys_about_axes_that_are_not_used_are_left_out(tmp_path: Path) -> None:
     assert with_experts.parallel.pipe_experts_multi_data == 2
     without = choices.settings_of(Candidate(Layout(2, 1, 1, 1, False, 2), "1f1b", 1))
     assert without.parallel.pipe_experts_multi_data == 1
-    assert without.parallel.ep_buffer == 2.0
+    assert without.parallel.ep_buffer is None
 
 
 def test_schedules_are_those_that_there_are(tmp_path: Path) -> None:

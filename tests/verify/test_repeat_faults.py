@@ -31,6 +31,21 @@ def test_repeated_ops_are_accepted() -> None:
     assert plan_faults(plan) == []
 
 
+def constants(first: float, again: float) -> Edit:
+    """A constant among the arguments of an op, and of what repeats it."""
+
+    def edit(plan: Plan) -> Plan:
+        plan = op(0, "fm0.0", args=(Ref("batch/x"), first))(plan)
+        return op(0, "fm0.0_again", args=(Ref("batch/x"), again))(plan)
+
+    return edit
+
+
+def test_a_constant_that_is_no_number_is_itself() -> None:
+    plan = constants(float("nan"), -float("nan"))(repeated())
+    assert not [fault for fault in plan_faults(plan) if "repeats" in str(fault)]
+
+
 @pytest.mark.parametrize(
     ("edit", "what"),
     [
@@ -43,6 +58,7 @@ def test_repeated_ops_are_accepted() -> None:
         (op(0, "fm0.0_again", repeats="fm0.1"), "repeats fm0.1, but is given other arguments"),
         (op(0, "fm0.0_again", random=True), "repeats fm0.0, but draws at random"),
         (op(0, "fm0.0_again", args=(Ref("batch/x"),)), "repeats fm0.0, but is given other arguments"),
+        (constants(0.0, -0.0), "repeats fm0.0, but is given other arguments"),
         (op(0, "fm0.1", repeats="fm0.0"), "repeats fm0.0, but stands in F itself"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,12 +1,11 @@
-"""Ops of mixtures of experts that a captured graph can hold: products of groups of rows, and a check of room.
+"""Ops of mixtures of experts that a captured graph can hold: products of groups of rows.
 
     grouped_mm(x_RD, w_EDM, ends_E)    rows ends[e - 1] to ends[e] of x times w[e]; zero behind the last end
-    within(counts, room, mean)         the counts; fails where one of them is above `room`
     grouped_mm_t(x_RD, y_RM, ends_E)   for each group x' y, (E, D, M): the gradient of w
 
 The number of rows is fixed, and how many each group has is data: so the shapes of a step do not depend on
 where a router sends tokens. An accelerator has one kernel for it (`torch.nn.functional.grouped_mm`, in
-bfloat16); elsewhere a product a group. Used beside public names of PyTorch: torch._assert_async.
+bfloat16); elsewhere a product a group.
 """
 
 from __future__ import annotations
@@ -19,15 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 
 _library: Any = torch.library.Library("stretto_moe", "DEF")  # type: ignore[no-untyped-call]
 _library.define("grouped_mm(Tensor x, Tensor w, Tensor ends) -> Tensor")
 _library.define("grouped_mm_t(Tensor x, Tensor y, Tensor ends) -> Tensor")
-_library.define("within(Tensor counts, int room, float mean) -> Tensor")
-
-WITHIN = "stretto_moe.within.default"
-"""The target of the check, as programs have it."""
 
 
 def _bounds(ends: Tensor) -> list[tuple[int, int]]:
@@ -65,22 +60,6 @@ def _mm_t(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     return made
 
 
-def _within_later(counts: Tensor, room: int, mean: float) -> Tensor:
-    """On an accelerator to ask is to wait for it in every layer: it looks itself, and fails."""
-    torch._assert_async((counts <= room).all(), f"ep_buffer has room for {room} rows of {mean:g}: give more")
-    return counts.clone()
-
-
-def _within(counts: Tensor, room: int, mean: float) -> Tensor:
-    most = int(counts.max())
-    if most > room:
-        raise RunError(
-            f"a rank's experts get {most} rows of another rank, and ep_buffer has room for {room}: give "
-            f"ep_buffer = {math.ceil(10.0 * most / mean) / 10.0} or more, or ep_overflow = 'drop'"
-        )
-    return counts.clone()
-
-
 for _name, _run, _shape in (
     ("grouped_mm", _mm, lambda x, w, ends: x.new_empty(x.shape[0], w.shape[2])),
     ("grouped_mm_t", _mm_t, lambda x, y, ends: x.new_empty(ends.shape[0], x.shape[1], y.shape[1])),
@@ -89,10 +68,6 @@ for _name, _run, _shape in (
     _library.impl(_name, _run, "CUDA")
     torch.library.register_fake(f"stretto_moe::{_name}", _shape, lib=_library)
 
-_library.impl("within", _within, "CPU")
-_library.impl("within", _within_later, "CUDA")
-torch.library.register_fake("stretto_moe::within", lambda counts, room, mean: counts.clone(), lib=_library)
-
 _calls = torch.ops.stretto_moe
 
 
@@ -100,12 +75,6 @@ _calls = torch.ops.stretto_moe
 def _flops(x: Any, other: Any, ends: Any, *, out_shape: Any = None, **_: Any) -> int:
     """Of all rows, as if each belonged to a group."""
     return 2 * int(math.prod(x)) * int(out_shape[-1])
-
-
-def within(counts: Tensor, room: int, mean: float) -> Tensor:
-    """The counts. When it runs, RunError where one of them is above `room`, with what of the mean it is."""
-    made: Tensor = _calls.within(counts, room, mean)
-    return made
 
 
 class _Grouped(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.models.moe import EP_PLAN, MoE, MoEBlock, MoEConfig, Routed, Router
+from stretto.models.moe import EP_PLAN, MoE, MoEBlock, MoEConfig, Routed, Router, weighed
 
 Routing = Literal["balanced", "router"]
 ROUTINGS: tuple[Routing, ...] = ("balanced", "router")
@@ -31,8 +31,7 @@ class EvenRouter(Router):
         N, E = score_NE.shape
         first_N1 = torch.arange(0, N * self.top_k, self.top_k, device=x_ND.device).unsqueeze(1)
         chosen_NK = (first_N1 + torch.arange(self.top_k, device=x_ND.device)) % E
-        taken_NK = score_NE.gather(1, chosen_NK)
-        return Routed(chosen_NK, taken_NK / taken_NK.sum(dim=-1, keepdim=True), score_NE.new_zeros(2))
+        return Routed(chosen_NK, weighed(score_NE.gather(1, chosen_NK)), score_NE.new_zeros(2))
 
 
 class Stack(nn.Module):

@@ -141,7 +141,7 @@ def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]
     """Step 2 on one rank; every rank of the cell calls it. Returns its figures, the plan as it was made, the
     plan with the costs after its steps, and all counted steps."""
     model, batch = cell.build()
-    plan = stretto.plan(cell.capture(model, batch, overlap=cell.overlap), "local")
+    plan = stretto.plan(cell.capture(model, batch, overlap=cell.overlap), "local", optimizer="sgd")
     runner = stretto.Runner(plan, model)
     timelines: list[Timeline] = []
 

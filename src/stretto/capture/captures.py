@@ -26,7 +26,7 @@ from stretto.capture.trace import Traced, trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
-from stretto.ir.stage_maps import virtual_stages_of
+from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.passes import on_job
 
@@ -113,7 +113,9 @@ class Captures:
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
             )
         placement = (
-            split(traced, count, parallel.split) if meshes is None else place_on_meshes(traced, meshes)
+            split(traced, count, parallel.split, stage_ranks_of(parallel.schedule, parallel.pp, count))
+            if meshes is None
+            else place_on_meshes(traced, meshes)
         )
         job = cut(traced, placement, count, parallel.microbatches)
         job = replace(

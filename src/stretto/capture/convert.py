@@ -113,6 +113,11 @@ def _tell_whole(ops: list[TracedOp], places: Sequence[int], results: Results, ca
         ops[place] = item
 
 
+LAZY = {"aten._conj.default": "aten.conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
+"""Views that PyTorch computes when they are read, which kernels behind the dispatcher's autograd refuse, and
+what computes them at once."""
+
+
 def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[str, str], ranks: int) -> Op:
     args = tuple(_arg(a, names, node) for a in node.args)
     kwargs = tuple((key, _arg(value, names, node)) for key, value in node.kwargs.items())
@@ -150,12 +155,12 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
             "it out, and give dp, tp or ep to Parallel; before an op on a spread tensor that does so, "
             "reshard its tensors to [Replicate()]"
         )
-    alias = None
-    if first is not None and torch_adapter.returns_view(node.target):
+    alias, target = None, LAZY.get(str(node.target), str(node.target))
+    if first is not None and target == str(node.target) and torch_adapter.returns_view(node.target):
         alias = roots.get(first, first)
     return Op(
         name=node.name,
-        target=SAME_AS.get(str(node.target), str(node.target)),
+        target=SAME_AS.get(target, target),
         args=args,
         kwargs=kwargs,
         outputs=outputs,
@@ -215,6 +220,12 @@ def _arg(value: Any, names: Mapping[torch.fx.Node, str], node: torch.fx.Node) ->
         return Const("memory_format", str(value).removeprefix("torch."))
     if isinstance(value, torch.SymInt):
         raise CaptureError("an op's argument depends on data; shapes must be known")
+    if isinstance(value, complex):
+        raise CaptureError(
+            f"{node.target} is called with the number {value!r}, and a plan has no complex numbers outside "
+            "of tensors: multiply by torch.complex(real, imag); in the place of torch.polar(r, a), whose "
+            "gradient has such a number, write torch.complex(r * a.cos(), r * a.sin())"
+        )
     raise CaptureError(f"cannot write down the argument {value!r} of {node.target}")
 
 

@@ -119,17 +119,29 @@ def _spread_words(
     beside = (
         f" {_listed(whole)} in it, whole on every rank, would have to be spread with them." if whole else ""
     )
+    counts = "" if whole else _counts(model, place, reason, size)
     return (
         f"\n  {place} is computed in parts: {_listed(inside)}, spread over tp = {size}.{beside} Numbers "
         "for each head, and sizes of all heads in the code, do not fit a rank's part of them: take sizes "
-        f"from tensors (x.shape), or write {_entries(inside)} into tp_plan, which keeps these modules whole"
+        f"from tensors (x.shape), {counts}or write {_entries(inside)} into "
+        "tp_plan, which keeps these modules whole"
     )
 
 
-def _entries(names: Sequence[str]) -> str:
+def _counts(model: nn.Module, place: str, reason: str, size: int) -> str:
+    """What to write for integers of a module that are sizes in an error: they may count all heads."""
+    sizes = set(map(int, re.findall(r"(?<![-\d.])\d+(?![\d.])", reason)))
+    values = vars(model.get_submodule(place)).items()
+    names = [n for n, v in values if type(v) is int and v in sizes and v > 1 and v % size == 0]
+    return (
+        f"write {_entries([place], 'attributes:' + ','.join(names))} if they count heads, " if names else ""
+    )
+
+
+def _entries(names: Sequence[str], style: str = "replicated") -> str:
     """Entries of a tp_plan, for all layers."""
     patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
-    return "{" + ", ".join(f"{pattern!r}: 'replicated'" for pattern in patterns) + "}"
+    return "{" + ", ".join(f"{pattern!r}: {style!r}" for pattern in patterns) + "}"
 
 
 def _listed(names: Sequence[str]) -> str:

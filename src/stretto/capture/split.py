@@ -3,7 +3,8 @@
 1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that
    begins a stage. By name: the segment in which the named module is entered. By a text of stages: where
    its layers are entered (`stretto.capture.layers`); stages that begin with one segment hold nothing but
-   the last of them. Automatic: cuts that minimise the dearest stage, a message counted as part of its stage.
+   the last of them. Automatic: cuts that make stages, and the sums of ranks with several,
+   as even as can be, a message counted as part of its stage.
 2. A forward op is in the stage of its segment. A backward op is in the stage of the forward op that
    it derives; a sum of gradients where its last part arises, which is the lowest of its parts' stages.
 3. What neither depends on parameters nor draws at random, and is cheap beside a message (masks, rotary
@@ -23,6 +24,7 @@ from stretto.capture.layers import stage_cuts
 from stretto.capture.trace import Traced
 from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError, meant
+from stretto.ir.balance import cut_chain, even_ranks
 from stretto.ir.program import STARTS, WAIT, Op
 
 BYTE_FLOPS = 10.0
@@ -48,11 +50,14 @@ def op_cost(op: Op) -> float:
     return 0.0 if op.alias is not None else max(float(op.flops), BYTE_FLOPS * 2.0 * op.nbytes)
 
 
-def split(traced: Traced, stages: int, how: str | Sequence[str] = "auto") -> Placement:
+def split(
+    traced: Traced, stages: int, how: str | Sequence[str] = "auto", ranks: Sequence[int] | None = None
+) -> Placement:
     """Assign every op to a stage.
 
     how: "auto"; the names of the modules that begin stages 1, 2, ... in the order of execution; or a text of
     stages (`stretto.config.stage_text`).
+    ranks: the pipeline rank of each stage, where that is known; "auto" gives ranks with several even work.
 
     Raises UsageError for names that do not exist, are never called, are out of order, or do not make
     `stages` stages, and for a text that has other layers than the model.
@@ -60,7 +65,7 @@ def split(traced: Traced, stages: int, how: str | Sequence[str] = "auto") -> Pla
     if stages < 1:
         raise UsageError(f"a model needs at least one stage, not {stages}")
     if how == "auto":
-        cuts = _auto_cuts(traced, stages, _free(traced))
+        cuts = _auto_cuts(traced, stages, _free(traced), ranks)
     elif isinstance(how, str):
         cuts = _cuts_of_text(traced, stages, how)
     else:
@@ -130,8 +135,8 @@ def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
     return stage_cuts(traced.name, traced.segments, traced.layers, found)
 
 
-def _auto_cuts(traced: Traced, stages: int, free: frozenset[str]) -> list[int]:
-    """Step 1, automatic: minimise the dearest stage by dynamic programming over the places to cut."""
+def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequence[int] | None) -> list[int]:
+    """Step 1, automatic: stages, and ranks with several, of as equal cost as places to cut allow."""
     if stages == 1:
         return []
     count = len(traced.segments)
@@ -175,31 +180,17 @@ def _auto_cuts(traced: Traced, stages: int, free: frozenset[str]) -> list[int]:
     if len(places) > MAX_CANDIDATES:
         places = sorted(sorted(places, key=lambda k: crossing[k])[: max(MAX_CANDIDATES, stages)])
     ends = [0, *places, count]
+    until = [total[end] for end in ends]
+    border = [0.0, *(MESSAGE_BYTE_FLOPS * crossing[place] for place in places), 0.0]
 
-    def stage_cost(i: int, j: int) -> float:
-        traffic = (crossing[ends[i]] if i else 0) + (crossing[ends[j]] if ends[j] < count else 0)
-        return total[ends[j]] - total[ends[i]] + MESSAGE_BYTE_FLOPS * traffic
+    def stage_cost(first: int, end: int, _: int) -> float:
+        return until[end] - until[first] + border[first] + border[end]
 
-    best: list[float] = [0.0] + [stage_cost(0, j) for j in range(1, len(ends))]
-    back: list[list[int]] = []
-    for _ in range(stages - 1):
-        row = [float("inf")] * len(ends)
-        choice = [0] * len(ends)
-        for j in range(1, len(ends)):
-            for i in range(j - 1, 0, -1):
-                if total[ends[j]] - total[ends[i]] >= row[j]:
-                    break  # the stage only grows from here on
-                dearest = max(best[i], stage_cost(i, j))
-                if dearest < row[j]:
-                    row[j], choice[j] = dearest, i
-        back.append(choice)
-        best = row
-    cuts: list[int] = []
-    j = len(ends) - 1
-    for choice in reversed(back):
-        j = choice[j]
-        cuts.append(ends[j])
-    return cuts[::-1]
+    cuts = cut_chain(until, stages, stage_cost)
+    assert cuts is not None, "there are enough places"
+    if ranks is not None and len(set(ranks)) < stages:
+        cuts = even_ranks(cuts, until, border, ranks)
+    return [ends[cut] for cut in cuts]
 
 
 def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:

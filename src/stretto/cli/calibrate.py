@@ -57,8 +57,8 @@ def run(
 ) -> None:
     """Measure op times, collectives, messages and contention, and write them for `stretto plan --cluster`.
 
-    Ctrl-C keeps what is there and ends with status 1; the next run goes on from it. Under torchrun, all
-    ranks measure at once and rank 0 writes.
+    Ctrl-C or SIGTERM keeps what is there and ends with status 1; the next run goes on from it. Under
+    torchrun, all ranks measure at once and rank 0 writes.
     """
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device {device}: give cpu or cuda")

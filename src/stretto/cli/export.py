@@ -21,8 +21,15 @@ def run(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="The folder to write; new or empty.", show_default=False)
     ],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a task of one's own, its file: a program, which is run to make the model.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint as config.json, model.safetensors and (of text) tokenizer.json, for other tools to
     read."""
-    found = write(checkpoint, output)
+    found = write(checkpoint, output, task)
     typer.echo(f"wrote {found} as safetensors into {output}")

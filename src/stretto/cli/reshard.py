@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from math import prod
 from typing import Annotated
 
 import torch
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 
 from stretto.errors import UsageError
+from stretto.files.parse import LARGEST
 from stretto.lab.rates import parse_rate
 from stretto.report.grid import WIDTH, Columns, Grid, Row, grid_of
 from stretto.report.words import format_bytes, format_us
@@ -110,9 +112,14 @@ def run(
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(size) for size in text.split(",")) if text else ()
+        found = tuple(int(size) for size in text.split(",")) if text else ()
     except ValueError:
-        raise UsageError(f"--shape {text!r}: give sizes with commas between, such as 1024,1024,512") from None
+        raise UsageError(
+            f"--shape {text[:60]!r}: give sizes with commas between, such as 1024,1024,512"
+        ) from None
+    if any(size < 0 for size in found) or prod(found) > LARGEST:
+        raise UsageError(f"--shape {text[:60]!r}: give sizes from 0 whose product has 63 bits at most")
+    return found
 
 
 def _itemsize(name: str) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, echo_file
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
@@ -20,7 +20,7 @@ from stretto.ir.stage_maps import AUTO, virtual_stages_of
 from stretto.report.svg import draw_schedule
 from stretto.schedule.csv import read_csv, to_csv
 from stretto.schedule.draw import describe_search, describe_timing, to_ascii, to_json
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import FAMILIES, check_count, make_schedule
 from stretto.schedule.room import Room
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
@@ -159,7 +159,10 @@ def run(
             write_file(output, text)
         typer.echo(summary, nl=False)
     else:
-        typer.echo(text, nl=False)
+        if form is Format.ASCII:
+            typer.echo(text, nl=False)
+        else:
+            echo_file(text)
         if form is not Format.ASCII:
             typer.echo(summary, nl=False, err=True)
 
@@ -230,6 +233,7 @@ def _search(
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")
     if stages is not None and stages != ranks * each:
         raise UsageError(f"{ranks} ranks with {each} stages each are {ranks * each} stages, not {stages}")
+    check_count(ranks * each, microbatches)
     if not 0.0 <= weight_share <= 1.0:
         raise UsageError(f"--weight-share {weight_share} must be from 0 to 1")
     limit = 2.0 * ranks if memory is None else memory

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.config import TrainSettings, load_settings
 from stretto.convert.written import toml_value
 from stretto.errors import StrettoError, UsageError
@@ -111,13 +112,18 @@ def run(
         tuned = funnel.result()
         if ended is not None:
             tuned.stopped = "it was interrupted"
-        _tell(tuned, of.unit, of.size * settings.training.global_batch / count, top)
+
+        def write() -> None:
+            if tuned.planned and output is not None:
+                changed = {
+                    f"parallel.{key}": value for key, value in tuned.planned[0].candidate.changes().items()
+                }
+                with saving(output):
+                    write_file(output, _written(text, settings, changes or [], changed))
+
+        a_device = of.size * settings.training.global_batch / count
+        write_and_tell(write, partial(_tell, tuned, of.unit, a_device, top))
         if tuned.planned and output is not None:
-            changed = {
-                f"parallel.{key}": value for key, value in tuned.planned[0].candidate.changes().items()
-            }
-            with saving(output):
-                write_file(output, _written(text, settings, changes or [], changed))
             typer.echo(f"wrote {output}")
     if ended is not None:
         sys.stdout.flush()

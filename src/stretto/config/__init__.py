@@ -39,7 +39,7 @@ class DataSettings(Settings):
     paths: list[str] = Field(default_factory=list)
     """Files and folders (UTF-8 text, .jsonl, .parquet), relative to the working directory; none means the
     Python standard library's own source files."""
-    sequence_length: int = Field(default=256, ge=1)
+    sequence_length: int = Field(default=256, ge=1, le=2**31 - 1)
     """Tokens that the model sees at once."""
     vocab_size: int = Field(default=4096, ge=257, le=2**31 - 1)
     """Tokens of the byte-pair encoding: 256 bytes, the end of a text, and the merges learned. A model that is
@@ -90,7 +90,7 @@ class TrainingSettings(Settings):
 
     steps: int = Field(default=300, ge=1)
     """Optimizer steps."""
-    global_batch: int = Field(default=16, ge=1)
+    global_batch: int = Field(default=16, ge=1, le=2**31 - 1)
     """Sequences in a step, over all microbatches."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the initial weights and dropout."""

@@ -77,6 +77,11 @@ def _of_words(model: MoESettings, parallel: ParallelSettings) -> Iterator[str]:
                 f"parallel.{key} = {given!r} is about {what}, and model.capacity_factor = {factor}: drop it, "
                 f"or give model.capacity_factor = {other}"
             )
+    if parallel.ep > 1 and not factor and parallel.ep_overflow == "drop" and parallel.ep_buffer is None:
+        yield (
+            "parallel.ep_overflow = 'drop' is about what finds no room in parallel.ep_buffer; without one "
+            "there is room for all: drop it, or give parallel.ep_buffer = 2.0"
+        )
     if parallel.pipe_experts and not factor:
         yield (
             "parallel.pipe_experts sends each expert's tokens by themselves, and with model.capacity_factor "
@@ -103,8 +108,10 @@ def _of_slots(
             f"model.capacity_factor = {factor} of the {tokens} tokens that share an expert's slots is less "
             f"than one slot: give {other}model.capacity_factor = {_above(1 / share)} or more"
         )
-    room = ceil(factor * share) if factor else ceil(parallel.ep_buffer * tokens * model.top_k / parallel.ep)
-    room = min(room, tokens if factor else tokens * model.top_k)
+    choices = tokens * model.top_k
+    room = min(tokens, ceil(factor * share)) if factor else choices
+    if not factor and parallel.ep_buffer is not None:
+        room = min(choices, ceil(parallel.ep_buffer * choices / parallel.ep))
     if slices > room:
         what = "slots of an expert" if factor else "rows of a rank's buffer"
         yield (

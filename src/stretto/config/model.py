@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stretto.config.base import Settings
+from stretto.ir.limits import MOST_LAYERS
 
 
 class PretrainedSettings(Settings):
@@ -21,17 +22,17 @@ class PretrainedSettings(Settings):
 class DecoderSettings(PretrainedSettings):
     """What Stretto's own transformers have in common."""
 
-    vocab_size: int | None = Field(default=None, ge=0)
+    vocab_size: int | None = Field(default=None, ge=0, le=2**31 - 1)
     """Rows of the embedding; without it, or with 0, as many as the tokenizer has tokens."""
-    layers: int = Field(default=8, ge=1)
+    layers: int = Field(default=8, ge=1, le=MOST_LAYERS)
     """Transformer blocks."""
-    hidden: int = Field(default=256, ge=1)
+    hidden: int = Field(default=256, ge=1, le=2**20)
     """Width of the residual stream."""
-    heads: int = Field(default=4, ge=1)
+    heads: int = Field(default=4, ge=1, le=2**20)
     """Attention heads; `hidden` is a multiple of it."""
-    context: int = Field(default=256, ge=1)
+    context: int = Field(default=256, ge=1, le=2**31 - 1)
     """The longest sequence in tokens; `data.sequence_length` is not above it."""
-    mlp_ratio: float = Field(default=4.0, gt=0)
+    mlp_ratio: float = Field(default=4.0, gt=0, le=2**10)
     """Width of the MLP over `hidden`; the width is 1 or more."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Probability of dropping an activation while training."""
@@ -73,16 +74,17 @@ class MoESettings(DecoderSettings):
 
     kind: Literal["moe"]
     """Which kind of model this is."""
-    experts: int = Field(default=8, ge=2)
+    experts: int = Field(default=8, ge=2, le=MOST_LAYERS)
     """Experts of a block."""
     top_k: int = Field(default=2, ge=1)
-    """Experts that a token goes to."""
-    expert_ratio: float = Field(default=4.0, gt=0)
+    """Experts that a token goes to. The weights of several sum to 1, the weight of one is its probability, as
+    in Switch Transformers."""
+    expert_ratio: float = Field(default=4.0, gt=0, le=2**10)
     """Width of an expert over `hidden`."""
     capacity_factor: float = Field(default=1.25, ge=0)
     """Tokens that an expert takes of a microbatch, over its even share; those beyond it are dropped. 0 is
     dropless: every token is served."""
-    shared_experts: int = Field(default=0, ge=0)
+    shared_experts: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """Experts that every token goes to, beside those that its router chooses."""
     dense_every: int = Field(default=0, ge=0)
     """One block in so many has a plain MLP, the first block first; 0 for none."""
@@ -118,6 +120,17 @@ class HuggingFaceSettings(PretrainedSettings):
     config: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the model's configuration class; `vocab_size` is the tokenizer's when it is absent. With
     `pretrained`, what is to differ from its configuration."""
+
+    @field_validator("config")
+    @classmethod
+    def _is_data(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for key, value in given.items():
+            if key.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
+                raise ValueError(f"{key} = {value!r} is a program of the Hub: give 'sdpa' or 'eager'")
+            count = isinstance(value, int) and ("layer" in key or "expert" in key)
+            if count and value > MOST_LAYERS:
+                raise ValueError(f"{key} = {value} is more than {MOST_LAYERS:,}")
+        return given
 
 
 def _with_kind(given: Any) -> Any:

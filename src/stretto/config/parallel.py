@@ -12,6 +12,7 @@ from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError, meant
 from stretto.files.settings_file import refusal
 from stretto.ir.action import Schedule
+from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
 from stretto.ir.stage_maps import AUTO, is_own
 
 RECOMPUTE = ("none", "selective", "full", "gathers")
@@ -38,9 +39,9 @@ def _count_or_auto(what: str, *, open_: bool = False) -> PlainValidator:
     def check(given: Any) -> int | Literal["auto"] | None:
         if given == "auto" or (open_ and given is None):
             return given  # type: ignore[no-any-return]
-        if isinstance(given, int) and not isinstance(given, bool) and given > 0:
+        if isinstance(given, int) and not isinstance(given, bool) and 0 < given <= MOST_STAGES:
             return given
-        raise ValueError(f"{given!r} is neither 'auto' nor a number of {what} from 1 on")
+        raise ValueError(f"{given!r} is neither 'auto' nor a number of {what} from 1 to {MOST_STAGES:,}")
 
     return PlainValidator(check)
 
@@ -71,21 +72,22 @@ def _schedule(given: Any) -> str | Schedule:
 class ParallelSettings(Settings):
     """How the model and the batch are spread over ranks."""
 
-    pp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Pipeline ranks."""
-    dp: int = Field(default=1, ge=1)
+    dp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Data-parallel copies, each of which takes an equal part of the global batch."""
-    ep: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
     is a multiple of it."""
     ep_plan: dict[str, str] | None = None
     """Which modules hold experts, where the model has no plan of its own: a pattern of module names
     ("layers.*.mlp.experts", where * is one part of a name) and "experts"."""
-    ep_buffer: float = Field(default=2.0, ge=1)
-    """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own."""
+    ep_buffer: float | None = Field(default=None, ge=1)
+    """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own. None
+    is room for all, which is `ep` times the mean; a run's table of loads says how much was needed."""
     ep_overflow: Literal["error", "drop"] = "error"
-    """What becomes of rows beyond `ep_buffer`: the step fails and says what would do, or they are dropped, as
-    an evaluation does either way."""
+    """What becomes of rows beyond `ep_buffer`: the step fails and says what it needs, or they are dropped,
+    as an evaluation does either way."""
     ampipe_degree: Annotated[int | Literal["auto"], _count_or_auto("chunks")] = 1
     """Chunks of the sequence in which blocks work from attention to MLP, so that what one chunk communicates
     runs under the compute of another (`docs/experts.md`); 1 does not cut, and "auto" takes of 1, 2 and 4 what
@@ -96,9 +98,9 @@ class ParallelSettings(Settings):
     pipe_experts: bool = False
     """Whether each of a rank's experts gets its tokens by an all-to-all of its own, which runs under the
     products of the others; with a capacity only, as else it is not known where an expert's tokens begin."""
-    pipe_experts_multi_data: int = Field(default=1, ge=1)
+    pipe_experts_multi_data: int = Field(default=1, ge=1, le=MOST_STAGES)
     """Slices of the tokens that ranks send each other, each with all-to-alls of its own."""
-    tp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Tensor-parallel ranks, which share the matrices of every layer."""
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks also share the sequence between matrices (norms, dropout, residuals)."""
@@ -106,12 +108,12 @@ class ParallelSettings(Settings):
     """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
     part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
     "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
-    microbatches: int = Field(default=1, ge=1)
+    microbatches: int = Field(default=1, ge=1, le=MOST_MICROBATCHES)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: Annotated[str | Schedule, PlainValidator(_schedule)] = "eager-1f1b"
     """A family of schedules, the path of a .csv in PyTorch's format (in code also a Schedule), or "auto" for
     the fastest that planning finds with the stages that there are (`docs/schedules.md`)."""
-    stages: int | None = Field(default=None, ge=1)
+    stages: int | None = Field(default=None, ge=1, le=MOST_STAGES)
     """Stages of the model in all; without it those of `split` or of a Schedule, or `pp` times
     `virtual_stages`. Ranks may have unequally many with schedule = "auto", or one's own."""
     virtual_stages: Annotated[int | Literal["auto"] | None, _count_or_auto("stages", open_=True)] = None
@@ -169,6 +171,18 @@ class ParallelSettings(Settings):
         """(axis, size) beside pp of the axes that are used, outermost first."""
         sizes = (("dp", self.dp // self.ep), ("ep", self.ep), ("tp", self.tp))
         return tuple((axis, size) for axis, size in sizes if size > 1)
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> ParallelSettings:
+        each = self.virtual_stages if isinstance(self.virtual_stages, int) else 1
+        stages = self.stages or self.pp * each
+        for what, found, most in (
+            ("pp times dp times tp is the number of ranks", self.world, MOST_RANKS),
+            ("stages times microbatches is what a schedule orders", stages * self.microbatches, MOST_ACTIONS),
+        ):
+            if found > most:
+                raise ValueError(f"{what}: {found:,} are more than {most:,}; give less of one of them")
+        return self
 
     @model_validator(mode="after")
     def _axes_fit(self) -> ParallelSettings:

@@ -98,7 +98,8 @@ def _put_transformers(tally: Tally, experts: Experts, name: str) -> None:
     if qwen:
         tally.put(f"{key}moe_intermediate_size", experts.width, width[0], why="as wide as an MLP")
         tally.put(f"{key}intermediate_size", experts.plain, width[1])
-        tally.put(f"{key}norm_topk_prob", True, why="Megatron takes the softmax of the chosen scores")
+        several = experts.top_k > 1  # Megatron takes the probability of one alone
+        tally.put(f"{key}norm_topk_prob", several, why="Megatron takes the softmax of the chosen scores")
         if experts.dense:
             tally.put(f"{key}mlp_only_layers", list(experts.dense), _placed(tally))
     else:

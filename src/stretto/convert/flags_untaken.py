@@ -237,7 +237,8 @@ LACKING = (
     ),
     *all_of(
         "lacking",
-        "the router takes the softmax of its scores, and the weights of a token's experts sum to 1",
+        "the router takes the softmax of its scores, and the weights of a token's experts sum to 1 (of one "
+        "alone it is the probability)",
         "moe-router-score-function:t=softmax moe-router-pre-softmax moe-router-num-groups:i "
         "moe-router-group-topk:i "
         "moe-router-topk-scaling-factor:f=1 moe-router-enable-expert-bias moe-router-bias-update-rate:f "

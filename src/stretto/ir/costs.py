@@ -124,6 +124,15 @@ class Costs:
         return self.links.get((sender, receiver), self.default_link)
 
 
+MEMORY_PARTS = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "optimizer": "optimizer's state",
+    "activations": "activations",
+}
+"""Of what a rank's memory consists, in words: parameters with buffers, activations with all else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """What the simulation says of the plan, in microseconds and bytes; lists are by rank.
@@ -131,6 +140,8 @@ class Prediction:
     exposed_us: compute-lane time spent waiting for communication; bubble_us: idle for want of work.
     exposed_axis_us, comm_axis_us: axis -> by rank, exposed time and total time of its communications; their
         quotient tells what was hidden.
+    peak_bytes: with the optimizer's state (`Job.optimizer`). memory: of what they consist (`MEMORY_PARTS`) ->
+        by rank.
     bound_us: no order of this job's actions on these ranks can be faster; `binds` says why in words.
     """
 
@@ -143,6 +154,13 @@ class Prediction:
     binds: str
     exposed_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     comm_axis_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def fullest(self) -> tuple[int, dict[str, int]]:
+        """The rank that holds most, and of what its peak consists, by words."""
+        rank = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__, default=0)
+        known = {part: word for part, word in MEMORY_PARTS.items() if part in self.memory}
+        return rank, {word: self.memory[part][rank] for part, word in known.items()}
 
     def hidden(self, axis: str) -> float | None:
         """Share of an axis's communication that is hidden, over all ranks; None when there is none."""

@@ -25,6 +25,7 @@ from stretto.ir.op_names import (
     ALONG_ONE,
     ATTENTION,
     ATTENTION_BACKWARD,
+    CONJUGATES,
     COPIES,
     DIM_THIRD,
     FIRST_LINEAR,
@@ -69,7 +70,7 @@ def _pointwise(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         return None
     inputs = tuple(broadcast(spec, shape) for spec in specs)
     linear: tuple[frozenset[int], ...] = ()
-    if op.target in COPIES or op.target in SCALED:
+    if op.target in COPIES or op.target in SCALED or op.target in CONJUGATES:
         # What becomes an integer or a truth value is not linear any more.
         linear = each(0) if made.dtype.startswith(("float", "bfloat", "complex")) else ()
     elif op.target in SUMS:
@@ -201,6 +202,7 @@ RULES: dict[str, Rule] = {
         (" ".join((*CONTRACTIONS, *ADDED_TO)), _product),
         ("permute transpose.int t", dims_moved.permute),
         ("slice.Tensor slice_backward flip roll tril triu constant_pad_nd", dims_moved.changed),
+        ("view_as_complex view_as_real", dims_moved.complex_view),
         ("expand", dims_moved.expand),
         ("repeat", dims_moved.repeat),
         ("embedding", dims_moved.embedding),

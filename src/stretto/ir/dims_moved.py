@@ -42,6 +42,14 @@ def changed(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     return Dims((labels,), (labels,), whole=frozenset(whole), linear=each(0) if zero else ())
 
 
+def complex_view(op: Op, specs: Sequence[TensorSpec]) -> Dims:
+    """view_as_complex and back: the last dim of the real tensor is a number's two parts."""
+    labels = labels_of(len(specs[0].shape))
+    if op.target == "aten.view_as_complex.default":
+        return Dims((labels,), (labels[:-1],), whole=frozenset(labels[-1:]), linear=each(0))
+    return Dims((labels,), ((*labels, len(labels)),), whole=frozenset((len(labels),)), linear=each(0))
+
+
 def expand(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     made = op.outputs[0]
     assert made is not None

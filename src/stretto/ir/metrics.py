@@ -18,6 +18,8 @@ DROPPED = "dropped"
 """Name of: those of them that no expert computes, as there was no room."""
 BUFFER = "buffer"
 """Name of: rows for the rank that is sent most, over the mean of the ranks."""
+NO_ROOM = "no_room"
+"""Name of: the same where there is no room for so many, which ends the step; else 0. It is not shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ def names(text: str) -> frozenset[str]:
 COPIES = names("clone _to_copy detach alias contiguous lift_fresh_copy neg positive to.dtype")
 """Linear in their only operand, element by element."""
 
+CONJUGATES = names("_conj conj_physical real")
+"""Likewise, of complex numbers."""
+
 SCALED = names("mul.Scalar div.Scalar")
 SUMS = names("add.Tensor sub.Tensor rsub.Tensor")
 PRODUCTS = names("mul.Tensor")
@@ -27,6 +30,7 @@ FIRST_LINEAR = names(
 
 POINTWISE = (
     COPIES
+    | CONJUGATES
     | SCALED
     | SUMS
     | PRODUCTS
@@ -50,7 +54,7 @@ POINTWISE = (
     clamp_max.Tensor maximum minimum fmax fmin hypot logaddexp logaddexp2 copysign.Tensor nan_to_num
     isnan isinf isfinite bitwise_not logical_not logical_and logical_or logical_xor masked_fill.Scalar
     masked_fill.Tensor where.self where.ScalarSelf where.ScalarOther where.Scalar addcmul addcdiv sinc
-    lgamma digamma deg2rad rad2deg signbit heaviside special_erfcx copy _conj real native_dropout
+    lgamma digamma deg2rad rad2deg signbit heaviside special_erfcx copy complex polar angle native_dropout
     bernoulli.p bernoulli rand_like randn_like mse_loss smooth_l1_loss huber_loss binary_cross_entropy
     log_sigmoid_forward isclose"""
     )

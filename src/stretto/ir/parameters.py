@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from stretto.ir.action import Phase
 from stretto.ir.tensor_spec import TensorSpec
+
+OptimizerKind = Literal["adamw", "momentum", "sgd"]
+"""Whose state memory is counted for: "adamw" and its like keep two averages, "momentum" (SGD with momentum,
+Lion) one, "sgd" none."""
+
+STATES: Mapping[OptimizerKind, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
+"""Tensors that an optimizer keeps for each parameter, of its shape and own dtype. Counters are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,10 @@ class Parameter:
     def grad_nbytes(self) -> int:
         """Bytes of the accumulated gradient."""
         return TensorSpec(self.spec.shape, self.grad_dtype).nbytes
+
+    def state_nbytes(self, optimizer: OptimizerKind) -> int:
+        """Bytes of the optimizer's state, of a parameter that is trained."""
+        return STATES[optimizer] * self.grad_nbytes
 
     @property
     def grad_dtype(self) -> str:

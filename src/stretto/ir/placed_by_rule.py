@@ -22,12 +22,27 @@ from stretto.ir.placement import (
 )
 from stretto.ir.program import Op, TensorSpec
 
+LOOKUP = "aten.embedding.default"
+
 EXPAND = "aten.expand.default"
 """Repeats dims of one element: where a rank has as many as it needs, the model alone may have more."""
 
 
-def with_local(rule: Dims, given: Sequence[Placement], op: Op) -> tuple[Placement, ...]:
-    """A rank's own numbers beside a part make a part, in place; anything else is the rank's own."""
+def with_local(
+    rule: Dims | None, names: Sequence[str], given: Sequence[Placement], op: Op
+) -> tuple[Placement, ...]:
+    """A rank's own numbers beside a part make a part, in place; anything else is the rank's own.
+
+    An addend keeps its meaning only where the op adds it to them: each rank's mask is for the sum. Rows at
+    a rank's own numbers are those of its own part.
+    """
+    apart = _apart(rule, given)
+    if apart:
+        raise NeedsEqualError([names[at] for at in apart])
+    if rule is None:
+        return (LOCAL,) * max(len(op.outputs), 1)
+    if op.target == LOOKUP and given[0].kind == "equal" and not given[0].zero:
+        raise RefusedError(f"{names[0]} is whole, and is read at a rank's own rows", names[:1])
     into = op.target.startswith(("aten.scatter", "aten.index_put"))
     for position, held in enumerate(given):
         if held.kind != "part" or (into and position):
@@ -38,6 +53,14 @@ def with_local(rule: Dims, given: Sequence[Placement], op: Op) -> tuple[Placemen
             if stays and all(label in out for out in rule.outputs):
                 return tuple(part(out.index(label), blocks) for out in rule.outputs)
     return (LOCAL,) * len(op.outputs)
+
+
+def _apart(rule: Dims | None, given: Sequence[Placement]) -> list[int]:
+    """Addends that an op with a rank's own operands does not only add up."""
+    addends = {at for at, held in enumerate(given) if held.kind == "sum"}
+    own = {at for at, held in enumerate(given) if held.kind == "local"}
+    fits = rule is not None and any(addends | own <= together for together in rule.linear)
+    return [] if fits else sorted(addends)
 
 
 def with_parts(

@@ -55,6 +55,11 @@ UNKNOWN = Placement("local", free=True)
 """What an op of an unknown library makes of whole values."""
 
 
+def of_whom(given: Sequence[Placement]) -> Placement:
+    """What an op makes of which nobody knows whether ranks make slices of it or the whole."""
+    return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
+
+
 def part(dim: int, blocks: int = 1) -> Placement:
     return Placement("part", ((dim, blocks),))
 
@@ -121,9 +126,10 @@ def places_of(held: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]
         yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in held.at)
 
 
-def is_thin(held: Placement, shape: Sequence[int]) -> bool:
-    """Whether a part is one element, or one of each block: it may be an addend as well."""
-    return held.kind == "part" and any(shape[dim] == blocks for dim, blocks in held.at)
+def is_thin(held: Placement, shape: Sequence[int], surely: bool = False) -> bool:
+    """Whether a part is one element, or one of each block: it may be an addend as well. surely: wherever it
+    may be cut."""
+    return held.kind == "part" and (all if surely else any)(shape[dim] == blocks for dim, blocks in held.at)
 
 
 def uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:

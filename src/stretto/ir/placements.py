@@ -32,6 +32,7 @@ from typing import Any
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
+from stretto.ir.op_names import POINTWISE
 from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
 from stretto.ir.placement import (
     EQUAL,
@@ -45,6 +46,7 @@ from stretto.ir.placement import (
     blocks_along,
     cuts_at,
     is_thin,
+    of_whom,
     part,
     uniform_view,
     where_cut,
@@ -56,8 +58,8 @@ KNOWN_OPS = ("aten.", "stretto_moe.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
 OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")
-"""What the cross-entropy over a spread vocabulary does along it: each rank takes the highest of its own
-logits. A plan does not say which ops are the library's own; capture knows it."""
+"""What the cross-entropy over a sharded vocabulary does along it. A plan does not say which ops are the
+library's own; capture knows it."""
 
 FILLS = frozenset(
     f"aten.{name}.default"
@@ -81,11 +83,6 @@ def _is_zero(op: Op) -> bool:
     return at is not None and len(op.args) > at and op.args[at] == 0 and op.args[at] is not False
 
 
-def _of_whom(given: Sequence[Placement]) -> Placement:
-    """What an op makes of which nobody knows whether ranks make slices of it or the whole."""
-    return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
-
-
 class Placer:
     """Places the ops of a program one by one, along one axis.
 
@@ -100,6 +97,7 @@ class Placer:
         self._axis, self._size, self._exact = axis, size, exact
         self.along = along or size
         self._backward = False
+        self._gradients: set[str] = set()
         self.values: dict[str, Placement] = dict(given)
         self._tuples: dict[str, tuple[Placement, ...]] = {}
         self._made: dict[str, Op] = {}
@@ -125,12 +123,14 @@ class Placer:
         """
         self._made[op.name] = op
         self._backward = backward
+        if backward:
+            self._gradients.add(op.name)
         try:
             found = self._placed(op, specs, own, scaled)
         except RefusedError:
             # A whole of one element was used beside parts of one element: where the model alone repeats it,
             # and sums its gradient over the repetitions, a rank does neither. That gradient is an addend.
-            thin = {name: self.of(name) for name in operands(op) if self._is_thin(name, specs)}
+            thin = {name: self.of(name) for name in operands(op) if is_thin(self.of(name), specs[name].shape)}
             if not backward or not thin:
                 raise
             self.values.update(dict.fromkeys(thin, SUM))
@@ -142,9 +142,6 @@ class Placer:
         if len(found) > 1:
             self._tuples[op.name] = found
         self.values[op.name] = found[0]
-
-    def _is_thin(self, name: str, specs: Mapping[str, TensorSpec]) -> bool:
-        return is_thin(self.of(name), specs[name].shape)
 
     def _placed(
         self, op: Op, specs: Mapping[str, TensorSpec], own: bool, scaled: bool
@@ -165,18 +162,21 @@ class Placer:
             return (self._filled(op),)
         names = operands(op)
         given = tuple(self.of(name) for name in names)
+        if self._backward and op.target in POINTWISE and any(p.kind == "local" for p in given):
+            # What a rank masks by its own numbers is equal on all, so that its gradient is no slice.
+            thin = [n for n in names if n in self._gradients and is_thin(self.of(n), specs[n].shape, True)]
+            self.values.update(dict.fromkeys(thin, SUM))
+            given = tuple(self.of(name) for name in names)
         if not self._exact and not op.target.startswith(KNOWN_OPS):
-            return (_of_whom(given),) * max(len(op.outputs), 1)
+            return (of_whom(given),) * max(len(op.outputs), 1)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
         if UNKNOWN in given:
-            return (_of_whom(given),) * max(len(op.outputs), 1)
+            return (of_whom(given),) * max(len(op.outputs), 1)
         key = signature(op, specs), op.outputs, op.random, given, own, scaled, self._backward
-        found = self._known.get(key)
-        if found is None:
-            found = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
-            self._known[key] = found
-        return found
+        if key not in self._known:
+            self._known[key] = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
+        return self._known[key]
 
     # --- communication ------------------------------------------------------------------------------------
 
@@ -233,7 +233,7 @@ class Placer:
         return Placement("part", tuple(cuts_at(made.shape, made.numel)))
 
     def _moved(self, name: str) -> int | None:
-        """The dim of which a factor was brought to the front to be scattered there, if it was."""
+        """The dim of which a factor was brought to the front to be scattered there."""
         op = self._made.get(name)
         while op is not None and (op.target in KEEP_ORDER or op.target in VIEW_OPS):
             op = self._made.get(op.args[0].name)
@@ -293,10 +293,12 @@ class Placer:
         rule = _joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
+        if any(p.kind == "local" for p in given):
+            return with_local(rule, names, given, op)
         if rule is None:
             if all(p.kind == "equal" for p in given):
                 return (EQUAL,) * max(len(op.outputs), 1)
-            if any(p.kind == "local" for p in given) or own or not self._exact:
+            if own or not self._exact:
                 return (LOCAL,) * max(len(op.outputs), 1)
             if all(p.kind in ("equal", "sum") for p in given):
                 raise NeedsEqualError([n for n, p in zip(names, given, strict=True) if p.kind == "sum"])
@@ -304,8 +306,6 @@ class Placer:
             raise RefusedError(
                 f"{op.target} has no rule for a value that is {given[at]} ({names[at]})", (names[at],)
             )
-        if any(p.kind == "local" for p in given):
-            return (LOCAL,) if op.target == CAT else with_local(rule, given, op)
         if any(p.kind == "part" for p in given):
             along = _behind_one_another(rule, given, specs) if op.target == CAT else ()
             try:

@@ -32,7 +32,7 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
 
-VERSION = 19
+VERSION = 20
 """Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
 quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed;
 6 how much slower compute is after waiting; 7 whether messages may be cut in parts; 8 a quota's skew; 9 how
@@ -41,7 +41,7 @@ unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfe
 processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
 window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step; 17 has
 metrics; 18 says what a schedule was chosen from; 19 has a device's
-peak rate."""
+peak rate; 20 has the optimizer whose state a rank's memory holds."""
 
 
 class ItemKind(StrEnum):
@@ -300,6 +300,9 @@ class Plan:
         def by(figure: str) -> str:
             return f"  {f'{figure} by {self.counted}':17}"
 
+        fullest, parts = found.fullest()
+        each = ", ".join(f"{part} {nbytes / 2**20:.0f}" for part, nbytes in parts.items())
+        of_it = f"  of rank {f'{fullest}':9}{each} MiB (optimizer: {self.job.optimizer})"
         axes = {axis: us for axis, us in found.exposed_axis_us.items() if sum(us) or found.hidden(axis)}
         exposed = [f"{by('exposed')}{ms(each)} ms ({axis})" for axis, each in axes.items()]
         shares = [(axis, found.hidden(axis)) for axis in found.comm_axis_us]
@@ -320,6 +323,7 @@ class Plan:
                 f"  overlap          {self.overlap}" + (f": {self.overlap_why}" if self.overlap_why else ""),
                 f"{by('bubble')}{ms(found.bubble_us)} ms",
                 f"{by('peak')}{', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
+                *([of_it] if parts else []),
                 f"  lower bound      {found.bound_us / 1000:.1f} ms: {found.binds}",
                 f"  gap              {beside_bound(found.step_us, found.bound_us)}",
             )

@@ -49,6 +49,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.metrics import Metric
 from stretto.ir.parameters import Buffer as Buffer
 from stretto.ir.parameters import Constant as Constant
+from stretto.ir.parameters import OptimizerKind as OptimizerKind
 from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
 from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
@@ -268,6 +269,7 @@ class Job:
     metrics: what the model's code lets people see of its forward.
     read: path -> text of Python values below the model that its code has read: constants of the step.
     watch: looks at all others that model and loss have read, in the process that has captured.
+    optimizer: whose state a rank's memory holds.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -300,6 +302,7 @@ class Job:
     microbatch_group: Natural | None = None
     metrics: tuple[Metric, ...] = ()
     read: tuple[tuple[tuple[str, ...], str], ...] = ()
+    optimizer: OptimizerKind = "adamw"
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 

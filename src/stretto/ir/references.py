@@ -14,6 +14,7 @@ from typing import Any
 from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.flow import PHASES, is_external
+from stretto.ir.limits import MOST_MICROBATCHES, MOST_RANKS
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STEP_LOSS, WAIT, Count, Edge, Job, Op, Ref
 
@@ -53,6 +54,7 @@ class _Found(list[BrokenReference]):
 def broken_references(plan: Plan) -> list[BrokenReference]:
     """Every reference of the plan that points at nothing, in the order of the plan file."""
     found = _Found()
+    _counts(found, plan)
     _programs(found, plan.job)
     if found:
         return found  # what follows looks ops up by stage and phase
@@ -69,6 +71,15 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
     _sums(found, plan)
     _costs(found, plan)
     return found
+
+
+def _counts(found: _Found, plan: Plan) -> None:
+    """What others walk has an end."""
+    most = f"at most {MOST_RANKS:,}"
+    found.unless(plan.world <= MOST_RANKS, "job.axes", f"{plan.world} ranks; {most} are planned for")
+    for key, count in (("job", plan.job.microbatches), ("schedule", plan.schedule.microbatches)):
+        right = 1 <= count <= MOST_MICROBATCHES
+        found.unless(right, f"{key}.microbatches", f"{count}; from 1 to {MOST_MICROBATCHES:,} are possible")
 
 
 def _programs(found: _Found, job: Job) -> None:
@@ -339,3 +350,6 @@ def _costs(found: _Found, plan: Plan) -> None:
             count = len(getattr(plan.prediction, name))
             what = f"{count} ranks, but the plan has {plan.ranks}"
             found.unless(count == plan.ranks, f"prediction.{name}", what)
+        for part, by_rank in plan.prediction.memory.items():
+            what = f"{len(by_rank)} ranks, but the plan has {plan.ranks}"
+            found.unless(len(by_rank) == plan.ranks, f"prediction.memory.{part}", what)

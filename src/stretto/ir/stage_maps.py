@@ -120,6 +120,15 @@ def virtual_stages_of(schedule: str | Schedule, asked: int | None) -> int:
     return asked
 
 
+def stage_ranks_of(schedule: str | Schedule, ranks: int, stages: int) -> tuple[int, ...] | None:
+    """The rank of each stage, before an order is made; None where ranks have unequally many stages. `AUTO`
+    and orders in files count as the loop: their map is found later."""
+    if isinstance(schedule, Schedule):
+        return schedule.stage_ranks if schedule.stages == stages else None
+    each, left = divmod(stages, ranks)
+    return None if left else (ONE_EACH if is_own(schedule) else places_of(schedule)).stage_ranks(ranks, each)
+
+
 def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:
     """How many ranks a family's schedule has for so many stages, and how many stages each. ranks: that the
     user wants; None for what is usual.

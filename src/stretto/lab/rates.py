@@ -20,7 +20,7 @@ from stretto.errors import UsageError
 MTU_BYTES = 9000
 
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*$")
+_RATE = re.compile(r"^\s*(\d{1,12}(?:\.\d{1,12})?)\s*([a-zA-Z]+)\s*$")
 
 # Two segments of a 9000 B link with the 320 B and a little that Linux keeps free for headers.
 _GSO_MIN_BYTES = 2 * MTU_BYTES + 512

@@ -3,8 +3,8 @@
 The start of a collective makes the buffer of its result (an all-reduce sums in place, so it copies); what
 the call into the transport takes beside that is measured between ranks (`cost.measure_collectives`). A wait
 gives its buffer on. `axis.*` ops give the values of the rank at coordinate 0. Integers say how much there is
-to do (how many rows an expert gets), so of those the others are taken to send what this rank does, and a
-check of room that made-up values may not pass is left out. Touches no process group.
+to do (how many rows an expert gets), so of those the others are taken to send what this rank does. Touches no
+process group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from stretto.backend.dispatch import resolve
-from stretto.backend.grouped_adapter import WITHIN
 from stretto.ir.collectives import BY_TARGET, How, Kind
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT
 
@@ -31,7 +30,6 @@ def function_of(target: str, device: torch.device) -> Callable[..., Any]:
         WAIT: lambda started: started,
         INDEX: lambda axis, size: torch.zeros((), dtype=torch.int64, device=device),
         CHUNK: lambda x, dim, axis, size: x.narrow(dim, 0, x.shape[dim] // size),
-        WITHIN: lambda counts, room, mean: counts.clamp(max=room),
     }
     return found[target] if target in found else resolve(target)
 

@@ -19,6 +19,7 @@ import torch
 
 from stretto.backend.synchronise import synchronise
 from stretto.errors import StrettoError
+from stretto.ir.flow import PHASES
 from stretto.ir.integers import what_integers_say
 from stretto.ir.prices import made_bytes, signature, specs_of
 from stretto.ir.program import Job, Op, TensorSpec
@@ -65,12 +66,13 @@ def processor_name() -> str:
 
 
 def distinct_ops(jobs: Iterable[Job]) -> dict[str, tuple[Op, Specs]]:
-    """Every distinct op of the jobs by signature, once, in order; those that cost nothing are left out."""
+    """Every distinct op of the jobs' microbatches by signature, once, in order; those that cost nothing are
+    left out. What runs once a step are sums over ranks, which are measured as collectives."""
     found: dict[str, tuple[Op, Specs]] = {}
     for job in jobs:
         specs = specs_of(job)
         for stage in job.stages:
-            for op in (op for ops in stage.ops.values() for op in ops):
+            for op in (op for phase in PHASES for op in stage.ops[phase]):
                 if op.target not in FREE:
                     found.setdefault(signature(op, specs), (op, specs))
     return found
@@ -78,19 +80,20 @@ def distinct_ops(jobs: Iterable[Job]) -> dict[str, tuple[Op, Specs]]:
 
 def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
     """Measure one op. Raises StrettoError when it does not run on inputs of its specs alone."""
+    unknown = [name for name in op.uses if name not in specs]
+    if unknown:
+        raise StrettoError(
+            f"{signature(op, specs)} cannot be measured on its own: {unknown[0]} is no single tensor"
+        )
     function = function_of(op.target, device)
     arguments = [fixed_argument(arg, device) for arg in op.args]
     keywords = {key: fixed_argument(arg, device) for key, arg in op.kwargs}
-    moved = made_bytes(op) + sum(specs[name].nbytes for name in op.uses if name in specs)
+    moved = made_bytes(op) + sum(specs[name].nbytes for name in op.uses)
     sets = int(max(1, min(MOST_SETS, CACHE_BYTES // max(moved, 1))))
     generator = torch.Generator(device="cpu").manual_seed(0)
     says = what_integers_say(op, specs)
     inputs = [
-        {
-            name: made_up_tensor(specs[name], generator, device, says.get(name))
-            for name in op.uses
-            if name in specs
-        }
+        {name: made_up_tensor(specs[name], generator, device, says.get(name)) for name in op.uses}
         for _ in range(sets)
     ]
 

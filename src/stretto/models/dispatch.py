@@ -28,9 +28,9 @@ from stretto.ir.metrics import DROPPED, ROWS
 OfSlots = Callable[[Tensor], Tensor]
 """(E, C, D) to (E, C, D): each expert's slots."""
 
-OfRows = Callable[[Tensor, Tensor], Tensor]
-"""Rows (R, D) that are sorted by expert, and the number of each expert's (E,), to (R, D). Rows beyond their
-sum belong to none, and their results are not used."""
+OfRows = Callable[..., Tensor]
+"""Rows (R, D) that are sorted by expert, the number of each expert's (E,), and the rows' weights (R, 1) where
+these are used inside, to (R, D). Rows beyond the numbers' sum belong to none; their results are not used."""
 
 
 def counts_of(chosen: Tensor, experts: int) -> Tensor:
@@ -60,8 +60,11 @@ def within_capacity(
     return (y_KND * weights_NK.t().unsqueeze(-1)).sum(dim=0).to(x_ND.dtype)
 
 
-def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, of_rows: OfRows) -> Tensor:
-    """(N, D): the weighed results of each token's experts, all of which are served."""
+def dropless(
+    x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, of_rows: OfRows, inside: bool = False
+) -> Tensor:
+    """(N, D): the weighed results of each token's experts, all of which are served. inside: `of_rows` gets
+    the weights too, and applies them itself."""
     N, K = chosen_NK.shape
     chosen_R = chosen_NK.flatten()
     order_R = chosen_R.argsort(stable=True)
@@ -69,9 +72,10 @@ def dropless(x_ND: Tensor, chosen_NK: Tensor, weights_NK: Tensor, experts: int, 
     x_RD = rows_at(x_ND, order_R // K, place_R.view(N, K).t())
     counts_E = counts_of(chosen_R, experts)
     observe(ROWS, counts_E)
-    y_RD = of_rows(x_RD, counts_E)
-    y_NKD = rows_at(y_RD, place_R, order_R.unsqueeze(0)).view(N, K, -1)
-    return (y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1).to(x_ND.dtype)
+    place_1R = order_R.unsqueeze(0)
+    given = (rows_at(weights_NK.reshape(-1, 1), order_R, place_R.unsqueeze(0)),) if inside else ()
+    y_NKD = rows_at(of_rows(x_RD, counts_E, *given), place_R, place_1R).view(N, K, -1)
+    return (y_NKD if inside else y_NKD * weights_NK.unsqueeze(-1)).sum(dim=1).to(x_ND.dtype)
 
 
 def rows_at(x_RD: Tensor, at_S: Tensor, back_MR: Tensor) -> Tensor:

@@ -81,12 +81,18 @@ class MoEConfig(GPTConfig):
 
 
 class Routed(NamedTuple):
-    """chosen: experts of each token (N, K), the best first. weights: of their results (N, K); they sum to 1.
+    """chosen: experts of each token (N, K), the best first. weights: of their results (N, K), by `weighed`.
     losses: the balancing loss and the z loss, unweighted."""
 
     chosen: Tensor
     weights: Tensor
     losses: Tensor
+
+
+def weighed(score_NK: Tensor) -> Tensor:
+    """Weights of the chosen experts' results, by their scores: they sum to 1. That of one alone is its score
+    (Switch Transformers), since 1 would tell the router nothing of the loss."""
+    return score_NK if score_NK.shape[-1] == 1 else score_NK / score_NK.sum(dim=-1, keepdim=True)
 
 
 class Router(nn.Module):
@@ -102,12 +108,11 @@ class Router(nn.Module):
         logits_NE = F.linear(x_ND.to(precise), self.weight.to(precise))
         score_NE = logits_NE.softmax(dim=-1)
         best_NK, chosen_NK = score_NE.topk(self.top_k, dim=-1)
-        weights_NK = best_NK / best_NK.sum(dim=-1, keepdim=True)
         experts = score_NE.shape[1]
         share_E = counts_of(chosen_NK, experts).to(precise) / chosen_NK.numel()
         balance = experts * (share_E * score_NE.mean(dim=0)).sum()
         z = logits_NE.logsumexp(dim=-1).square().mean()
-        return Routed(chosen_NK, weights_NK.to(x_ND.dtype), torch.stack((balance, z)))
+        return Routed(chosen_NK, weighed(best_NK).to(x_ND.dtype), torch.stack((balance, z)))
 
 
 class Experts(nn.Module):

@@ -10,8 +10,8 @@ Two kinds of rows (`stretto.models.dispatch`):
     (E, C, D)       C slots for each expert: part k of dim 0 goes to rank k, so every part is of one size
     (R, D), counts  sorted by expert, with the number of each expert's rows. How many go where is data, and
                     the shapes of a program are fixed: a rank sends each a buffer of `buffer` times the mean,
-                    and the counts, which are small, before it. Rows beyond it are an error (`fails`), or
-                    become zero.
+                    or one for all its rows (None), and the counts, which are small, before it. Rows beyond
+                    it become zero, and the end of the step is an error (`fails`; `runtime.observed`).
 
 Pipe-experts (MindSpeed) cuts what is sent: into `slices` of the slots, or of the buffers, and with
 `each_expert` also by a rank's experts, where their slots are known. Each piece goes, is computed and comes
@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -34,16 +34,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.backend.grouped_adapter import within
 from stretto.backend.observe_adapter import observe
 from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
-from stretto.ir.metrics import BUFFER, DROPPED
+from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
 from stretto.parallelize.expert_plan import ep_plan_of, experts_apart, experts_in, of_modules
+from stretto.parallelize.expert_trial import ExpertTrial, part_of_experts, rows_by
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.parts import bounds
 
@@ -54,15 +54,17 @@ ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """What is shared. modules: names. shards: parameter name -> how. Others: see the module."""
+    """What is shared. modules: names. shards: parameter name -> how. trials: of modules that do not say
+    how they compute rows (`of_rows`). Others: see the module."""
 
     size: int
     modules: tuple[str, ...]
     shards: Mapping[str, Shard]
-    buffer: float = 2.0
+    buffer: float | None = None
     slices: int = 1
     each_expert: bool = False
     fails: bool = True
+    trials: Mapping[str, ExpertTrial] = field(default_factory=dict, repr=False, compare=False)
 
 
 def expert_parallel(
@@ -70,7 +72,7 @@ def expert_parallel(
     size: int,
     *,
     plan: Mapping[str, Any] | None = None,
-    buffer: float = 2.0,
+    buffer: float | None = None,
     slices: int = 1,
     each_expert: bool = False,
     fails: bool = True,
@@ -89,7 +91,9 @@ def expert_parallel(
     found = experts_in(model, plan)
     shards: dict[str, Shard] = {}
     for name in found:
-        for key, parameter in modules[name].named_parameters(recurse=False):
+        own_of = dict(modules[name].named_parameters(recurse=False))
+        _agree(name, own_of)
+        for key, parameter in own_of.items():
             _divides(f"{name}.{key}", parameter.shape[0] if parameter.dim() else 1, size)
             shards[f"{name}.{key}"] = Shard(AXIS, 0)
     if not shards:
@@ -98,8 +102,8 @@ def expert_parallel(
             f"({', '.join(ep_plan_of(model))}) has parameters of its own: give ep_plan, or ep = 1"
         )
     for name in found if each_expert else ():
-        slots = getattr(modules[name], "slots", None)
-        if slots is None or slots(1) is None:
+        own: Any = modules[name]
+        if not _says_how(own) or own.slots(1) is None:
             raise UsageError(
                 f"pipe_experts sends each expert's tokens by themselves, and {name} serves all, so that "
                 "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
@@ -111,7 +115,30 @@ def expert_parallel(
                 f"pipe_experts sends each expert's tokens by themselves, and {AXIS} = {size} ranks have one "
                 f"each of {name}: cut them with pipe_experts_multi_data = 2, or give a smaller {AXIS}"
             )
-    return ExpertParallel(size, found, shards, buffer, slices, each_expert, fails)
+    if buffer is None and not fails:
+        raise UsageError(
+            "ep_overflow = 'drop' is about what finds no room in ep_buffer; without one there is room for "
+            "all: drop it, or give ep_buffer = 2.0"
+        )
+    trials = {name: ExpertTrial(model, name, size) for name in found if not _says_how(modules[name])}
+    return ExpertParallel(size, found, shards, buffer, slices, each_expert, fails, trials)
+
+
+def _says_how(module: nn.Module) -> bool:
+    """Whether it is of `stretto.models.moe`, or has all that makes one of these."""
+    return all(callable(getattr(module, name, None)) for name in ("slots", "of_slots", "of_rows"))
+
+
+def _agree(name: str, parameters: Mapping[str, Tensor]) -> None:
+    """Raises UsageError for parameters whose dim 0 cannot be the expert in all."""
+    sizes = {key: p.shape[0] if p.dim() else 1 for key, p in parameters.items()}
+    odd = [key for key, size in sizes.items() if size != next(iter(sizes.values()))]
+    if odd:
+        raise UsageError(
+            f"dim 0 of all own parameters of {name} must be the expert, and they have other sizes: "
+            f"{', '.join(f'{key} {size}' for key, size in sizes.items())}. Put what its experts share "
+            f"({odd[0]}) into a module of its own, or give ep = 1"
+        )
 
 
 def _divides(name: str, experts: int, size: int) -> None:
@@ -127,23 +154,18 @@ def _divides(name: str, experts: int, size: int) -> None:
 def spread_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
     """While the context lasts, the modules compute a rank's experts. Parameters must already be parts."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    undo: list[Callable[[], None]] = []
-    try:
-        for module in {id(modules[name]): modules[name] for name in how.modules}.values():
-            own = _of_a_rank(module, how.size, undo)
-            undo.append(put_forward(module, _forward(module, own, how)))
+    with ExitStack() as undo:
+        for module, name in {modules[name]: name for name in how.modules}.items():
+            undo.enter_context(part_of_experts(module, how.size))
+            undo.callback(put_forward(module, _forward(module, how, how.trials.get(name))))
         yield
-    finally:
-        for action in reversed(undo):
-            action()
 
 
-def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel) -> Callable[..., Tensor]:
+def _forward(module: nn.Module, how: ExpertParallel, trial: ExpertTrial | None) -> Callable[..., Tensor]:
     """The forward of a module with some of the experts: its signature is that of its kind in
     `transformers`."""
-    slots_of: Callable[[int], int | None] = getattr(module, "slots", lambda tokens: None)
-    of_rows: OfRows = getattr(module, "of_rows", partial(_rows_by, own))
-    of_slots = partial(_of_slots, own=getattr(module, "of_slots", own), how=how)
+    own: Any = module  # its methods of these names, or its forward
+    of_rows = own.of_rows if trial is None else partial(rows_by, module, module.forward)
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
@@ -158,11 +180,13 @@ def _forward(module: nn.Module, own: Callable[..., Tensor], how: ExpertParallel)
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
         weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
-        slots = slots_of(x_ND.shape[0])
+        inside = trial is not None and trial.weighed(hidden_states, top_k_index) == "inside"
+        slots = own.slots(x_ND.shape[0]) if trial is None else None
         if slots is None:
             served = partial(_of_rows, own=of_rows, how=how)
-            made = dropless(x_ND, chosen_NK, weights_NK, experts, served)
+            made = dropless(x_ND, chosen_NK, weights_NK, experts, served, inside)
         else:
+            of_slots = partial(_of_slots, own=own.of_slots, how=how)
             made = within_capacity(x_ND, chosen_NK, weights_NK, experts, slots, of_slots)
         return made.view_as(hidden_states)
 
@@ -175,25 +199,6 @@ def _are_of_experts(given: Sequence[Any]) -> bool:
     tokens, chosen, weights = given
     fits = chosen.shape == weights.shape and chosen.numel() % max(tokens.shape[:-1].numel(), 1) == 0
     return fits and not chosen.is_floating_point() and weights.is_floating_point()
-
-
-def _of_a_rank(module: nn.Module, size: int, undo: list[Callable[[], None]]) -> Callable[..., Tensor]:
-    """The module's own forward, which now counts a rank's experts. Modules of `transformers` are told that
-    ids beyond these are of no expert."""
-    for attribute, change in (("num_experts", lambda n: n // size), ("_is_expert_parallel", lambda _: True)):
-        if hasattr(module, attribute):
-            kept = getattr(module, attribute)
-            setattr(module, attribute, change(kept))
-            undo.append(partial(setattr, module, attribute, kept))
-    own: Callable[..., Tensor] = module.forward
-    return own
-
-
-def _rows_by(own: Callable[..., Tensor], x_RD: Tensor, counts_E: Tensor) -> Tensor:
-    """Rows that are sorted by expert, by a forward that sorts them itself."""
-    row_R = torch.arange(x_RD.shape[0], device=x_RD.device)
-    expert_R1 = torch.searchsorted(counts_E.cumsum(dim=0), row_R, right=True).unsqueeze(1)
-    return own(x_RD, expert_R1, x_RD.new_ones(x_RD.shape[0], 1))
 
 
 def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) -> Tensor:
@@ -234,18 +239,22 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
-def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -> Tensor:
+def _of_rows(
+    x_RD: Tensor, counts_E: Tensor, weights_R1: Tensor | None = None, *, own: OfRows, how: ExpertParallel
+) -> Tensor:
     R, size, E = x_RD.shape[0], how.size, counts_E.shape[0]
     here = E // size
-    room = min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
+    room = R if how.buffer is None else min(R, math.ceil(how.buffer * R / size))  # rows of one rank's buffer
     _is_room(room, how.slices, "rows of a rank's buffer")
     row_R = torch.arange(R, device=x_RD.device)
 
     # 1. What each rank gets: a row's place in the buffer of its expert's rank; one place more is for none.
     wanted_P = counts_E.view(size, here).sum(dim=1)
-    observe(BUFFER, wanted_P.max() * (size / R), "max")
-    if how.fails:
-        wanted_P = within(wanted_P, room, R / size)
+    most = wanted_P.max()
+    over_mean = most.double() * size / R
+    observe(BUFFER, over_mean, "max")
+    if how.fails and room < R:
+        observe(NO_ROOM, torch.where(most > room, over_mean, 0.0), "max")
     start_P = wanted_P.cumsum(dim=0) - wanted_P
     to_R = torch.searchsorted(wanted_P.cumsum(dim=0), row_R, right=True).clamp(max=size - 1)
     at_R = row_R - start_P[to_R]
@@ -261,16 +270,22 @@ def _of_rows(x_RD: Tensor, counts_E: Tensor, own: OfRows, how: ExpertParallel) -
 
     # 3. What came is sorted by expert: each buffer is already, and has empty places behind its rows.
     before_PH = came_PH.cumsum(dim=1)
-    x_PBD = rows_at(x_RD, row_of_place, place_R.unsqueeze(0)).view(size, room, -1)
+    sent = [
+        rows_at(rows, row_of_place, place_R.unsqueeze(0)).view(size, room, -1)
+        for rows in (x_RD, weights_R1)
+        if rows is not None
+    ]
     made: list[Tensor] = []
     for start, end in pairwise(bounds(room, how.slices)):
-        part = x_PBD[:, start:end].reshape(size * (end - start), -1)
-        came = ops.exchange(part, AXIS, size)
+        came = [
+            ops.exchange(each[:, start:end].reshape(size * (end - start), -1), AXIS, size) for each in sent
+        ]
         place = torch.arange(start, end, device=x_RD.device).expand(size, end - start).contiguous()
         expert = torch.searchsorted(before_PH, place, right=True).flatten()
         order = expert.argsort(stable=True)
         went = inverse(order)
-        done = own(rows_at(came, order, went.unsqueeze(0)), counts_of(expert, here + 1)[:here])
+        x, *weights = (rows_at(each, order, went.unsqueeze(0)) for each in came)
+        done = own(x, counts_of(expert, here + 1)[:here], *weights)
         back = ops.exchange(rows_at(done, went, order.unsqueeze(0)), AXIS, size)
         made.append(back.view(size, end - start, -1))
     return rows_at(_joined(made, 1).flatten(0, 1), place_R, row_of_place.unsqueeze(0))

@@ -242,8 +242,8 @@ def _experts(module: nn.Module, how: TensorParallel, state: _Forward) -> Callabl
 def _embedding(module: nn.Embedding, how: TensorParallel) -> Callable[..., Any]:
     own = _own(module)
 
-    def forward(tokens: Tensor) -> Tensor:
-        return embed(module, own, tokens, AXIS, how.size)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        return embed(module, AXIS, how.size, own, *args, **kwargs)
 
     return forward
 

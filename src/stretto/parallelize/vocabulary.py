@@ -3,6 +3,7 @@
 Each rank holds an equal, consecutive part of the vocabulary's rows (Megatron-LM, arXiv 1909.08053).
 
     1. Embedding: a rank looks up the tokens of its part, gives zeros for the rest; the sum is the embedding.
+       That is done to the lookup within the module's own forward.
     2. Logits: a rank has the columns of its part; `split_logits` stands for the whole in the model's code.
     3. Cross-entropy of split logits needs three numbers for a token from each rank: the highest logit of its
        part, the sum of exponentials below that, and the target's logit. One collective carries them; sums
@@ -15,11 +16,13 @@ Dims as suffixes: N tokens, P this rank's part of the vocabulary, R ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stretto.parallelize import ops
 from stretto.parallelize.unseen import own_code, unseen
@@ -27,24 +30,57 @@ from stretto.parallelize.unseen import own_code, unseen
 
 @unseen
 def embed(
-    module: nn.Embedding, own: Callable[[Tensor], Tensor], tokens: Tensor, axis: str, size: int
+    module: nn.Embedding, axis: str, size: int, own: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Step 1. `module.weight` holds this rank's rows; `own` is the module's forward, which may scale what it
-    looks up. Returns the embedding, equal on all ranks; NaN for tokens that are not in the vocabulary."""
-    rows = module.weight.shape[0]
-    local = tokens - ops.index(tokens, axis, size) * rows
-    elsewhere = ((local < 0) | (local >= rows)).unsqueeze(-1)
-    padding, module.padding_idx = module.padding_idx, None
-    try:
-        found = own(local.masked_fill(elsewhere.squeeze(-1), 0))
-    finally:
-        module.padding_idx = padding
-    if padding is not None:
-        # The padding token's row is read, but never learns.
-        found = torch.where((tokens == padding).unsqueeze(-1), found.detach(), found)
-    unknown = ((tokens < 0) | (tokens >= rows * size)).unsqueeze(-1)
-    fill = torch.zeros_like(unknown, dtype=found.dtype).masked_fill(unknown, math.nan)
-    return ops.reduce(torch.where(elsewhere, fill, found), axis, size)
+    """Step 1. `module.weight` holds this rank's rows; `own` is the module's forward, and gets the arguments.
+    Whatever else it computes, it computes from the rows of all ranks."""
+    with _Lookups(module, axis, size):
+        return own(*args, **kwargs)
+
+
+class _Lookups(TorchFunctionMode):
+    """While it lasts, a lookup in a rank's rows of a module's table gives the rows of all ranks."""
+
+    def __init__(self, module: nn.Embedding, axis: str, size: int) -> None:
+        super().__init__()
+        self._rows, self._axis, self._size = module.weight.shape[0], axis, size
+        self._others = [p for p in module.parameters() if p is not module.weight]
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if function is F.embedding:
+            table = args[1] if len(args) > 1 else given["weight"]
+            if table.shape[0] == self._rows and all(table is not p for p in self._others):
+                return self._lookup(*args, **given)
+        return function(*args, **given)
+
+    def _lookup(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        """The rows of tokens; NaN for tokens that are not in the vocabulary. What needs the table as a whole
+        is left as it is, and refused by the proof of placements."""
+        if max_norm is not None or scale_grad_by_freq or sparse:
+            return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        whole = self._rows * self._size
+        local = input - ops.index(input, self._axis, self._size) * self._rows
+        elsewhere = ((local < 0) | (local >= self._rows)).unsqueeze(-1)
+        found = F.embedding(local.masked_fill(elsewhere.squeeze(-1), 0), weight)
+        if padding_idx is not None:
+            # The padding token's row is read, but never learns.
+            padding = padding_idx % whole
+            found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
+        unknown = ((input < 0) | (input >= whole)).unsqueeze(-1)
+        fill = torch.zeros_like(unknown, dtype=found.dtype).masked_fill(unknown, math.nan)
+        return ops.reduce(torch.where(elsewhere, fill, found), self._axis, self._size)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
+from stretto.ir.balance import cut_chain, even_ranks
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.program import Edge, Job, Stage
@@ -95,7 +96,9 @@ def loads_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Loads:
     fixed = [0] * len(stages)
     for parameter in job.parameters:
         for stage in parameter.stages:
-            fixed[stage] += parameter.held_nbytes + parameter.grad_nbytes
+            fixed[stage] += parameter.held_nbytes
+            if parameter.grads:
+                fixed[stage] += parameter.grad_nbytes + parameter.state_nbytes(job.optimizer)
     held = [_held(stage, [edge for edge in job.edges if edge.target == stage.index]) for stage in job.stages]
     return Loads(
         forward,
@@ -152,7 +155,6 @@ def equal_groups(stages: int, count: int) -> Groups:
 def balanced_groups(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Groups | None:
     """One group for each rank, such that the longest is as short as can be; limits: bytes of each rank, which
     suffice for as many microbatches as 1F1B holds there. None where they do not."""
-    stages = len(loads.forward_us)
     until = [*accumulate(loads.work_us, initial=0.0)]
     fixed = [*accumulate(loads.fixed_bytes, initial=0)]
     held = [*accumulate(loads.whole_bytes, initial=0)]
@@ -161,55 +163,22 @@ def balanced_groups(loads: Loads, ranks: int, limits: Sequence[float] | None) ->
         holds = fixed[end] - fixed[first] + (ranks - rank) * (held[end] - held[first])
         return math.inf if limits is not None and holds > limits[rank] else until[end] - until[first]
 
-    # best[end]: the longest of the ranks so far, where these have the stages before `end`.
-    best = [0.0] + [math.inf] * stages
-    cuts: list[list[int]] = []
-    for rank in range(ranks):
-        row, cut = [math.inf] * (stages + 1), [0] * (stages + 1)
-        for end in range(rank + 1, stages + 1):
-            for first in range(rank, end):
-                here = max(best[first], longest(first, end, rank))
-                if here < row[end]:
-                    row[end], cut[end] = here, first
-        best = row
-        cuts.append(cut)
-    if best[stages] == math.inf:
-        return None
-    groups: list[tuple[int, ...]] = []
-    end = stages
-    for cut in reversed(cuts):
-        groups.append(tuple(range(cut[end], end)))
-        end = cut[end]
-    return tuple(reversed(groups))
+    begins = cut_chain(until, ranks, longest)
+    return None if begins is None else _between(begins, len(loads.forward_us))
 
 
 def groups_on(loads: Loads, places: Sequence[int]) -> Groups | None:
-    """A group for each of these places, which are ranks with several groups each. From the groups of which
-    the longest is the shortest, borders are moved by one stage while that takes work from the rank that has
-    the most. None where there are fewer stages than places."""
-    start = balanced_groups(loads, len(places), None)
-    if start is None:
-        return None
+    """A group for each of these pipeline ranks, which have several groups each: ranks have as equal work as
+    moves of borders find. None where there are fewer stages than groups."""
     until = [*accumulate(loads.work_us, initial=0.0)]
-    best = [group[0] for group in start] + [len(until) - 1]
+    begins = cut_chain(until, len(places), lambda first, end, _: until[end] - until[first])
+    if begins is None:
+        return None
+    return _between(even_ranks(begins, until, [0.0] * len(until), places), len(loads.forward_us))
 
-    def dearest(ends: Sequence[int]) -> list[float]:
-        """What ranks have to do, the most first."""
-        work = [0.0] * (max(places) + 1)
-        for rank, (first, end) in zip(places, pairwise(ends), strict=True):
-            work[rank] += until[end] - until[first]
-        return sorted(work, reverse=True)
 
-    least = dearest(best)
-    while True:
-        moved = (
-            [*best[:at], best[at] + by, *best[at + 1 :]] for at in range(1, len(places)) for by in (-1, 1)
-        )
-        whole = (ends for ends in moved if all(first < end for first, end in pairwise(ends)))
-        found = min(whole, key=dearest, default=best)
-        if dearest(found) >= least:
-            return tuple(tuple(range(first, end)) for first, end in pairwise(best))
-        best, least = found, dearest(found)
+def _between(begins: Sequence[int], stages: int) -> Groups:
+    return tuple(tuple(range(first, end)) for first, end in pairwise([0, *begins, stages]))
 
 
 def of_stages(schedule: Schedule, groups: Groups) -> Schedule:

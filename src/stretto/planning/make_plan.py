@@ -25,9 +25,10 @@ from stretto.files.say import Say
 from stretto.files.typed_file import to_line
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs
+from stretto.ir.parameters import STATES
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
-from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
+from stretto.ir.program import OVERLAP_MODES, Job, OptimizerKind, OverlapMode
 from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import Measuring, device_of
@@ -227,6 +228,7 @@ def plan(
     search_s: float | None = None,
     say: Say | None = None,
     kept: Kept | None = None,
+    optimizer: OptimizerKind | None = None,
 ) -> Plan:
     """Plan a captured job for a cluster.
 
@@ -245,6 +247,8 @@ def plan(
     takes. It is counted in orders walked, so that equal jobs get equal plans on all machines.
     say: takes lines of what is tried; an interrupt (Ctrl-C) then takes the best so far, where there is one.
     kept: with "local", where costs and plans of earlier runs are found, and kept.
+    optimizer: whose state counts in a rank's memory: "adamw", which is what a captured job has, "momentum" or
+    "sgd" (`stretto.ir.parameters.STATES`).
 
     Returns a plan that is proved and carries its prediction. Raises PlanError that lists every fault of a
     schedule that cannot work, UsageError for what does not fit.
@@ -257,6 +261,10 @@ def plan(
     job = without_sums(job)
     wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
     jobs, chosen = forms_with(job, schedule)
+    if optimizer is not None:
+        if optimizer not in STATES:
+            raise UsageError(f"optimizer is {optimizer!r}; choose one of: {', '.join(STATES)}")
+        jobs = [replace(one, optimizer=optimizer) for one in jobs]
     if found is None:
         return _planned_here(jobs, chosen, schedule, wished, kept)
     priced = pricing(jobs, chosen, found)

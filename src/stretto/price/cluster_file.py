@@ -35,13 +35,14 @@ from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import SEND
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
+from stretto.ir.limits import MOST_RANKS
 from stretto.price.collectives import PROTOCOLS, CollectiveModel, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Matmul, Roof, op_us
 from stretto.price.fabric import Fabric, Group, axis_group
 from stretto.price.nccl_tests import read_nccl_tests
 
-_NAME = re.compile(r"^(?P<device>.+)x(?P<count>[1-9]\d*)$")
+_NAME = re.compile(r"(?P<device>.+)x(?P<count>[1-9][0-9]*)")
 
 Positive = Annotated[float, Field(gt=0)]
 Part = Annotated[float, Field(gt=0, le=1)]
@@ -110,9 +111,9 @@ class ClusterFile(_Strict):
 
     device: str
     """A device of the catalogue; `stretto cluster list` shows them."""
-    count: Annotated[int, Field(gt=0)]
+    count: Annotated[int, Field(gt=0, le=MOST_RANKS)]
     """Devices in all."""
-    node_devices: Annotated[int, Field(gt=0)] | None = None
+    node_devices: Annotated[int, Field(gt=0, le=MOST_RANKS)] | None = None
     """Devices that the fast links of a node join; the catalogue's by default."""
     figures: Figures = Figures()
     """What differs from the catalogue."""
@@ -190,7 +191,7 @@ class Hardware:
 
 def named_cluster(name: str) -> Hardware:
     """A cluster by name, `h100x1024`. Raises UsageError that lists the known devices."""
-    match = _NAME.match(name)
+    match = _NAME.fullmatch(name)
     if match is None or match["device"] not in devices():
         known = ", ".join(devices())
         near = meant(match["device"] if match else name, (*devices(), "local"))
@@ -198,6 +199,8 @@ def named_cluster(name: str) -> Hardware:
             f"unknown cluster {name!r}: {_unknown(name)}; {near}a name is <device>x<count>, for "
             f"example h100x1024; known devices are {known}. For another, write a cluster file"
         )
+    if len(match["count"]) > len(str(MOST_RANKS)) or int(match["count"]) > MOST_RANKS:
+        raise UsageError(f"cluster {name:.60}: more than {MOST_RANKS:,} devices; give fewer")
     return _resolve(name, ClusterFile(device=match["device"], count=int(match["count"])), Path())
 
 
@@ -208,7 +211,7 @@ def _unknown(name: str) -> str:
         return "its count is missing"
     if device in devices():
         return f"its count is {count!r}, and must be a whole number, 1 or more"
-    match = _NAME.match(name)
+    match = _NAME.fullmatch(name)
     return f"no device is called {(match['device'] if match else name)!r}"
 
 

@@ -45,4 +45,4 @@ class Figures:
         )
 
 
-FIGURES = TypedFile(Figures, "stretto figures", 1, "figures", "A training run leaves it")
+FIGURES = TypedFile(Figures, "stretto figures", 2, "figures", "A training run leaves it")

@@ -111,7 +111,7 @@ def load_grid(run: ObservedRun) -> Grid | None:
     if any(load.buffer is not None for load in whole.values()):
         caption += (
             " buffer: rows for the rank that was sent most, over the mean, in any of "
-            f"{loads_of(run.all)[0].steps} steps: ep_buffer must not be below it."
+            f"{loads_of(run.all)[0].steps} steps; an ep_buffer of as much has room for them."
         )
     return Grid(f"Load by expert, steps {run.first} to {run.last}", head, rows, (0, 4), caption)
 

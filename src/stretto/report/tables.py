@@ -18,6 +18,7 @@ def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
     """What the simulation says of the whole step: time, exposed by axis, bubble, bound and gap."""
     step_us = timeline.step_us
     bubble_us = _mean(prediction.bubble_us)
+    _, parts = prediction.fullest()
     rows = [("step", format_us(step_us), "")]
     rows += [
         (f"exposed, {axis} (mean of the {timeline.counted})", format_us(us), _share(us, step_us))
@@ -30,6 +31,7 @@ def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
             format_bytes(max(prediction.peak_bytes, default=0)),
             "",
         ),
+        *((f"  of it {part}", format_bytes(nbytes), "") for part, nbytes in parts.items()),
     ]
     if prediction.bound_us:
         rows.append(("lower bound", format_us(prediction.bound_us), ""))

@@ -10,10 +10,12 @@ May touch the user's model while it is read; keeps only what this rank's stages 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from stretto.errors import UsageError
 from stretto.ir.axes import PIPELINE, TENSOR
@@ -29,7 +31,8 @@ class Held:
     """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
     or copies in the dtype of the computation. wholes: tied name -> the whole of which a part was cut, until
     the Runner drops them. on_mesh: whether any of it lies on a mesh. without_values: whether any of it has
-    memory alone.
+    memory alone. cut_along: first name of a tie -> the dims along which this rank holds a part.
+    optimizers: those that have stepped over the parameters.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Held:
         self.parameters: dict[int, nn.Parameter] = {}
         self.buffers: dict[int, torch.Tensor] = {}
         self.wholes: dict[str, torch.Tensor] = {}
+        self.cut_along: dict[str, tuple[int, ...]] = {}
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.on_mesh = False
         self._shared = {} if shares is None else shares.by_tie()
         self._parts: dict[int, nn.Parameter] = {}
@@ -68,7 +73,9 @@ class Held:
                 whole = whole_spec(self.plan.job, parameter)
                 check_tensor(self.rank, parameter.name, found, whole, self.plan.job.param_dtype, self._empty)
                 assert isinstance(found, nn.Parameter)
-                self.parameters[k] = self._part(parameter, found)
+                part = self.parameters[k] = self._part(parameter, found)
+                if cut := tuple(dim for dim in range(part.dim()) if part.shape[dim] != found.shape[dim]):
+                    self.cut_along[parameter.tied_to] = cut
         check_ties(self.plan.job, given)
         self.frozen = Frozen(self.plan.job, given, self.parameters)
         self.hooked = Hooked(self.plan.job.parameters, given, self.parameters)
@@ -145,6 +152,12 @@ class Held:
         """This rank's buffers with their names in the model."""
         for k, buffer in sorted(self.buffers.items()):
             yield self.plan.job.buffers[k].name, buffer
+
+    def state_bytes(self) -> int:
+        """What optimizers keep for the parameters now."""
+        mine = {id(parameter) for parameter in self.parameters.values()}
+        states = [s for o in self.optimizers for p, s in o.state.items() if id(p) in mine]
+        return sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor))
 
     def refresh(self) -> None:
         """Ops' copies in another dtype get the parameters' values."""

@@ -1,6 +1,6 @@
 """What a lone rank computes with when nobody gives it a model or a batch: values of the right shapes.
 
-May touch `stretto.ir`. The contract:
+May touch `stretto.ir`, and what memory is counted. The contract:
 
 1. Matrices are normal with the variance 1 / columns and vectors (norms, biases) lie around one, so that
    values neither vanish nor grow, however many layers there are. Tied parameters are one tensor.
@@ -17,6 +17,7 @@ import torch
 from stretto.ir.leaf_rows import rows_named
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
+from stretto.simulate.memory import bytes_throughout
 
 
 def made_up_parameters(
@@ -40,6 +41,12 @@ def made_up_parameters(
         if parameter.own_dtype is not None:
             own[k] = read[k].to(getattr(torch, parameter.own_dtype))
     return own, read
+
+
+def made_up_states(plan: Plan, place: int, device: torch.device) -> list[torch.Tensor]:
+    """As much memory as the optimizer's state takes at one place."""
+    nbytes = bytes_throughout(plan.job, plan.schedule.stages_of(place))["optimizer"]
+    return [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
 
 
 def _weights(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:

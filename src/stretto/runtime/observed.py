@@ -7,15 +7,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from stretto.errors import RunError
 from stretto.ir.action import Phase
 from stretto.ir.axes import PIPELINE
-from stretto.ir.metrics import Metric, Observed
+from stretto.ir.metrics import NO_ROOM, Metric, Observed
 from stretto.ir.plan import Plan
 from stretto.runtime.memory_adapter import uncounted
 from stretto.runtime.transport import Transport
@@ -32,6 +34,7 @@ class Watch:
     """One rank's metrics. Does nothing for a job without."""
 
     def __init__(self, plan: Plan, place: int, device: torch.device) -> None:
+        self._plan = plan
         lengths = {key: n for key, (_, n) in _joined(plan).items() if plan.rank_of(key[0]) == place}
         # All of a step side by side, and allocated once: a step neither makes tensors for it nor counts any.
         self._now = torch.zeros(sum(lengths.values()), dtype=torch.float64, device=device)
@@ -63,12 +66,35 @@ class Watch:
             with uncounted():
                 self._steps.append(self._now.clone())
 
+    def most(self, name: str) -> tuple[float, str]:
+        """The greatest value of that name in the last step, and its module."""
+        named = zip(self._plan.job.metrics, self._parts, strict=True)
+        return max(
+            ((float(held.max()), one.module) for one, held in named if held is not None and one.name == name),
+            default=(0.0, ""),
+        )
+
     def read(self, forget: bool = True) -> list[list[float]]:
         """What is kept, a row a step."""
         found: list[list[float]] = torch.stack(tuple(self._steps)).tolist() if self._steps else []
         if forget:
             self._steps.clear()
         return found
+
+
+def check_room(plan: Plan, transport: Transport, watch: Watch) -> None:
+    """Raises RunError on every rank, which all must call it, where there was no room for rows that experts
+    were sent in the last step."""
+    if not any(metric.name == NO_ROOM for metric in plan.job.metrics):
+        return
+    need, module = max(transport.all_gather(watch.most(NO_ROOM)))
+    if need:
+        raise RunError(
+            f"a rank's experts of {module} get {need:.3g} times the mean of rows from a rank, the most over "
+            "all layers and ranks of this step, and ep_buffer has room for less: give ep_buffer = "
+            f"{math.ceil(10.0 * need) / 10.0} or more, leave ep_buffer out (there is room for all then), or "
+            "give ep_overflow = 'drop'"
+        )
 
 
 def observed(plan: Plan, transport: Transport, watch: Watch, forget: bool = True) -> tuple[Observed, ...]:
@@ -84,7 +110,7 @@ def observed(plan: Plan, transport: Transport, watch: Watch, forget: bool = True
             place, start = plan.rank_of(key[0]), 0
         rows = [[row[start : start + length] for row in told[rank]] for rank in _adding(plan, metric, place)]
         start += length
-        if rows[0]:
+        if rows[0] and metric.name != NO_ROOM:
             values = torch.tensor(rows, dtype=torch.float64)
             made.append(_summary(metric, values.sum(dim=0) if metric.joined == "sum" else values.amax(dim=0)))
     order = {(metric.module, metric.name): at for at, metric in enumerate(plan.job.metrics)}

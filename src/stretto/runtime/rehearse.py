@@ -4,7 +4,8 @@ that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.e
 So a plan for many devices can be tried on one: whether ops take what the plan says, whether the order hides
 what it should, whether a rank's memory suffices.
 
-1. Parameters, buffers and the batch: from the model and batch if they are given, else made up.
+1. Parameters, buffers and the batch: from the model and batch if they are given, else made up; and memory as
+   the optimizer's state takes, which nothing reads.
 2. A step to warm up, in which peak memory is counted; then the steps that count.
 3. The step in the middle by time is told: its accounts and its timeline, in which the other places are those
    of the simulation that answered to this rank.
@@ -28,12 +29,16 @@ from stretto.runtime.compare import line, place_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
 from stretto.runtime.fit import fit_batch
-from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters
+from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, made_up_states
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans, idle_spans
 from stretto.runtime.runner import Runner
+from stretto.simulate import simulate
 from stretto.verify import verify
+
+LONGEST_US = 3600e6
+"""A step that is longer is no step of training, but a cost that is wrong. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,7 @@ def rehearse(
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"seed = {seed} has more than 64 bits: give one from 0 to 2**63 - 1")
     verify(plan)
+    _refuse_endless(plan)
     transport: EmulatedTransport | CudaTransport
     if device.type == "cuda":
         transport = CudaTransport(plan, rank, device)
@@ -112,6 +118,7 @@ def rehearse(
                 leaves = fit_batch(plan.job, batch, device)
             else:
                 leaves = made_up_batch(plan.job, device, seed)
+            held = (*held, *made_up_states(plan, state.place, device))
             # 2. The steps.
             peak_bytes = _warm_up(state, transport, leaves, held)
             measured = [_step(state, transport, leaves, peak_bytes) for _ in range(steps)]
@@ -152,6 +159,18 @@ def _whole(what: str, given: object) -> int:
         return operator.index(given)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"{what} = {given!r}: give a whole number") from None
+
+
+def _refuse_endless(plan: Plan) -> None:
+    """The rank waits as long as its costs say that others compute. Raises UsageError, PlanError."""
+    step_us = simulate(plan).step_us
+    if not step_us <= LONGEST_US:
+        key, most_us = max(plan.costs.op_us.items(), key=lambda item: item[1], default=((0, ""), 0.0))
+        raise UsageError(
+            f"by the plan's costs a step takes {step_us / 1e6:,.0f} s, and a rehearsal waits as long: at "
+            f"most {LONGEST_US / 1e6:,.0f} s can be rehearsed. Look at costs of ops (the longest is {key[1]!r} "
+            f"of stage {key[0]}, {most_us / 1e6:,.0f} s), links and collectives, or plan again"
+        )
 
 
 def _device(plan: Plan) -> torch.device:

@@ -30,8 +30,9 @@ from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
-from stretto.runtime.observed import observed
+from stretto.runtime.observed import check_room, observed
 from stretto.runtime.old_model import Cut, OldModel, warn_if_old
+from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.ranges import Ranges
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
@@ -40,6 +41,7 @@ from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.whole_state import LeftKeys, entries_of, gather, put
+from stretto.runtime.whole_tensors import watch
 
 
 class Runner:
@@ -135,6 +137,8 @@ class Runner:
         self.entries = entries_of(model, plan.job)
         self.old_model = self._watch(model)
         self._values = watch_model(model, plan.job.read, plan.job.trains)
+        if shares is None:
+            watch(self.held)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -254,13 +258,17 @@ class Runner:
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
+        check_room(self.plan, self.transport, self.state.watch)
         trained = [k for k in sorted(grads) if self.held.parameters[k].requires_grad]  # not frozen since
         accumulate([self.held.parameters[k] for k in trained], [grads[k] for k in trained])
+        for k in trained:
+            held = self.held.parameters[k]
+            if held.grad is not None and self.plan.job.parameters[k].tied_to in self.held.cut_along:
+                held.grad = held.grad.as_subclass(PartGradient)
         if self.plan.job.trains:
             self.old_model.changed()
         if not self.replayed:
             self._last = self.state.marks
-            self._last.peak_bytes = self._peak_bytes
         return loss
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -304,6 +312,7 @@ class Runner:
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
         marks = self.state.clock.read(self._last)
+        marks.peak_bytes = self._peak_bytes + self.held.state_bytes()
         gathered = self.transport.all_gather((marks, self.transport.clock_offset_us()))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 

@@ -1,7 +1,9 @@
 """`stretto.save` and `stretto.load`: a Runner, its optimizer and what the user adds, in one folder.
 
     <path>/.metadata, __0_0.distcp ...   tensors, whole under their names (`stretto.saving.tensors`)
+    <path>/tensors.json                  where each tensor is in them, as data (`stretto.saving.table`)
     <path>/rest.pt                       the optimizer's options and numbers, the draws, what the user adds
+    <path>/digests.json                  of these files but the tensors' (`stretto.saving.digests`)
 
 Tensors are `model.<name>` (under the first name of a tie), `buffer.<name>` and `optimizer.<name>.<part>`.
 
@@ -15,11 +17,11 @@ The trainer's checkpoints are such folders with files of their own beside these.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from stretto.errors import StrettoError, UsageError
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first, together, together_slowly
 from stretto.runtime.shards import Part
-from stretto.saving import folder, tensors
+from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
+from stretto.saving.table import DTYPES, METADATA
 
 REST = "rest.pt"
 FORMAT, VERSION = "stretto saved", 1
@@ -73,7 +76,7 @@ def load(path: str | Path, runner: Runner, optimizer: Optimizer | None = None) -
 
 def is_saved(place: Path) -> bool:
     """Whether a folder is a checkpoint that was written to its end."""
-    return (place / tensors.METADATA).is_file() and (place / REST).is_file()
+    return (place / METADATA).is_file() and (place / REST).is_file()
 
 
 def find_saved(place: Path, runner: Runner) -> Path:
@@ -85,7 +88,7 @@ def find_saved(place: Path, runner: Runner) -> Path:
                 return candidate
         if not place.exists():
             what = "does not exist"
-        elif (place / tensors.METADATA).is_file() or not place.is_dir():
+        elif (place / METADATA).is_file() or not place.is_dir():
             what = f"is no checkpoint of stretto.save: it has no {REST}"
         else:
             what = "holds no whole checkpoint"
@@ -145,12 +148,14 @@ def write(
     try:
         looks = transport.all_gather(folder.look(folder.partial_of(place), probe))
         folder.refuse_apart(looks, setting)
-        tensors.write(folder.partial_of(place), owned, transport, writing)  # step 3
+        files_of_tensors = tensors.write(folder.partial_of(place), owned, transport, writing)  # step 3
 
         def finish() -> None:  # step 4
+            sealed = {**files_of_tensors, REST: rest, **(files or {})}
             with writing:
-                for name, data in {**(files or {}), REST: rest}.items():
-                    folder.write_synced(folder.partial_of(place) / name, data)
+                for name, data in {**sealed, digests.NAME: digests.sealed(sealed)}.items():
+                    if name != METADATA:  # which is written
+                        folder.write_synced(folder.partial_of(place) / name, data)
                 folder.commit(place)
 
         on_first(transport, finish)
@@ -168,8 +173,8 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     """
     transport = runner.transport
 
-    def check() -> tuple[str, _Rest, dict[str, Any], dict[str, Any], list[Any]]:
-        rest, digest = _unpacked(checkpoint)
+    def check() -> tuple[Callable[[], None], _Rest, dict[str, Any], list[Any]]:
+        rest = _unpacked(checkpoint)
         stored = tensors.stored_in(checkpoint)
         parts = runner.held.parts()
         tensors.check_fit(checkpoint, parts, stored)
@@ -186,7 +191,11 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             states.state_of(runner, optimizer)  # refuses one over what is not the runner's
             if rest.table is None and rest.known:
                 raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
-            known = [(name, *one) for name, one in stored.items() if name.startswith("optimizer.")]
+            known = [
+                (name, one.shape, DTYPES[one.dtype])
+                for name, one in stored.items()
+                if name.startswith("optimizer.")
+            ]
             made = states.new_tensors(runner, optimizer, known)
             groups = [None] * len(optimizer.param_groups)
             if options and rest.table is not None:
@@ -194,12 +203,13 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             state_parts = {name: part for name, (_, part) in made.items()}
             tensors.check_fit(checkpoint, state_parts, stored)
             parts |= state_parts
-        return digest, rest, parts, {name: tensor for name, (tensor, _) in made.items()}, groups
+        read = partial(tensors.read, checkpoint, stored, parts)
+        return read, rest, {name: tensor for name, (tensor, _) in made.items()}, groups
 
-    digest, rest, parts, made, groups = together(transport, check)
-    _same_everywhere(transport.all_gather(digest), checkpoint)
+    read, rest, made, groups = together(transport, check)
+    _same_everywhere(transport.all_gather(digests.identity(checkpoint)), checkpoint)
     runner.unfit = f"{checkpoint} was read in part: load a whole checkpoint"
-    together_slowly(transport, lambda: tensors.read(checkpoint, parts))
+    together_slowly(transport, read)
     if optimizer is not None:
         states.install(runner, optimizer, made, rest.table, groups)
         if rest.table is not None:
@@ -241,28 +251,24 @@ def _packed(table: states.Table | None, draws: int, extra: Any) -> bytes:
     return file.getvalue()
 
 
-def _unpacked(checkpoint: Path) -> tuple[_Rest, str]:
-    """The rest, and a digest of it and of the table of tensors. Raises StrettoError."""
-    digest = hashlib.sha256()
-    rest = _Rest()
+def _unpacked(checkpoint: Path) -> _Rest:
+    """The rest. Raises StrettoError."""
+    if not digests.is_sealed(checkpoint) and not (checkpoint / REST).exists():
+        return _Rest()  # checkpoints of `stretto train` from before had none
+    content = digests.read_checked(checkpoint, REST)
     try:
-        digest.update((checkpoint / tensors.METADATA).read_bytes())
-        if (checkpoint / REST).exists():  # checkpoints of `stretto train` from before had none
-            content = (checkpoint / REST).read_bytes()
-            digest.update(content)
-            data = torch.load(io.BytesIO(content), weights_only=True)
-            if data["format"] != FORMAT or data["version"] != VERSION:
-                raise UsageError(
-                    f"{checkpoint / REST}: format {data['format']!r}, version {data['version']}; this "
-                    f"Stretto reads {FORMAT!r}, version {VERSION}"
-                )
-            table = None if data["optimizer"] is None else states.Table(**data["optimizer"])
-            rest = _Rest(True, table, int(data["draws"]), data["extra"])
+        data = torch.load(io.BytesIO(content), weights_only=True)
+        if data["format"] != FORMAT or data["version"] != VERSION:
+            raise UsageError(
+                f"{checkpoint / REST}: format {data['format']!r}, version {data['version']}; this "
+                f"Stretto reads {FORMAT!r}, version {VERSION}"
+            )
+        table = None if data["optimizer"] is None else states.Table.of_data(data["optimizer"])
+        return _Rest(True, table, int(data["draws"]), data["extra"])
     except StrettoError:
         raise
     except Exception as error:
         raise tensors.unreadable(checkpoint, error) from None
-    return rest, digest.hexdigest()
 
 
 def _same_everywhere(digests: list[str], checkpoint: Path) -> None:

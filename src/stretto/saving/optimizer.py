@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import numbers
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,19 @@ class Table:
     options: list[Options] = field(default_factory=list)
     of: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def of_data(data: Mapping[str, Any]) -> Table:
+        """What a file holds of one. Raises ValueError, or another of reading what is not of its form."""
+        found = Table(**data)
+        right = isinstance(found.kind, str) and all(
+            isinstance(name, str) and type(at) is int and 0 <= at < len(found.options)
+            for name, at in found.of.items()
+        )
+        values = [value for one in found.numbers.values() for value in one.values()]
+        if not right or not all(value is None or isinstance(value, numbers.Number) for value in values):
+            raise ValueError("the optimizer's options are not of their form")
+        return found
 
     def add(self, name: str, options: Options, values: dict[str, Any]) -> None:
         """Raises UsageError where the parameter is in the table with other options."""

@@ -1,9 +1,9 @@
-"""Tensors of which a rank holds a part, as PyTorch's distributed checkpoints store and find them.
+"""Tensors of which a rank holds a part, as PyTorch's distributed checkpoints store them.
 
 A checkpoint knows whole tensors only: a rank writes boxes of them, with their offsets, and reads the boxes
 that it needs, whichever boxes were written. So it is free of the layout that wrote it.
 
-May touch `torch.distributed.checkpoint`'s planners, which say what is written and read; not the files.
+May touch `torch.distributed.checkpoint`'s planner, which says what is written; not the files.
 """
 
 from __future__ import annotations
@@ -11,22 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from stretto.runtime.shards import Part
 
@@ -69,27 +56,5 @@ class PartsWriter(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self._view[index.fqn, index.offset]
-
-
-class PartsReader(DefaultLoadPlanner):
-    """Reads this rank's parts in place."""
-
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
-        self._view = _views(parts)
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items: list[ReadItem] = []
-        for name, part in self._parts.items():
-            stored = self.metadata.state_dict_metadata[name]
-            assert isinstance(stored, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, stored, [_chunk(*box) for box in part.boxes])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         assert index.offset is not None
         return self._view[index.fqn, index.offset]

@@ -5,37 +5,38 @@ through the Runner's transport: so ranks may be threads, and all of them agree b
 (`.metadata`) is written, without which the folder is nothing.
 
     1. Each rank says what it writes; every rank makes the same plan of all.
-    2. Each rank writes its file, and all agree that they have.
+    2. Each rank writes its file, takes the digest of each box, and all agree that they have.
     3. Rank 0 looks whether it sees every file whole, and writes the table.
+
+Reading goes by the table that is data (`stretto.saving.table`): a rank reads the boxes that meet its parts,
+and each must have its digest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.errors import StrettoError
-from stretto.runtime.all_or_none import on_first, together_slowly
+from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.transport import Transport
+from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
 from stretto.saving.folder import Writing
-from stretto.saving.parts import Parts, PartsReader, PartsWriter
-
-METADATA = ".metadata"
-"""The table of contents, as PyTorch names it."""
-
-Stored = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name -> whole shape and dtype of a tensor in a folder."""
+from stretto.saving.parts import Parts, PartsWriter
+from stretto.saving.table import DTYPES, FILE, METADATA, Box, Stored, Table, read_table
 
 
-def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) -> None:
-    """Write all ranks' parts into an empty folder that all see; every rank must call it.
+def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) -> dict[str, bytes]:
+    """Write all ranks' parts into an empty folder that all see; every rank must call it. Returns on rank 0
+    the files that say where they are: `tensors.json`, to be written, and `.metadata`, which is.
 
     writing: words a failure. Raises its StrettoError on all ranks when one could not write.
     """
@@ -44,10 +45,10 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
     planner.set_up_planner(_one_each(owned), writer.storage_meta(), first)
     writer.set_up_storage_writer(first)
     plans = transport.all_gather(planner.create_local_plan())  # step 1
-    plans, table = planner.create_global_plan(plans)
+    plans, metadata = planner.create_global_plan(plans)
     plan = planner.finish_plan(writer.prepare_global_plan(plans)[transport.rank])
 
-    def write_mine() -> list[WriteResult]:  # step 2
+    def write_mine() -> list[tuple[WriteResult, str]]:  # step 2
         if not plan.items:
             return []
         with writing:
@@ -55,57 +56,87 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
                 future: Any = writer.write_data(plan, planner)
                 future.wait()
                 results: list[WriteResult] = future.value()
-                return results
+                return _digested(folder, results)
             except CheckpointException as error:
                 cause = _cause(error)
             raise cause  # out here, where what led to it stays its context
 
     results = transport.all_gather(together_slowly(transport, write_mine))
 
-    def write_table() -> None:  # step 3
+    def write_table() -> dict[str, bytes]:  # step 3
         with writing:
-            table.storage_data = {one.index: one.storage_data for rank in results for one in rank}
-            for fault in _faults(folder, table):
-                raise RuntimeError(fault)
-            writer.finish(table, results)
+            for rank in results:
+                for one, _ in rank:
+                    seen, place = folder / one.storage_data.relative_path, one.storage_data
+                    if seen.stat().st_size < place.offset + place.length:
+                        raise RuntimeError(f"{place.relative_path} is shorter than what a rank wrote")
+            writer.finish(metadata, [[one for one, _ in rank] for rank in results])
+            table = _table(metadata, (one for rank in results for one in rank))
+            return {TABLE: table, METADATA: (folder / METADATA).read_bytes()}
 
-    on_first(transport, write_table)
-
-
-def stored_in(folder: Path) -> Stored:
-    """What a folder holds, every file of which is whole. Raises StrettoError."""
-    try:
-        table = FileSystemReader(folder).read_metadata()
-        fault = next(_faults(folder, table), None)
-        found = {
-            name: (tuple(one.size), one.properties.dtype)
-            for name, one in table.state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
-        }
-    except Exception as error:
-        raise unreadable(folder, error) from None
-    if fault is not None:
-        raise StrettoError(f"{folder} cannot be read ({fault}); take another checkpoint")
-    return found
+    return together(transport, write_table if first else dict)
 
 
-def read(folder: Path, parts: Parts) -> None:
+def stored_in(folder: Path) -> Mapping[str, Stored]:
+    """What a folder holds, every file of which is whole. Raises UsageError."""
+    read_checked(folder, METADATA)  # of which nothing is read
+    return read_table(folder)
+
+
+def read(folder: Path, stored: Mapping[str, Stored], parts: Parts) -> None:
     """Fill the parts in place, whatever layout wrote the folder, which has them (`stored_in`). No rank waits
-    for another. Raises StrettoError when it cannot be read; parts may then have been filled."""
+    for another. Raises StrettoError when it cannot be read, or has changed since it was written; parts may
+    then have been filled."""
+    wanted: dict[str, dict[Box, list[tuple[torch.Tensor, tuple[int, ...]]]]] = {}
+    for name, part in parts.items():
+        for offsets, view in part.boxes:
+            for box in stored[name].boxes:
+                if _common(box, offsets, view) is not None:
+                    wanted.setdefault(box.file, {}).setdefault(box, []).append((view, offsets))
+    dtypes = {box: DTYPES[one.dtype] for one in stored.values() for box in one.boxes}
     try:
         with torch.no_grad():
-            planner, reader = PartsReader(parts), FileSystemReader(folder)
-            table = reader.read_metadata()
-            planner.set_up_planner(_one_each(parts), table, True)
-            reader.set_up_storage_reader(table, True)
-            plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
-            plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
-            reader.read_data(plan, planner).wait()
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+            for name in sorted(wanted):
+                with (folder / name).open("rb") as file:
+                    for box in sorted(wanted[name], key=lambda box: box.start):
+                        made = _load(file, box, dtypes[box])
+                        for view, offsets in wanted[name][box]:
+                            _fill(view, offsets, box, made)
+    except Exception as error:
         raise unreadable(folder, error) from None
 
 
-def check_fit(folder: Path, parts: Parts, stored: Stored) -> None:
+def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    file.seek(box.start)
+    data = file.read(box.nbytes)
+    if box.digest and digest_of(data) != box.digest:
+        raise ValueError(f"{box.file} is not what was saved: the digest of a tensor in it differs")
+    made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(made, torch.Tensor) or tuple(made.shape) != box.sizes or made.dtype != dtype:
+        raise ValueError(f"{box.file} has another tensor than {TABLE} says")
+    return made
+
+
+def _common(box: Box, offsets: tuple[int, ...], view: torch.Tensor) -> list[tuple[int, int]] | None:
+    """Where a stored box and a part's meet, in the whole: (first, end) by dim; None where they do not."""
+    found = [
+        (max(one, other), min(one + size, other + length))
+        for one, size, other, length in zip(box.offsets, box.sizes, offsets, view.shape, strict=True)
+    ]
+    return found if all(first < end for first, end in found) else None
+
+
+def _fill(view: torch.Tensor, offsets: tuple[int, ...], box: Box, made: torch.Tensor) -> None:
+    common = _common(box, offsets, view)
+    assert common is not None
+
+    def place(origin: tuple[int, ...]) -> tuple[slice, ...]:
+        return tuple(slice(a - at, b - at) for (a, b), at in zip(common, origin, strict=True))
+
+    view[place(offsets)].copy_(made[place(box.offsets)])
+
+
+def check_fit(folder: Path, parts: Parts, stored: Mapping[str, Stored]) -> None:
     """Raises StrettoError where the folder lacks a part's tensor, or has it in another shape."""
     lacking = [name for name in parts if name not in stored]
     if lacking:
@@ -114,39 +145,47 @@ def check_fit(folder: Path, parts: Parts, stored: Stored) -> None:
             f"{folder} lacks {lacking[0]}{more}: it is of another model; take another checkpoint"
         )
     for name, part in parts.items():
-        size, _ = stored[name]
-        if size != part.whole:
+        shape = stored[name].shape
+        if shape != part.whole:
             raise StrettoError(
-                f"{folder}: {name} has the shape {list(size)}, and this model's {list(part.whole)}; "
+                f"{folder}: {name} has the shape {list(shape)}, and this model's {list(part.whole)}; "
                 "take another checkpoint"
             )
 
 
-def unreadable(folder: Path, error: BaseException) -> StrettoError:
-    """A failed read in the user's words. Raises what interrupted it instead, if anything did."""
-    cause = _cause(error)
-    if not isinstance(cause, Exception | CheckpointException):
-        raise cause  # PyTorch takes a Ctrl-C while it reads for a failure to read
-    text = str(cause).strip().splitlines()
-    return StrettoError(
-        f"{folder} cannot be read ({type(cause).__name__}: {text[-1] if text else 'no reason given'}); "
-        "take another checkpoint"
-    )
+def unreadable(folder: Path, error: Exception) -> StrettoError:
+    """A failed read in the user's words."""
+    text = str(error).strip().splitlines()
+    why = text[-1] if text else "no reason given"
+    return StrettoError(f"{folder} cannot be read ({type(error).__name__}: {why}); {ELSE}")
 
 
-def _faults(folder: Path, table: Metadata) -> Iterator[str]:
-    """Files that are absent or end too early."""
-    ends: dict[str, int] = {}
-    for info in (table.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
-        try:
-            size = (folder / name).stat().st_size
-        except FileNotFoundError:
-            yield f"{name} is not there"
-            continue
-        if size < end:
-            yield f"{name} has {size} bytes of {end}"
+def _table(metadata: Metadata, results: Iterable[tuple[WriteResult, str]]) -> bytes:
+    """What all ranks wrote, as data. results: each with its digest."""
+    boxes: dict[str, list[Box]] = {}
+    found: dict[str, Stored] = {}
+    at = {(one.index.fqn, one.index.offset): (one.storage_data, digest) for one, digest in results}
+    for name, one in metadata.state_dict_metadata.items():
+        assert isinstance(one, TensorStorageMetadata)
+        for chunk in one.chunks:
+            where, digest = at[name, chunk.offsets]
+            place = (where.relative_path, where.offset, where.length)
+            boxes.setdefault(name, []).append(Box(tuple(chunk.offsets), tuple(chunk.sizes), *place, digest))
+        dtype = str(one.properties.dtype).removeprefix("torch.")
+        found[name] = Stored(tuple(one.size), dtype, tuple(boxes[name]))
+    return FILE.to_text(Table(found)).encode()
+
+
+def _digested(folder: Path, results: Sequence[WriteResult]) -> list[tuple[WriteResult, str]]:
+    """With the digests of what was written; read from the system's cache."""
+    found: list[tuple[WriteResult, str]] = []
+    for name in sorted({one.storage_data.relative_path for one in results}):
+        with (folder / name).open("rb") as file:
+            for one in results:
+                if one.storage_data.relative_path == name:
+                    file.seek(one.storage_data.offset)
+                    found.append((one, digest_of_next(file, one.storage_data.length)))
+    return found
 
 
 def _one_each(parts: Parts) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from stretto.errors import UsageError
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
+from stretto.ir.limits import MOST_MICROBATCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ def read_csv(source: str | os.PathLike[str]) -> Schedule:
             slot = _parse(token, cell)
             order.append(slot)
             for action in slot.actions:
+                if action.microbatch >= MOST_MICROBATCHES:
+                    raise UsageError(
+                        f"{cell}: {token.strip()!r} is beyond {MOST_MICROBATCHES:,} microbatches; number "
+                        "them from 0 without a gap"
+                    )
                 microbatches = max(microbatches, action.microbatch + 1)
                 home = homes.setdefault(action.stage, cell)
                 if home.rank != rank:

@@ -16,6 +16,7 @@ from functools import partial
 
 from stretto.errors import PlanError, StrettoError, UsageError
 from stretto.ir.action import Schedule
+from stretto.ir.limits import MOST_ACTIONS
 from stretto.ir.stage_maps import (
     AUTO,
     ONE_EACH,
@@ -130,6 +131,7 @@ def make_schedule(
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")
     found = FAMILIES[family]
     each = virtual_stages_of(family, virtual_stages)
+    check_count(ranks * each, microbatches)
     wanted = Wanted(ranks, each, microbatches, max_live, group)
     if group is not None and not found.groups:
         grouped = ", ".join(one.name for one in FAMILIES.values() if one.groups)
@@ -139,6 +141,15 @@ def make_schedule(
     if group is not None:
         _check_group(found, wanted, group)
     return found.build(wanted)
+
+
+def check_count(stages: int, microbatches: int) -> None:
+    """Raises UsageError for more actions than a schedule is made of."""
+    if stages * microbatches > MOST_ACTIONS:
+        raise UsageError(
+            f"{stages:,} stages times {microbatches:,} microbatches are more than {MOST_ACTIONS:,}, the most "
+            "that a schedule is made of: give fewer of one of them"
+        )
 
 
 def _check_limit(family: Family, wanted: Wanted, max_live: int) -> None:

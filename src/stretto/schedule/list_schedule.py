@@ -11,9 +11,11 @@ The one list scheduler of actions; families with a memory limit, and the search 
    forwards and input gradients never overtake each other: where the most urgent of them is not ready, only a
    weight gradient may run.
 
-Why a limit of live microbatches a stage never stops the walk: take the oldest microbatch that is not done.
-All before it are done, so that no stage holds one of them, and it is let in everywhere. In turn, and with a
-limit for a rank's stages together, it may stop where urgencies are no order that keeps the limit.
+Why no limit of memory stops the walk: take the oldest microbatch that is not done. All before it are done,
+so that no stage holds one of them, and a limit of live microbatches a stage lets it in everywhere. With a
+limit for a rank's stages together, a forward runs only where the oldest microbatch that has not been through
+all of the rank's stages still fits beside what is then held. In turn, the walk may stop where urgencies are
+no order that keeps the limit.
 
 May touch `stretto.ir` and the rooms of timing and of memory.
 """
@@ -218,4 +220,14 @@ class _Walk:
             return False
         if self.room is None:
             return True
-        return self.held[rank] + self.room.whole[stage] <= self.room.limits[rank] * (1 + SLACK)
+        limit = self.room.limits[rank] * (1 + SLACK)
+        return self.held[rank] + self.room.whole[stage] <= limit and self._leaves_room(queue, rank) <= limit
+
+    def _leaves_room(self, forward: int, rank: int) -> float:
+        """With this forward, what the rank holds of microbatches that its last stage has not had, when the
+        oldest of them has been through all of the rank's stages."""
+        assert self.room is not None
+        count = len(self.phases)
+        done = [self.done[at] + (at == forward) for at in self.first_of[rank] if at % count == 0]
+        whole = [self.room.whole[at // count] for at in self.first_of[rank] if at % count == 0]
+        return sum(held * max(1, ahead - done[-1]) for held, ahead in zip(whole, done, strict=True))

@@ -2,8 +2,8 @@
 
 Knows the rank's programs and windows; nothing of time but offsets within a window. The contract:
 
-1. Parameters, one copy a rank, and buffers are held throughout. Batch leaves, constants and the
-   tangent are not counted.
+1. Parameters, one copy a rank, buffers and the optimizer's state are held throughout. Batch leaves, constants
+   and the tangent are not counted.
 2. An op's results exist from the op's start, each to the end of its last use by any program of the rank for
    that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
    result is that of the op that starts it. What is gathered or scattered exists until the wait as well.
@@ -22,13 +22,14 @@ each such case is worked out once, segment by segment, relative to the window's 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Plan
-from stretto.ir.program import STEP_LOSS, WAIT, Op
+from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
 from stretto.ir.storage import in_flight, makes, owner, reads
 from stretto.simulate.windows import ReadyWindow
 
@@ -64,6 +65,29 @@ class Change:
     end: int
 
 
+def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
+    """What a rank with these stages holds throughout, and at the end of a step: "parameters" (with copies in
+    another dtype, and buffers), "optimizer", and "gradients"."""
+    trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
+    held = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
+    buffers = (b for b in job.buffers if any(stage in stages for stage in b.stages))
+    own = [parameter for name, parameter in held.items() if name in trained]
+    return {
+        "parameters": sum(p.held_nbytes for p in held.values()) + sum(b.spec.nbytes for b in buffers),
+        "optimizer": sum(p.state_nbytes(job.optimizer) for p in own),
+        "gradients": sum(p.grad_nbytes for p in own),
+    }
+
+
+def memory_parts(plan: Plan, peak_bytes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Of what peaks consist, by rank: `bytes_throughout`, and as "activations" all else: results of ops,
+    buffers of messages, gradients on their way into a sum."""
+    ranks = [bytes_throughout(plan.job, plan.schedule.stages_of(rank)) for rank in range(plan.ranks)]
+    for held, peak in zip(ranks, peak_bytes, strict=True):
+        held["activations"] = peak - sum(held.values())
+    return {part: tuple(held[part] for held in ranks) for part in ranks[0]}
+
+
 class RankMemory:
     """Bytes held on one rank, walked in the order of its instructions."""
 
@@ -96,19 +120,17 @@ class RankMemory:
             for edge_index in group.sends:
                 self._groups_of_send[edge_index].append(index)
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
-        held: dict[str, int] = {}
         # By group of tied parameters: the names that the rank holds, bytes of one gradient.
         self._tied: dict[str, tuple[list[str], int]] = {}
         for parameter in plan.job.parameters:
             if any(stage in self._stages for stage in parameter.stages):
                 names, _ = self._tied.setdefault(parameter.tied_to, ([], parameter.grad_nbytes))
                 names.append(parameter.name)
-                held[parameter.tied_to] = parameter.held_nbytes
             for stage, phase, _ in parameter.grads:
                 if stage in self._stages:
                     self._grad_names[stage, phase].append(parameter.name)
-        buffers = (b for b in plan.job.buffers if any(stage in self._stages for stage in b.stages))
-        self.bytes_held = sum(held.values()) + sum(b.spec.nbytes for b in buffers)
+        throughout = bytes_throughout(plan.job, self._stages)
+        self.bytes_held = throughout["parameters"] + throughout["optimizer"]
         self._remaining: dict[tuple[int, int], int] = {}
         self._begun_grads: set[str] = set()
         self._cache: dict[tuple[object, ...], tuple[Change | None, ...]] = {}

@@ -12,6 +12,7 @@ from stretto.ir.costs import Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.simulate.engine import simulate
+from stretto.simulate.memory import memory_parts
 
 
 def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
@@ -22,7 +23,8 @@ def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
     """
     timeline = simulate(plan) if timeline is None else timeline
     bound = lower_bound(plan.job, plan.schedule, plan.costs)
-    return replace(accounts_of(timeline), bound_us=bound.us, binds=bound.binds)
+    parts = memory_parts(plan, timeline.peak_bytes)
+    return replace(accounts_of(timeline), bound_us=bound.us, binds=bound.binds, memory=parts)
 
 
 def accounts_of(timeline: Timeline) -> Prediction:

@@ -16,7 +16,8 @@ from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
-from stretto.train.checkpoint_files import State, identity
+from stretto.saving.digests import identity
+from stretto.train.checkpoint_files import State
 from stretto.train.compatible import flat
 from stretto.train.task import Task
 from stretto.train.world import World

@@ -16,6 +16,7 @@ from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first
 from stretto.runtime.shards import Part
 from stretto.saving import face, tensors
+from stretto.saving.digests import ELSE
 from stretto.saving.folder import Writing
 from stretto.train.checkpoint_files import (
     FILE,
@@ -26,9 +27,6 @@ from stretto.train.checkpoint_files import (
     name_of,
     tidy,
 )
-
-ELSE = "take another checkpoint"
-"""What `stretto.saving` says to do; a run has settings for it."""
 
 
 def save(
@@ -76,22 +74,28 @@ def load(checkpoint: Path, runner: Runner, optimizer: torch.optim.AdamW) -> None
         raise _in_a_run(error) from None
 
 
-def read_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> None:
-    """Fill `values` in place with what the checkpoint holds under their names. Raises StrettoError."""
-    parts = {name: Part.all_of(tensor) for name, tensor in values.items()}
+def check_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> None:
+    """Raises StrettoError for a checkpoint that cannot be read, that has other shapes than `values` under
+    their names, or nothing of them."""
     try:
-        tensors.check_fit(checkpoint, parts, tensors.stored_in(checkpoint))
-        tensors.read(checkpoint, parts)
+        stored = tensors.stored_in(checkpoint)
+        known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
+        tensors.check_fit(checkpoint, known or dict.fromkeys(values, Part((), ())), stored)
     except StrettoError as error:
         raise _in_a_run(error) from None
 
 
-def names_in(checkpoint: Path) -> set[str]:
-    """The names of all tensors in a checkpoint. Raises StrettoError."""
+def read_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fill `values` in place with what the checkpoint holds under their names; returns those that it does not
+    hold. Raises StrettoError."""
     try:
-        return set(tensors.stored_in(checkpoint))
+        stored = tensors.stored_in(checkpoint)
+        known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
+        tensors.check_fit(checkpoint, known, stored)
+        tensors.read(checkpoint, stored, known)
     except StrettoError as error:
         raise _in_a_run(error) from None
+    return {name: tensor for name, tensor in values.items() if name not in known}
 
 
 def _in_a_run(error: StrettoError) -> StrettoError:

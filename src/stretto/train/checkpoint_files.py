@@ -1,6 +1,6 @@
 """Where checkpoints are and which of them is whole: names, the `latest` marker, and what is removed.
 
-    <dir>/step-000100/           one checkpoint: the tensors, state.json, tokenizer.json
+    <dir>/step-000100/           one checkpoint: the tensors, state.json, tokenizer.json, digests.json
     <dir>/step-000200.tmp/       one being written, or left by a run that was killed meanwhile
     <dir>/step-000100.old.tmp/   the one before it of the same step, while a new one takes its place
     <dir>/step-000050.gone.tmp/  one being removed
@@ -12,7 +12,6 @@ Touches these folders and nothing else; what is in the tensors is for `stretto.t
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any
 from stretto.errors import StrettoError, UsageError
 from stretto.files.near import near_path
 from stretto.files.typed_file import TypedFile
+from stretto.saving.digests import ELSE, read_checked
 from stretto.saving.folder import recover, sync_folder, write_synced
 
 STATE = "state.json"
@@ -29,7 +29,7 @@ TOKENIZER = "tokenizer.json"
 METADATA = ".metadata"
 """Written by PyTorch's distributed checkpoints."""
 LATEST = "latest"
-_NAME = re.compile(r"^step-(\d{6,})$")
+_NAME = re.compile(r"step-([0-9]{6,18})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def name_of(step: int) -> str:
 
 def is_whole(path: Path) -> bool:
     """Whether a folder is a checkpoint that was written to its end."""
-    return _NAME.match(path.name) is not None and (path / STATE).is_file() and (path / METADATA).is_file()
+    return _NAME.fullmatch(path.name) is not None and (path / STATE).is_file() and (path / METADATA).is_file()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -65,12 +65,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def latest_in(folder: Path) -> Path | None:
-    """The checkpoint that the marker names, or else the one with the highest step; None without any."""
+    """The checkpoint that the marker names, or else the one with the highest step; None without any. The
+    marker names one of this folder: a path that leads out of it is none."""
     try:
-        marked = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
-        if is_whole(marked):
-            return marked
-    except (OSError, UnicodeDecodeError):
+        name = (folder / LATEST).read_text(encoding="utf-8").strip()
+        if _NAME.fullmatch(name) and is_whole(folder / name):
+            return folder / name
+    except (OSError, ValueError):
         pass
     found = checkpoints_in(folder)
     return found[-1] if found else None
@@ -103,37 +104,20 @@ def find(path: Path) -> Path:
 
 def read_state(checkpoint: Path) -> State:
     """What the checkpoint says of itself. Raises UsageError for a file that is not one of ours."""
-    return FILE.load(checkpoint / STATE)
-
-
-def identity(checkpoint: Path) -> str:
-    """A digest that tells it from other checkpoints of the same step: of its state, of the table of its
-    tensors and of its tokenizer, if that is there. Raises UsageError when one of them cannot be read."""
-    digest = hashlib.sha256()
-    for name in (STATE, METADATA, TOKENIZER):
-        path = checkpoint / name
-        try:
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-        except FileNotFoundError:
-            digest.update(b"absent")
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read ({error.strerror}); take another checkpoint") from None
-    return digest.hexdigest()
+    return FILE.from_text(_text(checkpoint, STATE), str(checkpoint / STATE))
 
 
 def read_kept(checkpoint: Path, name: str = TOKENIZER) -> str:
-    """The file that is kept of the data: of text, the tokenizer's. Raises UsageError when it is absent, empty
-    or no text."""
-    path = checkpoint / name
+    """The file that is kept of the data: of text, the tokenizer's. Raises UsageError when it is absent or not
+    what was saved."""
+    return _text(checkpoint, name)
+
+
+def _text(checkpoint: Path, name: str) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint"
-        ) from None
-    if not text:
-        raise UsageError(f"{path} is empty; take another checkpoint")
-    return text
+        return read_checked(checkpoint, name).decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{checkpoint / name} cannot be read ({error}); {ELSE}") from None
 
 
 def put_back(folder: Path) -> None:

@@ -52,7 +52,8 @@ class GradientClip:
         self._norms.zero_()
         for at, parameter in self._owned:
             if parameter.grad is not None:
-                self._norms[at] = torch.linalg.vector_norm(parameter.grad)
+                own = parameter.grad.as_subclass(torch.Tensor)  # a part's knows that it is one
+                self._norms[at] = torch.linalg.vector_norm(own)
         if self._transport.size > 1:
             self._transport.all_reduce(LANE, self._norms).wait()
         total: torch.Tensor = torch.linalg.vector_norm(self._norms)

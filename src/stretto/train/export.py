@@ -30,13 +30,13 @@ GENERATION = "generation_config.json"
 """Where `transformers` keeps how a model generates."""
 
 
-def export(source: Path, output: Path) -> Path:
+def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     """Write the model of a checkpoint into the new folder `output`; returns the checkpoint that was read.
 
     source: a checkpoint, or the folder of a run, whose newest is taken. A model of `transformers` is written
     so that `AutoModelForCausalLM.from_pretrained(output)` and `AutoTokenizer` read it; a GPT so that
     `stretto.models.pretrained.load_gpt(output)` does. Of a task the model alone is written,
-    as its tokenizer is the task's own.
+    as its tokenizer is the task's own; task_file: that which makes it, a program (`load_whole`).
 
     Raises UsageError when there is no checkpoint or `output` holds something, StrettoError when the
     checkpoint cannot be read or the folder not written; `output` is then as it was.
@@ -46,7 +46,7 @@ def export(source: Path, output: Path) -> Path:
         raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
     is_text = read_state(checkpoint).settings.get("task") is None
     tokenizer = read_kept(checkpoint) if is_text else None
-    model, settings = load_whole(checkpoint)
+    model, settings = load_whole(checkpoint, task_file)
     if not isinstance(model, GPT) and not _is_huggingface(model):
         raise UsageError(
             f"{checkpoint} is of a task of one's own (task.file), whose model is a {type(model).__name__}, "
@@ -111,7 +111,8 @@ def _save_tokenizer(text: str, model: Model, output: Path) -> None:
             given = given_tokenizer(model)
             if given is not None and given.tokenizer.to_str() == text:
                 auto: Any = transformers.AutoTokenizer
-                auto.from_pretrained(model.pretrained).save_pretrained(output)
+                found = auto.from_pretrained(model.pretrained, trust_remote_code=False)
+                found.save_pretrained(output)
                 return
         begin, end = (_token(own, model.config.get(key)) for key in ("bos_token_id", "eos_token_id"))
     kind(tokenizer_object=own, eos_token=end, bos_token=begin).save_pretrained(output)

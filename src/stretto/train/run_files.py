@@ -18,19 +18,18 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.figures import FIGURES, Figures
-from stretto.report.html import render
+from stretto.report.html import REPORT, write_page
 from stretto.report.jsonfile import OBSERVED
-from stretto.report.rundir import load_run
+from stretto.report.rundir import SUMMARY, load_run
 from stretto.simulate import simulate
 from stretto.train.checkpoint_files import earlier_in
 from stretto.train.metrics import writing
 
 TRACE = "trace.perfetto-trace"
-REPORT = "report.html"
-SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 SEEN = "observed.json"
-RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT)
+PLANNED = "planned.json"
+RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT, PLANNED)
 """What a run leaves at its end."""
 BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", METRICS, "tensorboard")
 """What it has from its beginning."""
@@ -66,12 +65,17 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
     with writing(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
-        plan.save(run_dir / "plan.json")
-        FIGURES.save(Figures.of(plan), run_dir / "figures.json")
-        simulate(plan).save(run_dir / "simulated.json")
+        write_plan(run_dir, plan)
         # Those of an earlier run would be taken for this one's.
         for name in RESULTS:
             (run_dir / name).unlink(missing_ok=True)
+
+
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    """The plan, and what reports say of it. Raises OSError."""
+    plan.save(run_dir / "plan.json")
+    FIGURES.save(Figures.of(plan), run_dir / "figures.json")
+    simulate(plan).save(run_dir / "simulated.json")
 
 
 def end_run(
@@ -85,4 +89,4 @@ def end_run(
         if seen is not None:
             OBSERVED.save(seen, run_dir / SEEN)
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        write_file(run_dir / REPORT, render(load_run(run_dir)))
+        write_page(load_run(run_dir))

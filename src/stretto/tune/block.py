@@ -19,7 +19,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices
-from stretto.ir.program import DTYPE_BYTES, Job
+from stretto.ir.program import Job
 from stretto.passes.recompute import storages
 from stretto.passes.recompute_choice import recompute
 from stretto.price.cluster import Description, described
@@ -30,9 +30,6 @@ from stretto.tune.choices import PLAIN_OF_SEVERAL
 LAYERS = 4
 """Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows
 there, and larger ones take longer. Assumed."""
-
-STATES = 2
-"""Tensors that AdamW keeps for each parameter, of its own size and dtype: two averages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +123,7 @@ def block_of(
                 continue
         again[word] = work_of(made, prices.costs_of(made), schedule.stage_ranks)
     first = {p.tied_to: p for p in reversed(job.parameters)}.values()
-    state = sum(state_bytes(p.spec.shape, p.grad_dtype) for p in first if p.grads)
+    state = sum(p.state_nbytes(job.optimizer) for p in first if p.grads)
     gradients = sum(p.grad_nbytes for p in first if p.grads)
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
     return Block(
@@ -212,22 +209,3 @@ def work_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Work:
         saved += sum(size for name, size in received[stage.index].items() if name in used)
     phases_us = times[Phase.F], times[Phase.I], times[Phase.W]
     return Work(phases_us, dict(lanes), saved, alone_of(job, costs, stage_ranks))
-
-
-def state_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """What the optimizer keeps for a parameter of this shape."""
-    elements = 1
-    for size in shape:
-        elements *= size
-    return STATES * DTYPE_BYTES[dtype] * elements
-
-
-def states_by_rank(job: Job, ranks: tuple[int, ...]) -> dict[int, int]:
-    """Bytes of the optimizer's state at each place of the pipeline. ranks: of the stages."""
-    found: dict[int, dict[str, int]] = defaultdict(dict)
-    for parameter in job.parameters:
-        if parameter.grads:
-            for stage in parameter.stages:
-                size = state_bytes(parameter.spec.shape, parameter.grad_dtype)
-                found[ranks[stage]][parameter.tied_to] = size
-    return {rank: sum(sizes.values()) for rank, sizes in found.items()}

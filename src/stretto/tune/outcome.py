@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stretto.ir.plan import Plan
@@ -77,8 +77,8 @@ class Tuned:
             self.least = str(what), nbytes
 
 
-def planned_of(candidate: Candidate, order: str, plan: Plan, states: Mapping[int, int]) -> Planned:
-    """The figures of a plan. states: bytes of the optimizer's state by place."""
+def planned_of(candidate: Candidate, order: str, plan: Plan) -> Planned:
+    """The figures of a plan."""
     found = plan.prediction
     assert found is not None
     return Planned(
@@ -89,10 +89,5 @@ def planned_of(candidate: Candidate, order: str, plan: Plan, states: Mapping[int
         found.binds,
         {axis: max(by) for axis, by in found.exposed_axis_us.items() if by},
         max(found.bubble_us),
-        full_bytes(found.peak_bytes, states),
+        max(found.peak_bytes),
     )
-
-
-def full_bytes(peak_bytes: Sequence[int], states: Mapping[int, int]) -> int:
-    """What the fullest rank holds, the optimizer's state included."""
-    return max(peak + states.get(rank, 0) for rank, peak in enumerate(peak_bytes))

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import extract_tb
-from typing import Any, TypeVar
+from typing import Any
 
 from stretto.config import TrainSettings
 from stretto.errors import PlanError, StrettoError
@@ -16,9 +16,9 @@ from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
 from stretto.train.job import captures_of
-from stretto.tune.block import Block, block_of, shares_of, states_by_rank
+from stretto.tune.block import Block, block_of, shares_of
 from stretto.tune.choices import Candidate, Choices
-from stretto.tune.outcome import Briefed, Planned, Refused, full_bytes, planned_of
+from stretto.tune.outcome import Briefed, Planned, Refused, planned_of
 from stretto.verify.memory import MemoryFault
 
 
@@ -36,7 +36,6 @@ class Asked:
     ahead: int | None = None
 
 
-Result = TypeVar("Result", "Briefed", "Planned")
 Answer = Block | Briefed | Planned | Refused
 
 
@@ -77,15 +76,17 @@ class Work:
     def _brief(self, candidate: Candidate, order: str, ahead: int | None) -> Briefed | Refused:
         job = self._captures.job(self._choices.settings_of(candidate).parallel)
         tries = tries_of(job, self._found, order)
-        states = states_by_rank(tries.first.job, tries.first.schedule.stage_ranks)
 
         def fits(peaks: Sequence[int]) -> bool:
-            return self._limit is None or full_bytes(peaks, states) <= self._limit
+            return self._limit is None or max(peaks) <= self._limit
 
         found = brief(tries, ahead, fits)
-        return self._fits(Briefed(candidate, found.step_us, full_bytes(found.peak_bytes, states)))
+        peak_bytes = max(found.peak_bytes)
+        if not fits(found.peak_bytes):
+            return Refused(candidate, "a rank holds more than a device has", True, peak_bytes)
+        return Briefed(candidate, found.step_us, peak_bytes)
 
-    def _plan(self, candidate: Candidate, order: str) -> Planned | Refused:
+    def _plan(self, candidate: Candidate, order: str) -> Planned:
         parallel = self._choices.settings_of(candidate).parallel
         job = self._captures.job(parallel)
         settings = self._settings
@@ -96,16 +97,7 @@ class Work:
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
         )
-        return self._fits(
-            planned_of(candidate, order, made, states_by_rank(made.job, made.schedule.stage_ranks))
-        )
-
-    def _fits(self, one: Result) -> Result | Refused:
-        # What a plan holds has no optimizer, and its limit is the whole device.
-        if self._limit is not None and one.peak_bytes > self._limit:
-            why = "with the optimizer's state a rank holds more than a device has"
-            return Refused(one.candidate, why, True, one.peak_bytes)
-        return one
+        return planned_of(candidate, order, made)
 
 
 def limit_of(found: Description) -> int | None:

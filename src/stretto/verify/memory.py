@@ -3,7 +3,7 @@
 What a rank holds follows from the order of its program alone: receives and sends hold their buffers from the
 instruction that starts them to the one that says that they are done. Counted, in bytes:
 
-1. parameters, one copy of each tied tensor a rank, and buffers, throughout;
+1. parameters, one copy of each tied tensor a rank, buffers and the optimizer's state, throughout;
 2. an op's results from the op to the last use of each, or of a view of it, by any program of the rank; the
    wait for a gather or a scatter uses what is sent too (a reduction works in a copy, its result);
 3. a received value from the post of its receive; a sent value at least to its `sent`;
@@ -12,7 +12,7 @@ instruction that starts them to the one that says that they are done. Counted, i
 5. what gradients that are summed together, or among some ranks of an axis only, are put into, from the start
    to the wait, as the result of any op; those of tied parameters become one before.
 
-Not counted: batch, constants, optimizer state, workspaces and the allocator's waste. `stretto.simulate`
+Not counted: batch, constants, workspaces and the allocator's waste. `stretto.simulate`
 counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
 """
 
@@ -46,6 +46,7 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
         peak, at = _RankWalk(plan, rank).peak()
         if peak > max_bytes:
             what = f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
+            what += f"; with the optimizer's state ({plan.job.optimizer})" if plan.job.trains else ""
             fix = "Use a schedule with fewer live microbatches, smaller microbatches or more stages"
             found.append(MemoryFault(rank, at, what, fix, peak))
     return found
@@ -141,6 +142,9 @@ class _RankWalk:
     def peak(self) -> tuple[int, str]:
         """(bytes, the instruction at which they are held)."""
         held = sum(parameters[-1].held_nbytes for parameters in self.tied.values())
+        trained = {parameter.tied_to for parameter in self.plan.job.parameters if parameter.grads}
+        kind = self.plan.job.optimizer
+        held += sum(one[-1].state_nbytes(kind) for name, one in self.tied.items() if name in trained)
         buffers = [b.spec.nbytes for b in self.plan.job.buffers if self.stages.intersection(b.stages)]
         self.hold(held + sum(buffers), "")
         for instruction in self.plan.orders[self.rank]:

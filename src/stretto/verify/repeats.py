@@ -56,7 +56,9 @@ def _difference(first: Op, op: Op, again: dict[str, str]) -> str:
             return len(old) == len(new) and all(map(same, old, new))
         if isinstance(old, Ref) and isinstance(new, Ref):
             return new.name == old.name or again.get(new.name) == old.name
-        return type(old) is type(new) and bool(old == new)
+        return type(old) is type(new) and repr(old) == repr(
+            new
+        )  # NaN is not equal to itself, and 0.0 is to -0.0
 
     if not same((first.args, first.kwargs), (op.args, op.kwargs)):
         return "is given other arguments"

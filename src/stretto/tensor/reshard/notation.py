@@ -14,10 +14,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
+from stretto.ir.limits import MOST_RESHARDED
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.hosts import Hosts
 
-WRITTEN = re.compile(r"(\d+)x(\d+):((?:R|S[01]+)*)")
+WRITTEN = re.compile(r"([0-9]{1,12})x([0-9]{1,12}):((?:R|S[01]+)*)")
 HELP = "write HOSTSxDEVICES:LETTERS with R, S0, S1 or S01 for each dim, such as 2x4:S0RR"
 
 
@@ -44,6 +45,11 @@ def read(text: str) -> Written:
     hosts, devices = int(match[1]), int(match[2])
     if not hosts or not devices:
         raise UsageError(f"{text!r}: a mesh needs at least one host of one device")
+    if hosts * devices > MOST_RESHARDED:
+        raise UsageError(
+            f"{text!r}: {hosts * devices:,} devices are more than {MOST_RESHARDED:,}, whose boxes are all "
+            "listed; give a mesh of fewer"
+        )
     letters = re.findall(r"R|S[01]+", match[3])
     placements: list[Placement] = [Replicate(), Replicate()]
     for dim, letter in enumerate(letters):

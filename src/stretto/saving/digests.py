@@ -1,0 +1,118 @@
+"""Digests of a checkpoint's files, in `digests.json`, so that what was written is what is read.
+
+    {"format": "stretto-digests", "version": 1, "files": {"rest.pt": "5f1d...", "state.json": "07ac..."}}
+
+It has every file that is read whole. Of the files of tensors a rank reads some boxes: each box has its digest
+in `tensors.json` (`stretto.saving.table`). Digests find damage; who wrote a checkpoint, they do not say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+from stretto.errors import UsageError
+from stretto.files.form import Fits
+from stretto.files.typed_file import TypedFile
+
+NAME = "digests.json"
+TABLE = "tensors.json"
+ELSE = "take another checkpoint"
+"""What to do about one that cannot be read; a run has settings for it, and other words."""
+BYTES = 16
+"""Of a digest: two checkpoints of different content never share one by accident."""
+BLOCK_BYTES = 1 << 20
+TENSORS = ".distcp"
+"""How the files of tensors end, which are as large as the model."""
+
+FileName = Annotated[
+    str,
+    Fits(
+        lambda name: name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name),
+        "a file's name without a folder",
+    ),
+]
+Digest = Annotated[
+    str,
+    Fits(lambda one: len(one) in (0, 2 * BYTES), f"a digest of {2 * BYTES} digits, or none: it is not known"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """files: name -> digest of its bytes."""
+
+    files: Mapping[FileName, Digest]
+
+
+FILE = TypedFile(Digests, "stretto-digests", 1, "digests", "Take another checkpoint")
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """BLAKE2b, which every Python has; 1 GB/s or more."""
+    return hashlib.blake2b(data, digest_size=BYTES).hexdigest()
+
+
+def digest_of_next(file: BinaryIO, nbytes: int) -> str:
+    """Of so many bytes from where the file is, a block at a time."""
+    found = hashlib.blake2b(digest_size=BYTES)
+    while nbytes and (block := file.read(min(nbytes, BLOCK_BYTES))):
+        found.update(block)
+        nbytes -= len(block)
+    return found.hexdigest()
+
+
+def sealed(files: Mapping[str, bytes]) -> bytes:
+    """The content of `digests.json` for these files."""
+    return FILE.to_text(Digests({name: digest_of(data) for name, data in files.items()})).encode()
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether a checkpoint has digests. Those of earlier versions have none, and cannot be checked."""
+    return (folder / NAME).exists() or (folder / TABLE).exists()
+
+
+def identity(folder: Path) -> str:
+    """A digest that two checkpoints share only when they are equal. Raises UsageError for one that cannot be
+    read."""
+    if is_sealed(folder):
+        return digest_of(_read(folder, NAME))
+    names = sorted(path.name for path in folder.iterdir() if path.suffix != TENSORS)
+    return digest_of(b"".join(digest_of(_read(folder, name)).encode() for name in names))
+
+
+def read_checked(folder: Path, name: str) -> bytes:
+    """A file of a checkpoint, as it was written. Raises UsageError where it is absent or has changed."""
+    if not is_sealed(folder):
+        return _read(folder, name)
+    try:
+        known = FILE.from_text(_read(folder, NAME).decode(), NAME).files
+    except UnusableError:
+        raise
+    except (UsageError, ValueError) as error:  # the latter of what is no text
+        raise unusable(folder, str(error)) from None
+    data = _read(folder, name)
+    if name not in known:
+        raise unusable(folder, f"{NAME} has no digest of {name}")
+    if digest_of(data) != known[name]:
+        raise unusable(folder, f"{name} is not what was saved: its digest differs")
+    return data
+
+
+class UnusableError(UsageError):
+    """A checkpoint that cannot be read."""
+
+
+def unusable(folder: Path, why: str) -> UnusableError:
+    """The same, in the user's words."""
+    return UnusableError(f"{folder} cannot be read ({why}); {ELSE}")
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise unusable(folder, f"{name}: {error.strerror}") from None
