@@ -87,7 +87,10 @@ def part(item: Any, step: str) -> Any:
         if key in vars(kind):
             value = vars(kind)[key]
             if isinstance(value, types.MemberDescriptorType):
-                return value.__get__(item) if hasattr(item, key) else MISSING
+                try:
+                    return value.__get__(item)
+                except AttributeError:  # nothing is in it
+                    return MISSING
             return MISSING if hasattr(value, "__get__") else value
     return MISSING
 
@@ -97,22 +100,22 @@ class Watch:
 
     def __init__(self, values: Iterable[tuple[str, Callable[[], Any], str]] = ()) -> None:
         """values: (name, what reads it now, its text when the step was captured)."""
-        self._values = [[name, get, known, MISSING] for name, get, known in values]
+        self._values = list(values)
+        self._last: list[Any] = [MISSING] * len(self._values)
 
     def __reduce__(self) -> tuple[type[Watch], tuple[()]]:
         return Watch, ()
 
     def check(self) -> None:
         """Raises UsageError for a value that is another now."""
-        for held in self._values:
-            name, get, known, last = held
+        for at, (name, get, known) in enumerate(self._values):
             now = get()
-            if now is last or now is MISSING:
+            if now is self._last[at] or now is MISSING:
                 continue
             found = text(now)
             if found == known:
                 if isinstance(now, SCALARS):
-                    held[3] = now  # what cannot change in place need not be written again
+                    self._last[at] = now  # what cannot change in place need not be written again
                 continue
             raise UsageError(
                 f"{name} is {found or type(now).__name__} now, and was {known} when the step was captured: "

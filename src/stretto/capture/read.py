@@ -84,7 +84,8 @@ class Reads:
         self._after = {(value.path, value.text) for value in self._walk()}
 
     def _note(self, kind: type, ids: set[int], undo: ExitStack) -> None:
-        read, plain = self._read, kind.__getattribute__
+        read = self._read
+        plain: Callable[[Any, str], Any] = kind.__getattribute__
 
         def noting(item: Any, name: str) -> Any:
             if id(item) in ids:
