@@ -85,7 +85,7 @@ class Reads:
 
     def _note(self, kind: type, ids: set[int], undo: ExitStack) -> None:
         read = self._read
-        plain: Callable[[Any, str], Any] = kind.__getattribute__
+        plain: Any = kind.__getattribute__
 
         def noting(item: Any, name: str) -> Any:
             if id(item) in ids:
