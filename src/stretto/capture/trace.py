@@ -100,7 +100,7 @@ class Traced:
     seen: tuple[Seen, ...] = ()
     layers: frozenset[str] = frozenset()
     read: tuple[tuple[Path, str], ...] = ()
-    watch: Watch = field(default_factory=Watch)
+    watch: Watch = field(default_factory=Watch, compare=False, repr=False)
 
 
 @rarely_collected()
