@@ -346,11 +346,3 @@ def segment_of(node: torch.fx.Node) -> int | None:
     """The segment whose code made the node, forward or backward; None for sums of gradients."""
     custom = node.meta.get("custom")
     return custom.get(SEGMENT) if custom else None
-
-
-def returns_view(target: torch._ops.OpOverload) -> bool:
-    """Whether the op's results share storage with its first argument."""
-    if target is torch.ops.aten._unsafe_view.default:
-        return True
-    returns = target._schema.returns
-    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write

@@ -16,6 +16,7 @@ from stretto.convert.megatron import convert as of_texts
 from stretto.errors import StrettoError, UsageError
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
+from stretto.ir.limits import MOST_RANKS
 from stretto.report.grid import WIDTH, Grid
 
 FATES = {
@@ -51,7 +52,9 @@ def run(
     ] = None,
     world: Annotated[
         int | None,
-        typer.Option("--world", min=1, help="Ranks of the run; without it, what the launcher is told."),
+        typer.Option(
+            "--world", min=1, max=MOST_RANKS, help="Ranks of the run; without it, what the launcher is told."
+        ),
     ] = None,
     var: Annotated[
         list[str] | None,

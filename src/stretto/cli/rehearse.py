@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.options import Edited
 from stretto.cli.outputs import check_output, write_and_tell
 from stretto.files.whole_file import saving
 from stretto.ir.serialize import load_plan
@@ -25,10 +26,11 @@ def run(
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline as a trace for ui.perfetto.dev (.perfetto-trace).")
     ] = None,
+    edited: Edited = False,
 ) -> None:
     """Run one rank of a plan alone: real compute, communication that takes the predicted time."""
     check_output("--trace", trace)
-    loaded = load_plan(plan)
+    loaded = load_plan(plan, edited=edited)
 
     from stretto.runtime.rehearse import rehearse as walk  # loads PyTorch: not for a wrong plan
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from stretto.cli.options import Edited
 from stretto.cli.outputs import check_output, write_and_tell
 from stretto.files.whole_file import saving
 from stretto.ir.serialize import load_plan
@@ -32,11 +33,12 @@ def run(
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the timeline into this SVG file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the timeline as JSON.")] = None,
+    edited: Edited = False,
 ) -> None:
     """Walk a plan with no device and say how long it takes, what stays exposed, and how far from the best."""
     for option, path in (("--trace", trace), ("--svg", svg), ("--json", json)):
         check_output(option, path)
-    loaded = load_plan(plan)
+    loaded = load_plan(plan, edited=edited)
     verify(loaded)  # what is not proved may be a plan of nothing
     timeline = expected_step(loaded)
     prediction = predict(loaded, timeline)

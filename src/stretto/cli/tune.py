@@ -23,6 +23,7 @@ from stretto.files.edit_toml import edited
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.compared import beside_bound
+from stretto.ir.limits import MOST_RANKS
 from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description, describe
 from stretto.price.cluster_file import Hardware
@@ -54,7 +55,9 @@ def run(
     devices: Annotated[
         int | None,
         typer.Option(
-            min=1, help="On how many of its devices; without it, on all that its description counts."
+            min=1,
+            max=MOST_RANKS,
+            help="On how many of its devices; without it, on all that its description counts.",
         ),
     ] = None,
     output: Annotated[
