@@ -23,10 +23,11 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
 
 
 def test_all_of_them_are_read_while_they_are_sound(kinds: dict[str, Kind], tmp_path: Path) -> None:
-    for number, (kind, reader) in enumerate((kind, one) for kind in kinds.values() for one in kind.readers):
+    readers = [(kind.sound, reader) for kind in kinds.values() for reader in kind.readers]
+    for number, (sound, reader) in enumerate(readers):
         out = tmp_path / str(number)
         out.mkdir()
-        reader(kind.sound, out)
+        reader(sound, out)
 
 
 def test_some_dozens_in_this_process(kinds: dict[str, Kind], tmp_path: Path) -> None:
