@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
+from stretto.batch.values import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
@@ -137,6 +138,7 @@ class Runner:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._ranges = Ranges(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
+        self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
             self._plain_state = plain_state(model, plan.job)
             watch(self.held)
@@ -283,6 +285,9 @@ class Runner:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
+        self._values.check()
+        if self.plan.job.watch is not None:
+            self.plan.job.watch.check()
         self.held.hooked.check()
         self.held.check_bound()
         if unfit := self._unfit():

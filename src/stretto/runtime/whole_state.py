@@ -9,7 +9,7 @@ May touch what a rank holds and its transport; a lane of all ranks is opened on 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,9 +131,28 @@ def _made(model: Any, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {key: copied(value) for key, value in made.items()}
 
 
-def _gather_wholes(held: Held, transport: Transport, wanted: bool) -> dict[str, torch.Tensor]:
-    """Steps 1 and 2."""
-    boxes = [(name, part.whole, *box) for name, part in held.owned_parts().items() for box in part.boxes]
+def take_first_copys_buffers(evaluated: Held, trained: Held, transport: Transport) -> None:
+    """An evaluation reads the buffers of the model that `gather` gives; every rank must call it."""
+    names = evaluated.of_first_copy(trained.plan)
+    if not names:
+        return
+    keys = {f"buffer.{name}" for name in names}
+    wholes = _gather_wholes(trained, transport, True, keys)
+    for name, buffer in evaluated.named_buffers():
+        if name in names:
+            buffer.copy_(wholes[f"buffer.{name}"])
+
+
+def _gather_wholes(
+    held: Held, transport: Transport, wanted: bool, keys: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Steps 1 and 2. keys: what is gathered; None for all."""
+    boxes = [
+        (name, part.whole, *box)
+        for name, part in held.owned_parts().items()
+        for box in part.boxes
+        if keys is None or name in keys
+    ]
     table = [(name, whole, box.dtype, offsets, tuple(box.shape)) for name, whole, offsets, box in boxes]
     told = transport.all_gather(table)
     _open(held, transport)
