@@ -26,8 +26,8 @@ from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order import Arranger, Role, WindowGraph, make_graph
 from stretto.passes.step import Context, Step
+from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import captured_windows
-from stretto.planning.make_plan import choose_schedule
 from stretto.planning.schedules import paired
 from stretto.planning.sums_within import sums_within
 from stretto.planning.windows import lowered

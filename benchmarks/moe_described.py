@@ -22,8 +22,8 @@ import stretto
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
+from stretto.planning.choose import choose_schedule
 from stretto.planning.costs import prices_of
-from stretto.planning.make_plan import choose_schedule
 from stretto.price.cluster import describe
 from stretto.schedule.sums import without_sums
 
@@ -82,7 +82,7 @@ def main(microbatches: int = 4) -> None:
         return row(name, stretto.plan(job, CLUSTER, overlap=overlap))
 
     every = captured(microbatches, ampipe_degree="auto")
-    one, (two, four) = replace(every, in_chunks=()), every.in_chunks
+    one, (two, four) = replace(every, forms=()), every.forms
     sliced = partial(captured, microbatches, pipe_experts_multi_data=2)
     ours("serial", one, "off")
     ours("within each action", one, "local")

@@ -26,7 +26,7 @@ A command ends with status 0, or says in one message on standard error what is w
 | --- | --- |
 | 1 | the work failed or was refused: a faulty plan, a lost rank, a full disk, a step that differs |
 | 2 | a setting, an argument or an input file is wrong; nothing was begun |
-| 130, 143 | Ctrl-C, SIGTERM: what was measured or saved by then is kept |
+| 130, 143, 129 | Ctrl-C, SIGTERM, a terminal that goes: what was measured, found or saved by then is kept |
 
 `stretto lab run` ends with its hosts' own status ([the lab](lab.md)).
 """

@@ -66,7 +66,7 @@ def test_a_schedule(tmp_path: Path) -> None:
         *((f"parallel.{axis}={HUGE}", r"less than or equal to 1048576") for axis in ("pp", "dp", "tp", "ep")),
         ("parallel.microbatches=1073741824", "less than or equal to 1048576"),
         ("parallel.virtual_stages=999999999", "a number of stages from 1 to 65,536"),
-        ("model.layers=1000000", "less than or equal to 16384"),
+        ("model.layers=1000000", "less than or equal to 4096"),
         ("model.hidden=999999999", "less than or equal to 1048576"),
     ],
 )
@@ -89,7 +89,7 @@ def test_products_of_settings() -> None:
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     head = '[model]\nkind = "huggingface"\narchitecture = "LlamaForCausalLM"\n[model.config]\n'
     for line, told in (
-        ("num_hidden_layers = 100000000", "num_hidden_layers = 100000000 is more than 16,384"),
+        ("num_hidden_layers = 100000000", "num_hidden_layers = 100000000 is more than 4,096"),
         ('attn_implementation = "a/kernel"', "is a program of the Hub: give 'sdpa' or 'eager'"),
     ):
         (tmp_path / "a.toml").write_text(head + line)

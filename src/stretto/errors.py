@@ -31,9 +31,13 @@ class StrettoError(Exception):
 
 
 class StoppedError(StrettoError):
-    """The user stopped it. Exit status 130, by custom: 128 and the number of Ctrl-C's signal."""
+    """The user stopped it. The exit status by custom: 128 and the signal's number; 130 is Ctrl-C's."""
 
     exit_status = 130
+
+    def __init__(self, message: str, exit_status: int = exit_status) -> None:
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 class UsageError(StrettoError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,16 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
+from stretto.cli import bench_tables
 from stretto.cli import plan as plan_command
 from stretto.cli.bench import write_json
 from stretto.cli.main import app
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan, save_plan
+from stretto.report.grid import Grid
 from stretto.simulate import predict
+from tests.cli.test_convert_command import FLAGS
 from tests.files.test_whole_file import full_disk
 from tests.simulate.test_engine import ONE_F_ONE_B
 from tests.synthetic import make_plan
@@ -199,6 +205,52 @@ def test_a_reader_that_leaves_is_no_failure_to_tell(command: tuple[str, ...], un
     )
     os.close(writes)
     assert (done.stderr, done.returncode) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("convert", "--megatron", FLAGS, "--world", "1"), "-o"),
+        (("simulate", "PLAN"), "--json"),
+        (("report", "PLAN"), "-o"),
+        (("cluster", "show", "h100x8"), "--save"),
+        (("bench", "published"), "--json"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, tuple) else "",
+)
+def test_a_file_is_written_though_nobody_reads_the_table(
+    command: tuple[str, ...], option: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `stretto convert -o F ... | head -1`: the first line that is printed finds no reader."""
+    published = {"collectives": [], "steps": [], "rates": []}
+    monkeypatch.setattr("stretto.bench.published.published", lambda: published)
+    monkeypatch.setattr(bench_tables, "published_table", lambda _: Grid("", ("head",), [("cell",)]))
+    out = tmp_path / ("out.html" if command[0] == "report" else "out.toml")
+    words = [str(saved) if word == "PLAN" else word for word in command]
+
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(Console, "print", closed)
+    monkeypatch.setattr(typer, "echo", closed)
+    done = CliRunner().invoke(app, [*words, option, str(out)])
+    assert done.exit_code == 1
+    assert out.stat().st_size > 0
+
+
+def test_writing_and_telling_do_not_depend_on_each_other() -> None:
+    """What all commands do: whichever of the two fails, the other is done."""
+    done: list[str] = []
+
+    def fails() -> None:
+        done.append("tried")
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        write_and_tell(lambda: done.append("written"), fails)
+    with pytest.raises(BrokenPipeError):
+        write_and_tell(fails, lambda: done.append("told"))
+    assert done == ["written", "tried", "tried", "told"]
 
 
 def test_a_refusal_keeps_its_own_status(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C in `stretto plan`: the best plan so far, or a sentence; status 130, and no file in halves."""
+"""Ctrl-C and SIGTERM: `stretto plan` takes the best so far, or says that there is none; no file in halves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import stretto
 from stretto.cli.main import app
-from stretto.errors import StoppedError
+from stretto.errors import StoppedError, StrettoError
 from stretto.planning import make_plan, tries
 from stretto.train import job as train_job
 from tests.train.tiny import write_settings
@@ -39,29 +39,32 @@ def command(folder: Path) -> list[str]:
     ]
 
 
-def signalled(call: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """The function, at whose call of that number somebody presses Ctrl-C."""
+def signalled(call: Callable[..., Any], at: int, signum: int = signal.SIGINT) -> Callable[..., Any]:
+    """The function, at whose call of that number somebody presses Ctrl-C, or sends another signal."""
     calls: list[int] = []
 
     def called(*given: Any, **named: Any) -> Any:
         calls.append(len(calls))
         if len(calls) == at:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signum)
         return call(*given, **named)
 
     return called
 
 
-def test_the_best_so_far_is_printed_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(tries, "least_us", signalled(tries.least_us, 3))
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_best_so_far_is_printed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    before = signal.getsignal(signum)
+    monkeypatch.setattr(tries, "least_us", signalled(tries.least_us, 3, signum))
     result = CliRunner().invoke(app, command(tmp_path))
-    assert result.exit_code == 130, result.output
+    assert result.exit_code == 128 + signum, result.output
     assert "interrupted: this is the best plan so far" in result.output
     assert "predicted step" in result.output
     assert f"wrote {tmp_path / 'plan.json'}" in result.output
     stretto.verify(stretto.load_plan(tmp_path / "plan.json"))
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signum) is before
 
 
 def test_the_best_is_there_while_it_is_made_for_all_microbatches(
@@ -100,18 +103,62 @@ def test_where_there_is_none_nothing_is_written(
     assert not list(tmp_path.glob("*plan.json*"))
 
 
-def test_a_command_that_has_nothing_to_add_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("plan", ["settings.toml"]),
+        ("schedule", ["--family", "gpipe"]),
+        ("calibrate", []),
+        ("convert", ["--megatron", "x"]),
+        ("tune", ["settings.toml", "--cluster", "h100x8"]),
+    ],
+)
+def test_a_command_that_has_nothing_to_add_says_so_too(
+    module: str, words: list[str], signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signum)
 
-    monkeypatch.setattr(import_module("stretto.cli.plan"), "check_output", interrupted)
-    result = CliRunner().invoke(app, ["plan", "settings.toml"])
-    assert isinstance(result.exception, StoppedError)
-    assert result.exception.exit_status == 130
+    before = signal.getsignal(signum)
+    monkeypatch.setattr(import_module(f"stretto.cli.{module}"), "check_output", interrupted)
+    result = CliRunner().invoke(app, [module, *words])
+    assert isinstance(result.exception, StoppedError), result.output
+    assert str(result.exception) == "interrupted"
+    assert result.exception.exit_status == 128 + signum
+    assert signal.getsignal(signum) is before
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_calibration_keeps_what_was_measured(
+    signum: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.measure.calibrate.calibrate_ops", lambda *_: signal.raise_signal(signum))
+    out = tmp_path / "calibration.json"
+    result = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "-o", str(out)])
+    assert isinstance(result.exception, StrettoError), result.output
+    assert f"{out} holds what was measured" in str(result.exception)
+    assert out.exists()
+
+
+def test_what_the_caller_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `nohup`, whose terminal goes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(
+            import_module("stretto.cli.schedule"),
+            "check_output",
+            lambda *_: signal.raise_signal(signal.SIGHUP),
+        )
+        words = ["--family", "gpipe", "--ranks", "2", "--microbatches", "2"]
+        assert CliRunner().invoke(app, ["schedule", *words]).exit_code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
-def test_a_process_shows_where_it_is_and_ends_with_130(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_shows_where_it_is_and_ends_with_its_best(tmp_path: Path, signum: signal.Signals) -> None:
     """A search that would take an hour."""
     process = subprocess.Popen(
         [sys.executable, "-m", "stretto", *command(tmp_path), "--set", "planning.search_s=3600"],
@@ -129,12 +176,12 @@ def test_a_process_shows_where_it_is_and_ends_with_130(tmp_path: Path) -> None:
                 break
         assert lines, process.communicate()
         assert all(line.startswith("  planning") for line in lines), lines
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signum)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + signum, err
     assert "Traceback" not in err
     assert "predicted step" in out
     stretto.verify(stretto.load_plan(tmp_path / "plan.json"))

@@ -31,7 +31,7 @@ ODD_OP = Op(
         "",
         (),
     ),
-    (("dim", -1), ("device", Const("device", "cuda:0")), ("mode", "'none")),
+    (("dim", -1), ("device", Const("device", "job")), ("mode", "'none")),
     (TensorSpec((2, 3), "float32", (1, 2)), None, TensorSpec((), "int64")),
     alias="h0",
     random=True,

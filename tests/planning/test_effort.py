@@ -135,6 +135,20 @@ def test_what_is_tried_is_told() -> None:
     assert lines[-1].endswith(": messages and proof")
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
+def test_times_of_a_shorter_step_say_so(schedule: str) -> None:
+    """Beside the plan's own time, which is of all microbatches, others could not be compared."""
+    job, costs = job_of(microbatches=16, blocks=1)
+    lines: list[str] = []
+    plan = making.make_plan(job, costs, schedule=schedule, overlap="window", steps=1, say=lines.append)
+    times = [line for line in lines if " ms" in line and "orders walked" not in line]
+    assert times
+    assert all(" ms for 8 of 16 microbatches" in line for line in times), times
+    assert plan.prediction is not None
+    told_us = [1000 * float(line.partition(" ms")[0].split()[-1]) for line in times]
+    assert max(told_us) < 0.9 * plan.prediction.step_us
+
+
 def test_a_long_search_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     job, costs = job_of(microbatches=4, blocks=1)
     now_s = iter(range(10**9))

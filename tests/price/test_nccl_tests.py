@@ -157,3 +157,27 @@ def test_refusals(tmp_path: Path, text: str, said: str) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere.txt: cannot be read: No such file"):
         read_nccl_tests(tmp_path / "nowhere.txt")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": {"devices": [3]}},
+        {"config": {"nthreads": "x"}},
+        {"config": {"devices": [{"rank": []}]}},
+        {"args": 5},
+        {"results": [7]},
+        {"results": [{"size": 1e999, "out_of_place": {"time": 1, "alg_bw": 1, "bus_bw": 1}}]},
+    ],
+    ids=str,
+)
+def test_json_of_other_types_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"nccl-tests|expected size"):
+        read_nccl_tests(write(tmp_path, json.dumps(whole_json(**changes))))
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is no file; give an output of nccl-tests"):
+        read_nccl_tests("/dev/zero")
+    with pytest.raises(UsageError, match="is no output of nccl-tests"):
+        read_nccl_tests(write(tmp_path, NEW.replace("#  Rank  0", f"#  Rank  {'9' * 5000}")))

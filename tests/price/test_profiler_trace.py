@@ -12,8 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import stretto
 from stretto.capture.trace import trace as capture
+from stretto.errors import UsageError
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import price_list
+from stretto.price import profiler_trace
 from stretto.price.calibration import Calibration
 from stretto.price.op_times import Machine
 from stretto.price.priced import CalibratedPricer
@@ -133,3 +135,35 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: st
         read_trace(path)
     with pytest.raises(stretto.UsageError, match=r"cannot read .*: No such file"):
         read_trace(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"args": {"Input Dims": [["x", 2]], "Input type": ["float"]}},
+        {"args": {"Input Dims": 3}},
+        {"args": {"Input Dims": [[2]]}, "dur": [1]},
+        {"args": [["Input Dims", 1]]},
+    ],
+    ids=str,
+)
+def test_fields_of_other_types_are_refused(tmp_path: Path, event: dict[str, object]) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([{"cat": "cpu_op", "ph": "X", "name": "aten::mm", **event}]))
+    with pytest.raises(UsageError, match=r"a profiler's trace|without shapes"):
+        read_trace(path)
+
+
+def test_a_packed_trace_that_is_damaged_or_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.json.gz"
+    packed = bytearray(gzip.compress(b"[" + b" " * 10_000 + b"]"))
+    packed[12] ^= 0xFF
+    path.write_bytes(packed)
+    with pytest.raises(UsageError, match=r"cannot read .*t\.json\.gz"):
+        read_trace(path)
+    monkeypatch.setattr(profiler_trace, "MOST_BYTES", 5_000)
+    path.write_bytes(gzip.compress(b" " * 10_000))
+    with pytest.raises(UsageError, match="has more than 5,000 bytes; record fewer steps"):
+        read_trace(path)

@@ -172,3 +172,15 @@ def test_gradients_are_not_copied_and_are_summed() -> None:
     assert one.grad.data_ptr() == address
     assert one.grad.tolist() == [[3.0, 3.0]] * 3
     accumulate([], [])
+
+
+def test_a_hook_on_a_part_knows_that_its_gradient_is_of_one() -> None:
+    def work(runner: Runner) -> str:
+        part = dict(runner.named_parameters())[SPREAD]
+        part.register_hook(lambda grad: grad / grad.norm())
+        with pytest.raises(stretto.UsageError) as caught:
+            runner.step(batch_of())
+        return str(caught.value)
+
+    for said in stretto.run_threads(plan_of("tp"), lambda _: hooked(lambda _: None), work):
+        assert "this rank's part of a sharded" in said

@@ -1,12 +1,8 @@
-"""`Runner.state_dict` and `load_state_dict`; and the model that a Runner was made of, which is not what is
-trained: whoever takes it for that is told.
-"""
+"""`Runner.state_dict` and `load_state_dict`: what the plain model's would be, with what its code adds."""
 
 from __future__ import annotations
 
 import copy
-import gc
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
-from tests.capture.zoo import BatchNorm, mean_square, rows
-from tests.parallelize.test_tensor_equality import batch_of
+from tests.capture.zoo import BatchNorm, Chain, mean_square, rows
 from tests.runtime.equality import lowered
-from tests.saving.test_face import LAYOUTS, STEPS, adamw, assert_close, model, plan_of, train, trained
+from tests.saving.test_face import STEPS, adamw, assert_close, model, plan_of, train, trained
 
 SPREAD = "blocks.0.attention.qkv.weight"
 
@@ -155,173 +149,6 @@ def test_its_keys_are_the_plain_models_with_what_nobody_uses(layout: dict[str, i
     stretto.run_threads(lowered(job, "1f1b"), lambda _: copy.deepcopy(plain), work)
 
 
-# The old model.
-
-
-def test_reading_the_old_model_is_refused_until_it_is_loaded_again() -> None:
-    def work(runner: Runner, old: nn.Module) -> list[str]:
-        optimizer = adamw(runner.named_parameters())
-        found = [told(old.state_dict)]  # as yet it is what the runner has
-        train(runner, optimizer, 1)
-        found += [told(old.state_dict), told(lambda: torch.save(old, io.BytesIO()))]
-        copied = copy.deepcopy(old)
-        found.append(told(copied.state_dict))  # a model of its own
-        values = runner.state_dict()
-        old.load_state_dict(values)
-        found.append(told(old.state_dict))
-        assert all(torch.equal(old.state_dict()[name], value) for name, value in values.items())
-        assert all(torch.equal(runner.state_dict()[name], value) for name, value in values.items())
-        return found
-
-    for layout, names in (("sp", ["embedding.weight"] * 2), ("pp", ["blocks.1", "position"])):
-        for rank, found in enumerate(run(layout, work)):
-            assert [bool(one) for one in found] == [False, True, True, False, False], found
-            assert f"the model's '{names[rank]}" in found[1]
-            assert "is not what was trained" in found[1]
-            assert "Take runner.state_dict()" in found[1]
-    for found in run("dp", work):
-        assert not any(found)
-
-
-def test_computing_with_the_old_model_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
-    def work(runner: Runner, old: nn.Module) -> None:
-        next_token_loss(old, batch_of())
-        train(runner, adamw(runner.named_parameters()), 1)
-        old.load_state_dict(runner.state_dict())
-        next_token_loss(old, batch_of())
-        assert not [one for one in recwarn if "old model" in str(one.message)]
-        runner.transport.all_gather(None)
-        train(runner, adamw(runner.named_parameters()), 1)
-        if runner.rank == 0:
-            stretto.capture(old, batch_of(), next_token_loss, stretto.Parallel())
-        assert not [one for one in recwarn if "old model" in str(one.message)]
-        runner.transport.all_gather(None)
-        if runner.rank == 0:
-            for _ in range(2):
-                next_token_loss(old, batch_of())
-            assert sum("old model" in str(one.message) for one in recwarn) == 1
-        runner.transport.all_gather(None)
-        if runner.rank == 1:
-            stretto.Runner(plan_of("one"), old)
-
-    run("tp", work)
-    told = [str(one.message) for one in recwarn if "old model" in str(one.message)]
-    assert len(told) == 2
-    assert told[0].startswith(
-        "this is a forward of a Runner's old model, whose 'embedding.weight' (and more)"
-    )
-    assert told[1].startswith("a Runner is made of another Runner's old model")
-
-
-def test_ranks_that_share_one_model_train_all_of_it() -> None:
-    shared = gpt_untied()
-
-    def work(runner: Runner) -> None:
-        train(runner, adamw(runner.named_parameters()), 1)
-        runner.transport.all_gather(None)
-        shared.state_dict()
-
-    job = stretto.capture(shared, batch_of(), next_token_loss, stretto.Parallel(pp=2, microbatches=4))
-    stretto.run_threads(lowered(job, "1f1b"), lambda _: shared, work)
-
-
-def gpt_untied() -> nn.Module:
-    from tests.parallelize.test_tensor_equality import gpt
-
-    return gpt().double()
-
-
-def test_an_optimizer_over_the_old_model_is_refused_at_its_first_step() -> None:
-    def work(runner: Runner, old: nn.Module) -> str:
-        optimizer = torch.optim.AdamW(old.parameters())
-        runner.step(batch_of())
-        return told(optimizer.step)
-
-    for found in run("tp", work):
-        assert "the optimizer has the model's own 'embedding.weight', which gets no gradient" in found
-        assert "Make the optimizer over runner.parameters()" in found
-    assert run("pp", work) == ["", ""]  # it trains what this rank has
-
-
-@pytest.mark.filterwarnings("ignore:this is a forward of a Runner's old model")
-def test_the_plain_model_may_be_trained_beside_the_runner() -> None:
-    def work(runner: Runner, old: nn.Module) -> None:
-        optimizer = torch.optim.AdamW(old.parameters())
-        runner.step(batch_of())
-        next_token_loss(old, batch_of()).backward()
-        optimizer.step()
-
-    run("tp", work)
-
-
-def test_a_model_that_is_loaded_later_reaches_the_runner() -> None:
-    values = trained(adamw, STEPS)
-
-    def work(runner: Runner, old: nn.Module) -> dict[str, Tensor]:
-        old.load_state_dict(values)
-        runner.step(batch_of())
-        return runner.state_dict()
-
-    for layout in ("sp", "pp tp"):
-        for found in run(layout, work):
-            assert all(torch.equal(found[name], value) for name, value in values.items())
-
-
-def test_what_is_not_loaded_stays_trained() -> None:
-    def work(runner: Runner, old: nn.Module) -> tuple[Tensor, Tensor]:
-        train(runner, adamw(runner.named_parameters()), 1)
-        old.load_state_dict({"norm.weight": torch.full((32,), 2.0)}, strict=False)
-        found = runner.state_dict()
-        return found[SPREAD], found["norm.weight"]
-
-    for spread, norm in run("tp", work):
-        assert not torch.equal(spread, model().state_dict()[SPREAD])
-        assert (norm == 2).all()
-
-
-def test_a_model_that_is_changed_otherwise_is_refused() -> None:
-    def assigned(_: Runner, old: nn.Module) -> str:
-        return told(lambda: old.load_state_dict(copy.deepcopy(model()).state_dict(), assign=True))
-
-    def drawn(runner: Runner, old: nn.Module) -> str:
-        nn.init.normal_(old.get_parameter(SPREAD).data)
-        return told(lambda: runner.step(batch_of()))
-
-    def set_by_hand(runner: Runner, old: nn.Module) -> str:
-        old.get_submodule("norm").weight = nn.Parameter(torch.ones(32))
-        return told(lambda: runner.step(batch_of()))
-
-    for found in run("tp", assigned):
-        assert "is another tensor since the Runner was made" in found
-    for found in run("tp", drawn):
-        assert f"'{SPREAD}' of the model was changed after the Runner was made" in found
-    for found in run("tp", set_by_hand):
-        assert "'norm.weight' of the model is another tensor" in found
-
-
-def test_the_model_may_go_and_its_hooks_with_the_runner() -> None:
-    def work(runner: Runner, old: nn.Module) -> None:
-        train(runner, adamw(runner.named_parameters()), 1)
-
-    kept: list[nn.Module] = []
-    run("tp", lambda runner, old: (work(runner, old), kept.append(old)))
-    gc.collect()
-    for old in kept:
-        old.state_dict()
-        torch.load(_written(old), weights_only=False).state_dict()
-
-
-def _written(old: nn.Module) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(old, file)
-    file.seek(0)
-    return file
-
-
-def test_layouts_are_known() -> None:
-    assert {"one", "pp", "tp", "sp", "dp", "pp tp", "all"} <= LAYOUTS.keys()
-
-
 def test_what_is_not_loaded_is_told() -> None:
     def work(runner: Runner, _: nn.Module) -> tuple[list[str], list[str]]:
         values = runner.state_dict()
@@ -331,3 +158,140 @@ def test_what_is_not_loaded_is_told() -> None:
         return left.missing_keys, left.unexpected_keys
 
     assert run("tp", work) == [(["norm.weight"], ["more"])] * 2
+
+
+# What the model's own code makes of it.
+
+
+class Extra(Chain):
+    """Extra state in a part of it, and a key that a hook computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Counted(8, 8).double()
+        self.register_state_dict_post_hook(_with_norm)
+        self.register_load_state_dict_pre_hook(_without_norm)  # type: ignore[no-untyped-call]
+
+
+class Counted(nn.Linear):
+    seen = 7
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "twice": self.weight.detach() * 2}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def _with_norm(module: nn.Module, values: dict[str, Any], prefix: str, _: Any) -> None:
+    values[prefix + "norm"] = torch.stack([v.norm() for v in values.values() if isinstance(v, Tensor)]).norm()
+
+
+def _without_norm(module: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
+    values.pop(prefix + "norm", None)
+
+
+class Renamed(Chain):
+    """Saved under other names, and loaded from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._register_state_dict_hook(self._renamed)
+        self.register_load_state_dict_pre_hook(_named_back)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _renamed(module: nn.Module, values: dict[str, Any], prefix: str, _: Any) -> None:
+        for key in [key for key in values if key.startswith(prefix + "layers.")]:
+            values[key.replace("layers.", "blocks.")] = values.pop(key)
+
+
+def _named_back(module: nn.Module, values: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in values if key.startswith(prefix + "blocks.")]:
+        values[key.replace("blocks.", "layers.")] = values.pop(key)
+
+
+class Halved(Chain):
+    """Saved in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_halved)
+
+
+def _halved(module: nn.Module, values: dict[str, Any], prefix: str, _: Any) -> None:
+    for key in values:
+        values[key] = values[key].half()
+
+
+def wrapped() -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    made = Chain()
+    for at in (2, 3):
+        made.layers[at] = checkpoint_wrapper(made.layers[at])
+    return made
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, Tensor):
+        return one.dtype is other.dtype and torch.allclose(one, other, rtol=1e-10)
+    return bool(one == other)
+
+
+PIPELINE, COPIES = {"pp": 2, "split": ["layers.2"]}, {"dp": 2}
+SPREAD_LAYERS = {"layers.0": "colwise", "layers.1": "rowwise"}
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, COPIES, {"tp": 2}], ids=["pp", "dp", "tp"])
+@pytest.mark.parametrize("kind", [Extra, Renamed, Halved, wrapped])
+def test_it_has_all_that_the_plain_models_code_makes(
+    kind: Callable[[], nn.Module], layout: dict[str, Any]
+) -> None:
+    own, models = kind(), [kind() for _ in range(2)]
+    parallel = stretto.Parallel(**layout, microbatches=2)
+    job = stretto.capture(
+        own, rows(), mean_square, parallel, tp_plan=SPREAD_LAYERS if "tp" in layout else None
+    )
+    pieces = rows().chunk(2 * layout.get("dp", 1))
+    torch.stack([mean_square(own, piece) for piece in pieces]).mean().backward()
+    torch.optim.SGD(own.parameters(), lr=0.5).step()
+    expected = own.state_dict()
+
+    def work(runner: Runner) -> dict[str, Any]:
+        start = runner.state_dict()
+        runner.step(rows())
+        torch.optim.SGD(runner.parameters(), lr=0.5).step()
+        found = runner.state_dict()
+        runner.load_state_dict(start)
+        assert same(runner.state_dict(), start)
+        assert runner.load_state_dict(found) == ([], [])
+        assert same(runner.state_dict(), found)
+        return found
+
+    for found in stretto.run_threads(lowered(job, "1f1b"), models.__getitem__, work):
+        assert list(found) == list(expected)
+        assert same(found, expected)
+        kind().load_state_dict(found)
+
+
+def test_extra_state_is_loaded_and_wrong_keys_are_refused_on_all_ranks() -> None:
+    models = [Extra() for _ in range(2)]
+    job = stretto.capture(Extra(), rows(), mean_square, stretto.Parallel(pp=2, microbatches=2))
+
+    def work(runner: Runner) -> tuple[str, str, Any]:
+        values = runner.state_dict(only_on=1) or Extra().state_dict()
+        lacking = {key: value for key, value in values.items() if key != "out.bias"}
+        wrong = {**values, "out.bias": torch.zeros(3)}
+        said = [told(lambda given=given: runner.load_state_dict(given)) for given in (lacking, wrong)]  # type: ignore[misc]
+        values["layers.1._extra_state"] = {"seen": 9}
+        left = runner.load_state_dict({**values, "more": torch.zeros(1)}, strict=False)
+        return said[0], said[1], left
+
+    for lacking, wrong, left in stretto.run_threads(lowered(job, "1f1b"), models.__getitem__, work):
+        assert 'Missing key(s) in state_dict: "out.bias"' in lacking
+        assert "size mismatch for out.bias" in wrong
+        assert "Give what the plain model's state_dict() has, or strict=False" in wrong
+        assert left == ([], ["more"])
+    assert [one.get_submodule("layers.1").seen for one in models] == [9, 9]

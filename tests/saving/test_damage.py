@@ -167,3 +167,14 @@ def test_a_pickle_is_not_run_where_there_is_no_table(saved: Path, tmp_path: Path
     (place / ".metadata").write_bytes(pickle.dumps(Command(made)))
     assert f"it calls {os.mkdir.__module__}.mkdir, which no table of tensors does" in loaded(place)[0]
     assert not made.exists()
+
+
+def test_a_state_that_lacks_a_number_of_its_optimizer(saved: Path, tmp_path: Path) -> None:
+    place = shutil.copytree(saved, tmp_path / "a")
+
+    def drop(data: Any) -> None:
+        for name in [name for name in data["tensors"] if name.endswith(".step")]:
+            del data["tensors"][name]
+
+    reseal(place, {"tensors.json": drop})
+    assert loaded(place)[0].startswith(f"{place} cannot be read (KeyError: 'step')")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,48 @@ def test_it_is_the_plain_models_while_it_trains(parallel: stretto.Parallel) -> N
         fresh.load_state_dict(values)
         assert after == pytest.approx(plain(fresh), rel=1e-12)
         assert after != before
+
+
+class Normed(torch.nn.Module):
+    """With a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = torch.nn.Embedding(48, 16), torch.nn.BatchNorm1d(16)
+        self.head = torch.nn.Linear(16, 48)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2))
+        return out
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "pp": 2, "split": ["head"]}], ids=["dp", "pp dp"])
+def test_copies_evaluate_one_model(layout: dict[str, Any]) -> None:
+    """Each copy has a batch norm of its own; the first one's is evaluated, and none changes."""
+    parallel = stretto.Parallel(**layout)
+    torch.manual_seed(0)
+    model = Normed().double()
+    copies = [copy.deepcopy(model) for _ in range(parallel.world)]
+    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER, order="list")
+
+    def work(runner: stretto.Runner) -> tuple[float, dict[str, torch.Tensor]]:
+        mine = copies[runner.rank]
+        evaluation = stretto.Evaluation(
+            runner, mine, batch(0), next_token_loss, parallel=parallel, order="list"
+        )
+        for _ in range(2):
+            runner.step(batch(0))
+            torch.optim.SGD(runner.parameters(), lr=0.1).step()
+            before = {name: buffer.clone() for name, buffer in runner.named_buffers()}
+            found = evaluation.loss(batches())
+            assert all(torch.equal(before[name], buffer) for name, buffer in runner.named_buffers())
+        return found, runner.state_dict()
+
+    for found, values in stretto.run_threads(plan, lambda rank: copies[rank], work):
+        own = Normed().double()
+        own.load_state_dict(values)
+        losses = [next_token_loss(own.eval(), part) for one in batches() for part in one.chunk(2)]
+        assert found == pytest.approx(float(torch.stack(losses).mean().detach()), rel=1e-12)
 
 
 def test_ranks_that_are_threads_look_for_nothing(tmp_path: Path) -> None:

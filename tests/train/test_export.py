@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
 from stretto.models.moe import MoEConfig, MoEGPT
 from stretto.models.pretrained import load_gpt, save_gpt
+from stretto.saving import digests
 from stretto.train.export import export
 from stretto.train.trainer import Trainer
 from stretto.train.whole import load_whole
@@ -87,6 +91,33 @@ def test_a_llama_is_read_by_transformers(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(output)
     assert tokenizer.eos_token_id == 0
     assert tokenizer.decode(tokenizer("seven wizards")["input_ids"]) == "seven wizards"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layers": 300}, r"lacks most of its model, such as model\.blocks\.\d+\.mlp"),
+        ({"hidden": 2**20}, r"has the shape .*, and this model's \[\d+, 1048576\]"),
+        ({"layers": 10**9}, "less than or equal to 4096"),
+        ({"kind": "huggingface", "architecture": "os.system"}, "settings cannot be read|has no such model"),
+    ],
+)
+def test_a_model_of_another_size_is_refused_before_it_is_made(
+    folder: Path, tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    """What a checkpoint says of its model is a stranger's, digests and all."""
+    if not (folder / "sized").exists():
+        Trainer(load_settings(write_settings(folder, steps=1, run="sized")), World()).run()
+    place = Path(shutil.copytree(folder / "sized" / "checkpoints" / "step-000001", tmp_path / "step-000001"))
+    state = json.loads((place / "state.json").read_text())
+    state["settings"]["model"] |= change
+    (place / "state.json").write_text(json.dumps(state))
+    names = json.loads((place / digests.NAME).read_text())["files"]
+    (place / digests.NAME).write_bytes(digests.sealed({name: (place / name).read_bytes() for name in names}))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(StrettoError, match=told):
+        export(place, tmp_path / "out")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6  # KiB
 
 
 def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from datetime import timedelta
@@ -75,7 +73,7 @@ class Silent:
 
 def beating(store: dist.TCPStore, ranks: range, missed: list[tuple[int, int]]) -> list[Heartbeat]:
     made = [
-        Heartbeat(World(rank, SIZE, SIZE, store), lambda lost, rank=rank: missed.append((rank, lost)))
+        Heartbeat(World(rank, SIZE, SIZE, store), lambda lost, phase, rank=rank: missed.append((rank, lost)))
         for rank in ranks
     ]
     return [one.__enter__() for one in made]
@@ -114,18 +112,3 @@ def test_one_that_never_began_is_not_missed(store: dist.TCPStore, clock: Clock) 
     assert not missed
     for one in beats:
         one.__exit__()
-
-
-def test_only_a_rank_of_the_same_launcher_is_continued(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    beat = f"3 {os.getpid()} {os.getppid()}".encode()
-    heartbeat._continue(beat)
-    assert not sent, "no launcher of ours"
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("STRETTO_LAUNCHER_PID", str(os.getppid()))
-    heartbeat._continue(f"3 {os.getpid()} 1".encode() if os.getppid() != 1 else b"3 1 2")
-    assert not sent, "a child of another process"
-    heartbeat._continue(beat)
-    assert sent == [(os.getpid(), signal.SIGCONT)]

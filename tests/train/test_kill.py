@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.runtime.launch import launch
+from tests.train.kill_anywhere import Drive, draw
 from tests.train.tiny import ranks_of, run_ranks, start, steps_of, write_settings
 
 from stretto.config import load_settings
@@ -126,7 +127,6 @@ def test_an_interrupted_run_ends_at_once_with_one_line(folder: Path, signum: int
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_within_a_minute(folder: Path) -> None:
     """Its connections stay open: nothing breaks, and nobody answers."""
     config = write_settings(folder, pp=2, steps=10**6, every=EVERY, run="stopped")
@@ -136,7 +136,8 @@ def test_a_stopped_rank_ends_the_run_within_a_minute(folder: Path) -> None:
     _, err = ended(config, process, 100)
     assert time.monotonic() - begun_s < 60
     assert process.returncode == 1
-    assert err.startswith("stretto: rank 0: rank 1 has given no sign of life for 40 s; it was stopped")
+    assert err.startswith("stretto: rank 1 has given no sign of life for 30 s; it was stopped")
+    assert "(phase: training)" in err
     assert "last checkpoint " in err
 
 
@@ -191,3 +192,12 @@ def test_ranks_without_our_launcher_agree_on_who_was_lost(
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_signals_at_random_phases(tmp_path: Path) -> None:
+    """Three of the cases that `tests.train.kill_anywhere` tries: SIGTERM, SIGKILL and SIGSTOP."""
+    drive = Drive(tmp_path)
+    rows = drive.drive([draw(number, seed=1) for number in (16, 30, 44)], at_once=1)
+    assert not drive.wrong, rows

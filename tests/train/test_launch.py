@@ -55,6 +55,13 @@ def test_the_first_cause_is_told_and_not_its_effects(settings: TrainSettings) ->
     assert explain(settings, notes, {0: 1, 1: 1, 2: 2}) == (2, "stretto: no such thing")
 
 
+def test_a_rank_that_was_told_to_end_is_named(settings: TrainSettings) -> None:
+    notes = [note(1, Cause.INTERRUPTED, 1.0, "SIGTERM", 143), note(0, Cause.LOST, 2.0)]
+    status, text = explain(settings, notes, {0: 1, 1: 143})
+    assert status == 143
+    assert text == "stretto: rank 1 was ended by SIGTERM after step 7. there is no checkpoint yet"
+
+
 def test_a_crash_shows_its_traceback(settings: TrainSettings) -> None:
     try:
         raise KeyError("who")

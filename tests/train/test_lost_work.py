@@ -12,14 +12,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tests.train.tiny import environment, steps_of, write_settings
+from typer.testing import CliRunner
 
 import stretto
+from stretto.cli.main import app
 from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.models.build import build_model
@@ -27,6 +30,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.train import launch as launcher
 from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_held
 from stretto.train.optimizer import make_optimizer
+from stretto.train.progress import Progress
 from stretto.train.trainer import Trainer
 from stretto.train.whole import load_whole
 from stretto.train.world import World
@@ -90,6 +94,70 @@ def content(folder: Path) -> dict[str, str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != LOCK
     }
+
+
+@pytest.mark.parametrize("with_report_command", [False, True], ids=["the next start", "stretto report"])
+def test_a_run_that_was_killed_before_its_report_gets_it(
+    again: Callable[..., Path], capsys: pytest.CaptureFixture[str], with_report_command: bool
+) -> None:
+    run_dir = again("not")
+    before = content(run_dir)
+    (run_dir / "report.html").unlink()
+    if with_report_command:
+        told = CliRunner().invoke(app, ["report", str(run_dir)]).output
+        assert f"wrote {run_dir / 'report.html'}: the run was killed before it wrote it" in told
+    else:
+        again("training.steps=4")
+        told = capsys.readouterr().out
+        assert f"the run had ended before its report: {run_dir / 'report.html'} is made now" in told
+        assert "all 4 steps are done" in told
+    assert "Measured timeline" in (run_dir / "report.html").read_text()
+    after = content(run_dir)
+    assert {**after, "report.html": ""} == {**before, "report.html": ""}
+
+
+def test_a_run_that_was_killed_before_its_summary_ends_as_it_would_have(again: Callable[..., Path]) -> None:
+    run_dir = again("not")
+    results = ("measured.json", "trace.perfetto-trace", "summary.json", "report.html")
+    held_out_loss = json.loads((run_dir / "summary.json").read_text())["held_out_loss"]
+    for name in results:
+        (run_dir / name).unlink()
+    again("training.steps=4")
+    assert json.loads((run_dir / "summary.json").read_text())["held_out_loss"] == held_out_loss
+    assert (run_dir / "report.html").exists()
+
+
+def test_a_report_is_written_though_nobody_reads_the_end(
+    again: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `stretto train ... | head -20`."""
+    run_dir = again("not")
+    for name in ("summary.json", "report.html"):
+        (run_dir / name).unlink()
+    say = Progress.say
+
+    def read_so_far(self: Progress, line: str) -> None:
+        if "held-out loss" in line:
+            raise BrokenPipeError
+        say(self, line)
+
+    monkeypatch.setattr(Progress, "say", read_so_far)
+    with pytest.raises(BrokenPipeError):
+        again("training.steps=4")
+    assert json.loads((run_dir / "summary.json").read_text())["sample"]
+    assert (run_dir / "report.html").exists()
+
+
+def test_the_time_of_a_run_is_counted_from_its_start(
+    again: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks begin some seconds after the command that starts them."""
+    monkeypatch.setenv("STRETTO_STARTED_AT", f"{time.time() - 7200.0:.3f}")
+    run_dir = again("not")
+    (run_dir / "summary.json").unlink()
+    again("training.steps=4")
+    assert "\ndone in 2:0" in capsys.readouterr().out
+    assert 7200.0 < json.loads((run_dir / "summary.json").read_text())["seconds"] < 7800.0
 
 
 def test_a_finished_run_stays_as_it_is(

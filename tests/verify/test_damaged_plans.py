@@ -71,7 +71,7 @@ def at(value: Any, path: tuple[str | int, ...]) -> Any:
 
 def read(text: str) -> Plan | None:
     try:
-        return plan_from_text(text)
+        return plan_from_text(text, edited=True)
     except UsageError:
         return None
 

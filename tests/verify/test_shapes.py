@@ -28,7 +28,7 @@ def edited(edit: Callable[[dict[str, Any]], None], model: nn.Module | None = Non
     data = json.loads(plan_to_text(plan_of(Chain() if model is None else model)))
     edit(data)
     with pytest.raises(stretto.PlanError) as caught:
-        stretto.verify(plan_from_text(json.dumps(data)))
+        stretto.verify(plan_from_text(json.dumps(data), edited=True))
     return str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_nothing_is_executed() -> None:
 
     data = json.loads(plan_to_text(plan_of(Chain())))
     edit(data)
-    shape_faults(plan_from_text(json.dumps(data)))
+    shape_faults(plan_from_text(json.dumps(data), edited=True))
 
 
 def test_sound_plans_have_no_fault_and_no_generator_is_drawn_from() -> None:

@@ -11,11 +11,13 @@ each host):
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 import stretto
 from stretto.bench.kept import keep_run, prediction_of
@@ -38,15 +40,18 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
     model, batch = setup.build()
     # 1. Plans.
     plans = _plans(setup, model, batch)
-    runners = {family: stretto.Runner(plan, model) for family, plan in plans.items()}
+    # Stages are placed differently, and a model of which a Runner has taken a step is old on other ranks.
+    runners = {family: stretto.Runner(plan, copy.deepcopy(model)) for family, plan in plans.items()}
     torchs = {
         name: fresh(model.parameters(), torch_step(kind, setup, model, batch, dist.get_rank()))
         for name, kind in KINDS.items()
     }
     # 2. The same numbers.
-    systems: dict[str, Step] = dict(torchs)
+    systems: dict[str, tuple[Step, nn.Module | stretto.Runner]] = {
+        name: (step, model) for name, step in torchs.items()
+    }
     for family, runner in runners.items():
-        systems[family] = partial(runner.step, batch)
+        systems[family] = partial(runner.step, batch), runner
     error = _check_equal(setup, systems, model, batch)
     # 3. In turn.
     times, timelines = take_turns(runners, torchs, batch, setup.rounds)
@@ -85,16 +90,19 @@ def _plans(setup: Setup, model: Blocks, batch: Batch) -> dict[str, Plan]:
     return {family: plans[family] for family in setup.families}
 
 
-def _check_equal(setup: Setup, systems: dict[str, Step], model: Blocks, batch: Batch) -> float:
-    """Step 2. Returns the worst relative error of a gradient against the plain model's."""
+def _check_equal(
+    setup: Setup, systems: dict[str, tuple[Step, nn.Module | stretto.Runner]], model: Blocks, batch: Batch
+) -> float:
+    """Step 2. systems: a step, and what has its gradients. Returns the worst relative error of a gradient
+    against the plain model's."""
     plain_loss, plain = _plain(setup, model, batch)
     worst = 0.0
-    for name, step in systems.items():
+    for name, (step, trained) in systems.items():
         say_on_first(f"the first step of {name}")
         dist.barrier()
         loss = step()
-        found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-        drop_gradients(model.parameters())
+        found = {key: p.grad.clone() for key, p in trained.named_parameters() if p.grad is not None}
+        drop_gradients(trained.parameters())
         told: list[Any] = [None] * setup.world
         dist.all_gather_object(told, (None if loss is None else float(loss), list(found)))
         check_told(name, told, plain_loss, list(plain))

@@ -22,9 +22,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from stretto.backend.schema_adapter import draws as draws_of
 from stretto.capture.explain import COMMUNICATES
 from stretto.errors import CaptureError
-from stretto.tensor import parts
 
 COUNTED = ("aten", "prims")
 """Namespaces whose ops count what they write."""
@@ -74,7 +74,7 @@ class NotConstantError(Exception):
 class _OfConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if parts.draws(op, args, named) or "empty" in op.overloadpacket.__name__:
+        if draws_of(op, args, named) or "empty" in op.overloadpacket.__name__:
             raise NotConstantError
         return op(*args, **named)
 
@@ -142,6 +142,12 @@ def buffers_in_place(model: nn.Module) -> Iterator[None]:
     kept = [(dict(parameters), dict(buffers)) for _, parameters, buffers in tables]
     yield
     for (module, parameters, buffers), (own, held) in zip(tables, kept, strict=True):
+        # Who parametrizes a parameter for a time gives it back, as a buffer: it is a plain tensor here.
+        moved = {key: p for key, p in own.items() if key not in parameters and buffers.get(key) is p}
+        if moved:
+            now = {**parameters, **{key: buffers.pop(key) for key in moved}}
+            parameters.clear()
+            parameters.update({key: now.pop(key) for key in own if key in now} | now)
         changed = [key for key, p in own.items() if parameters.get(key) is not p]
         if changed:
             raise CaptureError(
@@ -183,7 +189,7 @@ def constant_value(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def draws(node: torch.fx.Node) -> bool:
     """Whether a node draws from the generator."""
-    return is_dispatched(node.target) and parts.draws(node.target, node.args, node.kwargs)
+    return is_dispatched(node.target) and draws_of(node.target, node.args, node.kwargs)
 
 
 def constant_key(value: Any) -> Hashable:

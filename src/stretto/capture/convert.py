@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from stretto.backend.schema_adapter import draws, returns_view
 from stretto.capture import torch_adapter
 from stretto.capture.calls_adapter import constant_value, is_dispatched
 from stretto.capture.expand import TracedOp
@@ -24,7 +25,6 @@ from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.alone import Matched, Shape
 from stretto.parallelize.ops import NAMESPACE
-from stretto.tensor.parts import draws
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 """Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
@@ -156,7 +156,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
             "reshard its tensors to [Replicate()]"
         )
     alias, target = None, LAZY.get(str(node.target), str(node.target))
-    if first is not None and target == str(node.target) and torch_adapter.returns_view(node.target):
+    if first is not None and target == str(node.target) and returns_view(node.target):
         alias = roots.get(first, first)
     return Op(
         name=node.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 
 from stretto.cli import bench_tables as tables
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import StrettoError, UsageError, meant
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.program import OVERLAP_MODES
+from stretto.report.grid import Grid, Row
 
 bench = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Race other systems; check the cost model."
@@ -75,8 +76,7 @@ def compute(
             sequence=sequence,
             say=progress.print,
         )
-    tables.compute_table(result).print()
-    write_json(result, json_out)
+    _write_and_tell(result, json_out, tables.compute_table(result))
 
 
 @bench.command()
@@ -108,8 +108,7 @@ def reshard(
     setup = Setup(rate, mib, rounds, chosen, in_flight_mib << 20)
     lab = Lab(hosts=HOSTS, rate=rate, ranks_per_host=RANKS_PER_HOST)
     result = result_of(lab, "reshard", asdict(setup))
-    tables.reshard_table(result).print()
-    write_json(result, json_out)
+    _write_and_tell(result, json_out, tables.reshard_table(result))
 
 
 @bench.command()
@@ -134,9 +133,8 @@ def pipeline(
     setups = races(rate, _numbers("--hosts", hosts, HOSTS), chosen(_words(families)), rounds=rounds)
 
     def keep(result: dict[str, Any]) -> None:
-        tables.pipeline_table(result["races"][-1]).print()
-        tables.warn_of_noise(result["races"][-1]["rows"])
-        write_json(result, json_out)
+        last = result["races"][-1]
+        _write_and_tell(result, json_out, tables.pipeline_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -167,9 +165,8 @@ def tensor(
     )
 
     def keep(result: dict[str, Any]) -> None:
-        tables.tensor_table(result["races"][-1]).print()
-        tables.warn_of_noise(result["races"][-1]["rows"])
-        write_json(result, json_out)
+        last = result["races"][-1]
+        _write_and_tell(result, json_out, tables.tensor_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -202,9 +199,8 @@ def moe(
     setups = races(rates, _numbers("--hosts", hosts, SHAPES), routings, rounds=rounds)
 
     def keep(result: dict[str, Any]) -> None:
-        tables.moe_table(result["races"][-1]).print()
-        tables.warn_of_noise(result["races"][-1]["rows"])
-        write_json({"version": VERSION, **result}, json_out)
+        last = result["races"][-1]
+        _write_and_tell({"version": VERSION, **result}, json_out, tables.moe_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -231,9 +227,8 @@ def unet(
     check_installed()
 
     def keep(result: dict[str, Any]) -> None:
-        tables.unet_table(result["races"][-1]).print()
-        tables.warn_of_noise(result["races"][-1]["rows"])
-        write_json({"version": VERSION, **result}, json_out)
+        last = result["races"][-1]
+        _write_and_tell({"version": VERSION, **result}, json_out, tables.unet_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -272,8 +267,7 @@ def predict(
     with tempfile.TemporaryDirectory() as temporary:
         folder = _folder(keep_out) or Path(temporary)
         result = run_grid(cells, rounds, folder.resolve(), progress.print, keep)
-    tables.predict_table(result).print()
-    write_json(result, json_out)
+    _write_and_tell(result, json_out, tables.predict_table(result))
 
 
 @bench.command()
@@ -285,8 +279,7 @@ def published(
 
     check_output("--json", json_out)
     result = compare()
-    tables.published_table(result).print()
-    write_json(result, json_out)
+    _write_and_tell(result, json_out, tables.published_table(result))
 
 
 def _begin(rounds: int, least: int, json_out: Path | None) -> None:
@@ -340,3 +333,13 @@ def write_json(result: Any, out: Path | None) -> None:
         with saving(out):
             write_file(out, json.dumps(result, indent=1) + "\n")
         progress.print(f"wrote {out}")
+
+
+def _write_and_tell(result: Any, out: Path | None, table: Grid, rows: Sequence[Row] = ()) -> None:
+    """The figures, as a file and as a table; rows: where noise is looked for."""
+
+    def tell() -> None:
+        table.print()
+        tables.warn_of_noise(rows)
+
+    write_and_tell(lambda: write_json(result, out), tell)

@@ -57,8 +57,8 @@ def run(
 ) -> None:
     """Measure op times, collectives, messages and contention, and write them for `stretto plan --cluster`.
 
-    Ctrl-C keeps what is there and ends with status 1; the next run goes on from it. Under torchrun, all
-    ranks measure at once and rank 0 writes.
+    Ctrl-C or SIGTERM keeps what is there and ends with status 1; the next run goes on from it. Under
+    torchrun, all ranks measure at once and rank 0 writes.
     """
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device {device}: give cpu or cuda")
@@ -70,11 +70,15 @@ def run(
 
 
 def job_of(path: Path) -> Job:
-    """The job of a plan file, or of a settings file, which is captured. Raises UsageError, CaptureError."""
+    """The job of a plan file, or of a settings file, which is captured. Raises UsageError, CaptureError, and
+    PlanError for a plan that is not proved."""
     if path.suffix == ".json":
         from stretto.ir.serialize import load_plan
+        from stretto.verify import verify
 
-        return load_plan(path).job
+        plan = load_plan(path)
+        verify(plan)  # its ops are run, with the shapes that it says
+        return plan.job
     if path.suffix != ".toml":
         raise UsageError(f"{path}: give a plan (.json) or settings (.toml)")
     import stretto

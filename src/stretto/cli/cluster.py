@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from stretto.cli.calibration_tables import print_communication
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import UsageError
 from stretto.price.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.price.devices import GB_PER_S, Device, Figure, devices
@@ -71,6 +71,17 @@ def show(
             raise UsageError(f"--save writes clusters of the catalogue's devices; {name} is none")
         _print_other(console, name, found)
         return
+
+    def write() -> None:
+        if save is not None:
+            save_cluster(found, save)
+
+    write_and_tell(write, lambda: _print_cluster(console, found))
+    if save is not None:
+        Console(stderr=True).print(f"wrote {save}")
+
+
+def _print_cluster(console: Console, found: Hardware) -> None:
     console.print(_headline(found))
     rows = [
         (field, f"{_text(figure)} {UNITS.get(field, '')}".strip(), figure.status, figure.source)
@@ -81,9 +92,6 @@ def show(
         for (kind, size), curve in sorted(found.measured.items())
     ]
     Grid("", ("figure", "value", "known", "source"), rows, words=(0, 2, 3)).print(console)
-    if save is not None:
-        save_cluster(found, save)
-        Console(stderr=True).print(f"wrote {save}")
 
 
 def _found(name: str) -> Description:

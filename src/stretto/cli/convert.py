@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, echo_file, write_and_tell
 from stretto.convert.megatron import Conversion
 from stretto.convert.megatron import convert as of_texts
 from stretto.errors import StrettoError, UsageError
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
+from stretto.ir.limits import MOST_RANKS
 from stretto.report.grid import WIDTH, Grid
 
 FATES = {
@@ -50,7 +52,9 @@ def run(
     ] = None,
     world: Annotated[
         int | None,
-        typer.Option("--world", min=1, help="Ranks of the run; without it, what the launcher is told."),
+        typer.Option(
+            "--world", min=1, max=MOST_RANKS, help="Ranks of the run; without it, what the launcher is told."
+        ),
     ] = None,
     var: Annotated[
         list[str] | None,
@@ -82,15 +86,20 @@ def run(
     if not texts:
         raise UsageError('give a command line, --megatron "--num-layers 12 ...", or --megatron-file run.sh')
     made = of_texts(texts, ranks=world, variables=_variables(var or []))
-    _list(made, to_error=out is None)
     missed = len(made.of("lacking")) + len(made.of("unknown"))
-    if strict and missed:
+    refused = strict and missed > 0
+
+    def write() -> None:
+        if out is not None and not refused:
+            with saving(out):
+                write_file(out, made.text)
+
+    write_and_tell(write, partial(_list, made, to_error=out is None))
+    if refused:
         raise StrettoError(f"--strict: {missed} flags are lacking or unknown; nothing was written")
     if out is None:
-        typer.echo(made.text, nl=False)
+        echo_file(made.text)
         return
-    with saving(out):
-        write_file(out, made.text)
     typer.echo(f"wrote {out}; train with: stretto train {out}")
 
 

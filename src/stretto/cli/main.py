@@ -6,7 +6,9 @@ library. Errors that a user can mend end with one message and status 1 or 2, nev
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import os
 import sys
 from importlib import import_module, metadata
@@ -15,6 +17,8 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from stretto.cli.outputs import printable
+from stretto.cli.signals import Stops
 from stretto.errors import StoppedError, StrettoError
 from stretto.train.launched import is_launched
 
@@ -50,6 +54,10 @@ class LazyGroup(TyperGroup):
     listing = False
     """Whether names alone are asked for, as where a shell completes one."""
 
+    def main(self, *given: Any, **named: Any) -> Any:
+        with printable():
+            return super().main(*given, **named)
+
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)
 
@@ -70,10 +78,13 @@ class LazyGroup(TyperGroup):
         return command
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        if is_launched():  # its launcher ends a rank, which then has nothing to say, at once
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
-            raise StoppedError("interrupted") from None
+        with Stops() as stops:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
+                raise StoppedError("interrupted", stops.status) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         # The listing must not import every command's module, so it is written from the table.
@@ -99,8 +110,10 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line; the process ends with status 0, 1 (failed or refused), 2 (wrong usage) or
-    130 (Ctrl-C)."""
+    """Run the command line; the process ends with status 0, 1 (failed or refused), 2 (wrong usage),
+    130 (Ctrl-C) or 143 (SIGTERM)."""
+    # The process ends: what the interpreter would collect, some seconds long, the system takes back anyway.
+    atexit.register(gc.freeze)
     status: Any = 0
     try:
         try:

@@ -14,3 +14,11 @@ Fresh = Annotated[
 ]
 RENEW = "planning.reuse=renew"
 """What it sets."""
+
+Edited = Annotated[
+    bool,
+    typer.Option(
+        "--edited",
+        help="The plan's programs were edited on purpose. What can be proved of them still is.",
+    ),
+]

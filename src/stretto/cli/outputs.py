@@ -1,11 +1,40 @@
-"""Files that commands write: checked before the work begins, and named in one line when they fail."""
+"""What commands write: files are checked before the work begins, and written before anything is printed."""
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import typer
+
 from stretto.errors import UsageError
+
+LEAST_COLUMNS = 60
+"""Tables and timelines are made for no fewer: a narrower terminal breaks their lines itself. Assumed."""
+
+
+@contextmanager
+def printable() -> Iterator[None]:
+    """While it lasts, what a command prints fits every terminal: characters that the output's encoding lacks
+    become question marks, and no table is made for fewer columns than it can be drawn in."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    before = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns < LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(LEAST_COLUMNS)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["COLUMNS"] = before
+        else:
+            os.environ.pop("COLUMNS", None)
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -23,6 +52,20 @@ def check_output(option: str, path: Path | None) -> None:
         trouble = f"is no path: {error}"
     if trouble:
         raise UsageError(f"{option} {path}: {trouble}; nothing was begun")
+
+
+def write_and_tell(write: Callable[[], object], tell: Callable[[], object]) -> None:
+    """Write files, then print: whichever of the two fails, the other is done. A reader that has seen enough
+    (`| head`) costs no file, and a full disk no table."""
+    try:
+        write()
+    finally:
+        tell()
+
+
+def echo_file(text: str) -> None:
+    """Print what is a file's content, as UTF-8 whatever the terminal's encoding is."""
+    typer.echo(text.encode(), nl=False)
 
 
 def _trouble(path: Path) -> str | None:

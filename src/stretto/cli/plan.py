@@ -1,18 +1,17 @@
 """`stretto plan`: plan a training step as a settings file describes it, and save the plan.
 
-Nothing is trained. The model is built without values, so that it may be larger than this machine. Ctrl-C
-takes the best plan so far, which is printed and saved; the status is 130 with one and without.
+Nothing is trained. The model is built without values, so that it may be larger than this machine. Ctrl-C, and
+SIGTERM as well, takes the best plan so far, which is saved and printed; the status is 130 (143) with one and
+without.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -20,7 +19,8 @@ from rich.console import Console
 
 import stretto
 from stretto.cli.options import RENEW, Fresh
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
+from stretto.cli.signals import Stops
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
@@ -65,7 +65,7 @@ def run(
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it.
 
-    Ctrl-C takes the best plan so far and ends with status 130, with it or without."""
+    Ctrl-C or SIGTERM takes the best plan so far and ends with status 130 or 143, with it or without."""
     check_output("--output", output)
     wishes = list(changes or [])
     if overlap is not None:
@@ -75,44 +75,30 @@ def run(
     if order is not None:
         wishes.append(f"planning.order={order}")
     settings, description = load_settings(config, wishes), read_cluster(cluster)
-    with _interrupts() as interrupted:
+    with Stops() as stops:
         try:
             with _shown() as shown:
                 made = make(settings, description, say=shown.detail, note=shown.say)
-                # From here on there is little left to do.
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                stops.ignore()
         except KeyboardInterrupt:
-            raise StoppedError("interrupted before there was a plan; nothing was written") from None
-        if interrupted:
-            typer.echo("interrupted: this is the best plan so far", err=True)
-        # First the summary, then the file: whichever of the two cannot be written, the other is not lost.
-        try:
-            typer.echo(str(made))
-        finally:
+            why = "interrupted before there was a plan; nothing was written"
+            raise StoppedError(why, stops.status) from None
+
+        def save() -> None:
             if output is not None:
                 made.save(output)
+
+        def tell() -> None:
+            if stops.heard:
+                typer.echo("interrupted: this is the best plan so far", err=True)
+            typer.echo(str(made))
+
+        write_and_tell(save, tell)
         if output is not None:
             typer.echo(f"wrote {output}")
-    if interrupted:
+    if stops.heard:
         sys.stdout.flush()
-        raise typer.Exit(StoppedError.exit_status)
-
-
-@contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """The numbers of the signals that Ctrl-C has sent: planning may take the first for the end of its search
-    and say nothing."""
-    heard: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield heard
-    finally:
-        signal.signal(signal.SIGINT, before)
+        raise typer.Exit(stops.status)
 
 
 @contextmanager

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.costliest import costliest_ops
 from stretto.report.findings import findings
-from stretto.report.html import advice_of, grids_of_ranks, more_findings, rates_of, render
+from stretto.report.html import (
+    REPORT,
+    advice_of,
+    grids_of_ranks,
+    lacks_page,
+    more_findings,
+    rates_of,
+    render,
+    write_page,
+)
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
@@ -55,10 +65,21 @@ def run(
         raise UsageError(f"--output {output}: its suffix says the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
     found = load_run(path)
-    if output is not None:
-        with saving(output):
-            writers[output.suffix](found, output)
-    _print(found)
+    made: list[Path] = []
+
+    def write() -> None:
+        if output is not None:
+            with saving(output):
+                writers[output.suffix](found, output)
+        if lacks_page(path):
+            with suppress(OSError):  # of a run of somebody else
+                write_page(found)
+                made.append(path / REPORT)
+
+    write_and_tell(write, lambda: _print(found))
+    for page in made:
+        why = "the run was killed before it wrote it"
+        Console().print(f"wrote {page}: {why}", highlight=False, soft_wrap=True)
     if output is not None:
         left_out = ops_left_out(_timelines(found), found.plan) if output.suffix == TRACE else ""
         Console().print(f"wrote {output}{left_out}", highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, echo_file
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
@@ -159,7 +159,10 @@ def run(
             write_file(output, text)
         typer.echo(summary, nl=False)
     else:
-        typer.echo(text, nl=False)
+        if form is Format.ASCII:
+            typer.echo(text, nl=False)
+        else:
+            echo_file(text)
         if form is not Format.ASCII:
             typer.echo(summary, nl=False, err=True)
 

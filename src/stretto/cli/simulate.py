@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output
+from stretto.cli.options import Edited
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.files.whole_file import saving
 from stretto.ir.serialize import load_plan
 from stretto.report import save_json, save_perfetto, save_svg
@@ -32,22 +33,30 @@ def run(
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the timeline into this SVG file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the timeline as JSON.")] = None,
+    edited: Edited = False,
 ) -> None:
     """Walk a plan with no device and say how long it takes, what stays exposed, and how far from the best."""
     for option, path in (("--trace", trace), ("--svg", svg), ("--json", json)):
         check_output(option, path)
-    loaded = load_plan(plan)
+    loaded = load_plan(plan, edited=edited)
     verify(loaded)  # what is not proved may be a plan of nothing
     timeline = expected_step(loaded)
     prediction = predict(loaded, timeline)
-    console = Console()
-    console.print(summary_grid(timeline, prediction).rich())
-    console.print(f"What binds the bound: {prediction.binds}.", highlight=False)
-    console.print(ranks_grid(timeline).rich())
-    for path, save in ((trace, partial(save_perfetto, plan=loaded)), (svg, save_svg), (json, save_json)):
-        if path is None:
-            continue
-        with saving(path):
-            save(timeline, path)
-        left_out = ops_left_out(timeline, loaded) if path is trace else ""
-        console.print(f"wrote {path}{left_out}", highlight=False, soft_wrap=True)
+    wrote: list[str] = []
+
+    def write() -> None:
+        for path, save in ((trace, partial(save_perfetto, plan=loaded)), (svg, save_svg), (json, save_json)):
+            if path is not None:
+                with saving(path):
+                    save(timeline, path)
+                wrote.append(f"wrote {path}{ops_left_out(timeline, loaded) if path is trace else ''}")
+
+    def tell() -> None:
+        console = Console()
+        console.print(summary_grid(timeline, prediction).rich())
+        console.print(f"What binds the bound: {prediction.binds}.", highlight=False)
+        console.print(ranks_grid(timeline).rich())
+        for line in wrote:
+            console.print(line, highlight=False, soft_wrap=True)
+
+    write_and_tell(write, tell)

@@ -14,6 +14,7 @@ from stretto.cli.options import RENEW, Fresh
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
 from stretto.train.starting import Starting
+from stretto.train.stopped import watch_launcher
 
 train = typer.Typer(add_completion=False)
 
@@ -44,6 +45,7 @@ def run(
     fresh: Fresh = False,
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
+    watch_launcher()
     starting = Starting(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]
     if fresh:

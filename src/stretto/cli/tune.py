@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output
+from stretto.cli.outputs import check_output, write_and_tell
 from stretto.config import TrainSettings, load_settings
 from stretto.convert.written import toml_value
 from stretto.errors import StrettoError, UsageError
@@ -22,6 +23,7 @@ from stretto.files.edit_toml import edited
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.compared import beside_bound
+from stretto.ir.limits import MOST_RANKS
 from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description, describe
 from stretto.price.cluster_file import Hardware
@@ -53,7 +55,9 @@ def run(
     devices: Annotated[
         int | None,
         typer.Option(
-            min=1, help="On how many of its devices; without it, on all that its description counts."
+            min=1,
+            max=MOST_RANKS,
+            help="On how many of its devices; without it, on all that its description counts.",
         ),
     ] = None,
     output: Annotated[
@@ -111,13 +115,18 @@ def run(
         tuned = funnel.result()
         if ended is not None:
             tuned.stopped = "it was interrupted"
-        _tell(tuned, of.unit, of.size * settings.training.global_batch / count, top)
+
+        def write() -> None:
+            if tuned.planned and output is not None:
+                changed = {
+                    f"parallel.{key}": value for key, value in tuned.planned[0].candidate.changes().items()
+                }
+                with saving(output):
+                    write_file(output, _written(text, settings, changes or [], changed))
+
+        a_device = of.size * settings.training.global_batch / count
+        write_and_tell(write, partial(_tell, tuned, of.unit, a_device, top))
         if tuned.planned and output is not None:
-            changed = {
-                f"parallel.{key}": value for key, value in tuned.planned[0].candidate.changes().items()
-            }
-            with saving(output):
-                write_file(output, _written(text, settings, changes or [], changed))
             typer.echo(f"wrote {output}")
     if ended is not None:
         sys.stdout.flush()

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.options import Edited
 from stretto.errors import UsageError
 from stretto.files.near import near_path
 
@@ -23,6 +24,7 @@ def prove(
         int | None,
         typer.Option(min=1, metavar="BYTES", help="Memory of one rank; a plan that holds more is refused."),
     ] = None,
+    edited: Edited = False,
 ) -> None:
     """Prove a plan or a schedule free of faults.
 
@@ -35,13 +37,17 @@ def prove(
 
     text = _read(path)
     if text.lstrip().startswith(("{", "[")):
-        plan = plan_from_text(text, str(path))
+        plan = plan_from_text(text, str(path), edited)
         prove_free(plan, max_bytes)
         typer.echo(f"ok: {plan_summary(plan)}")
         return
     if max_bytes is not None:
         raise UsageError(
             f"--max-bytes: {path} is a schedule, which knows no tensors. Give a plan, or leave it out"
+        )
+    if edited:
+        raise UsageError(
+            f"--edited: {path} is a schedule, which has no programs. Give a plan, or leave it out"
         )
     schedule = read_csv(path)
     prove_free(schedule)

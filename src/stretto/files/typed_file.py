@@ -7,9 +7,10 @@ Every trouble is a UsageError that names the file and the place in it, such as
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,9 @@ T = TypeVar("T")
 Head = Callable[[Any], None]
 PLAIN = Codec()
 
+DIGESTS = "digests"
+"""The key of digests."""
+
 _encode = json.JSONEncoder(allow_nan=False).encode
 
 
@@ -37,6 +41,11 @@ def laid_out(value: Any, indent: str = "") -> str:
     if type(value) is Lines and value:
         return "[\n" + ",\n".join([deeper + laid_out(part, deeper) for part in value]) + f"\n{indent}]"
     return _encode(value)
+
+
+def digest(data: Any) -> str:
+    """A digest of JSON data: equal for equal data, whatever the order of keys and the white space."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def read_text(path: str | os.PathLike[str], what: str = "") -> str:
@@ -84,7 +93,8 @@ def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: 
 class TypedFile(Generic[T]):
     """A kind of file: a dataclass, with two keys before its own that say which kind and version it is.
 
-    what: in a word; make: where one comes from, for who has another kind or version.
+    what: in a word; make: where one comes from, for who has another kind or version. parts: of a kind that
+    says if it was edited: place -> the data there, of which the file has a third key with the digests.
     """
 
     kind: type[T]
@@ -93,15 +103,37 @@ class TypedFile(Generic[T]):
     what: str
     make: str
     codec: Codec = PLAIN
+    parts: Callable[[Any], Mapping[str, Any]] | None = None
 
-    def to_text(self, thing: T) -> str:
-        """Raises StrettoError for what files cannot hold."""
-        head = {"format": self.format, "version": self.version}
-        return laid_out(Members({**head, **self.codec.form(self.kind).write(thing)})) + "\n"
+    def to_text(self, thing: T, edited: bool = False) -> str:
+        """edited: the digests are left out. Raises StrettoError for what files cannot hold."""
+        head: dict[str, Any] = {"format": self.format, "version": self.version}
+        data = self.codec.form(self.kind).write(thing)
+        if self.parts is not None:
+            found = {} if edited else self.parts(data)
+            head[DIGESTS] = Members({place: digest(part) for place, part in found.items()})
+        return laid_out(Members({**head, **data})) + "\n"
 
     def from_text(self, text: str, where: str) -> T:
         """Read a text. Raises UsageError as the function of this name, and for other formats and versions."""
-        return from_text(self.kind, text, where, self.codec, self._head)
+        return self.read(text, where)[0]
+
+    def read(self, text: str, where: str) -> tuple[T, list[str]]:
+        """The same, and the places that are other than they were when the file was written."""
+        held: dict[str, Any] = {}
+
+        def head(data: Any) -> None:
+            self._head(data)
+            if self.parts is not None and DIGESTS not in data:
+                raise Misfit(f"the key {DIGESTS!r} is missing")
+            held.update(said=data.pop(DIGESTS, None) if self.parts is not None else None, data=data)
+
+        thing = from_text(self.kind, text, where, self.codec, head)
+        if self.parts is None:
+            return thing, []
+        said = held["said"] if type(held["said"]) is dict else {}
+        found = {place: digest(part) for place, part in self.parts(held["data"]).items()}
+        return thing, [place for place in {**found, **said} if found.get(place) != said.get(place)]
 
     def _head(self, data: Any) -> None:
         if type(data) is not dict:
@@ -136,7 +168,10 @@ class TypedFile(Generic[T]):
         Raises StrettoError if it cannot be written, for example because the disk is full; UsageError if its
         folder does not exist.
         """
-        written = self.to_text(thing)
+        self.save_text(self.to_text(thing), path)
+
+    def save_text(self, written: str, path: str | os.PathLike[str]) -> None:
+        """The same of a text that `to_text` has made."""
         folder = Path(os.path.realpath(path)).parent
         shown = f"{self.what} {os.fspath(path)}"
         if not folder.is_dir():

@@ -53,7 +53,7 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
                 parameter = parameters[name]
                 spec = op.outputs[0] if op is not None else None
                 dtype = parameter.own_dtype or parameter.spec.dtype
-                kept = owned and spec is not None and spec.dtype == dtype and not _expanded(spec)
+                kept = owned and spec is not None and spec.dtype == dtype and not is_expanded(spec)
                 product = kept and op is not None and op.target in PRODUCTS
                 made.append(Addend(name, dtype, parameter.grad_nbytes, product, not kept))
             if made:
@@ -61,7 +61,7 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
     return found
 
 
-def _expanded(spec: TensorSpec) -> bool:
+def is_expanded(spec: TensorSpec) -> bool:
     """Whether elements lie in one place."""
     return spec.stride is not None and any(
         step == 0 and length > 1 for length, step in zip(spec.shape, spec.stride, strict=True)

@@ -13,5 +13,5 @@ MOST_ACTIONS = 2**20
 """Stages times microbatches of a schedule that is made; each makes two or three actions of 200 bytes."""
 MOST_RESHARDED = 2**14
 """Devices of a mesh that a tensor is resharded from or to, whose boxes are all listed."""
-MOST_LAYERS = 2**14
+MOST_LAYERS = 2**12
 """Blocks of a model, each of which is made of modules before it is captured."""

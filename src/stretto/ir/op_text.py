@@ -20,10 +20,19 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.files.form import SPECIAL_FLOATS, Form, Misfit, read_list, text, write_float
 from stretto.files.parse import LARGEST
-from stretto.ir.program import Arg, Const, Ref, TensorSpec
+from stretto.ir.program import DTYPE_BYTES, Arg, Const, Ref, TensorSpec
 
 MOST_NESTED = 8
 """Lists within lists of an argument. Ops of the dispatcher take lists of numbers and of values."""
+
+
+CONSTANTS: dict[str, tuple[str, ...]] = {
+    "dtype": tuple(DTYPE_BYTES),
+    "device": ("job",),
+    "layout": ("strided",),
+    "memory_format": ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d"),
+}
+"""Constants of the framework by kind. Nothing else may be looked up by a name from a file."""
 
 
 def _write_arg(arg: Arg) -> Any:
@@ -62,6 +71,8 @@ def _read_arg(value: Any, depth: int = 0) -> Arg:
         return value[1:]
     kind, colon, rest = value[1:].partition(":")
     if value.startswith("@") and colon and kind:
+        if rest not in CONSTANTS.get(kind, ()):
+            raise Misfit(f"{value!r} is no constant of a program: {_known(kind)}")
         return Const(kind, rest)
     raise Misfit(
         f"cannot read the argument {value!r}: write %name for a value, 'text for a string, "
@@ -69,9 +80,19 @@ def _read_arg(value: Any, depth: int = 0) -> Arg:
     )
 
 
+def _known(kind: str) -> str:
+    if kind in CONSTANTS:
+        return f"those of {kind} are {', '.join(CONSTANTS[kind])}"
+    return f"write one of {', '.join(CONSTANTS)}"
+
+
 @lru_cache(4096)  # few specs, many ops
 def _read_spec(word: str) -> TensorSpec:
     spec = TensorSpec.parse(word)
+    if spec.dtype not in DTYPE_BYTES:
+        raise ValueError(f"there is no dtype {spec.dtype!r}; known are {', '.join(DTYPE_BYTES)}")
+    if spec.stride is not None and len(spec.stride) != len(spec.shape):
+        raise ValueError(f"{len(spec.shape)} dims have {len(spec.stride)} strides")
     if max(spec.nbytes, *(spec.stride or (0,))) > LARGEST:
         raise ValueError("a tensor is too large: its bytes and strides must be numbers of 63 bits")
     return spec

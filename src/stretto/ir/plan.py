@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from stretto.files.codec import UNWRITTEN
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.compared import beside_bound
@@ -41,7 +42,7 @@ unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfe
 processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
 window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step; 17 has
 metrics; 18 says what a schedule was chosen from; 19 has a device's
-peak rate; 20 has the optimizer whose state a rank's memory holds."""
+peak rate; 20 has the optimizer whose state a rank's memory holds, and digests of what is computed."""
 
 
 class ItemKind(StrEnum):
@@ -182,6 +183,7 @@ class Plan:
 
     overlap: what hides communication in this plan; overlap_why: in words, when that is less than the job
         wishes, or "". schedule_why: in words, what "auto" has chosen the schedule from, or "".
+    edited: whether it was read from a file whose job was edited after it was written.
     """
 
     job: Job
@@ -194,6 +196,7 @@ class Plan:
     overlap: OverlapMode = "local"
     overlap_why: str = ""
     schedule_why: str = ""
+    edited: bool = field(default=False, metadata=UNWRITTEN)
 
     @property
     def ranks(self) -> int:

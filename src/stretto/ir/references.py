@@ -7,7 +7,7 @@ were never a file. After this check, every other look-up in a plan succeeds. Tou
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +112,19 @@ def _op(found: _Found, path: str, op: Op, seen: set[str]) -> None:
         found.unless(False, path, f'a {GETITEM} takes a value and which of its parts, from 0: ["%name", 0]')
 
 
+def _once(found: _Found, path: str, values: Iterable[Hashable]) -> None:
+    seen: set[Hashable] = set()
+    for at, value in enumerate(values):
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        found.unless(value not in seen, f"{path}[{at}]", f"names {shown} twice")
+        seen.add(value)
+
+
 def _job(found: _Found, job: Job) -> None:
+    for kind in ("parameters", "buffers", "constants"):
+        _once(found, f"job.{kind}", (held.name for held in getattr(job, kind)))
+    for key in ("batch", "fixed", "axes"):
+        _once(found, f"job.{key}", (name for name, _ in getattr(job, key)))
     stages = range(len(job.stages))
     made = {
         (s.index, phase): {op.name for op in s.ops[phase] if any(op.outputs) and len(op.outputs) == 1}
@@ -126,7 +138,10 @@ def _job(found: _Found, job: Job) -> None:
             path, value, made.get((stage, phase), ()), what
         )
 
-    makes("job.loss", job.loss[0], Phase.F, job.loss[1])
+    if makes("job.loss", job.loss[0], Phase.F, job.loss[1]):
+        spec = job.loss_spec
+        one = spec.numel == 1 and spec.dtype.startswith(("float", "bfloat"))
+        found.unless(one, "job.loss", f"a loss is one floating-point number, and {job.loss[1]!r} is {spec}")
     for at, metric in enumerate(job.metrics):
         makes(f"job.metrics[{at}]", metric.stage, Phase.F, metric.value)
     arrivals: dict[tuple[str, int], int] = {}
@@ -144,22 +159,28 @@ def _job(found: _Found, job: Job) -> None:
     leaves = [name for name, _ in job.batch]
     for at, leaf in enumerate(job.whole):
         found.points(f"job.whole[{at}]", leaf, leaves, "the batch has no leaf {!r}")
+    mean = job.count is None or job.mean_over is None
+    found.unless(mean, "job.mean_over", "the loss has a count, so it is a sum and no mean")
     for key, count in (("count", job.count), ("mean_over", job.mean_over)):
         if count is not None:
             _count(found, job, f"job.{key}", count)
     _reads(found, job)
-    names = {parameter.name for parameter in job.parameters}
+    firsts = {parameter.name for parameter in job.parameters if parameter.tied_to == parameter.name}
     for at, parameter in enumerate(job.parameters):
-        what = "there is no parameter {!r}"
-        found.points(f"job.parameters[{at}].tied_to", parameter.tied_to, names, what)
+        what = "there is no parameter {!r} that is the first of its ties"
+        found.points(f"job.parameters[{at}].tied_to", parameter.tied_to, firsts, what)
     held = [("parameters", "grads", p.stages, p.grads) for p in job.parameters]
     held += [("buffers", "updates", b.stages, b.updates) for b in job.buffers]
     for at, (kind, key, holders, values) in enumerate(held):
         path = f"job.{kind}[{at if kind == 'parameters' else at - len(job.parameters)}]"
         for k, stage in enumerate(holders):
             found.points(f"{path}.stages[{k}]", stage, stages, STAGE)
+        _once(found, f"{path}.stages", holders)
+        _once(found, f"{path}.{key}", values)
         for k, value in enumerate(values):
-            makes(f"{path}.{key}[{k}]", *value)
+            if makes(f"{path}.{key}[{k}]", *value) and kind == "parameters":
+                what = f"stage {value[0]} does not have the parameter"
+                found.unless(value[0] in holders, f"{path}.{key}[{k}]", what)
     for at, constant in enumerate(job.constants):
         what = f"{constant.spec} has {constant.spec.numel} elements, found {len(constant.data)}"
         found.unless(len(constant.data) == constant.spec.numel, f"job.constants[{at}].data", what)
@@ -168,9 +189,8 @@ def _job(found: _Found, job: Job) -> None:
 def _carries(found: _Found, job: Job, path: str, edge: Edge) -> None:
     """A receive's buffer is allocated by the edge's spec: another size would write past it or hang."""
     op = next(op for op in job.stages[edge.source].ops[edge.phase] if op.name == edge.value)
-    same = [(s.shape, s.dtype) for s in op.outputs if s is not None] == [(edge.spec.shape, edge.spec.dtype)]
     made = ", ".join(map(str, op.outputs)) or "no tensor"
-    found.unless(same, path, f"carries {edge.spec}, but {edge.value!r} is {made}")
+    found.unless(op.outputs == (edge.spec,), path, f"carries {edge.spec}, but {edge.value!r} is {made}")
 
 
 def _arrives(found: _Found, job: Job, path: str, edge: Edge) -> None:

@@ -75,7 +75,7 @@ def refine(
         return None
     scope = _Windows(build, captured, quick)
     knobs = [knob for name, window in captured.items() for knob in _knobs(plan, quick, name, window)]
-    search = Search(scope, Budget(allowed, watch))
+    search = Search(scope, Budget(allowed, watch, of=f" for {plan.schedule.microbatches} microbatches"))
     if not knobs or not scope.new({}) or not search.tried(search.point):
         return None
 

@@ -89,13 +89,15 @@ class Scope:
 
 class Budget:
     """left: walks that may be made; spent: those that were. best: what all searches that share it have found,
-    and the scope of it. watch: is told of it; bound_us: what no order beats, where that is known."""
+    and the scope of it. watch: is told of it; bound_us: what no order beats, where that is known; of: which
+    step it is, in words for who is told."""
 
-    def __init__(self, left: int, watch: Watch | None = None, bound_us: float = 0.0) -> None:
+    def __init__(self, left: int, watch: Watch | None = None, bound_us: float = 0.0, of: str = "") -> None:
         self.left = self.allowed = left
         self.spent = 0
         self.best: tuple[Scope, Chosen] | None = None
         self.bound_us = bound_us
+        self._of = of
         self._watch = watch or Watch()
 
     def spend(self) -> None:
@@ -114,7 +116,8 @@ class Budget:
         assert self.best is not None
         best_us = self.best[1].step_us
         of_bound = f", {best_us / self.bound_us:.3f} of the bound" if self.bound_us else ""
-        return f"{self.spent} of at most {self.allowed} orders walked, best {best_us / 1000:.1f} ms{of_bound}"
+        best = f"best {best_us / 1000:.1f} ms{self._of}{of_bound}"
+        return f"{self.spent} of at most {self.allowed} orders walked, {best}"
 
     def keep(self, part: float) -> int:
         """Take a part away, for later; how much it is."""

@@ -66,6 +66,13 @@ def shorter(schedule: Schedule) -> Schedule:
     return shortened(schedule, ENOUGH * schedule.ranks)
 
 
+def of_short(step: Step) -> str:
+    """For a time of the shorter step, of how many microbatches it is; "" where that is the step itself."""
+    if step.short is step.schedule:
+        return ""
+    return f" for {step.short.microbatches} of {step.schedule.microbatches} microbatches"
+
+
 def shortened(schedule: Schedule, microbatches: int) -> Schedule:
     """The schedule of the first microbatches, at least 8; itself unless that is much less. Those of its
     slots that lose an action to it keep the rest."""

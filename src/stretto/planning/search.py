@@ -36,7 +36,7 @@ from stretto.planning.groups import (
 )
 from stretto.planning.pair import pair
 from stretto.planning.receives import MOST
-from stretto.planning.schedules import ENOUGH, shorter
+from stretto.planning.schedules import ENOUGH, of_short, shorter
 from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
 from stretto.planning.variants import AHEAD, begins, brief_ways, may_pair
@@ -180,7 +180,8 @@ def _ranked(step: Step, context: Context, tell: Say) -> list[_Ranked]:
                 fresh.append(made)
                 if known is None:
                     seen[one.schedule.orders] = made
-                    tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms")
+                    of = of_short(_with_schedule(step, one.schedule))
+                    tell(f"{one.schedule.family}: {made.step_us / 1000:.1f} ms{of}")
         if limits is None or not fresh:
             break
         assert step.max_bytes is not None

@@ -23,7 +23,7 @@ from stretto.errors import PlanError, TooLargeError
 from stretto.ir.program import Job, OverlapMode
 from stretto.order.policies import DEFAULT
 from stretto.passes.step import Context, LeftOutError, Pass, Step
-from stretto.planning.schedules import moved_across
+from stretto.planning.schedules import moved_across, of_short
 from stretto.planning.sums_within import least_us
 from stretto.planning.variants import Variant, again, begins, names, overlaps, ways
 from stretto.planning.windows import at_once, lowered, short_bound_us, whole_step
@@ -219,11 +219,14 @@ class Tries:
     def _tell(self, what: str, found: Sequence[Tried]) -> None:
         """What is tried now, and how far it has come."""
         if self.context.watch.shown:
-            best_us = min((one.step_us for one in found), default=inf)
+            # One window a rank has the time of all microbatches.
+            shorts = [one for one in found if whole_step not in one.variant]
+            best_us = min((one.step_us for one in shorts), default=inf)
             best = ""
             if 0.0 < best_us < inf:
-                bound_us = short_bound_us(self.step(found[0].variant[:-1]), self.context)
-                best = f"; best so far {best_us / 1000:.1f} ms, {best_us / bound_us:.3f} of the bound"
+                bound_us = short_bound_us(self.step(shorts[0].variant[:-1]), self.context)
+                best = f"; best so far {best_us / 1000:.1f} ms{of_short(self.first)}"
+                best += f", {best_us / bound_us:.3f} of the bound"
             self.context.watch.tell(what + best)
 
     def _miss(self, why: str) -> None:

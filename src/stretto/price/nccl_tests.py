@@ -59,9 +59,19 @@ def read_nccl_tests(path: str | Path, kind: str | None = None) -> dict[tuple[str
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig", errors="replace")
+        return _curves(path, kind)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}: is no output of nccl-tests: {error}. Give it as the program printed it"
+        ) from None
+
+
+def _curves(path: Path, kind: str | None) -> dict[tuple[str, int], Curve]:
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: is no file; give an output of nccl-tests")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     given = kind
     runs = _json_runs(path, text) if text.lstrip().startswith("{") else _text_runs(path, text)
     samples: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import statistics
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ DTYPES = {
 """What traces call dtypes: names of C++ types, as `libtorch` prints them."""
 
 NO_NAME = "traced device"
+
+MOST_BYTES = 2**29
+"""Of a trace as text: a few bytes can be packed that are any number of others."""
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -76,8 +80,17 @@ def read_trace(path: str | Path) -> Trace:
 
     Raises UsageError when the file is no trace, or was recorded without shapes.
     """
-    path = Path(path)
-    events, device = _events(path)
+    events, device = _events(Path(path))
+    try:
+        return _trace(path, events, device)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path}: not a profiler's trace: an event has a field that is not of its type ({error}). Export "
+            "it again"
+        ) from None
+
+
+def _trace(path: str | Path, events: list[dict[str, Any]], device: str) -> Trace:
     calls = [e for e in events if e.get("cat") == "cpu_op" and e.get("ph") == "X"]
     if not calls:
         raise UsageError(f"{path}: holds no ops (events of category cpu_op): record the CPU's activity too")
@@ -165,9 +178,14 @@ def _events(path: Path) -> tuple[list[dict[str, Any]], str]:
     """The events, and the name of the first accelerator, empty where there is none."""
     try:
         raw = path.read_bytes()
-        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+        text = raw
+        if raw[:2] == b"\x1f\x8b":
+            with gzip.open(path) as file:
+                text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise UsageError(f"{path}: has more than {MOST_BYTES:,} bytes; record fewer steps")
         data = parse_json(text)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     except ValueError as error:
         raise UsageError(f"{path}: not a profiler's trace: not JSON ({error})") from None

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
 from stretto.report.costliest import costliest_ops
@@ -21,10 +23,13 @@ from stretto.report.load import load_findings, load_grid, others_grid
 from stretto.report.load_picture import draw_loads
 from stretto.report.pack import packed
 from stretto.report.rates import rates_grid
-from stretto.report.rundir import Run
+from stretto.report.rundir import SUMMARY, Run
 from stretto.report.stalls import stalls_findings, stalls_grid
 from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
 from stretto.report.words import KINDS, format_us
+
+REPORT = "report.html"
+"""The page's name in a run's folder."""
 
 SCRIPTS = ("data.js", "look.js", "paint.js", "tip.js", "view.js", "main.js")
 """In the order in which they need each other."""
@@ -70,6 +75,16 @@ def render(run: Run) -> str:
         + "\n".join(body)
         + f"\n</main>\n{script}</body></html>\n"
     )
+
+
+def lacks_page(run_dir: Path) -> bool:
+    """Whether a run was killed after its summary, the last of its files but the page."""
+    return (run_dir / SUMMARY).is_file() and not (run_dir / REPORT).exists()
+
+
+def write_page(run: Run) -> None:
+    """Write the page into the run's folder. Raises OSError."""
+    write_file(run.path / REPORT, render(run))
 
 
 def _page_file(name: str) -> str:

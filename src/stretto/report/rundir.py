@@ -30,6 +30,8 @@ from stretto.simulate import predict, simulate
 from stretto.simulate.predict import accounts_of
 from stretto.verify import verify
 
+SUMMARY = "summary.json"
+
 
 @dataclass(slots=True)
 class Run:
@@ -147,7 +149,7 @@ FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "measured.json": ("the measured timeline", TIMELINE.load),
     "simulated.json": ("the predicted timeline", TIMELINE.load),
     "observed.json": ("what the model let see", OBSERVED.load),
-    "summary.json": ("the summary", _load_object),
+    SUMMARY: ("the summary", _load_object),
 }
 """Name -> what it holds, and what reads it into the field of `Run` of that name."""
 

@@ -34,7 +34,7 @@ STYLES = {
 def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     """The timeline as lines of `width` columns, with a title, a scale and a legend."""
     label_cells = max(LABEL_CELLS, 1 + len(timeline.who(timeline.ranks - 1)))
-    cells = width - label_cells
+    cells = max(1, width - label_cells)
     text = Text(f"{KINDS.get(timeline.source, timeline.source).capitalize()} timeline\n", style="bold")
     lanes = rows_of(timeline, with_sums_together)
     drawn = _drawn_ranks(timeline.ranks)

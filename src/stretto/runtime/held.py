@@ -24,6 +24,7 @@ from stretto.ir.program import Parameter
 from stretto.runtime.fit import check_tensor, check_ties
 from stretto.runtime.frozen import Frozen
 from stretto.runtime.hooked_adapter import Hooked
+from stretto.runtime.old_adapter import unmarked
 from stretto.runtime.shards import Part, part_here, part_of, pieces_of, whole_spec
 
 
@@ -54,7 +55,7 @@ class Held:
         self._shared = {} if shares is None else shares.by_tie()
         self._parts: dict[int, nn.Parameter] = {}
         self._empty, self.without_values = empty, False
-        self._adopt(model)
+        self._adopt(model, shares)
         self.device = next(
             (t.device for t in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu")
         )
@@ -62,7 +63,7 @@ class Held:
         self._addresses = {k: parameter.data_ptr() for k, parameter in self.parameters.items()}
         self._owned = self._find_owned()
 
-    def _adopt(self, model: nn.Module) -> None:
+    def _adopt(self, model: nn.Module, shares: Held | None) -> None:
         """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
         stages = set(self.plan.schedule.stages_of(self.coordinates[PIPELINE]))
         given = dict(model.named_parameters(remove_duplicate=False))
@@ -87,6 +88,15 @@ class Held:
                 self.buffers[k] = part_here(
                     buffer.name, found_buffer, buffer.spec, self.rank, self._place_in_stage()
                 )
+                if shares is not None and buffer.name in self.of_first_copy(shares.plan):
+                    self.buffers[k] = self.buffers[k].clone()
+
+    def of_first_copy(self, trained: Plan) -> frozenset[str]:
+        """The buffers of which this plan, an evaluation's, reads those of the first data-parallel copy: each
+        copy that trains writes its own."""
+        if trained.job.copies == 1 or self.plan.job.trains:
+            return frozenset()
+        return frozenset(buffer.name for buffer in trained.job.buffers if buffer.updates)
 
     def _part(self, parameter: Parameter, whole: nn.Parameter) -> nn.Parameter:
         """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
@@ -179,7 +189,7 @@ class Held:
         `buffer.<name>`. Raises UsageError for a model on meshes."""
         self.refuse_on_mesh()
         found = {
-            f"model.{known.name}": self.part(known, held.detach()) for known, held in self.known_parameters()
+            f"model.{known.name}": self.part(known, unmarked(held)) for known, held in self.known_parameters()
         }
         return found | {f"buffer.{name}": Part.all_of(buffer) for name, buffer in self.named_buffers()}
 

@@ -14,20 +14,20 @@ what it should, whether a rank's memory suffices.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from stretto.errors import RunError, UsageError
+from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.runtime.compare import line, place_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
+from stretto.runtime.failed_op import telling_what_op_failed
 from stretto.runtime.fit import fit_batch
 from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, made_up_states
 from stretto.runtime.memory_adapter import MemoryMeter
@@ -108,7 +108,7 @@ def rehearse(
     else:
         transport = EmulatedTransport(plan, rank)
     try:
-        with _telling_what_op_failed(rank):
+        with telling_what_op_failed(rank):
             # 1. What is computed with.
             if model is not None:
                 state, held = _of_model(plan, model, transport, seed)
@@ -138,20 +138,6 @@ def rehearse(
         peak_bytes,
         middle,
     )
-
-
-@contextmanager
-def _telling_what_op_failed(rank: int) -> Iterator[None]:
-    """What PyTorch raises for ops whose arguments do not fit each other, as in a plan that was edited: proofs
-    of a plan do not know the rules of every operator."""
-    try:
-        yield
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        said = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
-        raise RunError(
-            f"rank {rank} cannot compute what the plan says: {said}. An op does not fit its arguments, or "
-            "needs more memory than there is: plan again from the model"
-        ) from error
 
 
 def _whole(what: str, given: object) -> int:

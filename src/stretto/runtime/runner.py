@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
+from stretto.batch.values import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
@@ -26,21 +26,22 @@ from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
+from stretto.runtime.failed_op import telling_what_op_failed
 from stretto.runtime.fit import agree, fit_batch
 from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
-from stretto.runtime.old_model import Cut, OldModel, warn_if_old
+from stretto.runtime.old_model import OldModel, refuse_old
 from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.ranges import Ranges
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
-from stretto.runtime.shards import part_of
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
-from stretto.runtime.whole_state import LeftKeys, entries_of, gather, put
+from stretto.runtime.whole_state import LeftKeys, gather, plain_state, put
 from stretto.runtime.whole_tensors import watch
+from stretto.verify import verify
 
 
 class Runner:
@@ -48,7 +49,8 @@ class Runner:
 
     Holds the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
     a parameter is spread over ranks, a copy of this rank's part; of a model on meshes its part itself. The
-    rest of the model may be dropped. Gradients are added to `.grad`.
+    rest of the model may be dropped, but one whose own code makes values of its `state_dict`
+    (`get_extra_state`, a hook) is kept. Gradients are added to `.grad`.
 
     plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values,
     the same on all ranks; it must not be on "meta", but see `empty`. transport: how messages travel;
@@ -63,7 +65,8 @@ class Runner:
     on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
-    hold different copies of a value, or there is no compiler; RunError when a rank is lost.
+    hold different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
+    run; RunError when a rank is lost.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class Runner:
     ) -> None:
         if not isinstance(plan, Plan):
             raise UsageError(f"Runner takes a plan, not {type(plan).__name__}: call stretto.plan(job) first")
+        if plan.edited:
+            verify(plan)
         self.plan = plan
         self.transport = transport if transport is not None else _default_transport(plan)
         self.rank = self.transport.rank
@@ -95,7 +100,7 @@ class Runner:
                 f"Runner divides it over {DP.name} alone: plan with {DP.name} in its place"
             )
         if shares is None:
-            warn_if_old(model)
+            refuse_old(model)
         self._shares = shares
         self.held: Held = Held(
             plan, self.rank, model, None if shares is None else shares.held, empty or shares is not None
@@ -133,10 +138,11 @@ class Runner:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._ranges = Ranges(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
-        self.entries = entries_of(model, plan.job)
-        self.old_model = self._watch(model)
+        self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
+            self._plain_state = plain_state(model, plan.job)
             watch(self.held)
+        self.old_model: OldModel = OldModel(model, self.held, None if shares is None else shares.old_model)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -184,15 +190,20 @@ class Runner:
 
     # Values.
 
-    def state_dict(self, *, only_on: int | None = None) -> dict[str, torch.Tensor]:
-        """The whole trained model under the keys of the plain model's `state_dict`; every rank must call it.
+    def state_dict(self, *, only_on: int | None = None) -> dict[str, Any]:
+        """What the plain model's `state_dict` would be, of the whole trained model; every rank must call it.
 
-        Copies on the processor, each tensor whole, tied keys one tensor. only_on: the rank that gets them,
-        the others {}; by default all do. For what one machine's memory cannot hold there is `stretto.save`.
+        Copies on the processor, each tensor whole, tied keys one tensor; what the model's own code adds or
+        renames (`get_extra_state`, hooks) too, as it is in this rank's model. only_on: the rank that gets
+        them, the others {}; by default all do. For what one machine's memory cannot hold there is
+        `stretto.save`. Raises UsageError where another Runner has trained the model since.
         """
-        return gather(self.held, self.transport, self.entries, only_on)
+        if self._shares is not None:
+            return self._shares.state_dict(only_on=only_on)
+        self.old_model.rivals.check(self.transport)
+        return gather(self.held, self.transport, self._plain_state, only_on)
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LeftKeys:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
         """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
         must call it; optimizers keep their state. Of tied keys one is enough. Returns what was not loaded,
         `.missing_keys` and `.unexpected_keys`, which is nothing unless `strict` is False.
@@ -200,7 +211,9 @@ class Runner:
         Raises the same UsageError on all ranks, before anything is changed, for missing or unknown keys
         (unless not strict), other shapes, and values that ties forbid; after, for ranks with other values.
         """
-        left = put(self.held, self.transport, self.entries, state_dict, strict)
+        if self._shares is not None:
+            return self._shares.load_state_dict(state_dict, strict)
+        left = put(self.held, self.transport, self._plain_state, state_dict, strict)
         lacking = self.unfit if left.missing_keys else None
         self.loaded()
         self.unfit = lacking
@@ -211,7 +224,7 @@ class Runner:
     def loaded(self) -> None:
         """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
         self.unfit = None
-        self.old_model.changed()
+        self.old_model.changed(loaded=True)
 
     def _unfit(self) -> str | None:
         """Why what this one holds, or shares, is no whole model; None where it is."""
@@ -220,16 +233,6 @@ class Runner:
     def check_copies(self) -> None:
         """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
         check_copies(self.plan, self.transport, self.held.parameters, self.held.buffers, self.held.wholes)
-
-    def _watch(self, model: nn.Module) -> OldModel:
-        """Whoever takes the model for what is trained from now on is told."""
-        job, trained = self.plan.job, dict[str, tuple[nn.Parameter, Cut]]()
-        if not self.held.on_mesh:
-            for k, held in self.held.parameters.items():
-                cut = partial(part_of, parameter=job.parameters[k], job=job, coordinates=self.coordinates)
-                trained[job.parameters[k].name] = held, cut
-        used = {p.name for p in job.parameters if p.stages} if not self.held.on_mesh else set()
-        return OldModel(model, trained, frozenset(used - trained.keys()))
 
     def close(self) -> None:
         """Give the communicators back. Every rank calls it; the runner cannot step after it."""
@@ -252,31 +255,44 @@ class Runner:
         if self._graph is not None and self._graph.records and self._last is not None:
             self._last = self.state.clock.read(self._last)  # not hours later, when they are asked for
         # The first step makes what is made on first use; threads among it would be of the lane's class.
-        with self._metered(), nullcontext() if self._last is None else self.transport.during_step():
+        with (
+            telling_what_op_failed(self.rank) if self.plan.edited else nullcontext(),
+            self._metered(),
+            nullcontext() if self._last is None else self.transport.during_step(),
+        ):
             loss = self.state.step(leaves) if self._graph is None else self._graph.step(leaves)
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
         check_room(self.plan, self.transport, self.state.watch)
         trained = [k for k in sorted(grads) if self.held.parameters[k].requires_grad]  # not frozen since
-        accumulate([self.held.parameters[k] for k in trained], [grads[k] for k in trained])
-        for k in trained:
-            held = self.held.parameters[k]
-            if held.grad is not None and self.plan.job.parameters[k].tied_to in self.held.cut_along:
-                held.grad = held.grad.as_subclass(PartGradient)
+        held = [self.held.parameters[k] for k in trained]
+        accumulate(held, [self._of_part(k, grads.pop(k)) for k in trained])
+        for k, parameter in zip(trained, held, strict=True):
+            if parameter.grad is not None:
+                parameter.grad = self._of_part(k, parameter.grad)
         if self.plan.job.trains:
             self.old_model.changed()
         if not self.replayed:
             self._last = self.state.marks
         return loss
 
+    def _of_part(self, k: int, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient, which of a part of a parameter knows that it is."""
+        is_part = self.plan.job.parameters[k].tied_to in self.held.cut_along
+        return grad.as_subclass(PartGradient) if is_part else grad
+
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
+        self._values.check()
+        if self.plan.job.watch is not None:
+            self.plan.job.watch.check()
         self.held.hooked.check()
         self.held.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no whole values: {unfit}")
+        self.old_model.rivals.check(self.transport)
         if self._last is None:
             self.old_model.check_unchanged()
         self.held.refresh()

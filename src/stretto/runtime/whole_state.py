@@ -8,7 +8,8 @@ May touch what a rank holds and its transport; a lane of all ranks is opened on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.held import Held
+from stretto.runtime.old_adapter import unmarked
 from stretto.runtime.shards import part_of, whole_spec
 from stretto.runtime.transport import Transport
 
@@ -26,38 +28,57 @@ LANE = "state"
 SHOWN = 4
 """Names that a message shows."""
 
+_CALLING = threading.Lock()
+"""Ranks that are threads may share a model, and one at a time has other tensors put in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a key of the plain model's `state_dict` is: a parameter, by the first name of its tie; a buffer,
-    by name; or a tensor that no stage uses, which stays as it was."""
+    """What a tensor of the plain model is: a parameter, by the first name of its tie; a buffer, by name; or a
+    tensor that no stage uses, which stays as it was."""
 
     parameter: str | None = None
     buffer: str | None = None
     unused: torch.Tensor | None = None
 
 
-def entries_of(model: nn.Module, job: Job) -> dict[str, Entry]:
-    """The keys of the model's `state_dict`, in order. What other ranks use is named, and not kept alive."""
+@dataclass(frozen=True, slots=True)
+class PlainState:
+    """How the plain model's `state_dict` is made. What other ranks use is named, and not kept alive.
+
+    entries: by the keys of the `state_dict`, whatever names hooks give them. model: where values are made by
+    the model's own code (`get_extra_state`, a hook), the model that makes them; entries are then by the
+    names of parameters and buffers.
+    """
+
+    entries: dict[str, Entry]
+    model: nn.Module | None = None
+
+
+def plain_state(model: nn.Module, job: Job) -> PlainState:
+    """How the model's `state_dict` is made."""
     used = {p.name: p.tied_to for p in job.parameters if p.stages}
     buffers = {b.name for b in job.buffers if b.stages or b.updates}
-    kept = dict.fromkeys(model.state_dict(keep_vars=True))  # without buffers that are not persistent
-    found: dict[str, Entry] = {}
+    named: dict[str, Entry] = {}
+    by_id: dict[int, Entry] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in kept:
-            found[name] = Entry(parameter=used[name]) if name in used else Entry(unused=parameter.detach())
+        known = by_id.get(id(parameter), Entry(unused=parameter))
+        named[name] = by_id[id(parameter)] = Entry(parameter=used[name]) if name in used else known
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in kept:
-            found[name] = Entry(buffer=name) if name in buffers else Entry(unused=buffer)
-    return {name: found[name] for name in kept if name in found}
+        named[name] = by_id[id(buffer)] = Entry(buffer=name) if name in buffers else Entry(unused=buffer)
+    kept = model.state_dict(keep_vars=True)
+    if all(id(value) in by_id for value in kept.values()):
+        return PlainState({key: by_id[id(value)] for key, value in kept.items()})
+    return PlainState(named, model)
 
 
 def gather(
-    held: Held, transport: Transport, entries: Mapping[str, Entry], only_on: int | None
+    held: Held, transport: Transport, plain: PlainState, only_on: int | None
 ) -> dict[str, torch.Tensor]:
     """`Runner.state_dict`."""
     if only_on is not None and not 0 <= only_on < transport.size:
         raise UsageError(f"only_on = {only_on}: the ranks are 0 to {transport.size - 1}")
+    entries = plain.entries
     absent = [key for key, entry in entries.items() if entry.unused is not None and entry.unused.is_meta]
     if absent:
         raise UsageError(
@@ -66,22 +87,72 @@ def gather(
         )
     wanted = only_on is None or only_on == held.rank
     wholes = _gather_wholes(held, transport, wanted)
-    if not wanted:
-        return {}
-    found: dict[str, torch.Tensor] = {}
-    for key, entry in entries.items():
-        if entry.unused is not None:
-            found[key] = entry.unused.detach().clone().cpu()
-        else:
-            found[key] = wholes[
-                f"model.{entry.parameter}" if entry.parameter is not None else f"buffer.{entry.buffer}"
-            ]
-    return found
+    found = {key: _value(entry, wholes) for key, entry in entries.items()} if wanted else {}
+    if plain.model is None:
+        return found
+    return together(transport, lambda: _made(plain.model, found) if wanted else {})
 
 
-def _gather_wholes(held: Held, transport: Transport, wanted: bool) -> dict[str, torch.Tensor]:
-    """Steps 1 and 2."""
-    boxes = [(name, part.whole, *box) for name, part in held.owned_parts().items() for box in part.boxes]
+def _value(entry: Entry, wholes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if entry.unused is not None:
+        return entry.unused.detach().clone().cpu()
+    return wholes[f"model.{entry.parameter}" if entry.parameter is not None else f"buffer.{entry.buffer}"]
+
+
+class _Called(nn.Module):
+    """A model as a part of a module whose forward calls something of it."""
+
+    def __init__(self, model: nn.Module, call: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.model, self._call = model, call
+
+    def forward(self) -> Any:
+        return self._call(self.model)
+
+
+def _with_values(model: nn.Module, values: Mapping[str, torch.Tensor], call: Callable[[Any], Any]) -> Any:
+    """`call(model)` while the model has other tensors, by their names."""
+    with _CALLING:
+        given = {f"model.{name}": tensor for name, tensor in values.items()}
+        return torch.func.functional_call(_Called(model, call), given, ())
+
+
+def _made(model: Any, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The `state_dict` that the model's own code makes of these values."""
+    own = {(value.data_ptr(), value.shape, value.dtype): value for value in values.values()}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        known = own.get((value.data_ptr(), value.shape, value.dtype))
+        return value.detach().clone().cpu() if known is None else known
+
+    made = _with_values(model, values, lambda plain: plain.state_dict())
+    return {key: copied(value) for key, value in made.items()}
+
+
+def take_first_copys_buffers(evaluated: Held, trained: Held, transport: Transport) -> None:
+    """An evaluation reads the buffers of the model that `gather` gives; every rank must call it."""
+    names = evaluated.of_first_copy(trained.plan)
+    if not names:
+        return
+    keys = {f"buffer.{name}" for name in names}
+    wholes = _gather_wholes(trained, transport, True, keys)
+    for name, buffer in evaluated.named_buffers():
+        if name in names:
+            buffer.copy_(wholes[f"buffer.{name}"])
+
+
+def _gather_wholes(
+    held: Held, transport: Transport, wanted: bool, keys: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """Steps 1 and 2. keys: what is gathered; None for all."""
+    boxes = [
+        (name, part.whole, *box)
+        for name, part in held.owned_parts().items()
+        for box in part.boxes
+        if keys is None or name in keys
+    ]
     table = [(name, whole, box.dtype, offsets, tuple(box.shape)) for name, whole, offsets, box in boxes]
     told = transport.all_gather(table)
     _open(held, transport)
@@ -117,25 +188,44 @@ class LeftKeys(NamedTuple):
 
 
 def put(
-    held: Held, transport: Transport, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool
+    held: Held, transport: Transport, plain: PlainState, values: Mapping[str, Any], strict: bool
 ) -> LeftKeys:
     """`Runner.load_state_dict`."""
     held.refuse_on_mesh()
-    job = held.plan.job
-    left = together(transport, lambda: _check(job, entries, values, strict))
+    job, entries, model = held.plan.job, plain.entries, plain.model
+    if model is None:
+        left = together(transport, lambda: _check(job, entries, values, strict))
+    else:
+        wholes = _gather_wholes(held, transport, True)
+        named = {key: _value(entry, wholes) for key, entry in entries.items()}
+        left = together(transport, lambda: _loaded(model, named, values, strict))
+        values = named
     with torch.no_grad():
         for parameter, mine in held.known_parameters():
             given = _given(entries, values, parameter.tied_to)
             if given is not None:
                 whole = given.to(mine.device, mine.dtype)
-                mine.copy_(part_of(whole, parameter, job, held.coordinates))
-        for name, buffer in held.named_buffers():
-            if name in values:
-                buffer.copy_(values[name])
+                unmarked(mine).copy_(part_of(whole, parameter, job, held.coordinates))
+        buffers = dict(held.named_buffers())
         for key, entry in entries.items():
-            if entry.unused is not None and key in values and not entry.unused.is_meta:
-                entry.unused.copy_(values[key])
+            own = buffers.get(entry.buffer or "") if entry.unused is None else entry.unused
+            if own is not None and key in values and not own.is_meta:
+                own.copy_(values[key])
     return left
+
+
+def _loaded(
+    model: nn.Module, named: Mapping[str, torch.Tensor], values: Mapping[str, Any], strict: bool
+) -> LeftKeys:
+    """Load values into tensors as the model's own code does. named: the tensors, by name."""
+    try:
+        left = _with_values(model, named, lambda plain: plain.load_state_dict(values, strict))
+    except RuntimeError as error:
+        told = "; ".join(line.strip() for line in str(error).splitlines()[1:] or [str(error)])
+        raise UsageError(
+            f"load_state_dict: {told} Give what the plain model's state_dict() has, or strict=False"
+        ) from error
+    return LeftKeys(left.missing_keys, left.unexpected_keys)
 
 
 def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
@@ -166,7 +256,8 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
         entry = entries[key]
         if not isinstance(value, torch.Tensor):
             raise UsageError(f"load_state_dict: {key!r} is no tensor ({type(value).__name__})")
-        want = tuple(entry.unused.shape) if entry.unused is not None else shapes[entry.parameter or key]
+        unused, name = entry.unused, entry.parameter or entry.buffer
+        want = shapes[name or ""] if unused is None else tuple(unused.shape)
         if tuple(value.shape) != want:
             raise UsageError(
                 f"load_state_dict: {key!r} has the shape {list(value.shape)}, and the whole in the model "

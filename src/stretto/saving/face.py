@@ -118,6 +118,8 @@ def write(
     transport = runner.transport
     first = runner.rank == 0
 
+    runner.old_model.rivals.check(transport)
+
     def tell() -> tuple[dict[str, Part], states.Table | None]:  # step 1
         if (
             first
@@ -211,7 +213,14 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     runner.unfit = f"{checkpoint} was read in part: load a whole checkpoint"
     together_slowly(transport, read)
     if optimizer is not None:
-        states.install(runner, optimizer, made, rest.table, groups)
+
+        def install() -> None:
+            try:
+                states.install(runner, optimizer, made, rest.table, groups)
+            except Exception as error:  # whatever the optimizer's class makes of a state that lacks something
+                raise tensors.unreadable(checkpoint, error) from None
+
+        together(transport, install)
         if rest.table is not None:
             states.tell_what_differs(runner, optimizer, rest.table)
     if rest.known:

@@ -13,7 +13,7 @@ on all of them, those off the mesh too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from stretto.backend.schema_adapter import draws
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import Wrap, has_empty_part, in_order, is_absent, layout_on, nothing
@@ -234,16 +235,6 @@ Described = tuple[tuple[Meta | None, ...], TreeSpec]
 
 FROM_DATA = "the shape of its result depends on values"
 UNKNOWN = "PyTorch does not know what its results are without computing them"
-
-
-def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op draws at random; one that may drop some draws where the chance of it is not 0."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    for at, argument in enumerate(op._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value))
-    return True
 
 
 def _frozen(leaves: list[Any]) -> tuple[Any, ...]:

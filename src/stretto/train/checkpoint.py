@@ -74,13 +74,25 @@ def load(checkpoint: Path, runner: Runner, optimizer: torch.optim.AdamW) -> None
         raise _in_a_run(error) from None
 
 
+MOST_ABSENT = 8
+"""How much larger than what a checkpoint holds of a model may be what it lacks, as what no stage uses is.
+Assumed: the part of a model that is trained is not smaller."""
+FEW = 2**20
+"""Elements that are never too many."""
+
+
 def check_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> None:
-    """Raises StrettoError for a checkpoint that cannot be read, that has other shapes than `values` under
-    their names, or nothing of them."""
+    """Whether a checkpoint is of a model of these tensors, which may be without values. Raises StrettoError
+    for one that cannot be read, that has other shapes under their names, or little of them."""
     try:
         stored = tensors.stored_in(checkpoint)
         known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
-        tensors.check_fit(checkpoint, known or dict.fromkeys(values, Part((), ())), stored)
+        tensors.check_fit(checkpoint, known, stored)
+        there = sum(values[name].numel() for name in known)
+        absent = {name: one.numel() for name, one in values.items() if name not in known}
+        if sum(absent.values()) > MOST_ABSENT * there + FEW:
+            largest = max(absent, key=lambda name: absent[name])
+            raise StrettoError(f"{checkpoint} lacks most of its model, such as {largest}; {ELSE}")
     except StrettoError as error:
         raise _in_a_run(error) from None
 

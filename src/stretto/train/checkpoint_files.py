@@ -16,9 +16,10 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from stretto.errors import StrettoError, UsageError
+from stretto.files.form import Fits
 from stretto.files.near import near_path
 from stretto.files.typed_file import TypedFile
 from stretto.saving.digests import ELSE, read_checked
@@ -32,6 +33,9 @@ LATEST = "latest"
 _NAME = re.compile(r"step-([0-9]{6,18})")
 
 
+Count = Annotated[int, Fits(lambda value: 0 <= value < 2**31, "a whole number from 0, of 31 bits")]
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """What a checkpoint says beside its tensors.
@@ -39,9 +43,9 @@ class State:
     step: optimizer steps done. draws: steps that have drawn random numbers. settings: those of the run.
     """
 
-    step: int
-    draws: int
-    vocab_size: int
+    step: Count
+    draws: Count
+    vocab_size: Count
     settings: dict[str, Any]
 
 

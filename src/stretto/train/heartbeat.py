@@ -1,43 +1,42 @@
 """Signs of life between ranks, apart from their steps: who is stopped is missed.
 
 Its connections stay open, so that those who wait for it would learn nothing until the transport's timeout.
+Ranks of our own launcher are watched by that as well (`stretto.train.stopped`).
 
-    1. While it trains, each rank writes a beat into the job's store every `BEAT_S`, from a thread of its own:
-       a step may take as long as it likes.
+    1. From where it meets the others to where it leaves them, each rank writes a beat, with its phase, into
+       the job's store every `BEAT_S`, from a thread of its own: a step may take as long as it likes.
     2. Each rank looks at the beats of the next one. If they stop for `LOST_AFTER_S`, that rank is lost.
     3. A rank that was itself stopped begins to count anew: what it missed says nothing of others.
 
-May touch the job's store, and continue a stopped rank of the same launcher, so that it can be ended.
+May touch the job's store.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
-from stretto.train.launched import is_launched
+from stretto.train.launched import this_phase
 from stretto.train.lost import keeps_store_elsewhere
 from stretto.train.world import World
 
 BEAT_S = 5.0
 LOST_AFTER_S = 40.0
-"""Assumed: no thread of a living process waits so long for the interpreter. With a beat, and what it takes to
-end, a run that has lost a rank so is over within a minute."""
+"""After so long without a beat a rank is lost. Assumed: no thread of a living process waits so long for the
+interpreter. With a beat, and what it takes to end, the run is over within a minute."""
 STORE_S = 10.0
 """How long the store may take to answer; one that does not is taken for lost with the rank that keeps it."""
 _DONE = b"done"
 
 
 class Heartbeat:
-    """Beats while the context lasts. lost: called with the number of a rank that is missed, by the thread."""
+    """Beats while the context lasts. lost: called by the thread with the number of a rank that is missed and
+    the phase that it told last."""
 
-    def __init__(self, world: World, lost: Callable[[int], None]) -> None:
+    def __init__(self, world: World, lost: Callable[[int, str], None]) -> None:
         self._world = world
         self._lost = lost
         self._ended = threading.Event()
@@ -69,7 +68,7 @@ class Heartbeat:
                 heard = now
             silent = False
             try:
-                self._store.set(_key(own), f"{beats} {os.getpid()} {os.getppid()}")
+                self._store.set(_key(own), f"{beats} {this_phase()}")
                 found = self._store.get(_key(watched)) if self._store.check([_key(watched)]) else b""
             except RuntimeError:
                 found, silent = seen, True
@@ -78,22 +77,11 @@ class Heartbeat:
                 seen, heard = found, looked
             elif found != _DONE and looked - heard > LOST_AFTER_S:
                 self._ended.set()
-                _continue(seen)
-                self._lost(0 if silent and not keeps_store_elsewhere() else watched)
+                gone = 0 if silent and not keeps_store_elsewhere() else watched
+                self._lost(gone, seen.decode().partition(" ")[2])
         with suppress(RuntimeError):
             self._store.set(_key(own), _DONE.decode())
 
 
 def _key(rank: int) -> str:
     return f"stretto/beat/{rank}"
-
-
-def _continue(beat: bytes) -> None:
-    """Continue a stopped process of the same launcher: signals that shall end it wait for that."""
-    _, pid, parent = beat.decode().split()
-    if not is_launched() or int(parent) != os.getppid():
-        return
-    with suppress(OSError, IndexError):
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        if int(told.split()[1]) == os.getppid():
-            os.kill(int(pid), signal.SIGCONT)

@@ -35,6 +35,7 @@ from stretto.parallelize.layout import Layout, layout_of
 from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
+from stretto.runtime.whole_state import take_first_copys_buffers
 
 _CAPTURING = Lock()
 """PyTorch traces one model at a time in a process, whose threads may be ranks."""
@@ -103,6 +104,7 @@ class Evaluation:
         costs = costs_again(ranks, runner.device, lambda: (*of.values(), to_line(rest)), measured, kept)
         of |= {"costs": to_line(costs), "order": order, "search": f"{steps} {search_s}"}
         plan = plan_on_first(ranks, of, planned, kept if order in OWN else None)
+        self._trained = runner
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
 
     def observed(self) -> tuple[Observed, ...]:
@@ -111,11 +113,14 @@ class Evaluation:
 
     def loss(self, batches: Iterable[Any]) -> float:
         """The mean of the batches' losses (of text in nats a token), the same on every rank; no parameter or
-        buffer changes. batches: whole ones, of the captured shape, the same on every rank.
+        buffer changes. Of buffers that each data-parallel copy keeps for itself, as those of a batch norm,
+        the first copy's are read, which `runner.state_dict()` gives. batches: whole ones, of the captured
+        shape, the same on every rank.
 
         Raises UsageError for a batch that does not fit, and where there is none; LostRankError when a rank
         does not take part.
         """
+        take_first_copys_buffers(self._runner.held, self._trained.held, self._trained.transport)
         losses = [float(self._runner.step(batch)) for batch in batches]
         if not losses:
             raise UsageError("an evaluation is of one batch or more: none was given")

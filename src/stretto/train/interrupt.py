@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as one exception that ends a run cleanly, wherever it is.
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a run cleanly, wherever it is.
 
 Touches the process's signal handlers, in the main thread only.
 """
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STUCK_S = 3.0
 """How long a process has to end by itself after a signal. Python handles signals between two of its own
 instructions, and a rank may be inside a library, waiting for another rank."""
@@ -48,7 +48,11 @@ class Interrupts:
         self._again: threading.Timer | None = None
 
     def __enter__(self) -> Interrupts:
-        self._before = {signum: signal.signal(signum, self._handle) for signum in SIGNALS}
+        # Under `nohup` the terminal's end is ignored.
+        taken = [
+            one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN
+        ]
+        self._before = {signum: signal.signal(signum, self._handle) for signum in taken}
         self._hook_before, sys.unraisablehook = sys.unraisablehook, self._swallowed
         # The interpreter writes a signal's number here at once, even while the main thread is elsewhere.
         self._heard, self._told = socket.socketpair()

@@ -30,13 +30,14 @@ from stretto.config import TrainSettings
 from stretto.files.say import Say, unheard
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-from stretto.train.launched import LAUNCHER_PID, is_worker
+from stretto.train.launched import LAUNCHER_PID, NOTES_DIR, is_worker
 from stretto.train.layout import refuse_early, spread
 from stretto.train.lock import folders_of, refuse_if_held
 from stretto.train.metrics import check_tensorboard
-from stretto.train.notes import NOTES_DIR, Cause, Note, read_notes
+from stretto.train.notes import Cause, Note, read_notes
 from stretto.train.reuse import kept_by
 from stretto.train.starting import STARTED, Starting
+from stretto.train.stopped import watching_ranks
 from stretto.train.text_task import task_of
 from stretto.train.world import (
     World,
@@ -138,7 +139,7 @@ def _launch(settings: TrainSettings, command: Sequence[str], started_at_s: float
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs")),
         )
-        with _quiet():
+        with _quiet(), watching_ranks(Path(folder)):
             try:
                 elastic_launch(config, command[0])(*command[1:])
                 return 0
@@ -180,7 +181,10 @@ def explain(settings: TrainSettings, notes: Sequence[Note], exits: Mapping[int, 
             f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}",
         )
     if notes:
-        return notes[0].status, f"stretto: {notes[0].message}. {rest}"
+        first = notes[0]
+        ended = f"rank {first.rank} was ended by {first.message} after step {step}"
+        said = ended if first.cause is Cause.INTERRUPTED else first.message
+        return first.status, f"stretto: {said}. {rest}"
     return 1, f"stretto: the ranks ended, and none said why. {rest}"
 
 

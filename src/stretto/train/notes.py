@@ -1,6 +1,6 @@
 """How a rank failed, told to the launcher: each rank leaves a note, and one message is made of them.
 
-May touch the folder of notes that the launcher gives.
+May touch the folder of notes that the launcher gives. Loads nothing of PyTorch by itself.
 """
 
 from __future__ import annotations
@@ -12,15 +12,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-import torch.distributed as dist
-
 from stretto.errors import LostRankError, StrettoError
 from stretto.files.typed_file import from_text, read_text, to_line
 from stretto.train.interrupt import Interrupted
-from stretto.train.task import of_user
-
-NOTES_DIR = "STRETTO_NOTES_DIR"
-"""Environment variable: where a launched rank leaves its note."""
+from stretto.train.launched import NOTES_DIR
 
 
 class Cause(StrEnum):
@@ -49,6 +44,8 @@ class Note:
 
 def note_of(error: BaseException, rank: int, step: int, interrupted: Interrupted | None) -> Note:
     """The note of a rank that `error` ends; `interrupted` is what it had been told before."""
+    from stretto.train.task import of_user
+
     at_s = time.time()
     # A signal that arrives inside a library comes out as another exception.
     if interrupted is not None:
@@ -72,6 +69,8 @@ def note_of(error: BaseException, rank: int, step: int, interrupted: Interrupted
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a RuntimeError of PyTorch's means that the other end of a connection is gone."""
+    import torch.distributed as dist
+
     words = ("Connection closed by peer", "Connection reset", "Broken pipe", "connection was closed", "gloo/")
     # PyTorch raises these when its store does not answer, or a peer does not come.
     gone = (dist.DistNetworkError, dist.DistStoreError)
@@ -80,12 +79,13 @@ def is_lost_connection(error: BaseException) -> bool:
     )
 
 
-def leave_note(note: Note) -> bool:
-    """Write the note where the launcher looks; False when there is none, or it cannot be written."""
-    folder = os.environ.get(NOTES_DIR)
-    if folder is None:
+def leave_note(note: Note, folder: Path | None = None) -> bool:
+    """Write the note where the launcher looks; False when there is none, or it cannot be written. folder: of
+    notes; as the environment says without it."""
+    told = os.environ.get(NOTES_DIR)
+    if folder is None and told is None:
         return False
-    path = Path(folder) / f"rank-{note.rank}.json"
+    path = (folder or Path(told or "")) / f"rank-{note.rank}.json"
     try:
         path.with_suffix(".tmp").write_text(to_line(note), encoding="utf-8")
         path.with_suffix(".tmp").rename(path)

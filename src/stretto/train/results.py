@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,18 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
+from stretto.report.html import REPORT, lacks_page, write_page
 from stretto.report.load import load_grid
+from stretto.report.rundir import load_run
 from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
-from stretto.train.metrics import speed_line
+from stretto.train.metrics import speed_line, writing
 from stretto.train.progress import duration
-from stretto.train.run_files import REPORT, TRACE, end_run
+from stretto.train.run_files import TRACE, end_run
 from stretto.train.task import Task
 from stretto.train.whole import load_whole
+from stretto.train.world import World
 
 LARGEST_SAMPLED_BYTES = 2 * 1000**3
 """A model above this is not built on one rank just for a report: it may not fit beside the stages."""
@@ -33,7 +37,8 @@ LARGEST_SAMPLED_BYTES = 2 * 1000**3
 @dataclass(frozen=True, slots=True)
 class Results:
     """What a run came to. losses, step_s: of the steps done by this process; held_out_loss: of text, nats a
-    token; timelines: of the last steps, as traced; seen: what the model lets see, if anything."""
+    token; timelines: of the last steps, as traced; seen: what the model lets see, if anything; started_at_s:
+    when the command was started, in seconds of the clock."""
 
     settings: TrainSettings
     plan: Plan
@@ -45,7 +50,7 @@ class Results:
     timelines: tuple[Timeline, ...]
     seen: ObservedRun | None
     checkpoint: Path | None
-    seconds: float
+    started_at_s: float
 
     @property
     def measured(self) -> Timeline | None:
@@ -58,15 +63,18 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     """Say how it went, let the task report, and leave summary and report in the run's folder."""
     run_dir = results.settings.run_dir
     unit, compared = results.task.held_out_words
+    measured, prediction = results.measured, results.plan.prediction
+    # Files first: they are not lost where nobody reads what is said any more.
+    reported: list[str] = []
+    end_run(run_dir, measured, results.seen, _summary(results, _report(results, reported.append)))
     say("")
     say(f"held-out loss {results.held_out_loss:.4f}{unit} after step {results.steps}{compared}")
-    reported = _report(results, say)
-    measured, prediction = results.measured, results.plan.prediction
+    for line in reported:
+        say(line)
     if measured is not None and prediction is not None:
         say("")
         Console().print(comparison_grid(prediction, measured).rich())
     _print_seen(results)
-    end_run(run_dir, measured, results.seen, _summary(results, reported))
     say("")
     told = [("report", run_dir / REPORT)]
     if measured is not None:
@@ -77,7 +85,16 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     for what, path in told:
         note = " (open it at https://ui.perfetto.dev)" if what == "trace" else ""
         say(f"{what:<11}{path}{note}")
-    say(f"done in {duration(results.seconds)}")
+    say(f"done in {duration(time.time() - results.started_at_s)}")
+
+
+def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Rank 0 writes the report of a run that was killed between its summary and its report. Raises
+    StrettoError when it cannot be written."""
+    if world.rank == 0 and lacks_page(run_dir):
+        with writing(run_dir):
+            write_page(load_run(run_dir))
+        say(f"the run had ended before its report: {run_dir / REPORT} is made now")
 
 
 def _print_seen(results: Results) -> None:
@@ -118,7 +135,7 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
         "steps": results.steps,
         "held_out_loss": results.held_out_loss,
         **task.summary,
-        "seconds": results.seconds,
+        "seconds": time.time() - results.started_at_s,
     }
     if results.losses:
         found["loss"] = results.losses[-1]

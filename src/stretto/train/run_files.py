@@ -18,16 +18,14 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.report.figures import FIGURES, Figures
-from stretto.report.html import render
+from stretto.report.html import REPORT, write_page
 from stretto.report.jsonfile import OBSERVED
-from stretto.report.rundir import load_run
+from stretto.report.rundir import SUMMARY, load_run
 from stretto.simulate import simulate
 from stretto.train.checkpoint_files import earlier_in
 from stretto.train.metrics import writing
 
 TRACE = "trace.perfetto-trace"
-REPORT = "report.html"
-SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 SEEN = "observed.json"
 PLANNED = "planned.json"
@@ -91,4 +89,4 @@ def end_run(
         if seen is not None:
             OBSERVED.save(seen, run_dir / SEEN)
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        write_file(run_dir / REPORT, render(load_run(run_dir)))
+        write_page(load_run(run_dir))

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from stretto.train.launched import tell_phase
+
 EVERY_S = 1.5
 """Seconds between two lines. A library that is being loaded may keep the thread from it for a moment."""
 
@@ -58,6 +60,7 @@ class Starting:
 
     def begin(self, phase: str) -> None:
         """A phase begins, and with it the one before ends."""
+        tell_phase(phase)
         if not self._shown or self._over.is_set():
             return
         with self._lock:

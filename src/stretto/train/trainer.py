@@ -42,7 +42,7 @@ from stretto.train.clip import GradientClip
 from stretto.train.compatible import check
 from stretto.train.heartbeat import Heartbeat
 from stretto.train.heldout import Evaluation, held_out_steps
-from stretto.train.launched import is_launched
+from stretto.train.launched import is_launched, tell_phase
 from stretto.train.layout import move, spread
 from stretto.train.lock import RunLock
 from stretto.train.lr import learning_rate
@@ -50,7 +50,7 @@ from stretto.train.measured_again import plan_that_holds
 from stretto.train.metrics import Metrics, observed_line, speed_line
 from stretto.train.optimizer import make_optimizer, set_learning_rate
 from stretto.train.progress import Progress
-from stretto.train.results import Results, finish
+from stretto.train.results import Results, finish, report_again
 from stretto.train.reuse import kept_by
 from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
 from stretto.train.shared import check_shared, take_folders
@@ -62,14 +62,14 @@ from stretto.train.world import World, device_note, leave
 
 class Trainer:
     """One rank's training run. `step` counts optimizer steps done; it may be read at any time. `missed` is
-    called, by another thread, with the number of a rank that gives no sign of life."""
+    called, by another thread, with the number of a rank that gives no sign of life, and its phase."""
 
     def __init__(self, settings: TrainSettings, world: World, starting: Starting | None = None) -> None:
         """Nothing happens yet; `run` does everything. starting: what tells of it until the first step."""
         self.settings = settings
         self.world = world
         self.step = 0
-        self.missed: Callable[[int], None] = _nothing
+        self.missed: Callable[[int, str], None] = _nothing
         first = world.rank == 0
         self.progress = Progress(
             settings.training.steps, settings.training.log_every, first, starting=starting
@@ -90,21 +90,28 @@ class Trainer:
             self._lock.release()
 
     def _run(self) -> None:
-        started_s = time.monotonic()
+        with Heartbeat(self.world, self.missed):
+            results = self._trained()
+        # They part here, because a long sample may take more time than they would wait for rank 0.
+        leave(self.world)
+        tell_phase("the report")
+        if results is not None and self.world.rank == 0:
+            finish(results, self.progress.say)
+
+    def _trained(self) -> Results | None:
+        """Steps 1 to 4, and the held-out loss; None for a run that had come to its end before."""
         task = self._prepare()
         if task is None:
-            leave(self.world)
-            return
+            return None
         try:
-            with Heartbeat(self.world, self.missed):
-                self._train(task)
-                plan = plan_that_holds(
-                    self.runner.plan,
-                    self.timelines,
-                    self.settings.run_dir,
-                    self.world.rank == 0,
-                    self.progress.say,
-                )
+            self._train(task)
+            plan = plan_that_holds(
+                self.runner.plan,
+                self.timelines,
+                self.settings.run_dir,
+                self.world.rank == 0,
+                self.progress.say,
+            )
             results = Results(
                 settings=self.settings,
                 plan=plan,
@@ -116,17 +123,14 @@ class Trainer:
                 timelines=tuple(self.timelines),
                 seen=self._seen,
                 checkpoint=latest_in(self.settings.checkpoint_dir),
-                seconds=time.monotonic() - started_s,
+                started_at_s=self.progress.starting.started_at_s,
             )
         except BaseException:
             with suppress(Exception):  # what ended the run is told, not what follows from it
                 self._close()
             raise
         self._close()
-        # They part here, because a long sample may take more time than they would wait for rank 0.
-        leave(self.world)
-        if self.world.rank == 0:
-            finish(results, self.progress.say)
+        return results
 
     def _close(self) -> None:
         self.progress.stop()
@@ -151,6 +155,7 @@ class Trainer:
             for line in check(*found, settings, task):
                 say(f"note: {line}")
         if self._is_finished(found):
+            report_again(self.world, settings.run_dir, say)
             say(
                 f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
                 "training.steps higher to go on, start anew with --no-resume, which keeps what is there, or "
@@ -275,6 +280,7 @@ class Trainer:
                 "with --no-resume"
             )
         exposed: float | None = None
+        tell_phase("training")
         while self.step < training.steps:
             begin_s = time.perf_counter()
             loss, rate, norm = self._one_step(task.train(self.step, training.global_batch))
@@ -388,5 +394,5 @@ class Trainer:
             self.metrics.write(line)
 
 
-def _nothing(_: int) -> None:
+def _nothing(rank: int, phase: str) -> None:
     """For a rank of a test, which nobody ends."""

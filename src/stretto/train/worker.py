@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -17,10 +16,10 @@ from stretto.config import TrainSettings
 from stretto.train.checkpoint_files import what_is_left
 from stretto.train.heartbeat import LOST_AFTER_S
 from stretto.train.interrupt import Interrupted, Interrupts
-from stretto.train.launched import LAUNCHER_PID
 from stretto.train.lost import agree, is_first_to_say, keeps_store_elsewhere, wait_for_askers
 from stretto.train.notes import Cause, Note, leave_note, note_of
 from stretto.train.starting import Starting
+from stretto.train.stopped import lost_words
 from stretto.train.trainer import Trainer
 from stretto.train.world import (
     World,
@@ -33,8 +32,6 @@ from stretto.train.world import (
     use_threads,
 )
 
-WATCH_S = 1.0
-"""How often a launched rank looks whether its launcher lives."""
 LINGER_S = 3.0
 """How long rank 0 keeps the job's store up after a failure, for the others to read who was lost first, or
 whether what they refuse has been said."""
@@ -47,7 +44,6 @@ def work(settings: TrainSettings, starting: Starting | None = None) -> int:
     Alone, errors are raised as they are. As one of several ranks the process ends here when it fails:
     connections to ranks that are gone cannot be closed in order.
     """
-    _watch_launcher()
     place = environment()
     check_size(place, settings.parallel)
     place = replace(place, device=device_for(settings.training.device, place))
@@ -58,12 +54,9 @@ def work(settings: TrainSettings, starting: Starting | None = None) -> int:
         # Another thread's view: the main one is inside a library, and the rank must end without it.
         _end(trainer.world, trainer, note_of(interrupted, place.rank, trainer.step, interrupted))
 
-    def missed(rank: int) -> None:
+    def missed(rank: int, phase: str) -> None:
         # Another thread's view, too: the main one waits for a rank that gives no sign of life.
-        message = (
-            f"rank {place.rank}: rank {rank} has given no sign of life for {LOST_AFTER_S:.0f} s; it was "
-            "stopped, or its machine hangs. Look at it; resume from the last checkpoint"
-        )
+        message = f"rank {place.rank}: {lost_words(rank, LOST_AFTER_S, phase)}"
         note = Note(place.rank, Cause.LOST, message, 1, trainer.step, time.time(), rank)
         _end(trainer.world, trainer, note)
 
@@ -127,18 +120,3 @@ def _end(world: World, trainer: Trainer, note: Note) -> None:
         with suppress(Exception):
             trainer.progress.let_go()
         os._exit(note.status)
-
-
-def _watch_launcher() -> None:
-    """End with the launcher, even if it was killed and could not say so."""
-    told = os.environ.get(LAUNCHER_PID, "")
-    if not told.isdigit():
-        return
-    launcher = int(told)
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(WATCH_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="launcher watch", daemon=True).start()

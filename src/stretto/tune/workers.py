@@ -1,6 +1,6 @@
 """Processes that work for a tuning. Each does one piece at a time, and none outlives the process that asks.
 
-They are started anew (spawned), so that they share nothing with it. Ctrl-C is left to it; where it ends
+They are started anew (spawned), so that they share nothing with it. Signals are left to it; where it ends
 without a word, they see the end of their pipe, or of it, and end as well.
 """
 
@@ -22,11 +22,9 @@ from typing import Any
 from stretto.config import TrainSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.price.cluster import Description
+from stretto.train.interrupt import SIGNALS
 from stretto.tune.outcome import Refused
 from stretto.tune.work import Answer, Asked, Work
-
-END_S = 5.0
-"""How long a process has to end when it is told to; it is killed then."""
 
 
 @dataclass(slots=True)
@@ -74,12 +72,9 @@ class Workers:
         """End all of them, whatever they do."""
         for worker in self.all:
             worker.pipe.close()
-            worker.process.terminate()
+            worker.process.kill()
         for worker in self.all:
-            worker.process.join(END_S)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.process.join()
         self.all = []
 
     def idle(self) -> list[Worker]:
@@ -120,8 +115,9 @@ class Workers:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, *self._given), daemon=True, name="tune")
-        # Blocked signals stay so in what is started: Ctrl-C is for the process that asks.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        # Blocked signals stay so in what is started: Ctrl-C, and what a scheduler sends to all processes, is
+        # for the one that asks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             process.start()
         finally:

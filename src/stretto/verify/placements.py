@@ -10,16 +10,21 @@ makes is taken as it is. May touch `stretto.ir`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from stretto.ir.axes import TENSOR
-from stretto.ir.flow import given_specs
+from stretto.ir.flow import PHASES, given_specs
+from stretto.ir.op_names import COPIES, names
 from stretto.ir.placed_programs import Trouble, place_all, placers_of, programs_of, shards_of
 from stretto.ir.placement import UNKNOWN, EqualReducedError, NeedsEqualError, Placement, is_thin
 from stretto.ir.placements import Placer
 from stretto.ir.plan import Plan
-from stretto.ir.program import Op, TensorSpec
+from stretto.ir.program import GETITEM, VIEWS, Op, TensorSpec
 from stretto.verify.fault import Fault
+
+HIGHEST = names("amax amin max min max.dim min.dim")
+NORMS = names("linalg_vector_norm norm.ScalarOpt_dim norm.Scalar")
+"""Of which that of order infinity is a highest element."""
 
 
 def placement_faults(plan: Plan) -> list[Fault]:
@@ -33,7 +38,32 @@ def placement_faults(plan: Plan) -> list[Fault]:
     stages, programs = zip(*programs_of(job), strict=True)
     troubles = place_all(programs, placers, specs)
     found = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
+    found += _reductions(plan)
     return found or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
+
+
+def _reductions(plan: Plan) -> Iterator[Fault]:
+    """Addends are summed, and of ranks' highest elements the highest is taken."""
+    made = {op.name: op for stage in plan.job.stages for ops in stage.ops.values() for op in ops}
+    for stage, op in ((s, op) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]):
+        if op.kind is None or not op.kind.reductions or op.lane != TENSOR:
+            continue
+        source = op.args[0].name
+        maker = _maker(made, source)
+        if op.how == "max" and maker not in (*HIGHEST, *NORMS):
+            what = f"takes the maximum of {source} over {TENSOR} ranks, which is no highest element"
+            yield Fault(plan.rank_of(stage.index), f"{op.name} ({op.target})", what, "Reduce it by sum")
+        elif op.how != "max" and maker in HIGHEST:
+            what = f"adds up {source} over {TENSOR} ranks, which is each rank's highest element"
+            yield Fault(plan.rank_of(stage.index), f"{op.name} ({op.target})", what, "Reduce it by max")
+
+
+def _maker(made: Mapping[str, Op], name: str) -> str:
+    """The function that makes a value, behind views, copies and changes of sign; "" if no op does."""
+    op = made.get(name)
+    while op is not None and (op.target in COPIES or op.target in VIEWS or op.target == GETITEM):
+        op = made.get(op.uses[0]) if op.uses else None
+    return "" if op is None else op.target
 
 
 def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:

@@ -19,8 +19,10 @@ from stretto.verify.deadlock import deadlock_faults
 from stretto.verify.fault import Fault
 from stretto.verify.lifetimes import lifetime_faults
 from stretto.verify.messages import message_faults
+from stretto.verify.ops import op_faults
 from stretto.verify.placements import placement_faults
 from stretto.verify.repeats import repeat_faults
+from stretto.verify.saved import saved_faults
 from stretto.verify.schedule import action_faults
 from stretto.verify.shapes import shape_faults
 from stretto.verify.sharding import sharding_faults
@@ -28,11 +30,13 @@ from stretto.verify.sums import sum_faults
 from stretto.verify.windows import window_faults
 
 PROOFS = (
+    op_faults,
     shape_faults,
     sharding_faults,
     window_faults,
     communication_faults,
     repeat_faults,
+    saved_faults,
     lifetime_faults,
     message_faults,
     communicator_faults,

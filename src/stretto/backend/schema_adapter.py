@@ -1,0 +1,81 @@
+"""What the schema of one of the dispatcher's functions says: whether it computes, draws, or returns a view.
+
+A program's ops compute tensors from what they are given, and nothing else: a plan file may be anybody's. So a
+function is an op only if, by its schema,
+
+    1. it writes into none of its arguments;
+    2. it returns tensors (numbers may be beside them);
+    3. it takes tensors, numbers, texts and devices alone, or has defaults for all else;
+    4. it takes text only beside tensors, as a mode of their computation. A text alone names something outside
+       of the program: a file to read, a record to begin;
+    5. no argument of it names a group of processes: what communicates has ops of its own in programs.
+
+Knows no program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+NUMBERS = ("int", "float", "bool", "number")
+DATA = (*NUMBERS, "complex", "str", "Tensor", "Device")
+"""Types of arguments that a plan can name, beside lists of them, and none. Dtypes and layouts are "int"."""
+
+GROUP = "group_name"
+
+
+def refused(function: Any) -> str:
+    """Why the function may be no op of a program, in words; "" where it may."""
+    schema = function._schema
+    kinds = {argument.name: _kind(str(argument.type)) for argument in schema.arguments}
+    needed = [argument.name for argument in schema.arguments if not argument.has_default_value()]
+    made = [str(result.type) for result in schema.returns]
+    texts = [name for name, kind in kinds.items() if kind == "str"]
+    if schema.is_mutable:
+        return "it writes into its arguments"
+    if not any("Tensor" in kind for kind in made):
+        return "it makes no tensor"
+    if not all(kind in NUMBERS or "Tensor" in kind for kind in made):
+        return "it makes something that is no tensor"
+    if GROUP in kinds:
+        return "it communicates in a way of its own"
+    if other := next((name for name in needed if kinds[name] not in DATA), ""):
+        return f"its {other!r} is neither tensor, number, text nor device"
+    if texts and "Tensor" not in kinds.values():
+        return f"its {texts[0]!r} is a text that names something outside of the program"
+    return ""
+
+
+def _kind(text: str) -> str:
+    """The type of what a type's text is optional, or a list, of."""
+    return text.replace("Optional[", "").replace("List[", "").rstrip("]")
+
+
+def draws(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op draws at random; one that may drop some draws where the chance of it is not 0."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    for at, argument in enumerate(function._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[at] if at < len(args) else kwargs.get(argument.name, argument.default_value))
+    return True
+
+
+def returns_view(function: Any) -> bool:
+    """Whether the function's results share storage with its first argument."""
+    if function is torch.ops.aten._unsafe_view.default:
+        return True
+    returns = function._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, those left out at their defaults, and lists as tuples."""
+    taken = function._schema.arguments
+    found = {argument.name: argument.default_value for argument in taken if argument.has_default_value()}
+    found.update((argument.name, value) for argument, value in zip(taken, args))
+    found.update(kwargs)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}

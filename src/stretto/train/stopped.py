@@ -1,0 +1,120 @@
+"""A launcher and its ranks end when one of them is stopped (SIGSTOP): nothing else would tell them.
+
+A stopped process keeps its connections open, and can end by no signal but SIGKILL. From the start of each
+rank to its end, steps or not:
+
+    1. The launcher looks at its ranks. It kills one that is stopped for `STOPPED_S`, and leaves a note
+       that says in which phase the rank was.
+    2. Each rank looks at its launcher. If that is gone, the rank ends at once. If it is stopped for so
+       long, the rank leaves a note, continues the launcher, which tells the note, and ends.
+
+Reads /proc; where there is none, only a launcher that is gone is noticed. Loads nothing of PyTorch: ranks may
+be stopped while they load it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stretto.train.launched import LAUNCHER_PID, phase_of, this_phase
+from stretto.train.notes import Cause, Note, leave_note
+
+STOPPED_S = 30.0
+"""How long a process may be stopped. With what it takes to end on a busy machine, the run is over within a
+minute."""
+WATCH_S = 1.0
+"""How often they look at each other."""
+PROC = Path("/proc")
+
+
+def lost_words(rank: int, for_s: float, phase: str) -> str:
+    """What to say of a rank that gives no sign of life for so long. phase: what it was at."""
+    at = f" (phase: {phase})" if phase else ""
+    return (
+        f"rank {rank} has given no sign of life for {for_s:.0f} s; it was stopped, or its machine "
+        f"hangs{at}. Look at it; resume from the last checkpoint"
+    )
+
+
+def state_of(pid: int) -> tuple[str, int] | None:
+    """A process's state by one letter (T: stopped) and its parent; None where that is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        told = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        state, parent = told.split()[:2]
+        return state, int(parent)
+    return None
+
+
+def stopped_ranks(launcher: int) -> dict[int, int]:
+    """rank -> process id, of the launcher's ranks that are stopped."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for folder in PROC.iterdir():
+            if folder.name.isdigit() and state_of(int(folder.name)) == ("T", launcher):
+                with suppress(OSError):
+                    variables = (folder / "environ").read_bytes().split(b"\0")
+                    told = [one for one in variables if one.startswith(b"RANK=")]
+                    found |= {int(one.removeprefix(b"RANK=")): int(folder.name) for one in told}
+    return found
+
+
+@contextmanager
+def watching_ranks(folder: Path) -> Iterator[None]:
+    """Step 1, by a thread of the launcher, while the context lasts. folder: where notes are left."""
+    over = threading.Event()
+
+    def watch() -> None:
+        since: dict[int, float] = {}
+        while not over.wait(WATCH_S):
+            stopped, now = stopped_ranks(os.getpid()), time.monotonic()
+            since = {rank: since.get(rank, now) for rank in stopped}
+            for rank, pid in stopped.items():
+                if now - since[rank] > STOPPED_S:
+                    words = lost_words(rank, STOPPED_S, phase_of(folder, rank))
+                    leave_note(Note(rank, Cause.LOST, words, 1, 0, time.time(), rank), folder)
+                    with suppress(OSError):
+                        os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=watch, name="stopped ranks", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def watch_launcher() -> None:
+    """Step 2, by a thread of a rank that a launcher of ours started, to the rank's end."""
+    told = os.environ.get(LAUNCHER_PID, "")
+    if told.isdigit():
+        args = (int(told),)
+        threading.Thread(target=_watch_launcher, args=args, name="launcher watch", daemon=True).start()
+
+
+def _watch_launcher(launcher: int) -> None:
+    since_s: float | None = None
+    while os.getppid() == launcher:
+        time.sleep(WATCH_S)
+        state = state_of(launcher)
+        if state is None or state[0] != "T":
+            since_s = None
+            continue
+        since_s = time.monotonic() if since_s is None else since_s
+        if time.monotonic() - since_s > STOPPED_S:
+            words = (
+                f"the launcher (process {launcher}) was stopped for {STOPPED_S:.0f} s, and the ranks have "
+                f"ended (phase: {this_phase()})"
+            )
+            rank = int(os.environ.get("RANK", "0"))
+            leave_note(Note(rank, Cause.LOST, words, 1, 0, time.time()))
+            with suppress(OSError):
+                os.kill(launcher, signal.SIGCONT)
+            break
+    os._exit(1)
