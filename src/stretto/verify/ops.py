@@ -6,8 +6,8 @@
 3. `alias` names the storage of a view, and nothing else has one: a value that says that it is no view may
    become a gradient as it is, and the sum would be written over what it is a view of.
 4. What an op makes is used. Capture drops what nobody needs; an op without a use was taken out of something:
-   a gradient, the loss, a message. Parts of tuples of the forward may be left, as in what is computed again; each
-   is taken once. A view makes nothing by itself.
+   a gradient, the loss, a message. Parts of tuples of the forward may be left, as in what is computed again;
+   each is taken once. A view makes nothing by itself.
 
 What this PyTorch does not know is left alone: it cannot run either. May touch `stretto.ir`, and schemas.
 """
