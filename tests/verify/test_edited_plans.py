@@ -119,6 +119,11 @@ def emptied(data: Data) -> None:
     data["job"]["parameters"][0]["grads"] = []
 
 
+def emptied_part(data: Data) -> None:
+    """Of a gradient that is a part of what a norm's backward makes."""
+    next(p for p in data["job"]["parameters"] if p["name"] == "norms.1.bias")["grads"] = []
+
+
 def of_no_stage(data: Data) -> None:
     data["job"]["parameters"][0]["stages"] = []
 
@@ -202,6 +207,7 @@ def other_part(data: Data) -> None:
         ("chain", other_loss, "a loss is one floating-point number"),
         ("counted", count_of_other_arguments, "job.count, .* cannot take"),
         ("tensor parallel", highest, "takes the maximum of .* over tp ranks, which is no highest element"),
+        ("batch norm", emptied_part, "getitem makes what nobody uses"),
         ("batch norm", norm_flag, "its 'train' is False, and there it was True"),
         ("batch norm", statistics, "normalizes by running statistics, and is given none"),
         ("batch norm", other_part, "takes part 1 of .*, as getitem_1 does"),
