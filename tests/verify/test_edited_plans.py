@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,23 @@ def test_highest_elements_are_not_added_up(plans: dict[str, Data]) -> None:
     assert f"adds up {source} over tp ranks, which is each rank's highest element. Reduce it by max" in told
 
 
+def test_a_fault_is_said_without_a_traceback(plans: dict[str, Data]) -> None:
+    """PyTorch writes one into its log where a call does not fit."""
+    data = copy.deepcopy(plans["chain"])
+    found = op(data, "aten.mm.default", "W")
+    found[2][0] = found[2][1]
+    said: list[logging.LogRecord] = []
+    log, handler = logging.getLogger("torch._subclasses.fake_tensor"), logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        with pytest.raises(stretto.PlanError, match=r"aten\.mm\.default cannot take"):
+            stretto.verify(plan_from_text(json.dumps(data), edited=True))
+    finally:
+        log.removeHandler(handler)
+    assert not said
+
+
 # Files are not programs.
 
 
@@ -304,6 +322,13 @@ def test_what_is_bounded_where_a_plan_is_read(plans: dict[str, Data], edit: Edit
 
 
 # All kinds of edits, at random.
+
+
+def test_ops_that_moved_behind_what_reads_them() -> None:
+    """I reads what W makes, and W what I makes: no order of programs reaches the gradient."""
+    for found in outcomes("gpt", [671]):
+        assert found["what"] == "slice_8 moves from I to W"
+        assert "needs what a later program makes of it. Put each op behind what it reads" in found["why"]
 
 
 @pytest.mark.parametrize("name", ["tensor parallel", "batch norm"])
