@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.runtime.launch import launch
+from tests.train.kill_anywhere import Drive, draw
 from tests.train.tiny import ranks_of, run_ranks, start, steps_of, write_settings
 
 from stretto.config import load_settings
@@ -191,3 +192,12 @@ def test_ranks_without_our_launcher_agree_on_who_was_lost(
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_signals_at_random_phases(tmp_path: Path) -> None:
+    """Three of the cases that `tests.train.kill_anywhere` tries: SIGTERM, SIGKILL and SIGSTOP."""
+    drive = Drive(tmp_path)
+    rows = drive.drive([draw(number, seed=1) for number in (16, 30, 44)], at_once=1)
+    assert not drive.wrong, rows

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.train import launch as launcher
 from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_held
 from stretto.train.optimizer import make_optimizer
+from stretto.train.progress import Progress
 from stretto.train.trainer import Trainer
 from stretto.train.whole import load_whole
 from stretto.train.world import World
@@ -123,6 +125,39 @@ def test_a_run_that_was_killed_before_its_summary_ends_as_it_would_have(again: C
     again("training.steps=4")
     assert json.loads((run_dir / "summary.json").read_text())["held_out_loss"] == held_out_loss
     assert (run_dir / "report.html").exists()
+
+
+def test_a_report_is_written_though_nobody_reads_the_end(
+    again: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in `stretto train ... | head -20`."""
+    run_dir = again("not")
+    for name in ("summary.json", "report.html"):
+        (run_dir / name).unlink()
+    say = Progress.say
+
+    def read_so_far(self: Progress, line: str) -> None:
+        if "held-out loss" in line:
+            raise BrokenPipeError
+        say(self, line)
+
+    monkeypatch.setattr(Progress, "say", read_so_far)
+    with pytest.raises(BrokenPipeError):
+        again("training.steps=4")
+    assert json.loads((run_dir / "summary.json").read_text())["sample"]
+    assert (run_dir / "report.html").exists()
+
+
+def test_the_time_of_a_run_is_counted_from_its_start(
+    again: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks begin some seconds after the command that starts them."""
+    monkeypatch.setenv("STRETTO_STARTED_AT", f"{time.time() - 7200.0:.3f}")
+    run_dir = again("not")
+    (run_dir / "summary.json").unlink()
+    again("training.steps=4")
+    assert "\ndone in 2:0" in capsys.readouterr().out
+    assert 7200.0 < json.loads((run_dir / "summary.json").read_text())["seconds"] < 7800.0
 
 
 def test_a_finished_run_stays_as_it_is(
