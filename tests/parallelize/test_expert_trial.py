@@ -276,9 +276,42 @@ def test_a_trial_of_large_experts() -> None:
         given = torch.empty(16, 1 << 10, device="meta"), torch.empty(16, 2, device="meta")
         if way is None:
             with pytest.raises(UsageError, match="no sum"):
-                trial.weighed(*given)
+                trial.weighed(model.experts, *given)
         else:
-            assert trial.weighed(*given) == way
+            assert trial.weighed(model.experts, *given) == way
+
+
+class InTraining(Base):
+    """Evaluations are of another kind."""
+
+    def forward(self, *args: Tensor) -> Tensor:
+        made: Tensor = super().forward(*args)
+        return made if self.training else made - made.mean(0)
+
+
+def test_a_trial_is_of_training_or_of_evaluation() -> None:
+    model = model_of(InTraining)
+    trial = ExpertTrial(model, "experts", 2)
+    given = torch.empty(4, WIDTH), torch.empty(4, 2)
+    assert trial.weighed(model.experts, *given) == "after"
+    with pytest.raises(UsageError, match="depends on other tokens"):
+        trial.weighed(model.eval().experts, *given)
+
+
+class Scales(Base):
+    def __init__(self, scale: float = 1.0, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.scale, self.act = scale, act or nn.SiLU()
+
+
+def test_layers_that_are_equal_share_a_trial() -> None:
+    trial = ExpertTrial(model_of(Scales), "experts", 2)
+    assert trial.serves(Scales().double())
+    hooked = Scales().double()
+    hooked.act.register_forward_hook(lambda *_: None)
+    for other in (Scales(2.0), Scales(1), Scales(act=nn.GELU()), Before(), hooked, Scales().eval()):
+        assert not trial.serves(other.double())
+    assert not trial.serves(Scales().float())
 
 
 def test_a_trial_leaves_nothing_behind() -> None:
@@ -296,7 +329,7 @@ def test_a_trial_leaves_nothing_behind() -> None:
     model = model_of(Remembers)
     before = torch.get_rng_state()
     trial = ExpertTrial(model, "experts", 2)
-    assert trial.weighed(torch.empty(4, WIDTH), torch.empty(4, 2)) == "after"
+    assert trial.weighed(model.experts, torch.empty(4, WIDTH), torch.empty(4, 2)) == "after"
     assert torch.equal(torch.get_rng_state(), before)
     assert float(model.experts.calls) == 0
     assert model.experts.seen == []

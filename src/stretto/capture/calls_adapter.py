@@ -142,6 +142,12 @@ def buffers_in_place(model: nn.Module) -> Iterator[None]:
     kept = [(dict(parameters), dict(buffers)) for _, parameters, buffers in tables]
     yield
     for (module, parameters, buffers), (own, held) in zip(tables, kept, strict=True):
+        # Who parametrizes a parameter for a time gives it back, as a buffer: it is a plain tensor here.
+        moved = {key: p for key, p in own.items() if key not in parameters and buffers.get(key) is p}
+        if moved:
+            now = {**parameters, **{key: buffers.pop(key) for key in moved}}
+            parameters.clear()
+            parameters.update({key: now.pop(key) for key in own if key in now} | now)
         changed = [key for key, p in own.items() if parameters.get(key) is not p]
         if changed:
             raise CaptureError(

@@ -5,7 +5,9 @@ A plan is pattern of module names -> "experts". Looks at names and shapes; chang
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +22,7 @@ OF_PARAMETERS = "grouped_gemm"
 def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
     """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have
     too, in newer versions; in 5.17 the config of their base model says it."""
-    own = getattr(model, "ep_plan", None) or _of_config(model)
+    own = _of_module(model) or _of_config(model)
     found: dict[str, str] = {}
     for pattern, style in own.items():
         if style == OF_PARAMETERS:
@@ -30,10 +32,35 @@ def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
     return found
 
 
+def _of_module(model: nn.Module) -> Mapping[str, str]:
+    """The plan of the first module that has one, with that module's name: a wrapper (as of `peft`) gives the
+    attributes of what it wraps, and has other names."""
+    for name, module in model.named_modules():
+        if inspect.getattr_static(module, "ep_plan", None) is not None and module.ep_plan:
+            plan: Any = module.ep_plan
+            return {f"{name}.{pattern}" if name else pattern: style for pattern, style in plan.items()}
+    return {}
+
+
 def experts_apart(model: nn.Module) -> str | None:
     """The name of the first list of experts' modules, as `transformers` 4 has them; None for no such list."""
     lists = (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     return next((name for name in lists if name.rpartition(".")[2] == "experts"), None)
+
+
+def check_not_adapted(modules: Mapping[str, nn.Module], name: str) -> None:
+    """Raises UsageError for experts whose parameters an adapter around them changes, as `peft`'s for
+    `target_parameters`: it computes a change of all experts, and a rank has a part of them."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        around = modules[".".join(parts[:end])]
+        parameter = getattr(around, "parameter_name", None)
+        if isinstance(parameter, str) and hasattr(around, "get_delta_weight"):
+            raise UsageError(
+                f"{'.'.join(parts[:end])} ({type(around).__name__}) adapts {parameter!r} of all "
+                "experts at once, and expert-parallel ranks have a part of them: adapt modules instead "
+                "(target_modules), or give ep = 1 and use pp or dp"
+            )
 
 
 def of_modules(model: nn.Module, name: str) -> str:
@@ -70,6 +97,7 @@ def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple
             raise UsageError(f"{where}: {no_module(pattern, modules)}")
         for name in found:
             if not any(p.dim() > 1 for p in modules[name].parameters(recurse=False)):
+                check_not_adapted(modules, name)
                 if isinstance(modules[name], nn.ModuleList):
                     raise UsageError(f"{where}: {of_modules(model, name)}")
                 raise UsageError(

@@ -20,6 +20,7 @@ as the model's, up to `MOST_TOKENS`, or a few where parameters are large.)
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,14 +42,14 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 3e-2}
 Assumed: code that computes in float32 within is 1e-7 off in the first, what is no sum of experts 1e-2."""
 
 DENSE = 1 << 22
-"""Elements of a parameter up to which its random values are independent. A larger one is a view whose rows
-overlap in memory, and gets no gradient, so that a trial takes little of it. Assumed: 32 MB in float64."""
+"""Elements of a parameter up to which its random values are independent. A larger one is a view in which
+experts overlap in memory, and gets no gradient, so that a trial takes that of an expert or two. Assumed."""
 
 MOST_TOKENS = 4096
 """Of a trial. Assumed: seconds of one core for parameters of that size."""
 
-STRIDES = (10007, 1009, 17, 1)
-"""Of such a view; of the last dims."""
+SHIFT = 1040
+"""Elements from one expert to the next in such a view. Assumed: kernels want multiples of 16."""
 
 PADDING = 2
 """Rows of zeros behind those of a rank's experts, as buffers have them."""
@@ -80,7 +81,7 @@ class ExpertTrial:
     """The trial of the module of that name. size: ranks. The model is not changed, its tensors not copied."""
 
     def __init__(self, model: nn.Module, name: str, size: int) -> None:
-        module = model.get_submodule(name)
+        self._real = module = model.get_submodule(name)
         inside = set(module.modules())
         self._module = _copied(module, *(m for m in model.modules() if m not in inside))
         for one in self._module.modules():
@@ -91,13 +92,19 @@ class ExpertTrial:
         self._experts = next(module.parameters(recurse=False)).shape[0]
         self._found: dict[tuple[Any, ...], str] = {}
 
-    def weighed(self, tokens: Tensor, chosen: Tensor) -> str:
-        """Which of `WAYS` is the module's, for inputs of these shapes. Raises UsageError where none is."""
+    def serves(self, module: nn.Module) -> bool:
+        """Whether the trial of another module is this one's: all is equal but what tensors hold."""
+        return _alike(module, self._real)
+
+    def weighed(self, module: nn.Module, tokens: Tensor, chosen: Tensor) -> str:
+        """Which of `WAYS` is the module's as it is now (training or not), for inputs of these shapes. Raises
+        UsageError where none is."""
+        trains = tuple(one.training for one in module.modules())
         choices = chosen.numel() // tokens.shape[:-1].numel()
         flat = tokens.shape[:-1] not in (chosen.shape, chosen.shape[:-1])
         large = any(p.numel() > DENSE for p in self._module.parameters())
         count = 0 if large else min(tokens.shape[:-1].numel(), MOST_TOKENS)
-        key = (count, tokens.shape[-1], tokens.dim(), choices, chosen.dim(), flat)
+        key = (trains, count, tokens.shape[-1], tokens.dim(), choices, chosen.dim(), flat)
         if key not in self._found:
             with ThreadPoolExecutor(1) as apart:  # another thread has none of the modes of tracing
                 self._found[key] = apart.submit(self._tried, *key).result()
@@ -105,9 +112,11 @@ class ExpertTrial:
             raise self._refusal(found)
         return found
 
-    def _tried(self, *shapes: Any) -> str:
+    def _tried(self, trains: tuple[bool, ...], *shapes: Any) -> str:
         """One of `WAYS`, or else why there is none."""
-        fault = ""
+        for one, training in zip(self._module.modules(), trains, strict=True):
+            one.training = training
+        faults: dict[torch.dtype, str] = {}
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         with torch.random.fork_rng(devices=[]):
             for device in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
@@ -116,10 +125,11 @@ class ExpertTrial:
                         sample = self._sample(dtype, device, *shapes)
                         whole = _outcome(sample, self._whole)
                     except Exception as error:
-                        fault = fault or f"it fails on random inputs: {_told(error)}"
+                        faults[dtype] = f"it fails on random inputs: {_told(error)}"
                         continue
                     return self._compared(sample, whole, tolerance)
-        return fault
+        own = next(self._module.parameters(recurse=False)).dtype
+        return faults.get(own, faults[torch.float64])
 
     def _compared(self, sample: _Sample, whole: list[Tensor], tolerance: float) -> str:
         fault = ""
@@ -254,9 +264,10 @@ class ExpertTrial:
             scale = max(shape[-2] if len(shape) > 1 else 4, 1) ** -0.5
             if parameter.numel() <= DENSE:
                 return torch.mul(normal(*shape), scale).requires_grad_()
-            strides = STRIDES[-len(shape) :]
-            far = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            view: Tensor = (normal(far + 1) * scale).as_strided(shape, strides)
+            each = parameter.numel() // shape[0]
+            base = (normal(997 * SHIFT + 1) * scale).repeat((each + SHIFT * shape[0]) // (997 * SHIFT) + 1)
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(1, len(shape))]
+            view: Tensor = base.as_strided(shape, (SHIFT, *strides))
             return view
 
         shape = (*(chosen.shape[:1] if flat else leading), choices)[:chosen_dims]
@@ -318,6 +329,32 @@ def _copied(module: nn.Module, *kept: nn.Module) -> nn.Module:
     attributes = (value for one in module.modules() for value in vars(one).values())
     tensors = (*module.parameters(), *module.buffers(), *(t for t in attributes if isinstance(t, Tensor)))
     return copy.deepcopy(module, {id(one): one for one in (*tensors, *kept)})
+
+
+def _alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules are of the same code, with the same attributes and shapes, and no buffers."""
+    ones, others = [*one.modules()], [*other.modules()]
+    shapes = [[(n, p.shape, p.dtype) for n, p in each.named_parameters()] for each in (one, other)]
+    held = [*one.buffers(), *other.buffers()]
+    if len(ones) != len(others) or shapes[0] != shapes[1] or held:
+        return False
+    return all(
+        type(a) is type(b)
+        and vars(a).keys() == vars(b).keys()
+        and all(map(_same, vars(a).values(), vars(b).values()))
+        for a, b in zip(ones, others, strict=True)
+    )
+
+
+def _same(one: object, other: object) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    if isinstance(one, (dict, set)) and not one:
+        return not other
+    if isinstance(one, dict) and isinstance(other, dict):
+        known = (Tensor, nn.Module, type(None))  # of parameters and of modules, which are compared
+        return one.keys() == other.keys() and all(isinstance(value, known) for value in one.values())
+    return isinstance(one, (bool, int, float, str)) and one == other
 
 
 def _buffer(held: Tensor, like: Tensor) -> Tensor:

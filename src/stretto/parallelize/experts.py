@@ -42,7 +42,13 @@ from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
-from stretto.parallelize.expert_plan import ep_plan_of, experts_apart, experts_in, of_modules
+from stretto.parallelize.expert_plan import (
+    check_not_adapted,
+    ep_plan_of,
+    experts_apart,
+    experts_in,
+    of_modules,
+)
 from stretto.parallelize.expert_trial import ExpertTrial, part_of_experts, rows_by
 from stretto.parallelize.functions import put_forward
 from stretto.parallelize.parts import bounds
@@ -91,6 +97,7 @@ def expert_parallel(
     found = experts_in(model, plan)
     shards: dict[str, Shard] = {}
     for name in found:
+        check_not_adapted(modules, name)
         own_of = dict(modules[name].named_parameters(recurse=False))
         _agree(name, own_of)
         for key, parameter in own_of.items():
@@ -120,7 +127,11 @@ def expert_parallel(
             "ep_overflow = 'drop' is about what finds no room in ep_buffer; without one there is room for "
             "all: drop it, or give ep_buffer = 2.0"
         )
-    trials = {name: ExpertTrial(model, name, size) for name in found if not _says_how(modules[name])}
+    trials: dict[str, ExpertTrial] = {}
+    for name in found:
+        if not _says_how(modules[name]):
+            served = (one for one in trials.values() if one.serves(modules[name]))
+            trials[name] = next(served, None) or ExpertTrial(model, name, size)
     return ExpertParallel(size, found, shards, buffer, slices, each_expert, fails, trials)
 
 
@@ -180,7 +191,7 @@ def _forward(module: nn.Module, how: ExpertParallel, trial: ExpertTrial | None) 
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
         weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
-        inside = trial is not None and trial.weighed(hidden_states, top_k_index) == "inside"
+        inside = trial is not None and trial.weighed(module, *given[:2]) == "inside"
         slots = own.slots(x_ND.shape[0]) if trial is None else None
         if slots is None:
             served = partial(_of_rows, own=of_rows, how=how)
