@@ -346,6 +346,25 @@ def test_what_reads_the_rank_is_the_rank_s_own() -> None:
     assert placer.of("at") == placer.of("y") == LOCAL
 
 
+def test_an_addend_is_summed_before_ranks_mask_it_by_their_own_numbers() -> None:
+    x, mask, ids = (TensorSpec((4, 6), kind) for kind in ("float64", "bool", "int64"))
+    specs = {"x": x, "y": x, "mine": x, "mask": mask, "at": ids, "table": TensorSpec((8, 2), "float64")}
+    given = {"y": SUM, "mine": LOCAL, "mask": LOCAL, "at": LOCAL}
+
+    def placed(target: str, *names: str) -> Placement:
+        placer = Placer("tp", 2, given, exact=True)
+        placer.place(Op("z", target, tuple(map(Ref, names)), (), (x,)), specs)
+        return placer.of("z")
+
+    assert placed("aten.where.self", "mask", "x", "mine") == LOCAL
+    assert placed("aten.add.Tensor", "y", "mine") == LOCAL, "still to be added up over ranks"
+    for target, names in (("where.self", ("mask", "x", "y")), ("mul.Tensor", ("y", "mine"))):
+        with pytest.raises(NeedsEqualError, match="y"):
+            placed(f"aten.{target}", *names)
+    with pytest.raises(RefusedError, match="table is whole, and meets a rank's own rows"):
+        placed("aten.embedding.default", "table", "at")
+
+
 def test_a_gathered_value_is_whole_when_its_slices_are_in_order() -> None:
     def f(*shape: int) -> TensorSpec:
         return TensorSpec(shape, "float32")

@@ -87,7 +87,9 @@ def table(made: Drawing, features: int) -> str:
     """A table, which may share its weight with another one or be used by its weight: what looks rows up."""
     draw = made.draw
     style: Any = draw.choice(("vocabulary", "vocabulary", "vocabulary", None, "replicated"))
-    if made.crazy() and not made.inside:
+    if made.inside:
+        style = draw.choice(("vocabulary", "replicated"))
+    elif made.crazy():
         style = draw.choice(("colwise", "rowwise", "colwise_gather_output"))
     name = made.add(draw.choice(TABLES).format(v=VOCAB, n=features), style)
     if draw.random() < 0.2:

@@ -307,7 +307,7 @@ def test_an_embedding_takes_the_vocabulary_style() -> None:
     plan = {"embedding": "colwise", "blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
     refused(
         lambda: tensor_parallel(gpt(), 2, sequence=False, plan=plan),
-        "embedding: an embedding is spread by the style 'vocabulary'",
+        "embedding: an embedding is spread by the style 'vocabulary', not 'colwise': give it that style, or",
     )
     objects = {"embedding": RowwiseParallel(input_layouts=Replicate())}
     assert plan_of(gpt(), objects)["embedding"] == Style("vocabulary")

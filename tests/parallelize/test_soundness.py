@@ -140,7 +140,7 @@ def differences(plan: Plan, network: Network) -> list[str]:
                 )
         elif got.shape != want.shape:
             wrong.append(f"{name}: shape {list(got.shape)}, plain {list(want.shape)}")
-        elif not float((got - want).norm()) <= TOLERANCE * max(float(want.norm()), 1e-6 * largest):
+        elif not float((got - want).norm()) <= TOLERANCE * max(float(want.norm()), 1e-5 * largest):
             wrong.append(f"{name}: {float((got - want).norm()) / max(float(want.norm()), 1e-300):.1e} off")
     return wrong
 

@@ -49,6 +49,17 @@ class Negated(nn.Embedding):
         return F.embedding(ids, -self.weight.tanh(), self.padding_idx)
 
 
+class Shifted(nn.Embedding):
+    """A table whose rows have a common part, which is a parameter of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight * self.gain + self.gain)
+
+
 class Borrowed(nn.Embedding):
     """A table that looks up in another one of as many rows as a rank holds."""
 
@@ -73,12 +84,17 @@ class Net(nn.Module):
         return WAYS[self.way](self, x, row)
 
 
+def flattened(row: Tensor) -> Tensor:
+    return row.flatten(0, 1).mean(-1, keepdim=True).expand(-1, 2).reshape(row.shape[0], -1, 2)[..., :1]
+
+
 WAYS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "before": lambda m, x, row: m.down(m.up(x + row).relu()),
     "behind": lambda m, x, row: m.down(m.up(x).relu()) + row,
     "scales features": lambda m, x, row: m.down(m.up(x).relu() * row.mean(-1, keepdim=True)),
     "is added to features": lambda m, x, row: m.down(m.up(x).relu() + row[..., :1]),
     "is compared with features": lambda m, x, row: m.down(torch.maximum(m.up(x), row.sum(-1, keepdim=True))),
+    "is flattened": lambda m, x, row: m.down(m.up(x).relu() * flattened(row)),
     "on both sides": lambda m, x, row: m.down(m.up(x + row).relu() * row.norm(dim=-1, keepdim=True)) + row,
 }
 
@@ -123,8 +139,9 @@ def test_tables_with_code_of_their_own(kind: type[nn.Embedding]) -> None:
     check(net("scales features", kind), tp=2)
 
 
-def test_a_table_s_own_parameter_is_used_elsewhere_too() -> None:
-    check(net("before", Gained), shared_gain, tp=2)
+@pytest.mark.parametrize("kind", [Gained, Shifted])
+def test_a_table_s_own_parameter_is_used_elsewhere_too(kind: type[nn.Embedding]) -> None:
+    check(net("before", kind), shared_gain, tp=2)
 
 
 def test_a_table_that_is_read_as_a_whole_is_refused() -> None:

@@ -14,6 +14,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Op, Ref
 from stretto.passes.rewrite import with_uses
 from stretto.verify import plan_faults
+from tests.parallelize.test_tables import PLAN, batch_of, loss_of, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 
@@ -68,6 +69,25 @@ def test_an_addend_that_is_used_as_the_sum(plan: Plan) -> None:
     )
     faults = " ".join(map(str, plan_faults(broken)))
     assert "of which every tp rank has only an addend" in faults or "differs between tp ranks" in faults
+
+
+def test_an_addend_that_ranks_mask_each_by_its_own_rows() -> None:
+    """The gradient of a sharded table's rows, less the sum that they need before."""
+    model = net("scales features")
+    job = stretto.capture(model, batch_of(), loss=loss_of, parallel=stretto.Parallel(tp=2), tp_plan=PLAN)
+    plan = stretto.plan(job, cluster=stretto.Cluster(), order="list")
+    assert plan_faults(plan) == []
+    ops = [op for s in plan.job.stages for ops in s.ops.values() for op in ops]
+    waits = {op.name: op.args[0].name for op in ops if op.target == WAIT}
+    addends = {op.name: op.args[0].name for op in ops if op.target == "comm.all_reduce"}
+    *_, mask = (op for op in ops if op.target == "aten.where.self")
+    (summed,) = set(mask.uses) & set(waits)
+    used = mask.args[0].name, addends[waits[summed]]
+    broken = changed(plan, lambda op: with_uses(op, lambda u: used[1] if u == summed else u))
+    assert any(
+        f"uses {used[1]} as a whole, of which every tp rank has only an addend" in str(fault)
+        for fault in plan_faults(broken)
+    )
 
 
 def test_a_gradient_that_is_not_held_as_its_parameter(plan: Plan) -> None:

@@ -25,6 +25,7 @@ from stretto.backend.collector import rarely_collected
 from stretto.backend.observe_adapter import watched
 from stretto.batch import tree
 from stretto.batch.loss import Loss
+from stretto.batch.values import Path, Watch
 from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
@@ -73,6 +74,7 @@ class Traced:
     whole, count, mean_over: as in `ir.program.Job`.
     shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
     layers: names of the model's repeated modules (`stretto.capture.layers`).
+    read, watch: as in `ir.program.Job`.
     borders: as in `graphs.JointGraph`.
     """
 
@@ -97,6 +99,8 @@ class Traced:
     frozen: frozenset[str] = frozenset()
     seen: tuple[Seen, ...] = ()
     layers: frozenset[str] = frozenset()
+    read: tuple[tuple[Path, str], ...] = ()
+    watch: Watch = field(default_factory=Watch, compare=False, repr=False)
 
 
 @rarely_collected()
@@ -205,7 +209,7 @@ def _trace(
         }
         layers = layers_of(model) if repeats else None
         with explained(model, tensor, (NotRepeatedError, WrittenError), loss):
-            joint = torch_adapter.export_joint(
+            joint, reads = torch_adapter.export_joint(
                 model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside, param_dtype in HALF
             )
 
@@ -222,6 +226,7 @@ def _trace(
             buffers[name] = (state[name], None)
 
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
+    read, watch = reads.kept()
     matched = () if beside is None else beside.matched
     ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
     if absent:
@@ -284,6 +289,8 @@ def _trace(
         frozen=frozenset(frozen),
         seen=tuple(one.renamed(renamed) for one in seen),
         layers=layer_names(model),
+        read=read,
+        watch=watch,
     )
 
 

@@ -22,7 +22,12 @@ from stretto.ir.placement import (
 )
 from stretto.ir.program import Op, TensorSpec
 
-LOOKUP = "aten.embedding.default"
+LOOKUPS = {
+    "aten.embedding.default": ("part", LOCAL),
+    "aten.embedding_dense_backward.default": ("local", part(0)),
+}
+"""At rows that a rank numbers by itself: what the operand beside them must be, what is made. Rows of a part
+of a table are the rank's own, and what it adds up for these rows is its part of the table's gradient."""
 
 EXPAND = "aten.expand.default"
 """Repeats dims of one element: where a rank has as many as it needs, the model alone may have more."""
@@ -33,16 +38,18 @@ def with_local(
 ) -> tuple[Placement, ...]:
     """A rank's own numbers beside a part make a part, in place; anything else is the rank's own.
 
-    An addend keeps its meaning only where the op adds it to them: each rank's mask is for the sum. Rows at
-    a rank's own numbers are those of its own part.
+    An addend keeps its meaning only where the op adds it to them: each rank's mask is for the sum.
     """
     apart = _apart(rule, given)
     if apart:
         raise NeedsEqualError([names[at] for at in apart])
     if rule is None:
         return (LOCAL,) * max(len(op.outputs), 1)
-    if op.target == LOOKUP and given[0].kind == "equal" and not given[0].zero:
-        raise RefusedError(f"{names[0]} is whole, and is read at a rank's own rows", names[:1])
+    if op.target in LOOKUPS and given[1].kind == "local":
+        kind, made = LOOKUPS[op.target]
+        if given[0].kind != kind and not given[0].zero:
+            raise RefusedError(f"{names[0]} is {given[0]}, and meets a rank's own rows", names[:1])
+        return (made,)
     into = op.target.startswith(("aten.scatter", "aten.index_put"))
     for position, held in enumerate(given):
         if held.kind != "part" or (into and position):
@@ -70,6 +77,7 @@ def with_parts(
     given: Sequence[Placement],
     specs: Sequence[TensorSpec],
     backward: bool = False,
+    exact: bool = True,
 ) -> tuple[Placement, ...]:
     parts = [at for at, p in enumerate(given) if p.kind == "part"]
     reasons: list[str] = []
@@ -81,7 +89,8 @@ def with_parts(
             reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
             continue
         other = _beside(rule, names, given, specs, label, blocks)
-        if other is None and backward:
+        # Where no shape of the model alone has chosen between places, only the thin one may be an addend.
+        if other is None and backward and (exact or specs[parts[0]].shape[dim] == blocks):
             other = _counted_by_each(rule, names, given, specs)
         if other is not None:
             reasons.append(other)

@@ -126,10 +126,9 @@ def places_of(held: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]
         yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in held.at)
 
 
-def is_thin(held: Placement, shape: Sequence[int], surely: bool = False) -> bool:
-    """Whether a part is one element, or one of each block: it may be an addend as well. surely: wherever it
-    may be cut."""
-    return held.kind == "part" and (all if surely else any)(shape[dim] == blocks for dim, blocks in held.at)
+def is_thin(held: Placement, shape: Sequence[int]) -> bool:
+    """Whether a part is one element, or one of each block: it may be an addend as well."""
+    return held.kind == "part" and any(shape[dim] == blocks for dim, blocks in held.at)
 
 
 def uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:

@@ -32,7 +32,6 @@ from typing import Any
 from stretto.ir.collectives import Kind
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
-from stretto.ir.op_names import POINTWISE
 from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
 from stretto.ir.placement import (
     EQUAL,
@@ -71,6 +70,7 @@ FILLS = frozenset(
 )
 """One number everywhere."""
 
+MASKED = ("aten.where.self", "aten.masked_fill.Scalar")
 CAT = "aten.cat.default"
 SPLITS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default"))
 
@@ -162,9 +162,9 @@ class Placer:
             return (self._filled(op),)
         names = operands(op)
         given = tuple(self.of(name) for name in names)
-        if self._backward and op.target in POINTWISE and any(p.kind == "local" for p in given):
+        if self._backward and op.target in MASKED and any(p.kind == "local" for p in given):
             # What a rank masks by its own numbers is equal on all, so that its gradient is no slice.
-            thin = [n for n in names if n in self._gradients and is_thin(self.of(n), specs[n].shape, True)]
+            thin = [n for n in names if n in self._gradients and is_thin(self.of(n), specs[n].shape)]
             self.values.update(dict.fromkeys(thin, SUM))
             given = tuple(self.of(name) for name in names)
         if not self._exact and not op.target.startswith(KNOWN_OPS):
@@ -309,7 +309,7 @@ class Placer:
         if any(p.kind == "part" for p in given):
             along = _behind_one_another(rule, given, specs) if op.target == CAT else ()
             try:
-                made = with_parts(op, rule, names, given, specs, self._backward)
+                made = with_parts(op, rule, names, given, specs, self._backward, self._exact)
             except RefusedError:
                 if along:
                     return (Placement("part", along),)

@@ -145,7 +145,10 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise UsageError(f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`")
     if isinstance(module, nn.Embedding) and kind != "vocabulary":
-        raise UsageError(f"{name}: an embedding is spread by the style 'vocabulary', not {kind!r}")
+        raise UsageError(
+            f"{name}: an embedding is spread by the style 'vocabulary', not {kind!r}: give it that style, or "
+            "leave it out of tp_plan, which keeps it whole"
+        )
     # transformers' Conv1D keeps its matrix transposed: (in, out).
     out_dim, in_dim = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
     if kind in ROWWISE:

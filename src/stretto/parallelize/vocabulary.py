@@ -117,8 +117,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor) -> Any:
         exp_NP, factor_N, local_N, elsewhere_N, ignored_N = ctx.saved_tensors
         grad_N = grad_N.masked_fill(ignored_N, 0.0)
-        grad_NP = exp_NP * (grad_N * factor_N).unsqueeze(1)
         hit_N = grad_N.masked_fill(elsewhere_N, 0.0)
+        grad_NP = exp_NP * (grad_N * factor_N).unsqueeze(1)
         return grad_NP.scatter_add(1, local_N.unsqueeze(1), -hit_N.unsqueeze(1)), None, None, None, None
 
 

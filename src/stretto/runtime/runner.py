@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
+from stretto.batch.values import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
@@ -138,6 +139,7 @@ class Runner:
         self._ranges = Ranges(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
         self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
+        self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
             watch(self.held)
         self.old_model: OldModel = OldModel(model, self.held, None if shares is None else shares.old_model)
@@ -283,6 +285,9 @@ class Runner:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
+        self._values.check()
+        if self.plan.job.watch is not None:
+            self.plan.job.watch.check()
         self.held.hooked.check()
         self.held.check_bound()
         if unfit := self._unfit():
