@@ -202,6 +202,11 @@ def _reason(error: Exception, files: Sequence[str] = ()) -> str:
         asked = "the code writes the value of a tensor into a text"
     if asked is None and text.startswith(".numpy()"):
         asked = "the code asks for the values of a tensor (.numpy())"
+    if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in error.obj:
+        return (
+            f"{kind}: {text}: the batch's mappings are plain dicts in model and loss, whatever class they "
+            f"were: read them by keys, [{error.name!r}]"
+        )
     if asked is not None:
         return (
             f"{asked}, and at capture there are none: replace `.item()`, `if tensor:`, "
