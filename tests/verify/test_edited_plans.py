@@ -70,9 +70,12 @@ def test_an_edited_program_is_read_only_by_who_says_so(plans: dict[str, Data], t
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
-        (lambda job: job["parameters"][0].update(frozen=True), "job is not"),
-        (lambda job: job["constants"].append({"name": "c", "spec": "bool[1]", "data": [True]}), "job is not"),
-        (lambda job: job.update(mean_over={"value": 2.0, "ops": []}), "job is not"),
+        (lambda job: job["parameters"][0].update(frozen=True), r"job \(all but stages\) is not"),
+        (
+            lambda job: job["constants"].append({"name": "c", "spec": "bool[1]", "data": [True]}),
+            r"job \(all but stages\) is not",
+        ),
+        (lambda job: job.update(mean_over={"value": 2.0, "ops": []}), r"job \(all but stages\) is not"),
         (lambda job: job["stages"][0]["ops"]["W"][0][5].update(flops=1), r"stages\[0\]\.ops\.W is not"),
         (lambda job: job["stages"][0]["ops"]["REDUCE_GRAD"][0][5].update(flops=1), "REDUCE_GRAD is not"),
     ],
@@ -309,4 +312,4 @@ def test_some_random_edits_are_refused_or_the_same_step(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_many_random_edits_of_many_plans() -> None:
-    assert main(2000) == 0
+    assert main(2200) == 0
