@@ -222,6 +222,8 @@ def _reason(error: Exception, files: Sequence[str] = ()) -> str:
         return CONTROL_FLOW
     if isinstance(error, StrettoError):
         return text
+    if text.startswith("'dict' object has no attribute"):
+        return f'{kind}: {text}. A microbatch is of plain dicts, whatever classes the batch is of: mb["name"]'
     if INTERNAL in text:
         return (
             "PyTorch's tracer cannot take this call; of torch.func it takes grad, vmap, jvp, vjp, jacfwd, "

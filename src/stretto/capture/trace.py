@@ -166,6 +166,7 @@ def _trace(
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
     tensor = layout.tensor
+    constants_of_batch = tuple(tree.fixed(batch).items())
     leaves, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
@@ -244,7 +245,7 @@ def _trace(
     ops, seen = taken_out(step.ops)
     gradients, kept = dict(step.grads), dict(step.kept)
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
-    divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
+    divided = mean_over(ops, kept["loss"], given_whole, given) if count is None else None
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     spread: frozenset[str] = frozenset()
@@ -279,7 +280,7 @@ def _trace(
         param_dtype=None if param_dtype is None else dtype_name(param_dtype),
         own_dtypes=own_dtypes,
         device=device_kind,
-        fixed=tuple(tree.fixed(batch).items()),
+        fixed=constants_of_batch,
         shards=shards,
         partial=parts,
         borders=joint.borders,

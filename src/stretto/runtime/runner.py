@@ -39,7 +39,7 @@ from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
-from stretto.runtime.whole_state import LeftKeys, gather, plain_state, put
+from stretto.runtime.whole_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.whole_tensors import watch
 from stretto.verify import verify
 
@@ -138,9 +138,9 @@ class Runner:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._ranges = Ranges(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
+        self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
         self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
-            self._plain_state = plain_state(model, plan.job)
             watch(self.held)
         self.old_model: OldModel = OldModel(model, self.held, None if shares is None else shares.old_model)
         self._graph: StepGraph | None = None
@@ -201,7 +201,7 @@ class Runner:
         if self._shares is not None:
             return self._shares.state_dict(only_on=only_on)
         self.old_model.rivals.check(self.transport)
-        return gather(self.held, self.transport, self._plain_state, only_on)
+        return gather(self.held, self.transport, self.plain_state, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
         """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
@@ -213,7 +213,7 @@ class Runner:
         """
         if self._shares is not None:
             return self._shares.load_state_dict(state_dict, strict)
-        left = put(self.held, self.transport, self._plain_state, state_dict, strict)
+        left = put(self.held, self.transport, self.plain_state, state_dict, strict)
         lacking = self.unfit if left.missing_keys else None
         self.loaded()
         self.unfit = lacking
