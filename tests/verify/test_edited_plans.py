@@ -324,6 +324,7 @@ def test_what_is_bounded_where_a_plan_is_read(plans: dict[str, Data], edit: Edit
 # All kinds of edits, at random.
 
 
+@pytest.mark.slow
 def test_ops_that_moved_behind_what_reads_them() -> None:
     """I reads what W makes, and W what I makes: no order of programs reaches the gradient."""
     for found in outcomes("gpt", [671]):
