@@ -68,9 +68,9 @@ SETTINGS: list[tuple[str, str]] = [
         f"{' '.join(EP)} {DROPLESS} parallel.ep_overflow=drop",
         "drop it, or give parallel.ep_buffer = 2.0",
     ),
-    ("parallel.ampipe_degree=0", "0 is neither 'auto' nor a number of chunks from 1 on"),
-    ("parallel.ampipe_degree=2.5", "2.5 is neither 'auto' nor a number of chunks from 1 on"),
-    ("parallel.ampipe_degree=two", "'two' is neither 'auto' nor a number of chunks from 1 on"),
+    ("parallel.ampipe_degree=0", "0 is neither 'auto' nor a number of chunks from 1 to 65,536"),
+    ("parallel.ampipe_degree=2.5", "2.5 is neither 'auto' nor a number of chunks from 1 to 65,536"),
+    ("parallel.ampipe_degree=two", "'two' is neither 'auto' nor a number of chunks from 1 to 65,536"),
     ("parallel.ampipe_degree=17", "less than two tokens: give 16 or less"),
     ("parallel.ampipe_capacity=whole", "give ampipe_degree = 2 or more, or drop it"),
     ("parallel.ampipe_degree=2 parallel.ampipe_capacity=all", "input should be 'chunk' or 'whole'"),
@@ -106,7 +106,7 @@ SETTINGS: list[tuple[str, str]] = [
         "80 slots of an expert, which are fewer: give 80 or less",
     ),
     (
-        f"{' '.join(EP)} {DROPLESS} parallel.pipe_experts_multi_data=99999999999",
+        f"{' '.join(EP)} {DROPLESS} parallel.pipe_experts_multi_data=65536",
         "256 rows of a rank's buffer, which are fewer: give 256 or less",
     ),
     (
@@ -266,7 +266,7 @@ CODE: list[tuple[Any, Any, dict[str, Any], str]] = [
     (model(), TOKENS, {"ep": 3, "dp": 3}, "give an ep that divides them, such as 2"),
     (model(), TOKENS, {"ep": 8, "dp": 8}, "give an ep that divides them, such as 4"),
     (model(), TOKENS, {"ampipe_degree": 7}, "less than two tokens; give 6 or less"),
-    (model(), TOKENS, {"ampipe_degree": 10**12}, "less than two tokens; give 6 or less"),
+    (model(), TOKENS, {"ampipe_degree": 65536}, "less than two tokens; give 6 or less"),
     (
         model(),
         TOKENS,
@@ -337,7 +337,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"ep": True, "dp": 2}, "ep = True: Input should be a valid integer"),
     ({"ep": 2, "dp": 2, "ep_buffer": float("inf")}, "ep_buffer = inf: Input should be a finite number"),
     ({"ep": 2, "dp": 2, "ep_overflow": "dropp"}, "Input should be 'error' or 'drop'"),
-    ({"ampipe_degree": -2}, "-2 is neither 'auto' nor a number of chunks from 1 on"),
+    ({"ampipe_degree": -2}, "-2 is neither 'auto' nor a number of chunks from 1 to 65,536"),
     ({"ampipe_degre": 2}, "unknown argument ampipe_degre; did you mean ampipe_degree?"),
     ({"pipe_experts_multi_data": 2}, "give ep = 2 or more, or drop it"),
 ]

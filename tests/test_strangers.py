@@ -22,6 +22,14 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
     return corpus(tmp_path_factory.mktemp("sound"), runs=False)
 
 
+def test_all_of_them_are_read_while_they_are_sound(kinds: dict[str, Kind], tmp_path: Path) -> None:
+    readers = [(kind.sound, reader) for kind in kinds.values() for reader in kind.readers]
+    for number, (sound, reader) in enumerate(readers):
+        out = tmp_path / str(number)
+        out.mkdir()
+        reader(sound, out)
+
+
 def test_some_dozens_in_this_process(kinds: dict[str, Kind], tmp_path: Path) -> None:
     told = try_files(kinds, 70, 3, tmp_path, print)
     assert told.wrong == []

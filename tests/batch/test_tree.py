@@ -49,3 +49,14 @@ def test_a_microbatch_has_the_tensor_in_the_place_of_the_mark() -> None:
     assert rebuilt["b"][0] is leaves[1]
     assert int(rebuilt["n"]) == 5
     assert tree.whole_leaves(stretto.whole(1)) == ("batch",)
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self.ids, self.note = torch.zeros(2), "a"
+
+
+@pytest.mark.parametrize(("batch", "path"), [(_Rows(), "batch"), ({"x": [_Rows()]}, "x.0")])
+def test_an_object_with_tensors_is_no_leaf(batch: object, path: str) -> None:
+    with pytest.raises(UsageError, match=rf"leaf '{path}' is a _Rows with tensors \(ids\).*vars"):
+        tree.flatten(batch)

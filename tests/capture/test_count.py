@@ -134,6 +134,15 @@ def test_what_a_mean_is_over(loss: Any, found: list[str] | None) -> None:
     assert (job.mean_over and targets(job.mean_over)) == found
 
 
+def test_labels_that_are_a_leaf_of_the_batch_have_its_shape() -> None:
+    job = captured(lambda model, batch: F.cross_entropy(model(batch["x"]), batch["labels"]))
+    assert job.mean_over is not None
+    kept = next(op for op in job.mean_over.ops if op.name == "kept")
+    assert kept.outputs[0] is not None
+    assert kept.outputs[0].shape == dict(job.batch)["labels"].shape
+    stretto.verify(stretto.plan(job, cluster=stretto.Cluster(), order="list"))
+
+
 def test_a_spread_vocabulary_is_a_mean_over_its_labels_too() -> None:
     class Classes(nn.Module):
         def __init__(self) -> None:

@@ -283,3 +283,12 @@ def test_what_a_library_does_is_refused_with_a_way_around_it() -> None:
 
     with pytest.raises(stretto.CaptureError, match=r"moe\.py:2(?s:.*)experts_implementation = 'batched_mm'"):
         trace(Grouped(), rows(), mean_square, microbatches=1)
+
+
+def test_mappings_of_a_batch_are_read_by_keys() -> None:
+    class Encoding(dict[str, Tensor]):
+        def __getattr__(self, name: str) -> Tensor:
+            return self[name]
+
+    with pytest.raises(stretto.CaptureError, match=r"plain dicts in model and loss.*by keys, \['x'\]"):
+        trace(Chain(), Encoding(x=rows()), lambda m, mb: m(mb.x).square().mean(), microbatches=2)

@@ -46,6 +46,11 @@ def test_derivatives_in_forward_mode(loss: Callable[..., Tensor]) -> None:
     assert_plain(Chain(), rows(), loss, PIPELINE)
 
 
+def test_zeros_that_the_backward_alone_reads_are_not_computed_again() -> None:
+    parallel = stretto.Parallel(pp=2, microbatches=2, schedule="zb-h1", recompute="full")
+    assert_plain(Chain(), rows(), along, parallel)
+
+
 def test_a_transform_that_pytorch_cannot_trace_leaves_autograd_as_it_was() -> None:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         out, tangent = torch.func.linearize(model, batch)

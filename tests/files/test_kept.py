@@ -132,3 +132,15 @@ def test_ages_are_told_in_words() -> None:
         "2 hours ago",
         "5 days ago",
     ]
+
+
+@pytest.mark.parametrize(
+    "head", [b"[" * 100_000, b'{"made_at_s": 1e999, "sha256": ""}', b"[]", b'{"made_at_s": []}']
+)
+def test_a_head_that_is_none_is_no_crash(tmp_path: Path, head: bytes) -> None:
+    kept = Kept(tmp_path)
+    kept.keep("plan", "a", "text")
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(head + b"\ntext")
+    assert kept.find("plan", "a") is None
+    assert not path.exists()

@@ -65,6 +65,7 @@ class _Doubled(nn.Module):
         return 2 * x
 
 
+@pytest.mark.slow
 def test_a_forward_may_parametrize_for_a_time() -> None:
     torch.manual_seed(3)
     model = Parametrized(Base()).double()

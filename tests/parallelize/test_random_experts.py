@@ -19,7 +19,7 @@ from tests.parallelize.random_lines import Coded
 from tests.parallelize.random_networks import Network
 from tests.parallelize.test_soundness import outcome_of
 
-FEW, MANY = range(10), range(10, 210)
+FEW, MANY = range(62, 68), range(68, 168)
 ACCEPTED = 0.35
 """The least share of networks that are captured."""
 

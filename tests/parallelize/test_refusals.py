@@ -443,3 +443,20 @@ def test_shapes_that_do_not_fit_name_what_is_spread(
     with pytest.raises(CaptureError) as caught:
         capture(Headed(by_weight), ids, token_loss, Parallel(tp=2), tp_plan=plan)
     assert all(words in str(caught.value) for words in told), str(caught.value)
+
+
+def test_a_module_around_a_linear_is_told_which_modules_have_a_weight() -> None:
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.A, self.B = nn.Linear(8, 8), nn.Linear(8, 2), nn.Linear(2, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.base(x) + self.B(self.A(x))
+            return out
+
+    refused(
+        lambda: tensor_parallel(nn.Sequential(Adapted()), 2, sequence=False, plan={"0": "colwise"}),
+        "0 (Adapted): the style 'colwise' needs a matrix `weight`. Give styles to modules in it with one "
+        "(base, A, B), or keep it whole with {'0': 'replicated'} in tp_plan",
+    )

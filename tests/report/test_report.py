@@ -187,6 +187,12 @@ def test_a_plan_that_is_broken_is_still_refused(run_dir: Path) -> None:
         load_run(run_dir)
 
 
+def test_a_plan_whose_programs_were_edited_is_said(run_dir: Path) -> None:
+    path = run_dir / "plan.json"
+    path.write_text(path.read_text().replace('"flops": 1000', '"flops": 1001', 1))
+    assert "programs were edited after planning" in " ".join(load_run(run_dir).notes)
+
+
 def test_a_broken_metrics_line_is_named(run_dir: Path) -> None:
     (run_dir / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
     with pytest.raises(UsageError, match=r"metrics\.jsonl, line 2"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from stretto.ir.plan import Plan
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.saving import folder
+from tests.capture.zoo import Chain, mean_square, rows
 from tests.parallelize.test_tensor_equality import batch_of, gpt
 from tests.runtime.equality import lowered
 
@@ -360,11 +362,68 @@ def test_a_save_that_was_killed_between_its_renames(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+class RowSteps(torch.optim.SGD):
+    """Keeps a number for each row, which no update reads."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("rows", torch.zeros(len(p))).add_(1)
+        super().step(closure)
+
+
 def test_state_without_a_place_in_the_whole(tmp_path: Path) -> None:
     def work(runner: Runner) -> None:
-        optimizer = torch.optim.Adafactor(runner.parameters())
+        optimizer = RowSteps(runner.parameters(), lr=0.1)
         train(runner, optimizer, 1)
         stretto.save(tmp_path / "a", runner, optimizer)
 
     assert "where it belongs in the whole is not known. Take an optimizer" in refused("tp", work)[0]
     assert refused("pp", work) == ["", ""]
+
+
+class Counting(Chain):
+    """With extra state in a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Counted(8, 8).double()
+
+
+class Counted(nn.Linear):
+    seen: Any = 1
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+def test_extra_state_of_the_model_is_kept(tmp_path: Path) -> None:
+    def plan(**layout: Any) -> Plan:
+        job = stretto.capture(Counting(), rows(), mean_square, stretto.Parallel(**layout, microbatches=2))
+        return lowered(job, "1f1b")
+
+    def write(runner: Runner) -> None:
+        models[runner.rank].get_submodule("layers.1").seen = torch.tensor([5.0])
+        stretto.save(tmp_path / "it", runner)
+
+    def read(runner: Runner) -> Tensor:
+        stretto.load(tmp_path / "it", runner)
+        seen: Tensor = models[runner.rank].get_submodule("layers.1").seen
+        return seen
+
+    models = [Counting(), Counting()]
+    stretto.run_threads(plan(pp=2), models.__getitem__, write)
+    models = [Counting(), Counting()]
+    assert stretto.run_threads(plan(dp=2), models.__getitem__, read) == [torch.tensor([5.0])] * 2
+
+    def refused(runner: Runner) -> str:
+        models[runner.rank].get_submodule("layers.1").seen = io.BytesIO()
+        with pytest.raises(stretto.UsageError) as caught:
+            stretto.save(tmp_path / "it", runner)
+        return str(caught.value)
+
+    for said in stretto.run_threads(plan(dp=2), models.__getitem__, refused):
+        assert "what the model's get_extra_state gives cannot be saved" in said

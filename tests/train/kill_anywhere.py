@@ -281,7 +281,10 @@ def lines_of(place: Path) -> dict[tuple[int, str], float]:
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All that a checkpoint holds."""
-    values = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in stored_in(checkpoint).items()}
+    values = {
+        name: torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+        for name, one in stored_in(checkpoint).items()
+    }
     read_tensors(checkpoint, values)
     return values
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from stretto.train import heartbeat
 from stretto.train.heartbeat import Heartbeat
+from stretto.train.launched import tell_phase
 from stretto.train.world import World
 
 SIZE = 3
@@ -91,6 +92,25 @@ def test_the_rank_before_misses_one_that_stops(store: dist.TCPStore, clock: Cloc
     stuck.set()
     for one in beats:
         one.__exit__()
+
+
+def test_the_phase_that_the_lost_rank_told_last_is_known(store: dist.TCPStore, clock: Clock) -> None:
+    told: list[str] = []
+    tell_phase("capturing the model")
+    silent = Heartbeat(World(1, 2, 2, store), lambda *_: None).__enter__()
+    watching = Heartbeat(World(0, 2, 2, store), lambda _, phase: told.append(phase)).__enter__()
+    stuck = threading.Event()
+    clock.advance(LOST_AFTER_S / 2, store, range(2), [])
+    silent._store = Silent(stuck)
+    until_s = time.monotonic() + 60
+    while not told:
+        assert time.monotonic() < until_s
+        clock.now_s += LOST_AFTER_S / 50
+        time.sleep(0.005)
+    stuck.set()
+    silent.__exit__()
+    watching.__exit__()
+    assert told == ["capturing the model"]
 
 
 def test_a_rank_that_has_ended_is_not_missed(store: dist.TCPStore, clock: Clock) -> None:

@@ -55,6 +55,23 @@ def test_the_first_cause_is_told_and_not_its_effects(settings: TrainSettings) ->
     assert explain(settings, notes, {0: 1, 1: 1, 2: 2}) == (2, "stretto: no such thing")
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_a_run_under_nohup_outlives_its_terminal(
+    settings: TrainSettings, tmp_path: Path, handler: signal.Handlers
+) -> None:
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with launch._environment(settings, tmp_path, 0.0):
+            taken = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGHUP")
+        with Interrupts(lambda _: None):
+            ours = signal.getsignal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    ignored = handler is signal.SIG_IGN
+    assert ("SIGHUP" not in taken) == ignored
+    assert (ours is signal.SIG_IGN) == ignored
+
+
 def test_a_rank_that_was_told_to_end_is_named(settings: TrainSettings) -> None:
     notes = [note(1, Cause.INTERRUPTED, 1.0, "SIGTERM", 143), note(0, Cause.LOST, 2.0)]
     status, text = explain(settings, notes, {0: 1, 1: 143})

@@ -62,7 +62,19 @@ def _leaves(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         for position, value in enumerate(item):
             yield from _leaves(value, f"{path}.{position}" if path else str(position))
     else:
+        _refuse_object(path or "batch", item)
         yield path or "batch", item
+
+
+def _refuse_object(path: str, item: Any) -> None:
+    """Raises UsageError for an object that has tensors: they would be no leaves."""
+    attributes = {} if isinstance(item, (torch.Tensor, torch.nn.Module)) else getattr(item, "__dict__", {})
+    held = [str(name) for name, value in attributes.items() if isinstance(value, torch.Tensor)]
+    if held:
+        raise UsageError(
+            f"batch leaf {path!r} is a {type(item).__name__} with tensors ({', '.join(held)}), and a batch "
+            "is made of tensors, dicts, lists and (named) tuples: give vars(it), a dict, and read it by keys"
+        )
 
 
 def flatten(batch: Any) -> dict[str, torch.Tensor]:

@@ -18,16 +18,17 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.capture.calls_adapter import constant_key, draws, nodes_of
 from stretto.capture.graphs import JointGraph
-from stretto.capture.repeat import NotRepeatedError
+from stretto.capture.read import Reads
+from stretto.capture.repeat import Call, NotRepeatedError
 from stretto.capture.state import State
 from stretto.errors import CaptureError
 
@@ -38,8 +39,10 @@ NAMED = 3
 class Calls:
     """What model and loss hold around each run of the forward. When the context ends, all is as it was."""
 
-    def __init__(self, *roots: tuple[str, Any]) -> None:
-        self._roots = roots
+    def __init__(self, model: nn.Module, loss: Any, layers: Sequence[Call] = ()) -> None:
+        self._roots = (("", model), ("the loss", loss))
+        self.reads = Reads(model, loss)
+        self.layers = layers
         self._known: dict[Hashable, int] = {}
         self._numbers: dict[int, int] = {}
         self._left: dict[str, Tensor] = {}
@@ -62,7 +65,8 @@ class Calls:
         others = {id(tensor): left[name] for name, tensor in self._left.items()}
         self._begin.restore(running=True, others=others)
         before = _generators()
-        yield
+        with self.reads.recording(self._first.objects(), self.layers):
+            yield
         drawn = [
             name
             for name, state in _generators().items()

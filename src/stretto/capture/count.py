@@ -74,14 +74,16 @@ def _of_another(name: str, whole: Collection[str]) -> CaptureError:
     )
 
 
-def mean_over(ops: Sequence[TracedOp], loss: str, whole: Collection[str]) -> Count | None:
-    """Step 3."""
+def mean_over(
+    ops: Sequence[TracedOp], loss: str, whole: Collection[str], given: Mapping[str, TensorSpec]
+) -> Count | None:
+    """Step 3. given: specs of what comes from outside the step."""
     by_name = {traced.op.name: traced.op for traced in ops}
     needed, _ = _closure(by_name, loss)
     for op in reversed(needed):
         found = None
         if op.target in LIKELIHOODS and op.args[3] == MEAN:
-            found = _labels(by_name, op)
+            found = _labels(by_name, op, given)
         elif op.target == DIVISION and _is_number(op) and isinstance(op.args[1], Ref):
             found = _divisor(by_name, *(arg.name for arg in op.args if isinstance(arg, Ref)))
         if found is not None and any(
@@ -93,14 +95,15 @@ def mean_over(ops: Sequence[TracedOp], loss: str, whole: Collection[str]) -> Cou
     return None
 
 
-def _labels(ops: Mapping[str, Op], loss: Op) -> Count | None:
+def _labels(ops: Mapping[str, Op], loss: Op, given: Mapping[str, TensorSpec]) -> Count | None:
     """How many targets a likelihood does not ignore."""
     target = loss.args[1].name
     needed, read = _closure(ops, target)
     if not all(name.startswith(("batch/", "const/")) for name in read) or any(map(_communicates, needed)):
         return None
-    shape = next((op.outputs[0].shape for op in needed if op.name == target and op.outputs[0]), ())
-    kept = Op("kept", "aten.ne.Scalar", (Ref(target), loss.args[4]), (), (TensorSpec(shape, "bool"),))
+    spec = given[target] if target in given else ops[target].outputs[0]
+    assert spec is not None
+    kept = Op("kept", "aten.ne.Scalar", (Ref(target), loss.args[4]), (), (replace(spec, dtype="bool"),))
     total = Op("labels", "aten.sum.default", (Ref("kept"),), (), (TensorSpec((), "int64"),))
     return Count("labels", (*needed, kept, total))
 

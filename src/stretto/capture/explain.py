@@ -202,6 +202,11 @@ def _reason(error: Exception, files: Sequence[str] = ()) -> str:
         asked = "the code writes the value of a tensor into a text"
     if asked is None and text.startswith(".numpy()"):
         asked = "the code asks for the values of a tensor (.numpy())"
+    if isinstance(error, AttributeError) and isinstance(error.obj, dict) and error.name in error.obj:
+        return (
+            f"{kind}: {text}: the batch's mappings are plain dicts in model and loss, whatever class they "
+            f"were: read them by keys, [{error.name!r}]"
+        )
     if asked is not None:
         return (
             f"{asked}, and at capture there are none: replace `.item()`, `if tensor:`, "
@@ -217,6 +222,8 @@ def _reason(error: Exception, files: Sequence[str] = ()) -> str:
         return CONTROL_FLOW
     if isinstance(error, StrettoError):
         return text
+    if text.startswith("'dict' object has no attribute"):
+        return f'{kind}: {text}. A microbatch is of plain dicts, whatever classes the batch is of: mb["name"]'
     if INTERNAL in text:
         return (
             "PyTorch's tracer cannot take this call; of torch.func it takes grad, vmap, jvp, vjp, jacfwd, "

@@ -103,6 +103,8 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
             Metric(one.module, one.name, homes[one.value][0], one.value, one.joined, one.partial)
             for one in traced.seen
         ),
+        read=traced.read,
+        watch=traced.watch,
     )
 
 

@@ -64,6 +64,7 @@ class State:
             return
         if isinstance(item, nn.Module):
             self._tables.update(id(item.__dict__.get(name)) for name in ("_parameters", "_buffers"))
+        if isinstance(item, nn.Module) or users_code(type(item)):
             yield type(item).__qualname__, type(item)
         if isinstance(item, (tuple, frozenset)):
             yield from ((f"{path}[{at}]", value) for at, value in enumerate(item))
@@ -117,6 +118,10 @@ class State:
                 else:
                     found[held.path] = None
         return list(found)
+
+    def objects(self) -> list[Any]:
+        """All that is held."""
+        return list(self._seen.values())
 
     def again(self) -> State:
         """What the same roots hold now."""

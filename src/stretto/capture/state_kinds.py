@@ -73,21 +73,21 @@ def kinds(item: Any) -> Iterator[tuple[Any, Kind]]:
         if users_code(item):
             yield item, _CLASS
     elif isinstance(item, types.FunctionType):
-        names = _global_names(item.__code__) if users_code(item) else ()
+        names = global_names(item.__code__) if users_code(item) else ()
         if names:
             read, write = functools.partial(_read_named, names), functools.partial(_write_named, names)
             yield item.__globals__, Kind(read, write, dot=True)
     elif is_array(item):
         if item.nbytes <= MOST_ARRAY_BYTES and item.flags.writeable and not item.dtype.hasobject:
             yield item, _ARRAY
-    elif isinstance(item, nn.Module) or _of_the_users(item):
+    elif isinstance(item, nn.Module) or of_the_users(item):
         if isinstance(getattr(item, "__dict__", None), dict):
             yield item.__dict__, _ATTRIBUTES
         if any(_slots(type(item))):
             yield item, _SLOTS
 
 
-def _of_the_users(item: Any) -> bool:
+def of_the_users(item: Any) -> bool:
     """An object of a class of Python's, of a room that is not left alone, which holds no lock."""
     kind = type(item)
     if not kind.__flags__ & HEAP_TYPE or room(kind) in LEFT_ALONE:
@@ -102,8 +102,8 @@ def users_code(item: Any) -> bool:
     return room(item) not in LEFT_ALONE and not file.startswith(LIBRARIES)
 
 
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    inner = (_global_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    inner = (global_names(part) for part in code.co_consts if isinstance(part, types.CodeType))
     return tuple(dict.fromkeys((*code.co_names, *(name for names in inner for name in names))))
 
 

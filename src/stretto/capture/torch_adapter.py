@@ -34,6 +34,7 @@ from stretto.capture.hooks_adapter import hooks_that_change
 from stretto.capture.known import Known
 from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
+from stretto.capture.read import Reads
 from stretto.capture.repeat import Layers, NotRepeatedError
 from stretto.capture.torch_state import tracing_state
 from stretto.errors import CaptureError
@@ -197,8 +198,9 @@ def export_joint(
     meshes: OnMeshes | None = None,
     beside: Beside | None = None,
     float32_losses: bool = False,
-) -> JointGraph:
-    """Forward, loss and backward of one microbatch as one functional graph. All tensors are fake.
+) -> tuple[JointGraph, Reads]:
+    """Forward, loss and backward of one microbatch as one functional graph, and what of Python they read. All
+    tensors are fake.
 
     layers: the equal layers that are not all traced; `stretto.capture.expand` then gives the whole graph.
     meshes: where a program on several meshes lies.
@@ -207,7 +209,7 @@ def export_joint(
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
-    calls = Calls(("", model), ("the loss", loss))
+    calls = Calls(model, loss, () if layers is None else layers.calls)
     values = Known()
     number: float | None = None
 
@@ -269,7 +271,7 @@ def export_joint(
         calls.check(joint, export, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype))
         if layers is not None:
             layers.calls[:] = known
-    return joint
+    return joint, calls.reads
 
 
 def _joint(module: torch.fx.GraphModule, segments: _Segments, count: float | None) -> JointGraph:

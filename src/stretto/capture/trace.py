@@ -25,6 +25,7 @@ from stretto.backend.collector import rarely_collected
 from stretto.backend.observe_adapter import watched
 from stretto.batch import tree
 from stretto.batch.loss import Loss
+from stretto.batch.values import Path, Watch
 from stretto.capture import torch_adapter
 from stretto.capture.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capture.accepts import check_batch, check_model
@@ -73,6 +74,7 @@ class Traced:
     whole, count, mean_over: as in `ir.program.Job`.
     shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
     layers: names of the model's repeated modules (`stretto.capture.layers`).
+    read, watch: as in `ir.program.Job`.
     borders: as in `graphs.JointGraph`.
     """
 
@@ -97,6 +99,8 @@ class Traced:
     frozen: frozenset[str] = frozenset()
     seen: tuple[Seen, ...] = ()
     layers: frozenset[str] = frozenset()
+    read: tuple[tuple[Path, str], ...] = ()
+    watch: Watch = field(default_factory=Watch, compare=False, repr=False)
 
 
 @rarely_collected()
@@ -162,6 +166,7 @@ def _trace(
 ) -> Traced:
     """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
     tensor = layout.tensor
+    constants_of_batch = tuple(tree.fixed(batch).items())
     leaves, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
@@ -205,7 +210,7 @@ def _trace(
         }
         layers = layers_of(model) if repeats else None
         with explained(model, tensor, (NotRepeatedError, WrittenError), loss):
-            joint = torch_adapter.export_joint(
+            joint, reads = torch_adapter.export_joint(
                 model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside, param_dtype in HALF
             )
 
@@ -222,6 +227,7 @@ def _trace(
             buffers[name] = (state[name], None)
 
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
+    read, watch = reads.kept()
     matched = () if beside is None else beside.matched
     ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
     if absent:
@@ -239,7 +245,7 @@ def _trace(
     ops, seen = taken_out(step.ops)
     gradients, kept = dict(step.grads), dict(step.kept)
     count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
-    divided = mean_over(ops, kept["loss"], given_whole) if count is None else None
+    divided = mean_over(ops, kept["loss"], given_whole, given) if count is None else None
     shards = layout.shards
     parts: dict[str, tuple[str, ...]] = {}
     spread: frozenset[str] = frozenset()
@@ -274,7 +280,7 @@ def _trace(
         param_dtype=None if param_dtype is None else dtype_name(param_dtype),
         own_dtypes=own_dtypes,
         device=device_kind,
-        fixed=tuple(tree.fixed(batch).items()),
+        fixed=constants_of_batch,
         shards=shards,
         partial=parts,
         borders=joint.borders,
@@ -284,6 +290,8 @@ def _trace(
         frozen=frozenset(frozen),
         seen=tuple(one.renamed(renamed) for one in seen),
         layers=layer_names(model),
+        read=read,
+        watch=watch,
     )
 
 

@@ -74,6 +74,9 @@ class Fits:
 Amount = Annotated[float, Fits(lambda value: 0.0 <= value <= MOST, f"a number from 0 to {MOST:.0e}")]
 """A time, a size, or a share of one."""
 
+Finite = Annotated[float, Fits(lambda value: -MOST <= value <= MOST, f"a number up to {MOST:.0e}")]
+"""A time that may lie before another, or what is computed of times."""
+
 Share = Annotated[float, Fits(lambda value: 0.0 <= value <= 1.0, "a share from 0 to 1")]
 Natural = Annotated[int, Fits(lambda value: value >= 1, "a whole number from 1")]
 

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.files.parse import parse_json
 from stretto.files.say import Say, unheard
 from stretto.files.whole_file import write_file
 
@@ -103,11 +104,11 @@ class Kept:
         except OSError:
             return None
         try:
-            said = json.loads(head)
+            said = parse_json(head)
             age_s = time.time() - float(said["made_at_s"])
             whole = said["sha256"] == hashlib.sha256(text).hexdigest()
             found = Entry(text.decode(), age_s)
-        except (ValueError, KeyError, TypeError):
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             whole = False
         if not whole:
             self.drop(kind, key)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from stretto.files.codec import UNWRITTEN
 from stretto.files.form import Fits, Keyword, Natural
@@ -237,6 +237,13 @@ OverlapMode = Literal["off", "local", "window"]
 OVERLAP_MODES: tuple[OverlapMode, ...] = ("off", "local", "window")
 
 
+class Watched(Protocol):
+    """Values that must stay what they are."""
+
+    def check(self) -> None:
+        """Raises UsageError for one that is another now."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A captured training step, cut into stages: what one microbatch computes, and where.
@@ -260,6 +267,8 @@ class Job:
     chunks: in how many the sequence is cut within blocks. forms: the same step in other numbers of chunks or
         of stages, of which planning may take one (`stretto.ir.forms`).
     metrics: what the model's code lets people see of its forward.
+    read: path -> text of Python values below the model that its code has read: constants of the step.
+    watch: looks at all others that model and loss have read, in the process that has captured.
     optimizer: whose state a rank's memory holds.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
@@ -292,8 +301,10 @@ class Job:
     chunks: Natural = 1
     microbatch_group: Natural | None = None
     metrics: tuple[Metric, ...] = ()
+    read: tuple[tuple[tuple[str, ...], str], ...] = ()
     optimizer: OptimizerKind = "adamw"
     forms: tuple[Job, ...] = field(default=(), compare=False, repr=False, metadata=UNWRITTEN)
+    watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:
         """The size of an axis beside pp."""

@@ -43,7 +43,10 @@ def _computed(plan: Any) -> Mapping[str, Any]:
         for at, stage in enumerate(plan["job"]["stages"])
         for phase, ops in stage["ops"].items()
     }
-    return {"job": {key: part for key, part in plan["job"].items() if key != "stages"}, **programs}
+    return {
+        "job (all but stages)": {key: part for key, part in plan["job"].items() if key != "stages"},
+        **programs,
+    }
 
 
 FILE = TypedFile(Plan, "stretto-plan", VERSION, "plan", "Make one with `stretto plan`", CODEC, _computed)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from stretto.errors import UsageError
+from stretto.files.form import Finite
 from stretto.ir.action import Phase
 from stretto.ir.axes import AXES, PIPELINE
 
@@ -50,14 +51,14 @@ class Span:
     lane: str
     kind: SpanKind
     name: str
-    start_us: float
-    end_us: float
+    start_us: Finite
+    end_us: Finite
     stage: int | None = None
     phase: Phase | None = None
     microbatch: int | None = None
     nbytes: int = 0
     sender: int | None = None
-    sent_us: float | None = None
+    sent_us: Finite | None = None
     edge: int | None = None
 
     @property
@@ -78,7 +79,7 @@ class Stall:
     axis: str
     rank: int
     on: int
-    us: float
+    us: Finite
 
 
 Saver = Callable[["Timeline", Path], None]
@@ -98,12 +99,12 @@ class Timeline:
 
     source: str
     ranks: int
-    step_us: float
+    step_us: Finite
     spans: tuple[Span, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
-    memory: tuple[tuple[tuple[float, int], ...], ...] = field(default=(), repr=False)
+    memory: tuple[tuple[tuple[Finite, int], ...], ...] = field(default=(), repr=False)
     members: int = 1
-    busy_us: tuple[float, ...] = ()
+    busy_us: tuple[Finite, ...] = ()
     stalls: tuple[Stall, ...] = ()
 
     def who(self, rank: int) -> str:

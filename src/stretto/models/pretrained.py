@@ -10,13 +10,16 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
+from stretto.ir.limits import MOST_LAYERS
 from stretto.models.gpt import GPT, GPTConfig
 from stretto.models.moe import MoEConfig, MoEGPT
+from stretto.models.weight_files import WeightFiles
 
 KINDS: dict[str, tuple[type[GPT], type[GPTConfig]]] = {
     "stretto-moe": (MoEGPT, MoEConfig),
@@ -25,6 +28,11 @@ KINDS: dict[str, tuple[type[GPT], type[GPTConfig]]] = {
 """What config.json calls a kind of model -> its class and that of its shape; the more special kind first."""
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
+READING = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
+    SafetensorError,
+)
+"""What a file of others may make of reading it."""
 
 
 def save_gpt(model: GPT, folder: Path) -> None:
@@ -47,8 +55,26 @@ def load_gpt(folder: str | Path) -> GPT:
         if found is None:
             raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {' or '.join(KINDS)}")
         kind, config = found
+        if data.get("layers", 0) > MOST_LAYERS:
+            raise ValueError(f"layers = {data['layers']} in {CONFIG} is more than {MOST_LAYERS:,}")
+        with torch.device("meta"):
+            _check(kind(config(**data)), folder)
         model = kind(config(**data))
         load_model(model, str(folder / WEIGHTS))
-    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+    except UsageError:
+        raise
+    except READING as error:
         raise UsageError(f"{folder}: no GPT can be read from it: {error}") from None
     return model.eval()
+
+
+def _check(model: GPT, folder: Path) -> None:
+    """Raises ValueError where the file has not the weights of the model, before that is made."""
+    stored = WeightFiles(folder).stored
+    tied: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tied.setdefault(id(tensor), []).append(name)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names = tied[id(tensor)]
+        if not any(one in stored and stored[one].shape == tuple(tensor.shape) for one in names):
+            raise ValueError(f"{WEIGHTS} lacks {name}, or has it in another shape")

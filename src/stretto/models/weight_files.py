@@ -84,8 +84,11 @@ class WeightFiles:
             )
         try:
             found: Mapping[str, str] = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+            for file in found.values():
+                if not isinstance(file, str) or not file or Path(file).name != file:
+                    raise ValueError(f"{file!r:.60} is no name of a file beside it")
             return dict(found)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
             raise UsageError(f"{index} cannot be read ({type(error).__name__}: {error})") from None
 
     @property

@@ -143,7 +143,12 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
         return {}
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
-        raise UsageError(f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`")
+        inner = [n for n, m in module.named_modules() if n and isinstance(m, nn.Linear)]
+        how = f"Give styles to modules in it with one ({', '.join(inner)})" if inner else "Leave it out"
+        raise UsageError(
+            f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`. {how}, or keep "
+            f"it whole with {{{name!r}: 'replicated'}} in tp_plan"
+        )
     if isinstance(module, nn.Embedding) and kind != "vocabulary":
         raise UsageError(
             f"{name}: an embedding is spread by the style 'vocabulary', not {kind!r}: give it that style, or "

@@ -89,7 +89,10 @@ class _Repeat:
         self.position = {op.name: at for at, op in enumerate(self.forward)}
         self.root = storages(self.forward)
         self.sizes = sizes
-        self.again = closed(self.forward, again)
+        read = {name for op in self.forward for name in op.uses}
+        # What is made of nothing, for the backward alone, would be left in F with no reader.
+        lone = {op.name for op in self.forward if not op.uses and op.name not in read}
+        self.again = closed(self.forward, again) - lone
         self.needed = self._needed((Phase.I, Phase.W))
         self.new_name = {name: name + AGAIN for name in self.needed}
         taken = {op.name for ops in stage.ops.values() for op in ops}.intersection(self.new_name.values())

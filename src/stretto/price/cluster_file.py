@@ -29,11 +29,12 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from stretto.errors import UsageError, meant
+from stretto.files.form import MOST
 from stretto.files.settings_file import read_settings
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import SEND
-from stretto.ir.costs import CollectiveCost, Link
+from stretto.ir.costs import LEAST_RATE, CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.limits import MOST_RANKS
 from stretto.price.collectives import PROTOCOLS, CollectiveModel, collective_curve
@@ -44,8 +45,8 @@ from stretto.price.nccl_tests import read_nccl_tests
 
 _NAME = re.compile(r"(?P<device>.+)x(?P<count>[1-9][0-9]*)")
 
-Positive = Annotated[float, Field(gt=0)]
-Part = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(ge=LEAST_RATE, le=MOST)]
+Part = Annotated[float, Field(ge=LEAST_RATE, le=1)]
 
 
 class _Strict(BaseModel):
@@ -61,7 +62,7 @@ class Figures(_Strict):
     """Memory of a device."""
     memory_tbps: Positive | None = None
     """Rate of that memory, TB/s."""
-    cores: Annotated[int, Field(gt=0)] | None = None
+    cores: Annotated[int, Field(gt=0, le=MOST_RANKS)] | None = None
     """Multiprocessors, compute units."""
     link_gbps: Positive | None = None
     """All fast links of a device, one direction, GB/s."""
@@ -73,17 +74,17 @@ class Figures(_Strict):
     """Part of the links' rate that collectives reach."""
     nic_efficiency: Part | None = None
     """Part of the network cards' rate that collectives reach."""
-    in_switch: Annotated[float, Field(ge=0)] | None = None
+    in_switch: Annotated[float, Field(ge=0, le=MOST)] | None = None
     """Bus rate of a reduction in the switch over `link_gbps`; 0 where there is none."""
     matmul: Part | None = None
     """Part of the peak that a large matmul reaches."""
     memory: Part | None = None
     """Part of the memory's rate that streaming kernels reach."""
-    k_ramp: Annotated[float, Field(ge=0)] | None = None
+    k_ramp: Annotated[float, Field(ge=0, le=MOST)] | None = None
     """Depth at which a matmul tile's prologue takes as long as its loop."""
-    kernel_us: Annotated[float, Field(ge=0)] | None = None
+    kernel_us: Annotated[float, Field(ge=0, le=MOST)] | None = None
     """Shortest time of a kernel."""
-    launch_us: Annotated[float, Field(ge=0)] | None = None
+    launch_us: Annotated[float, Field(ge=0, le=MOST)] | None = None
     """Time of the host for one op."""
     unaligned: Part | None = None
     """What is left of `matmul` where a dim is no multiple of 8."""

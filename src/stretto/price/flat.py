@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from stretto.files.form import MOST
 from stretto.files.settings_file import refusal
-from stretto.ir.costs import Costs, Link, Peak
+from stretto.ir.costs import LEAST_RATE, Costs, Link, Peak
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import Job, Op
 from stretto.price.roofline import ACTION_US, FREE, ring_cost
@@ -30,21 +31,21 @@ class Cluster(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    flops_per_us: float = Field(default=80_000.0, gt=0)
+    flops_per_us: float = Field(default=80_000.0, ge=LEAST_RATE, le=MOST)
     """Arithmetic that a device does in a microsecond; 80,000 is 80 GFLOP/s, one processor core."""
-    memory_bytes_per_us: float = Field(default=10_000.0, gt=0)
+    memory_bytes_per_us: float = Field(default=10_000.0, ge=LEAST_RATE, le=MOST)
     """Memory traffic of a device in a microsecond; 10,000 is 10 GB/s."""
-    op_overhead_us: float = Field(default=3.0, ge=0)
+    op_overhead_us: float = Field(default=3.0, ge=0, le=MOST)
     """What an op costs before it does anything: the dispatcher, a kernel's launch."""
-    latency_us: float = Field(default=100.0, ge=0)
+    latency_us: float = Field(default=100.0, ge=0, le=MOST)
     """From the start of a send to the first byte at the receiver."""
-    link_bytes_per_us: float = Field(default=1_000.0, gt=0)
+    link_bytes_per_us: float = Field(default=1_000.0, ge=LEAST_RATE, le=MOST)
     """Payload of a link in a microsecond; 1,000 is 8 Gbit/s, 12.5 is 100 Mbit/s."""
-    processor_us_per_mb: float = Field(default=0.0, ge=0)
+    processor_us_per_mb: float = Field(default=0.0, ge=0, le=MOST)
     """Processor time that each end of a message loses, for each 10**6 bytes."""
-    message_us: float = Field(default=0.0, ge=0)
+    message_us: float = Field(default=0.0, ge=0, le=MOST)
     """What each message keeps its link for before its bytes; about 18 for Gloo on one machine, measured."""
-    memory_bytes: int | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, gt=0, le=2**62)
     """Memory of a device; a plan that needs more is refused. None sets no limit."""
 
     if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic tells it the fields

@@ -8,8 +8,9 @@ line. Times are microseconds, memory is bytes.
 from __future__ import annotations
 
 from stretto.files.codec import Codec
-from stretto.files.form import Layout
+from stretto.files.form import Fits, Layout, checked
 from stretto.files.typed_file import TypedFile
+from stretto.ir.limits import MOST_RANKS
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Span, Stall, Timeline
 
@@ -17,8 +18,26 @@ CODEC = Codec()
 CODEC.row(Span, 6, Layout.ENTRY)
 CODEC.row(Stall, 4, Layout.ENTRY)
 
+
+def _is_of_its_ranks(timeline: Timeline) -> bool:
+    """Whether all that is told by rank is of the ranks that are counted, so that what is made of it ends."""
+    ranks = range(timeline.ranks)
+    return (
+        len(timeline.peak_bytes) == timeline.ranks
+        and len(timeline.memory) in (0, timeline.ranks)
+        and 1 <= timeline.members <= MOST_RANKS
+        and all(span.rank in ranks for span in timeline.spans)
+    )
+
+
+_CHECKED = Fits(_is_of_its_ranks, "spans, peaks and memory of as many ranks as `ranks` counts")
 FILE = TypedFile(
-    Timeline, "stretto timeline", 3, "timeline", "Make one with `stretto simulate --json`", CODEC
+    Timeline,
+    "stretto timeline",
+    3,
+    "timeline",
+    "Make one with `stretto simulate --json`",
+    Codec({Timeline: checked(CODEC.form(Timeline), _CHECKED)}),
 )
 
 save_json, to_json, load_timeline = FILE.save, FILE.to_text, FILE.load

@@ -58,7 +58,7 @@ def load_run(path: str | Path) -> Run:
     """
     path = Path(path)
     if path.is_file():
-        run = Run(path, plan=load_plan(path))
+        run = Run(path, plan=_load_plan(path))
     elif path.is_dir():
         run = _load_directory(path)
     else:
@@ -67,6 +67,8 @@ def load_run(path: str | Path) -> Run:
         )
     if run.plan is not None:
         verify(run.plan)
+        if run.plan.edited:
+            run.notes.append("The plan's programs were edited after planning: they may compute another step.")
         if run.simulated is None:
             run.simulated = simulate(run.plan)
             if path.is_dir():
@@ -106,6 +108,11 @@ def _load_directory(path: Path) -> Run:
     return run
 
 
+def _load_plan(path: Path) -> Plan:
+    """A report says that a plan was edited, and computes nothing of it."""
+    return load_plan(path, edited=True)
+
+
 def _load_object(path: Path) -> dict[str, Any]:
     try:
         data = parse_json(path.read_text(encoding="utf-8"))
@@ -143,7 +150,7 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
 
 FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "settings.json": ("the settings", _load_object),
-    "plan.json": ("the plan", load_plan),
+    "plan.json": ("the plan", _load_plan),
     "figures.json": ("the plan's figures", FIGURES.load),
     "metrics.jsonl": ("the loss and speed of each step", _load_lines),
     "measured.json": ("the measured timeline", TIMELINE.load),

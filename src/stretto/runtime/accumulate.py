@@ -20,7 +20,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *_: torch.Tensor) -> torch.Tensor:
         ctx.grads = grads
-        return torch.zeros(())
+        return torch.empty((), device=grads[0].device)  # where autograd waits for what made the gradients
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
@@ -33,4 +33,5 @@ def accumulate(parameters: Sequence[nn.Parameter], grads: list[torch.Tensor]) ->
     """Add each gradient to its parameter's `.grad`; one that is given twice gets the sum. Empties `grads`."""
     if parameters:
         with torch.inference_mode(False), torch.enable_grad():
-            _Backward.apply(grads, *parameters).backward()  # type: ignore[no-untyped-call]
+            made = _Backward.apply(grads, *parameters)  # type: ignore[no-untyped-call]
+            made.backward(made.detach())

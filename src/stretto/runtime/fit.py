@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -113,7 +114,9 @@ def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device
 def agree(plan: Plan, transport: Transport, seed: int) -> None:
     """All ranks must hold the same plan and seed. A plan that each rank measured alone differs, and would
     hang or mix up messages. Raises UsageError on every rank."""
-    digest = hashlib.sha256(f"{seed}\n{plan_to_text(plan)}".encode()).hexdigest()[:12]
+    # What the model's code read may be a rank's own: its number, a path.
+    shared = replace(plan, job=replace(plan.job, read=()))
+    digest = hashlib.sha256(f"{seed}\n{plan_to_text(shared)}".encode()).hexdigest()[:12]
     found = transport.all_gather(digest)
     if len(set(found)) > 1:
         told = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))

@@ -154,7 +154,7 @@ def _refuse_endless(plan: Plan) -> None:
         key, most_us = max(plan.costs.op_us.items(), key=lambda item: item[1], default=((0, ""), 0.0))
         raise UsageError(
             f"by the plan's costs a step takes {step_us / 1e6:,.0f} s, and a rehearsal waits as long: at "
-            f"most {LONGEST_US / 1e6:,.0f} s can be rehearsed. Look at costs of ops (the longest is {key[1]!r} "
+            f"most {LONGEST_US / 1e6:,.0f} s can be rehearsed. Look at costs of ops (the longest: {key[1]!r} "
             f"of stage {key[0]}, {most_us / 1e6:,.0f} s), links and collectives, or plan again"
         )
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
+from stretto.batch.values import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
@@ -38,7 +39,7 @@ from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
-from stretto.runtime.whole_state import LeftKeys, gather, plain_state, put
+from stretto.runtime.whole_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.whole_tensors import watch
 from stretto.verify import verify
 
@@ -137,8 +138,9 @@ class Runner:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._ranges = Ranges(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
+        self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
+        self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
-            self._plain_state = plain_state(model, plan.job)
             watch(self.held)
         self.old_model: OldModel = OldModel(model, self.held, None if shares is None else shares.old_model)
         self._graph: StepGraph | None = None
@@ -199,7 +201,7 @@ class Runner:
         if self._shares is not None:
             return self._shares.state_dict(only_on=only_on)
         self.old_model.rivals.check(self.transport)
-        return gather(self.held, self.transport, self._plain_state, only_on)
+        return gather(self.held, self.transport, self.plain_state, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
         """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
@@ -211,7 +213,7 @@ class Runner:
         """
         if self._shares is not None:
             return self._shares.load_state_dict(state_dict, strict)
-        left = put(self.held, self.transport, self._plain_state, state_dict, strict)
+        left = put(self.held, self.transport, self.plain_state, state_dict, strict)
         lacking = self.unfit if left.missing_keys else None
         self.loaded()
         self.unfit = lacking
@@ -283,6 +285,9 @@ class Runner:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
         self.held.frozen.check()
+        self._values.check()
+        if self.plan.job.watch is not None:
+            self.plan.job.watch.check()
         self.held.hooked.check()
         self.held.check_bound()
         if unfit := self._unfit():

@@ -54,6 +54,12 @@ class PlainState:
     entries: dict[str, Entry]
     model: nn.Module | None = None
 
+    def with_extra_state(self) -> dict[str, nn.Module]:
+        """The model's modules that have extra state, by name."""
+        modules = () if self.model is None else self.model.named_modules()
+        plain = nn.Module.get_extra_state
+        return {name: module for name, module in modules if type(module).get_extra_state is not plain}
+
 
 def plain_state(model: nn.Module, job: Job) -> PlainState:
     """How the model's `state_dict` is made."""

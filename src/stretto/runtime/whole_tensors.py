@@ -62,6 +62,8 @@ class Piece:
 
 _PIECES = WeakTensorKeyDictionary()
 _HERE = threading.local()
+_ADDING = threading.Lock()
+"""Ranks that are threads make their Runners at the same time."""
 
 
 class _UntriedError(Exception):
@@ -75,9 +77,10 @@ def watch(held: Held) -> None:
     partial = len(known) < len(trained) or any(p.name in held.cut_along for p, _ in known)
     for p, tensor in known:
         _PIECES[tensor] = Piece(p.name, held.cut_along.get(p.name, ()), partial, weakref.ref(held))
-    _watch_optimizers()
-    if partial:
-        _guard_clip()
+    with _ADDING:
+        _watch_optimizers()
+        if partial:
+            _guard_clip()
 
 
 def piece_of(tensor: torch.Tensor) -> Piece | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,8 @@ def write(
 
     def pack() -> bytes:
         table = states.merged(tables) if mine is not None else None
-        return _packed(table, runner.state.steps, extra if first else None)
+        extras = {n: m.get_extra_state() for n, m in runner.plain_state.with_extra_state().items()}
+        return _packed(table, runner.state.steps, extra if first else None, extras if first else {})
 
     rest = together(transport, pack)
 
@@ -226,6 +227,16 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     if rest.known:
         runner.state.steps = rest.draws
     runner.loaded()
+
+    def set_extra_states() -> None:
+        modules = runner.plain_state.with_extra_state()
+        for name, value in rest.model.items():
+            try:
+                modules[name].set_extra_state(value)
+            except Exception as error:  # of the model's own code; or it has no such module
+                raise tensors.unreadable(checkpoint, error) from None
+
+    together(transport, set_extra_states)
     return rest.extra
 
 
@@ -237,18 +248,22 @@ class _Rest:
     table: states.Table | None = None
     draws: int = 0
     extra: Any = None
+    model: dict[str, Any] = field(default_factory=dict)
 
 
-def _packed(table: states.Table | None, draws: int, extra: Any) -> bytes:
-    """The file of the rest. Raises UsageError for what could not be read again."""
+def _packed(table: states.Table | None, draws: int, extra: Any, model: dict[str, Any]) -> bytes:
+    """The file of the rest. model: the extra state of its modules. Raises UsageError for what could not be
+    read again."""
     optimizer = None if table is None else asdict(table)
     data = {"format": FORMAT, "version": VERSION, "draws": draws, "optimizer": optimizer, "extra": extra}
+    data |= {"model": model} if model else {}
     file = io.BytesIO()
     try:
         torch.save(data, file)
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except (pickle.PicklingError, pickle.UnpicklingError, TypeError, AttributeError, RuntimeError) as error:
         what = "extra" if optimizer is None else "extra, or an option of the optimizer's groups,"
+        what += " or what the model's get_extra_state gives" if model else ""
         reason = next(
             (line for line in str(error).splitlines() if "Unsupported" in line or "global" in line),
             str(error),
@@ -273,7 +288,7 @@ def _unpacked(checkpoint: Path) -> _Rest:
                 f"Stretto reads {FORMAT!r}, version {VERSION}"
             )
         table = None if data["optimizer"] is None else states.Table.of_data(data["optimizer"])
-        return _Rest(True, table, int(data["draws"]), data["extra"])
+        return _Rest(True, table, int(data["draws"]), data["extra"], dict(data.get("model", {})))
     except StrettoError:
         raise
     except Exception as error:

@@ -200,6 +200,9 @@ def _environment(settings: TrainSettings, folder: Path, started_at_s: float) -> 
     if sys.platform == "linux":
         # Gloo otherwise looks the host's name up, which on many machines leads nowhere.
         added["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        # Under `nohup`, whose ignored signal torchrun's launcher would take.
+        added["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGQUIT"
     before: dict[str, Any] = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from stretto.config import TrainSettings
 from stretto.errors import StrettoError, UsageError
+from stretto.files.parse import parse_json
 from stretto.files.whole_file import write_file
 
 LOCK = ".lock"
@@ -106,7 +107,7 @@ def _owner(folder: Path) -> str:
     """Who holds the lock; it writes its name just after it has it."""
     for _ in range(10):
         try:
-            said = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+            said = parse_json((folder / OWNER).read_text(encoding="utf-8"))
             return f"process {said['pid']} on host {said['host']}, since {said['since']}"
         except (OSError, ValueError, KeyError, TypeError):
             time.sleep(0.05)

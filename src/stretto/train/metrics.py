@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import StrettoError, UsageError
+from stretto.files.parse import parse_json
 from stretto.files.whole_file import write_file
 from stretto.ir.metrics import Observed
 from stretto.ir.work import Work
@@ -112,8 +113,8 @@ def _lines_up_to(path: Path, step: int) -> list[bytes]:
     kept: list[bytes] = []
     for line in path.read_bytes().splitlines():
         try:
-            if int(json.loads(line)["step"]) <= step:
+            if int(parse_json(line)["step"]) <= step:
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             continue  # A run that was killed may have left half a line.
     return kept

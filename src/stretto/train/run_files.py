@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.config import TrainSettings
+from stretto.files.parse import parse_json
 from stretto.files.whole_file import write_file
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
@@ -38,9 +39,9 @@ BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", MET
 def is_finished(run_dir: Path, steps: int) -> bool:
     """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
     try:
-        summary = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        summary = parse_json((run_dir / SUMMARY).read_text(encoding="utf-8"))
         return int(summary["steps"]) >= steps
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
         return False
 
 

@@ -5,14 +5,24 @@ torch._subclasses.fake_tensor.FakeTensorMode   what an op gives on a device that
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-def no_elements() -> AbstractContextManager[object]:
+@contextmanager
+def no_elements() -> Iterator[None]:
     """While the context lasts, ops compute shapes and dtypes as kernels of the tensors' device give them.
 
-    No kernel runs: an op without a rule of its own raises an error that names it.
+    No kernel runs: an op without a rule of its own raises an error that names it. PyTorch writes no log of
+    what is raised: whoever calls an op that may not fit says so.
     """
-    return FakeTensorMode(allow_fallback_kernels=False)
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False):
+            yield
+    finally:
+        log.disabled = before

@@ -6,8 +6,8 @@
 3. `alias` names the storage of a view, and nothing else has one: a value that says that it is no view may
    become a gradient as it is, and the sum would be written over what it is a view of.
 4. What an op makes is used. Capture drops what nobody needs; an op without a use was taken out of something:
-   a gradient, the loss, a message. Parts of tuples may be left, as in what is computed again; each is taken
-   once. A view makes nothing by itself.
+   a gradient, the loss, a message. Parts of tuples of the forward may be left, as in what is computed again;
+   each is taken once. A view makes nothing by itself.
 
 What this PyTorch does not know is left alone: it cannot run either. May touch `stretto.ir`, and schemas.
 """
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from stretto.backend.dispatch import overload
 from stretto.backend.schema_adapter import draws, refused, returns_view
+from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, results_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import CHUNK, GETITEM, Job, Op, Ref, Stage
@@ -94,5 +95,10 @@ def _unused(job: Job, stage: Stage) -> set[str]:
                 used.add(name)
                 if name in ops:
                     waiting.append(name)
-    makes = {name for name, op in ops.items() if op.target.startswith("aten.") and op.alias is None}
-    return makes - used
+    again = {op.name for op in stage.ops[Phase.F]} | {name for name, op in ops.items() if op.repeats}
+    return {
+        name
+        for name, op in ops.items()
+        if name not in used and op.alias is None
+        if op.target.startswith("aten.") or (op.target == GETITEM and not again & {name, op.args[0].name})
+    }

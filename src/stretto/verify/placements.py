@@ -86,6 +86,10 @@ def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) 
         where, partial = f"parameter {parameter.name}", TENSOR in parameter.partial
         for stage, phase, value in parameter.grads:
             rank, its = plan.rank_of(stage), f"its gradient {value} ({stage}{phase})"
+            if value not in specs:
+                what = f"{its} needs what a later program makes of it"
+                yield Fault(rank, where, what, "Put each op behind what it reads, I before W")
+                continue
             for placer in placers:
                 own, held = placer.of(f"param/{parameter.name}"), placer.of(value)
                 thin = is_thin(held, specs[value].shape)  # one element may be an addend as well
