@@ -20,7 +20,7 @@ from dataclasses import replace
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.program import CHUNK, VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
-from stretto.passes.rewrite import rebuilt
+from stretto.passes.rewrite import rebuilt, restrided
 
 ADD = "aten.add.Tensor"
 RESHAPES = (*VIEWS, "aten.reshape.default")
@@ -47,7 +47,10 @@ def cut_before_adding(graph: Graph) -> Graph:
     if not made:
         return graph
     ops = [new for op in graph.ops if op.name not in gone for new in made.get(op.name, [op])]
-    return rebuilt(graph, ops, origin={new: old for new, old in origin.items() if new != old})
+    sums = {op.name: op.outputs[0] for news in made.values() for op in news if op.target == ADD}
+    return rebuilt(
+        graph, restrided(ops, sums), origin={new: old for new, old in origin.items() if new != old}
+    )
 
 
 class _Found:
