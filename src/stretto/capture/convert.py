@@ -130,7 +130,12 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
                 "plan does not have: give sparse=False to an embedding (sparse_grad=False to gather), whose "
                 "gradient is then dense, or dense tensors"
             )
-    outputs = tuple(spec_of(part) if isinstance(part, torch.Tensor) else None for part in parts)
+    mask = node.args[-1] if node.args and isinstance(node.args[-1], (tuple, list)) else ()
+    asked = mask if len(mask) == len(parts) and all(type(m) is bool for m in mask) else [True] * len(parts)
+    outputs = tuple(
+        spec_of(part) if isinstance(part, torch.Tensor) and wanted else None
+        for part, wanted in zip(parts, asked, strict=True)
+    )  # of gradients that nobody asks for, kernels give none, whatever they give without elements
     first = next((a.name for a in args if isinstance(a, Ref)), None)
     if node.target is operator.getitem:
         # A part of a tuple of views is a view; a part of a tuple of new tensors owns its bytes.
