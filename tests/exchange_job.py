@@ -50,7 +50,7 @@ def _exchanged(
     for op in ops:
         outputs = tuple(None if spec is None else _wide(spec) for spec in op.outputs)
         wide = with_uses(replace(op, outputs=outputs), lambda name: f"{name}_back" if name in moved else name)
-        yield replace(wide, alias=f"{op.alias}_back" if op.alias in moved else op.alias)
+        yield replace(wide, alias=f"{op.alias}_back_start" if op.alias in moved else op.alias)
         if op.name not in moved:
             continue
         back = None if sizes is None else tuple(zip(*sizes, strict=True))

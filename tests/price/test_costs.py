@@ -228,7 +228,8 @@ def test_what_each_message_keeps_its_link_for_is_taken_by_each_step_of_a_collect
 
 @pytest.mark.parametrize("field", ["flops_per_us", "memory_bytes_per_us", "link_bytes_per_us"])
 def test_rates_of_zero_are_refused(field: str) -> None:
-    with pytest.raises(stretto.UsageError, match=f"Cluster: {field} = 0: Input should be greater than 0"):
+    least = "Input should be greater than or equal to 0.000001"
+    with pytest.raises(stretto.UsageError, match=f"Cluster: {field} = 0: {least}"):
         stretto.Cluster(**{field: 0})
 
 

@@ -105,7 +105,7 @@ def test_a_run_that_was_killed_before_its_report_gets_it(
     (run_dir / "report.html").unlink()
     if with_report_command:
         told = CliRunner().invoke(app, ["report", str(run_dir)]).output
-        assert f"wrote {run_dir / 'report.html'}: the run was killed before it wrote it" in told
+        assert f"The run was killed before it wrote its page.\nwrote {run_dir / 'report.html'}" in told
     else:
         again("training.steps=4")
         told = capsys.readouterr().out

@@ -78,8 +78,8 @@ def run(
 
     write_and_tell(write, lambda: _print(found))
     for page in made:
-        why = "the run was killed before it wrote it"
-        Console().print(f"wrote {page}: {why}", highlight=False, soft_wrap=True)
+        Console().print("The run was killed before it wrote its page.")
+        Console().print(f"wrote {page}", highlight=False, soft_wrap=True)
     if output is not None:
         left_out = ops_left_out(_timelines(found), found.plan) if output.suffix == TRACE else ""
         Console().print(f"wrote {output}{left_out}", highlight=False, soft_wrap=True)

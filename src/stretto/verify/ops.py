@@ -5,9 +5,9 @@
 2. `random` is true of ops that draw, and of no other: what draws without it would take numbers from nowhere.
 3. `alias` names the storage of a view, and nothing else has one: a value that says that it is no view may
    become a gradient as it is, and the sum would be written over what it is a view of.
-4. What an op makes is used. Capture drops what nobody needs; an op without a use was taken out of something:
-   a gradient, the loss, a message. Parts of tuples of the forward may be left, as in what is computed again;
-   each is taken once. A view makes nothing by itself.
+4. Of a plan that was edited, what an op makes is used. Capture drops what nobody needs; an op without a use
+   was taken out of something: a gradient, the loss, a message. Parts of tuples of the forward may be left, as
+   in what is computed again; each is taken once. A view makes nothing by itself.
 
 What this PyTorch does not know is left alone: it cannot run either. May touch `stretto.ir`, and schemas.
 """
@@ -29,7 +29,7 @@ AGAIN = "Capture the step again"
 
 def op_faults(plan: Plan) -> list[Fault]:
     """Every fault of what ops say of themselves. References must be sound."""
-    found = [fault for stage in plan.job.stages for fault in _in_stage(plan.job, stage)]
+    found = [fault for stage in plan.job.stages for fault in _in_stage(plan.job, stage, plan.edited)]
     for key, count in (("count", plan.job.count), ("mean_over", plan.job.mean_over)):
         made = {op.name: op for op in count.ops} if count is not None else {}
         for op in made.values():
@@ -37,9 +37,9 @@ def op_faults(plan: Plan) -> list[Fault]:
     return found
 
 
-def _in_stage(job: Job, stage: Stage) -> Iterator[Fault]:
+def _in_stage(job: Job, stage: Stage, edited: bool) -> Iterator[Fault]:
     made = {op.name: op for phase in PHASES for op in stage.ops[phase]}
-    unused, taken = _unused(job, stage), dict[tuple[str, int], str]()
+    unused, taken = _unused(job, stage) if edited else set(), dict[tuple[str, int], str]()
     for phase in PHASES:
         for op in stage.ops[phase]:
             where = f"stage {stage.index}, {phase.value}, {op.name}"
