@@ -50,6 +50,26 @@ def test_reading_the_old_model_is_refused_until_it_is_loaded_again() -> None:
         assert not any(found)
 
 
+def test_before_an_optimizer_has_stepped_the_model_can_be_read() -> None:
+    def work(runner: Runner, old: nn.Module) -> list[str]:
+        before = {name: value.clone() for name, value in old.state_dict().items()}
+        runner.step(batch_of())
+        copied = copy.deepcopy(old)  # the values are as they were
+        assert all(torch.equal(copied.state_dict()[name], value) for name, value in before.items())
+        assert not any(map(is_old, copied.parameters()))
+        runner.step(batch_of())
+        found = [told(old.state_dict)]
+        with torch.no_grad():  # an optimizer that is none of PyTorch's kind
+            for parameter in runner.parameters():
+                parameter.data.add_(0.1)
+        runner.step(batch_of())
+        return [*found, told(old.state_dict), told(lambda: copy.deepcopy(old))]
+
+    for layout in ("sp", "pp"):
+        for found in run(layout, work):
+            assert [bool(one) for one in found] == [False, True, True], found
+
+
 def test_ranks_that_share_one_model_train_all_of_it() -> None:
     shared = gpt_untied()
 

@@ -13,6 +13,7 @@ Uses a private name, `torch._C.DisableTorchFunctionSubclass`, and that a tensor'
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,11 +41,13 @@ VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 @dataclass(frozen=True, slots=True)
 class Mark:
     """told: the message of the refusal. has_grad: whether its gradient may be asked for. is_trained: whether
-    somebody still trains what it is a copy of."""
+    somebody still trains what it is a copy of. is_other: whether that may have other values by now; while it
+    has not, whoever reads the tensor takes the mark off."""
 
     told: str
     has_grad: bool
     is_trained: Callable[[], bool]
+    is_other: Callable[[], bool] = lambda: True
 
 
 class _Old:
@@ -61,14 +64,27 @@ class _Old:
         if func is torch.Tensor.copy_ and is_old(args[0]) and not mark_of(args[0]).is_trained():
             unmark(args[0])
         reads = _reads(func)
-        for mark in _marks((args, named)) if reads else ():
-            if reads == "value" or not mark.has_grad:
-                raise UsageError(mark.told)
+        for tensor in tuple(_marked((args, named))) if reads else ():
+            if reads == "value" or not mark_of(tensor).has_grad:
+                _refuse(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **named)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _refuse(self)
+        return copy.deepcopy(self, memo)  # of another class now
+
     def __repr__(self) -> str:
         return f"<old value: {self._stretto_mark.told}>"
+
+
+def _refuse(tensor: Any) -> None:
+    """A marked tensor is read. Raises UsageError, or takes the mark off where the value is no other."""
+    if is_old(tensor):
+        mark = mark_of(tensor)
+        if mark.is_other():
+            raise UsageError(mark.told)
+        unmark(tensor)
 
 
 def _reads(func: Callable[..., Any]) -> str:
@@ -82,12 +98,12 @@ def _reads(func: Callable[..., Any]) -> str:
     return "value" if attribute in VALUES else ""
 
 
-def _marks(given: Any) -> Iterator[Mark]:
+def _marked(given: Any) -> Iterator[Any]:
     if is_old(given):
-        yield mark_of(given)
+        yield given
     elif isinstance(given, (tuple, list, Mapping)):
         for one in given.values() if isinstance(given, Mapping) else given:
-            yield from _marks(one)
+            yield from _marked(one)
 
 
 @functools.cache

@@ -4,7 +4,8 @@ A rank trains the parameters that its stages use. Of those that tensor paralleli
 which is a copy; those of other stages it does not train at all. So after a step the model's own tensors are
 old:
 
-    reading them    is refused (`old_adapter`), until they were loaded again
+    reading them    is refused (`old_adapter`), until they were loaded again; before any optimizer has
+                    stepped, and with values as they were, they can be read
     training them   no gradient is theirs: an optimizer is refused at its first step
     loading them    `model.load_state_dict` reaches the runner, part by part; with assign=True it is refused
     changing them   before the first step, by other ways, is refused at that step
@@ -29,6 +30,7 @@ from stretto.runtime.held import Held
 from stretto.runtime.old_adapter import Mark, is_old, mark_of, mark_old, unmark
 from stretto.runtime.own import Own, owns_of, sample_of
 from stretto.runtime.rivals import Rivals
+from stretto.runtime.whole_tensors import has_stepped
 
 _TAKE = (
     "Take runner.state_dict(), the whole trained model, which every rank must call, or stretto.save; make "
@@ -57,6 +59,9 @@ class OldModel:
             if own.part is not None:
                 self._parts.setdefault(id(own.tensor()), own)
         self.rivals = Rivals(held, owns, self._memory, shares is not None)
+        trained = [one for one in held.parameters.values() if one.requires_grad and not one.is_meta]
+        self._first = [(one, sample_of(one)) for one in trained]
+        self._has_trained = False
 
     def _watch(self, module: nn.Module) -> None:
         me, its = weakref.ref(self), weakref.ref(module)
@@ -68,6 +73,7 @@ class OldModel:
     def changed(self, *, loaded: bool = False) -> None:
         """The runner's values are others than before: trained, or all of them loaded."""
         if loaded:
+            self._has_trained = True
             for own in self._all():
                 tensor = own.tensor()
                 if tensor is not None and not own.is_apart:
@@ -94,7 +100,23 @@ class OldModel:
                 "before, and gets no gradient"
             )
         told = f"the model's {own.name!r} is not what was trained: {told}. {_TAKE}"
-        return Mark(told, own.part is None, lambda: me() is not None)
+
+        def is_other() -> bool:
+            it = me()
+            return it is None or own.is_buffer or it.has_trained()
+
+        return Mark(told, own.part is None, lambda: me() is not None, is_other)
+
+    def has_trained(self) -> bool:
+        """Whether ranks may have other values than those of the model by now: an optimizer has stepped here,
+        or a value of this rank is another than when the Runner was made. A rank without any cannot know."""
+        self._has_trained = (
+            self._has_trained
+            or not self._first
+            or has_stepped(tensor for tensor, _ in self._first)
+            or any(not torch.equal(sample_of(tensor), sample) for tensor, sample in self._first)
+        )
+        return self._has_trained
 
     def check_unchanged(self) -> None:
         """Before the first step: the model's tensors are those of which the runner's parts were cut.
@@ -184,5 +206,5 @@ def refuse_old(model: nn.Module) -> None:
     """A Runner is about to be made of the model. Raises UsageError where its values are not what another one
     has trained."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if is_old(tensor):
+        if is_old(tensor) and mark_of(tensor).is_other():
             raise UsageError(f"a Runner is made of another Runner's model, and {mark_of(tensor).told}")

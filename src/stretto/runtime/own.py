@@ -60,6 +60,11 @@ class Own:
     where: Where
 
     @property
+    def is_buffer(self) -> bool:
+        """Whether it is no parameter: steps change it, not optimizers."""
+        return not isinstance(self.tensor(), nn.Parameter)
+
+    @property
     def is_apart(self) -> bool:
         """Whether the model's tensor is another than what is trained, here or on other ranks."""
         return not self.here or self.part is not None
