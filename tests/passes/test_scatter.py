@@ -116,16 +116,18 @@ def test_numbers_stay(shape: tuple[int, ...], dim: int) -> None:
 def test_views_of_a_chunk_have_the_strides_that_follow() -> None:
     """A cut has the whole's strides, the sum's part is in one piece."""
     rows = Op("rows", "aten.view.default", (Ref("cut"), (4, 6)), (), (TensorSpec((4, 6), "float32"),), "sum")
-    turned = TensorSpec((6, 4), "float32", (1, 24))
+    turned, every = TensorSpec((6, 4), "float32", (1, 24)), TensorSpec((2, 2, 3), "float32", (24, 6, 2))
+    half = Op("half", "aten.slice.Tensor", (Ref("cut"), -1, 0, 6, 2), (), (every,), "sum")
     found = reduce_scatter_chunks(
-        graph(users=(rows, Op("turned", "aten.t.default", (Ref("rows"),), (), (turned,), "sum")))
+        graph(users=(rows, Op("turned", "aten.t.default", (Ref("rows"),), (), (turned,), "sum"), half))
     )
     made = {op.name: op.outputs[0] for op in found.ops}
     assert made["rows"] == TensorSpec((4, 6), "float32")
+    assert made["half"] == TensorSpec((2, 2, 3), "float32", (12, 6, 2))
     assert made["turned"] == TensorSpec((6, 4), "float32", (1, 6))
 
 
 def test_other_views_of_a_chunk_keep_the_all_reduce() -> None:
-    half = TensorSpec((2, 1, 6), "float32", (24, 6, 1))
-    cut = Op("half", "aten.slice.Tensor", (Ref("cut"), 1, 0, 1), (), (half,), "sum")
+    half = TensorSpec((2, 6), "float32", (24, 1))
+    cut = Op("half", "aten.select.int", (Ref("cut"), 1, 0), (), (half,), "sum")
     assert kinds(reduce_scatter_chunks(graph(users=(cut,)))) == ["all_reduce"]

@@ -16,6 +16,7 @@ from stretto.ir.gathered import VIEW_OPS
 from stretto.ir.program import Arg, Edge, Op, Ref, Stage, TensorSpec
 from stretto.passes.graph import Graph
 
+SLICE = "aten.slice.Tensor"
 PERMUTED = ("aten.permute.default", "aten.transpose.int", "aten.t.default")
 
 
@@ -92,10 +93,14 @@ def viewed(op: Op, source: TensorSpec) -> TensorSpec | None:
         return None
     if op.target in VIEW_OPS:
         return TensorSpec(made.shape, made.dtype) if source.stride is None else None
+    strides = strides_of(source)
+    if op.target == SLICE:
+        dim, step = op.args[1] if len(op.args) > 1 else 0, op.args[4] if len(op.args) > 4 else 1
+        steps = [stride * (step if d == dim % len(strides) else 1) for d, stride in enumerate(strides)]
+        return spec_with(made.shape, made.dtype, steps)
     rule = dims_of(op, [source]) if op.target in PERMUTED else None
     if rule is None:
         return None
-    strides = strides_of(source)
     return spec_with(made.shape, made.dtype, [strides[d] for d in rule.outputs[0] if d is not None])
 
 
