@@ -39,7 +39,7 @@ def converted(sizes: Sequence[list[int] | None] = (None, None), world: int = 2, 
         with mode:
             x = torch.empty(ROWS, WIDTH)
         with torch_adapter.fake_state(model, mode, torch.device("cpu"), None):
-            joint = torch_adapter.export_joint(
+            joint, _ = torch_adapter.export_joint(
                 model, lambda model, x: model(x).sum(), lambda leaves: leaves[0], [x], mode, None, None, None
             )
         names = {node: f"{kind}/{key}" for node, (kind, key) in joint.inputs.items()}

@@ -5,6 +5,7 @@
    first stages of a pipeline hold the most microbatches. Both by dynamic programming.
 2. `even_ranks`: where ranks have several parts each, borders move until the ranks' own sums are even. A move
    takes a run of borders one place on, or one place back: a single border moves work between neighbours only.
+   Moves that gain little (`WORTH`) in all are not made.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import numpy as np
 
 Cost = Callable[[int, int, int], float]
 """(first place, end place, part) -> cost of the part between them; infinite where it may not be."""
+
+WORTH = 0.02
+"""Share of the busiest rank's work by which moves of borders must lower it: estimates are off by as much, and
+uneven stages make their neighbours wait. Assumed, as where variants of a plan are compared."""
 
 ROUNDING = 1e-9
 """Relative difference that floating-point sums make. Assumed."""
@@ -96,6 +101,7 @@ def even_ranks(
 
     now = np.array([0, *begins, places - 1])
     most, squares = (one[0] for one in sums(now[None]))
+    enough = most * (1 - WORTH)
     while len(run):
         moved = np.concatenate([np.where(run, to[now], now) for to in (onward, back)])
         moved = moved[(np.diff(moved) > 0).all(axis=1)]
@@ -107,4 +113,4 @@ def even_ranks(
         if not lower and (mosts[at] > most or all_squares[at] >= squares * (1 - ROUNDING)):
             break
         now, most, squares = moved[at], mosts[at], all_squares[at]
-    return [int(place) for place in now[1:-1]]
+    return [int(place) for place in now[1:-1]] if most <= enough else list(begins)
