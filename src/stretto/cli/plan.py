@@ -89,14 +89,14 @@ def run(
                 made.save(output)
 
         def tell() -> None:
-            if stops.heard:
+            if stops.received:
                 typer.echo("interrupted: this is the best plan so far", err=True)
             typer.echo(str(made))
 
         write_and_tell(save, tell)
         if output is not None:
             typer.echo(f"wrote {output}")
-    if stops.heard:
+    if stops.received:
         sys.stdout.flush()
         raise typer.Exit(stops.status)
 

@@ -17,14 +17,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stops:
-    """While it is entered, each of these signals raises KeyboardInterrupt. heard: their numbers, in order:
+    """While it is entered, each of these signals raises KeyboardInterrupt. received: their numbers, in order:
     who is interrupted may take that for the end of a search, and say nothing.
 
     What the caller ignores stays ignored: `nohup stretto plan` outlives its terminal.
     """
 
     def __init__(self) -> None:
-        self.heard: list[int] = []
+        self.received: list[int] = []
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stops:
@@ -43,7 +43,7 @@ class Stops:
     @property
     def status(self) -> int:
         """The exit status by custom: 128 and the number of the signal that came first."""
-        return 128 + self.heard[0] if self.heard else StoppedError.exit_status
+        return 128 + self.received[0] if self.received else StoppedError.exit_status
 
     def ignore(self) -> None:
         """From here on there is little left to do."""
@@ -51,5 +51,5 @@ class Stops:
             signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.heard.append(number)
+        self.received.append(number)
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""Tensors whose values are old: whoever reads one is told, however it was found.
+"""Tensors whose values are old: every read of one is refused, however it was found.
 
 A tensor that is marked gets a class of its own, whose `__torch_function__` PyTorch asks before every call:
 
@@ -40,11 +40,11 @@ VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """told: the message of the refusal. has_grad: whether its gradient may be asked for. is_trained: whether
+    """message: of the refusal. has_grad: whether its gradient may be asked for. is_trained: whether
     somebody still trains what it is a copy of. is_other: whether that may have other values by now; while it
     has not, whoever reads the tensor takes the mark off."""
 
-    told: str
+    message: str
     has_grad: bool
     is_trained: Callable[[], bool]
     is_other: Callable[[], bool] = lambda: True
@@ -75,7 +75,7 @@ class _Old:
         return copy.deepcopy(self, memo)  # of another class now
 
     def __repr__(self) -> str:
-        return f"<old value: {self._stretto_mark.told}>"
+        return f"<old value: {self._stretto_mark.message}>"
 
 
 def _refuse(tensor: Any) -> None:
@@ -83,7 +83,7 @@ def _refuse(tensor: Any) -> None:
     if is_old(tensor):
         mark = mark_of(tensor)
         if mark.is_other():
-            raise UsageError(mark.told)
+            raise UsageError(mark.message)
         unmark(tensor)
 
 

@@ -93,19 +93,19 @@ class OldModel:
     def _mark(self, own: Own) -> Mark:
         me = weakref.ref(self)
         if own.part is None:
-            told = "this rank's Runner trains nothing of it, and the model has the value from before"
+            why = "this rank's Runner trains nothing of it, and the model has the value from before"
         else:
-            told = (
+            why = (
                 "this rank's Runner trains a part of it as its own tensor; the model has the value from "
                 "before, and gets no gradient"
             )
-        told = f"the model's {own.name!r} is not what was trained: {told}. {_TAKE}"
+        message = f"the model's {own.name!r} is not what was trained: {why}. {_TAKE}"
 
         def is_other() -> bool:
             it = me()
             return it is None or own.is_buffer or it.has_trained()
 
-        return Mark(told, own.part is None, lambda: me() is not None, is_other)
+        return Mark(message, own.part is None, lambda: me() is not None, is_other)
 
     def has_trained(self) -> bool:
         """Whether ranks may have other values than those of the model by now: an optimizer has stepped here,
@@ -142,7 +142,7 @@ class OldModel:
         """Raises UsageError for a tensor of the model of which the runner trains a part."""
         own = self._parts.get(id(tensor))
         if own is not None and own.tensor() is tensor:
-            raise UsageError(self._mark(own).told)
+            raise UsageError(self._mark(own).message)
 
     # What hooks tell.
 
@@ -207,4 +207,4 @@ def refuse_old(model: nn.Module) -> None:
     has trained."""
     for tensor in (*model.parameters(), *model.buffers()):
         if is_old(tensor) and mark_of(tensor).is_other():
-            raise UsageError(f"a Runner is made of another Runner's model, and {mark_of(tensor).told}")
+            raise UsageError(f"a Runner is made of another Runner's model, and {mark_of(tensor).message}")
