@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,14 @@ from tests.train.tiny import write_settings
 
 CLUSTER = "link_bytes_per_us = 12.5\nlatency_us = 50.0\n"
 TP = ["--set", "parallel.pp=1", "--set", "parallel.tp=2"]
+
+
+@pytest.fixture(autouse=True)
+def acts_on_a_lost_terminal() -> Iterator[None]:
+    """SIGHUP acts as usual, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def command(folder: Path) -> list[str]:
