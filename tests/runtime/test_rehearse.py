@@ -453,7 +453,7 @@ def test_the_trace_shows_compute_under_collectives() -> None:
             assert found.peak_bytes == pytest.approx(plan.prediction.peak_bytes[0], rel=0.1), mode
         if 4 * shares["off"] < 2 * shares["local"] < shares["window"]:
             break
-    # Ratios: how much of a collective ops of a given number fill depends on the processor, for all three alike.
+    # Ratios: how much of a collective some ops fill depends on the processor, for all three alike.
     assert shares["off"] < 0.1
     assert shares["local"] > 2 * shares["off"]
     assert shares["window"] > 2 * shares["local"]
