@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.capture.torch_state import tracing_state
+from stretto.capture.torch_state_adapter import tracing_state
 from stretto.capture.trace import trace
 from stretto.models.gpt import next_token_loss
 from tests.capture.zoo import BatchNorm, Chain, Hooked, mean_square, rows

@@ -17,7 +17,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import stretto
 from stretto.capture.calls_adapter import OpsSeen
-from stretto.capture.torch_state import tracing_state
+from stretto.capture.torch_state_adapter import tracing_state
 from tests.capture.steps import assert_plain, plan_of
 from tests.capture.zoo import WIDTH, Chain, mean_square, rows
 

@@ -1,4 +1,4 @@
-"""The room of capture that knows PyTorch's private corners (2.11 to 2.13), with `torch_state`.
+"""The room of capture that knows PyTorch's private corners (2.11 to 2.13), with `torch_state_adapter`.
 
 What it uses, so that the next release breaks this file alone, with a test for each:
 
@@ -36,7 +36,7 @@ from stretto.capture.masks import masks_recognised
 from stretto.capture.mesh_program import MeshProgram, OnMeshes
 from stretto.capture.read import Reads
 from stretto.capture.repeat import Layers, NotRepeatedError
-from stretto.capture.torch_state import tracing_state
+from stretto.capture.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.unseen import CHUNK, OWN

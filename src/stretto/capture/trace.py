@@ -44,7 +44,7 @@ from stretto.capture.observed import Seen, taken_out
 from stretto.capture.proof import Proof
 from stretto.capture.repeat import NotRepeatedError, layers_of
 from stretto.capture.state import State
-from stretto.capture.torch_state import tracing_state
+from stretto.capture.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
 from stretto.parallelize.alone import (

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.capture.known import Known
-from stretto.capture.torch_state import not_exporting
+from stretto.capture.torch_state_adapter import not_exporting
 
 KINDS = ("sdpa", "eager")
 """Kinds of attention whose masks are tensors."""
