@@ -5,8 +5,7 @@ of the batch are, and are looked at before every step.
     all others                (variables of the loss's closure, globals, what the loss holds) known in the
                               process that has captured, which has the objects
 
-A path is read without running code of the user's: no property is called. May touch nothing of the project but
-errors and `constants`.
+A path is read without running code of the user's: no property is called.
 """
 
 from __future__ import annotations

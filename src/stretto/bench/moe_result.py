@@ -1,6 +1,6 @@
 """What a race of experts is asked (`Setup`), its systems, and its figures.
 
-May touch plans and timelines, and nothing that runs. Exposed and hidden (`bench.rows`) are all-to-alls over
+Exposed and hidden (`bench.rows`) are all-to-alls over
 `ep`, and not the sums of gradients on the same axis; `serial` waits for each at once.
 """
 

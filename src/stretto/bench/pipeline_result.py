@@ -1,7 +1,4 @@
-"""The figures of a pipeline race: medians of step times, over PyTorch's and over the bound.
-
-May touch plans and timelines, and nothing that runs.
-"""
+"""The figures of a pipeline race: medians of step times, over PyTorch's and over the bound."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Rows of a race of plans: medians, what was exposed, and what share of another's exposed time was hidden.
 
-May touch plans and timelines, and nothing that runs.
-
 *Exposed* is the time in which a place's compute lane waits for communication that counts. A system that waits
 for each at once exposes all the time that it takes. *Hidden* is the share of that which another does not
 expose.

@@ -1,7 +1,5 @@
 """What a tensor race is asked (`Setup`), and its figures: medians of step times, and what was hidden.
 
-May touch plans and timelines, and nothing that runs.
-
 Exposed and hidden (`bench.rows`) are tensor-parallel collectives; `off` waits for each at once.
 """
 

@@ -1,6 +1,6 @@
 """What follows the last ops of a step, for bounds: the loss is told, and gradients are summed.
 
-May touch `stretto.ir` and `schedule.sums`. A gradient is summed first along the axes on
+A gradient is summed first along the axes on
 which it is partial, then over its ties, then over data-parallel ranks (`schedule.sums`); a sum begins when
 every op that adds to one of its gradients has ended, for all microbatches.
 """

@@ -1,6 +1,6 @@
 """Heads and tails of the k-th microbatch: stages send one message after another, and need work for each.
 
-May touch `stretto.ir`, `bounds.reach` and this room's numbers. A head (`bounds.reach`) is what must come
+A head (`bounds.reach`) is what must come
 before an op of the first microbatch; the second cannot be there as soon. The theorem:
 
 1. Let k microbatches' messages along an edge have left. Then each machine of the sender's stage (compute, the

@@ -1,6 +1,6 @@
 """The bound of memory: how soon a step can end when a stage may hold only so many microbatches.
 
-May touch `stretto.ir` and `bounds.reach`. A microbatch is live on a stage from the start of its forward to
+A microbatch is live on a stage from the start of its forward to
 the end of its last backward action. If it must be so for D, and L may be at one time, then all m of them
 take at least m * D / L: every microbatch occupies one of L places for D. Before that lies what must come
 before the first forward, after it what must follow the last backward.

@@ -1,6 +1,6 @@
 """Heads and tails: what must come before and after every op, collective and message of one microbatch.
 
-May touch `stretto.ir`, `bounds.stage` and `bounds.ends`. The contract,
+The contract,
 for one microbatch with the machines to itself, which is the least that any order must allow:
 
 1. Inside a stage, distances are those of `bounds.stage`. Each stage has *sinks*: its messages that

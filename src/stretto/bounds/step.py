@@ -1,6 +1,6 @@
 """Lower bounds: how fast no order of a job's actions, and of their ops, on these ranks can be.
 
-May touch `stretto.ir` and this room. The contract:
+The contract:
 
 1. Every op, collective and message has a *head*, before which it cannot start, and a *tail*, which must pass
    after it has ended. Both follow from one microbatch alone (`bounds.reach`).

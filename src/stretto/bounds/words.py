@@ -1,7 +1,4 @@
-"""Bounds for people: times, and what binds a step, in words.
-
-May touch `bounds.*`, of which it reads the numbers of a binding machine or of a memory limit.
-"""
+"""Bounds for people: times, and what binds a step, in words."""
 
 from __future__ import annotations
 

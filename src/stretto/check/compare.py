@@ -10,8 +10,6 @@ Nothing proves that a plan of tensor parallelism means what its author thinks: a
     4. Each gradient, put together from its parts, is compared with the plain one. Where ranks hold the same,
        each is compared.
     5. When something differs: the layout is taken apart, to say which part of it is wrong (`suspects`).
-
-May touch everything from capture to the runtime; changes nothing of the caller's.
 """
 
 from __future__ import annotations

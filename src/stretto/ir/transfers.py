@@ -1,6 +1,6 @@
 """What messages and collectives cost: the formulas that bounds and the simulation share.
 
-May touch `stretto.ir` only. Both sides must use the same formulas, or a bound could exceed a simulated step.
+Both sides must use the same formulas, or a bound could exceed a simulated step.
 Where costs name no curve for a communicator, only what joins places can be derived from links;
 a link between places says nothing of the ranks that share one, so those are refused.
 """

@@ -1,7 +1,4 @@
-"""All windows of a plan put in order, each kind once: windows that differ in names alone share one order.
-
-May touch `stretto.ir` and this package.
-"""
+"""All windows of a plan put in order, each kind once: windows that differ in names alone share one order."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The baseline's windows: every collective is waited for directly after its start, so nothing hides it.
-
-May touch `stretto.ir`.
-"""
+"""The baseline's windows: every collective is waited for directly after its start, so nothing hides it."""
 
 from __future__ import annotations
 

@@ -1,20 +1,18 @@
 """What an order of a window's items must respect, and what each item costs: the graph that policies order.
 
-    1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
-       for its time on the lane of its axis; a wait for a collective; a message's wait and its send; the start
-       of a sum of gradients, which nothing in the window waits for.
-    2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
-       value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
-       before the backward's first op: lower bounds count on actions of a microbatch in this order.
-    3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
-       their order, and an order of ops must not change numbers. Nothing else is written in place before
-       the window's end, and draws of random ops do not depend on when they happen. And one from each op that
-       adds to a gradient to the start of its sum.
-    4. The memory that nodes make and read, so that a policy can keep a limit.
-    5. For a backward and a forward that may not begin before it is done with what its own forward saved
-       (`frees`), an edge from what the one ends with to what the other begins with.
-
-May touch `stretto.ir`, `stretto.schedule` and this room's storages.
+1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
+   for its time on the lane of its axis; a wait for a collective; a message's wait and its send; the start
+   of a sum of gradients, which nothing in the window waits for.
+2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
+   value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
+   before the backward's first op: lower bounds count on actions of a microbatch in this order.
+3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
+   their order, and an order of ops must not change numbers. Nothing else is written in place before
+   the window's end, and draws of random ops do not depend on when they happen. And one from each op that
+   adds to a gradient to the start of its sum.
+4. The memory that nodes make and read, so that a policy can keep a limit.
+5. For a backward and a forward that may not begin before it is done with what its own forward saved
+   (`frees`), an edge from what the one ends with to what the other begins with.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ is (`Replay.late_us`), and weight gradients are tried in other places:
        can;
     3. where the window has collectives of its own, which then have less to hide under, in an order between,
        found by local search.
-
-May touch this room.
 """
 
 from __future__ import annotations

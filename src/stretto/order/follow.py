@@ -1,11 +1,9 @@
 """Ops in orders that are given: how long a step takes whose ranks have one window each, or one window.
 
-    1. An order of a step names the nodes that stand for themselves: all that are neither waits nor views nor
-       take little. What such a node needs stands directly before its first user. An order of a window names
-       all nodes.
-    2. The lane waits until what the next node waits for has arrived, even if another could go.
-
-May touch this room.
+1. An order of a step names the nodes that stand for themselves: all that are neither waits nor views nor
+   take little. What such a node needs stands directly before its first user. An order of a window names
+   all nodes.
+2. The lane waits until what the next node waits for has arrived, even if another could go.
 """
 
 from __future__ import annotations

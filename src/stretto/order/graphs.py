@@ -1,7 +1,6 @@
 """A step in which each rank has one window, made ready to be searched: graphs and urgencies.
 
 How urgent an op is at first: the longest path from it to the end of its microbatch, over all ranks and lanes.
-May touch `stretto.ir`, `stretto.schedule`, `stretto.simulate` and this room.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 
 The second is local search by insertion, as for job shops (Nowicki and Smutnicki, "A fast taboo search
 algorithm for the job shop problem", 1996), with any op instead of those on the critical path: on GPTs over
-pp=2 tp=2 moves of critical ops alone did no better, nor did annealing. May touch this room.
+pp=2 tp=2 moves of critical ops alone did no better, nor did annealing.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ that is the gradient of an earlier microbatch. So:
 
 That what travels both ways meets is what 1F1B's steady state does where stages take equally long; that it
 pays to wait for it was measured here: on the tensor race of hidden 2048 over pp=2 the search comes to 1.104
-of the bound, and to 1.137 without pairs. May touch `stretto.ir`, `schedule.posting` and the
-simulation's clock.
+of the bound, and to 1.137 without pairs.
 """
 
 from __future__ import annotations

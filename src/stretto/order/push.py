@@ -12,7 +12,6 @@ and RCPSP: a technique that pays", European Journal of Operational Research 165,
 
 What pushes is rougher than the walk: lanes take one thing at a time, for as long as it took in the walk, and
 nothing slows another. It makes orders; how long they take the walk says.
-May touch this room.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ Both depend on all windows together, so they are searched for, with the simulate
     2. Each arrival and each tail by itself, as a part of the window's work (GRID). With shared network
        cards it may pay that messages go later than they could, and no window by itself shows this.
     3. 2 again until nothing is gained, or as many steps have been simulated as are allowed.
-
-May touch `stretto.ir`, `stretto.passes.watch`, `stretto.simulate` and this room.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What one rank orders, a window or its whole step, made ready to be walked many times.
 
 Waits, views and what takes little have no place of their own: they stand directly before their first user, so
-that what arrives later than predicted stops the lane as late as possible. May touch
-this room's graph, and the simulation's names.
+that what arrives later than predicted stops the lane as late as possible.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@
        while, and where its budget of walks is spent.
 
 Walks are counted, not timed, and draws have a fixed seed, so equal jobs get equal plans on every machine. A
-walk is given up as soon as it is known to be longer than the best. May touch `stretto.ir`,
-`stretto.passes.watch` and this room.
+walk is given up as soon as it is known to be longer than the best.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The memory that the items of a window make and read, so that an order of them can keep a limit.
 
-    1. A value lies in the memory of what it is a view of (`ir.storage`). A wait's result lies in its start's,
-       and what is gathered or scattered is read until the wait.
-    2. What one part makes and another of its stage and microbatch reads is one memory.
-    3. Memory that a later window reads, or that leaves, is kept when the window ends.
-
-May touch `stretto.ir`.
+1. A value lies in the memory of what it is a view of (`ir.storage`). A wait's result lies in its start's,
+   and what is gathered or scattered is read until the wait.
+2. What one part makes and another of its stage and microbatch reads is one memory.
+3. Memory that a later window reads, or that leaves, is kept when the window ends.
 """
 
 from __future__ import annotations

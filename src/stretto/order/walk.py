@@ -1,11 +1,9 @@
 """The one walk of time of this room: ranks' compute lanes, event by event, in a whole step or in one window.
 
-    1. A rank's compute lane does one op after another. Which comes next, a subclass says: by how urgent ops
-       are (`order.listing`), or by an order that is given (`order.follow`).
-    2. What ranks share, and how long things take, is their world's (`order.worlds`).
-    3. A wait for a collective waits for the slowest rank of the place too (`simulate.straggler`).
-
-May touch `stretto.simulate` and this room.
+1. A rank's compute lane does one op after another. Which comes next, a subclass says: by how urgent ops
+   are (`order.listing`), or by an order that is given (`order.follow`).
+2. What ranks share, and how long things take, is their world's (`order.worlds`).
+3. A wait for a collective waits for the slowest rank of the place too (`simulate.straggler`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ it goes.
        best of all, as long as there are walks.
 
 The search takes the time that the step is worth over its run (EFFORT), less where little is left above the
-bound (WIDE), and says how far it came. May touch `stretto.ir`, `stretto.passes.watch` and this room.
+bound (WIDE), and says how far it came.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """One window by itself: how urgent its nodes are, its list order, and where the search begins.
 
-    1. The captured order, and list orders (`order.listing`) with the longest path as urgency. The memory
-       limit is kept wherever something else than what would exceed it can run.
-    2. From the best of these the search (`order.search`) goes on by other urgencies, then by single ops.
-
-May touch this room.
+1. The captured order, and list orders (`order.listing`) with the longest path as urgency. The memory
+   limit is kept wherever something else than what would exceed it can run.
+2. From the best of these the search (`order.search`) goes on by other urgencies, then by single ops.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """What the ranks of a walk share: collectives, messages, and how fast a lane works meanwhile.
 
-    1. `StepWorld`, of a step in which each rank has one window, is the simulation's: collectives, messages,
-       shared cards, what they take of processors. So an order takes as long here as it takes when it is
-       simulated, but for what follows a step's last window.
-    2. `WindowWorld`, of a window by itself, has one rank and the lanes of its collectives, each with its time
-       for itself; while these take a share of the processor, compute goes slower by that share. Other ranks
-       are known by when their messages arrive. What is under way is then known to its end, so time may go on
-       op by op, without events.
-
-May touch `stretto.ir`, `stretto.simulate` and this room.
+1. `StepWorld`, of a step in which each rank has one window, is the simulation's: collectives, messages,
+   shared cards, what they take of processors. So an order takes as long here as it takes when it is
+   simulated, but for what follows a step's last window.
+2. `WindowWorld`, of a window by itself, has one rank and the lanes of its collectives, each with its time
+   for itself; while these take a share of the processor, compute goes slower by that share. Other ranks
+   are known by when their messages arrive. What is under way is then known to its end, so time may go on
+   op by op, without events.
 """
 
 from __future__ import annotations

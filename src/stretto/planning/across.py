@@ -8,7 +8,7 @@ each is a program's own; results stay the same, and memory is held for longer.
     2. A wait that nothing of its own program needs goes where its result is first needed; views of the result
        go with it.
 
-The plan shows it: the start is an item of one window, its `comm.wait` of another. May touch `stretto.ir`.
+The plan shows it: the start is an item of one window, its `comm.wait` of another.
 """
 
 from __future__ import annotations

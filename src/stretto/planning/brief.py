@@ -8,7 +8,6 @@
        stage.
 
 A plan tries several ways, and posts receives no earlier than it needs: it may be a little faster or slower.
-May touch `stretto.ir`, `stretto.simulate` and this package.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Step 1 of planning: the schedule that settings or arguments ask for, of each form of a step.
-
-May touch `stretto.ir`, `stretto.schedule` and `planning.groups`.
-"""
+"""Step 1 of planning: the schedule that settings or arguments ask for, of each form of a step."""
 
 from __future__ import annotations
 

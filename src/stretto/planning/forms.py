@@ -1,11 +1,9 @@
 """A step that may be had in several forms, in other numbers of chunks or of stages: the fastest plan of them.
 
-    1. The first is planned. Each other is priced, and bounded: where no order of its ops comes to less than
-       the fastest plan so far takes, it is not planned.
-    2. The fastest comes out, and says what it was compared with. An interrupt that ends a search
-       (`stretto.passes.watch`) ends this one too, with what there is.
-
-May touch `stretto.ir`, `stretto.passes.watch` and `planning.tries`.
+1. The first is planned. Each other is priced, and bounded: where no order of its ops comes to less than
+   the fastest plan so far takes, it is not planned.
+2. The fastest comes out, and says what it was compared with. An interrupt that ends a search
+   (`stretto.passes.watch`) ends this one too, with what there is.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A job may be cut finer than its ranks need: consecutive stages of a rank are then one to a schedule. In equal
 numbers, a job of four stages a rank can go by every family of one, two or four; in unequal ones, ranks are
 balanced by what stages take and hold, which capturing could only guess.
-
-May touch `stretto.ir`, `stretto.schedule`, `stretto.order` and `planning.variants`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
        everybody's, whatever other hosts have kept.
     3. All read the plan's text.
 
-A process alone does the same by itself. May touch the ranks' messages and the folder of what is kept.
+A process alone does the same by itself.
 """
 
 from __future__ import annotations

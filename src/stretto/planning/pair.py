@@ -17,7 +17,6 @@ other ranks is proved on the lowered plan.
 
 `whole` goes to the end of this way: all actions of a rank in one window, of all its stages, forwards and
 backwards of one microbatch too, I and W as the schedule has them.
-May touch `stretto.ir`.
 """
 
 from __future__ import annotations

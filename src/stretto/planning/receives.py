@@ -13,8 +13,7 @@ are held for longer. So:
     3. Where it holds more than the step may, so do those with more buffers; step 2 is done for the others.
 
 A receive that is posted earlier never makes a rank wait: what could pass still can, whether or not sends are
-buffered. Messages keep their order. May touch `stretto.ir`, `stretto.passes.step`, `stretto.simulate`,
-`stretto.verify` and this package.
+buffered. Messages keep their order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Passes that change the schedule, or in which of its actions an op runs.
-
-May touch `stretto.ir`, `stretto.passes.step`, `stretto.schedule` and `planning.pair` and `planning.across`.
-"""
+"""Passes that change the schedule, or in which of its actions an op runs."""
 
 from __future__ import annotations
 

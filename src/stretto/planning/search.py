@@ -1,14 +1,12 @@
 """`auto`: the fastest plan with any schedule.
 
-    1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: in equal
-       numbers, and such that ranks are balanced.
-    2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
-    3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
-       (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less. Those
-       that hold no more come first.
-    4. Those that are about as fast as the fastest of these become whole plans, and the fastest is taken.
-
-May touch `stretto.ir`, `stretto.schedule`, `stretto.order`, `stretto.simulate` and this package.
+1. What stages take and hold (`stretto.planning.groups`), and the ways to have several as one: in equal
+   numbers, and such that ranks are balanced.
+2. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
+3. The most promising are simulated as steps of this job, in a variant or two, over few microbatches
+   (`Step.short`). Where a rank holds more than it may, step 2 is done again with so much less. Those
+   that hold no more come first.
+4. Those that are about as fast as the fastest of these become whole plans, and the fastest is taken.
 """
 
 from __future__ import annotations

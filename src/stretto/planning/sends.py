@@ -1,7 +1,4 @@
-"""The pass that says when sends are waited for, so that buffers do not pile up and no wait is in the way.
-
-May touch `stretto.ir`, `stretto.passes.step`, `stretto.simulate` and `planning.windows`.
-"""
+"""The pass that says when sends are waited for, so that buffers do not pile up and no wait is in the way."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ The last run of a window that completes gradients is a window of its own. `lower
 other runs; here the orders of `stretto.order.early_sums` are tried, as a whole step has it: where a backward
 sends a message, weight gradients that come first make another rank wait. The step of fewer microbatches
 (`Step.short`) ends as the whole one does, so orders are compared by it.
-
-May touch `stretto.ir`, `stretto.order`, `stretto.passes.step`, `stretto.simulate` and this package.
 """
 
 from __future__ import annotations

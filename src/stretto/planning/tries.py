@@ -9,7 +9,7 @@
        limit of memory holds much more, comes first only where it gains what costs can tell (`WORTH`).
 
 A variant that deadlocks, or keeps more microbatches live than the job allows, is left out, and it is said
-why. May touch `stretto.ir`, `stretto.bounds`, `stretto.simulate`, `stretto.passes.step` and this package.
+why.
 """
 
 from __future__ import annotations

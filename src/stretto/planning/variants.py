@@ -14,7 +14,6 @@ In the order of a list:
     at_once ...        windows in an order: at once, as captured, ordered, refined, whole_step
 
 A new way to overlap is one more list here. What all lists have in common is done once (`planning.tries`).
-May touch `stretto.ir`, `stretto.passes` and the passes of `stretto.planning`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Passes that give windows the order of their items, and the plan of a step that has them.
 
-One of them is in every variant. May touch `stretto.ir`, `stretto.passes.step`, `stretto.order`,
-`stretto.bounds`, `stretto.simulate` and `planning.lower`.
+One of them is in every variant.
 """
 
 from __future__ import annotations

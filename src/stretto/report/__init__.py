@@ -1,6 +1,6 @@
 """Tables, timelines and pages: how a predicted or a measured step is shown. Reads results, changes none.
 
-May touch everything below it. Importing this room teaches `Timeline.save` its file suffixes.
+Importing this room teaches `Timeline.save` its file suffixes.
 """
 
 from stretto.ir.timeline import SAVERS

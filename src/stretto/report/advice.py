@@ -2,7 +2,7 @@
 
 A reason is read off a timeline and its plan, in the order of `_why`: the first that explains half of what is
 exposed. What helps against it is told with the plan's own numbers (`stretto.report.help`). Reads spans by
-their names, so that predicted and measured steps are judged alike. May touch `stretto.ir` and this room.
+their names, so that predicted and measured steps are judged alike.
 """
 
 from __future__ import annotations

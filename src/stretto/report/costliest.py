@@ -1,7 +1,4 @@
-"""The costliest ops of a step: equal calls on equal shapes taken together, by what they cost in all.
-
-May touch `stretto.ir`.
-"""
+"""The costliest ops of a step: equal calls on equal shapes taken together, by what they cost in all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What is inside an action: the ops of each window, and which spans of a timeline are one run of it.
 
 A window is written once, however often it runs: a drawing lays its ops over the compute spans of a run, each
-op's share of the run's compute time being its share of the window's. May touch `stretto.ir` and
-`stretto.ir.transfers`.
+op's share of the run's compute time being its share of the window's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """What a report says of a plan beside its timelines, in a few numbers: kept in a run's folder, so that a run
 can be reported when its plan file is of another version.
-
-May touch `stretto.ir` and `stretto.files`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a step's figures say, in sentences: how long, how far from the best and why, what is hidden.
-
-May touch `stretto.ir` and this room's tables of communication.
-"""
+"""What a step's figures say, in sentences: how long, how far from the best and why, what is hidden."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which slices depend on which, as flows for a trace viewer: messages from sender to receiver, collectives
 from their start to what runs after their wait.
 
-A flow is a number that several slices carry; they must begin in the order of the flow. May touch `stretto.ir`
-and `stretto.report.detail`.
+A flow is a number that several slices carry; they must begin in the order of the flow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A table as text, made once for terminal and page, so that the two cannot differ. May touch `rich`."""
+"""A table as text, made once for terminal and page, so that the two cannot differ."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What helps against exposed communication, by its reason and axis, with the numbers of the plan.
 
-Settings are named as in a settings file (`parallel.*`). May touch `stretto.ir` and this room.
+Settings are named as in a settings file (`parallel.*`).
 """
 
 from __future__ import annotations

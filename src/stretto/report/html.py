@@ -1,7 +1,7 @@
 """The report as one page that needs no network: findings, timelines to look into, tables, loss and settings.
 
 Tables and words are plain HTML; the timelines are drawn by the scripts under `page/`, which are written into
-the page, from data that is packed into it (`stretto.report.pack`). May touch everything in this room.
+the page, from data that is packed into it (`stretto.report.pack`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 2. The ops of a window are written once; spans say which run of which window they belong to.
 3. Everything is one JSON object, gzip, base64: browsers unpack it themselves (`DecompressionStream`).
 
-`page/data.js` reads this. May touch `stretto.ir` and this room.
+`page/data.js` reads this.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Timelines as native Perfetto traces, which ui.perfetto.dev opens: a process a rank, a track a lane.
 
-May touch the `perfetto` package's protobufs. Slices carry a category (F, I, W, B, exposed, bubble, message,
+Slices carry a category (F, I, W, B, exposed, bubble, message,
 op) by which the viewer can filter and colour; with a plan, the ops of an action are slices inside it, with
 their shapes; flows follow messages and collectives (`stretto.report.flows`); memory is a counter. Several
 timelines are in one trace rank by rank, the predicted above the measured.

@@ -1,8 +1,7 @@
 """A stage's program as a table for people: every op with shapes, cost, and what happens to its memory.
 
 A value lives from the op that makes it to its last use by any program of the stage; views share the memory of
-what they view. What is sent stays until the message has left, and gradients to the end of the step. May touch
-`stretto.ir` and `stretto.report.detail`.
+what they view. What is sent stays until the message has left, and gradients to the end of the step.
 """
 
 from __future__ import annotations

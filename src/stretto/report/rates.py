@@ -1,6 +1,6 @@
 """How fast a rank computes: FLOPs, their share of the device's peak (MFU, HFU), and tokens a second a device.
 
-Reads `stretto.ir.work` and what a run's summary says. May touch this room.
+Reads `stretto.ir.work` and what a run's summary says.
 """
 
 from __future__ import annotations

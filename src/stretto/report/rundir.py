@@ -3,7 +3,7 @@
 A run directory holds settings.json, plan.json, figures.json, metrics.jsonl, measured.json, simulated.json,
 observed.json and summary.json. Any may be missing, or be of another version than this Stretto writes; the
 report says which. What it says of a step needs no more than timelines and figures, so that a run outlives the
-version of its plan file. May touch `stretto.simulate`, to predict what was not saved.
+version of its plan file.
 """
 
 from __future__ import annotations

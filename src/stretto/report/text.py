@@ -1,7 +1,6 @@
 """A timeline in the terminal: a line a lane, a cell for what filled most of its stretch of time.
 
-Letters distinguish first and colours second, so that a file or a plain terminal shows the same. May touch
-`rich` and `stretto.ir`.
+Letters distinguish first and colours second, so that a file or a plain terminal shows the same.
 """
 
 from __future__ import annotations

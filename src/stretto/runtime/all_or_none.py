@@ -1,6 +1,6 @@
 """Work that each rank does by itself and all answer for: one rank's failure is every rank's.
 
-May touch the ranks' `all_gather`, and a thread for the work. Used outside steps.
+Used outside steps.
 """
 
 from __future__ import annotations

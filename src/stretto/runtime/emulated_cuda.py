@@ -1,7 +1,7 @@
 """The emulated transport of an accelerator: every lane is a side stream, on which a transfer is a kernel that
 lasts as long as the plan predicts.
 
-May touch `stretto.simulate`. The contract:
+The contract:
 
 1. A lane is a stream of high priority. A transfer waits there for what was queued on the compute stream
    before it (an event), then takes its time; a wait makes the compute stream wait for the transfer's event.

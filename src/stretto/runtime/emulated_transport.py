@@ -1,6 +1,6 @@
 """A transport without peers: what a lone rank sends and receives takes the time that its plan predicts.
 
-May touch `stretto.simulate` and `stretto.verify.trace`. The contract:
+The contract:
 
 1. Lanes, network cards and the other places of the pipeline are those of the simulation, which goes on while
    this rank really works (`stretto.simulate.live`). The clock is this machine's. A peer that is waited for

@@ -1,11 +1,9 @@
 """What one rank holds of a model: the parameters and buffers that its stages use, and what ops read of them.
 
-    a parameter that is whole here    the model's own tensor
-    one that is spread over ranks     a copy of this rank's part, one for each tie
-    one on a mesh of ranks            this rank's part, which shares the model's memory
-    one on "meta", if it may be       memory for this rank's part, without values yet
-
-May touch the user's model while it is read; keeps only what this rank's stages use.
+a parameter that is whole here    the model's own tensor
+one that is spread over ranks     a copy of this rank's part, one for each tie
+one on a mesh of ranks            this rank's part, which shares the model's memory
+one on "meta", if it may be       memory for this rank's part, without values yet
 """
 
 from __future__ import annotations

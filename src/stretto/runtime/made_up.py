@@ -1,6 +1,6 @@
 """What a lone rank computes with when nobody gives it a model or a batch: values of the right shapes.
 
-May touch `stretto.ir`, and what memory is counted. The contract:
+The contract:
 
 1. Matrices are normal with the variance 1 / columns and vectors (norms, biases) lie around one, so that
    values neither vanish nor grow, however many layers there are. Tied parameters are one tensor.

@@ -1,7 +1,4 @@
-"""Parameters that are spread over ranks: a rank's part of the whole, and the whole from all parts.
-
-May touch `stretto.ir`, the formulas of `stretto.parallelize.parts`, and tensors on meshes.
-"""
+"""Parameters that are spread over ranks: a rank's part of the whole, and the whole from all parts."""
 
 from __future__ import annotations
 

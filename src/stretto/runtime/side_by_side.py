@@ -2,7 +2,7 @@
 
 A gradient that all ranks of an axis sum has one slot. Of one whose parts a few ranks share, each part has a
 slot, so that one sum over the axis adds up the copies of every part: a rank puts zeros into the others'
-slots. May touch `stretto.ir` and tensors.
+slots.
 """
 
 from __future__ import annotations

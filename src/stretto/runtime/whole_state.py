@@ -1,9 +1,7 @@
 """The whole model's values, gathered from all ranks under the names of the plain model's, and put back.
 
-    1. Each rank tells what it owns (`Runner.owns`): boxes of wholes.
-    2. Rank by rank, box by box, they are broadcast; whoever wants the wholes puts each in its place.
-
-May touch what a rank holds and its transport; a lane of all ranks is opened on first use.
+1. Each rank tells what it owns (`Runner.owns`): boxes of wholes.
+2. Rank by rank, box by box, they are broadcast; whoever wants the wholes puts each in its place.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ names:
     2. Rank 0 writes the options and numbers of all ranks in one table.
     3. A rank that reads gives each of its own groups the options that its parameters had, which must be the
        same for all of them; then PyTorch's own `Optimizer.load_state_dict` takes them and the tensors.
-
-May touch an optimizer's `param_groups` and `state`.
 """
 
 from __future__ import annotations

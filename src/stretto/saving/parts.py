@@ -2,8 +2,6 @@
 
 A checkpoint knows whole tensors only: a rank writes boxes of them, with their offsets, and reads the boxes
 that it needs, whichever boxes were written. So it is free of the layout that wrote it.
-
-May touch `torch.distributed.checkpoint`'s planner, which says what is written; not the files.
 """
 
 from __future__ import annotations

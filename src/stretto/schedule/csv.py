@@ -3,7 +3,7 @@
 One row a rank, one token a cell (`0F0`, `1I3`, `1W3`, `2B0`, `(2F5;5B1)OVERLAP_F_B`); empty cells are idle
 time steps and carry no meaning here. PyTorch's readers and writers of the format are private
 (`torch.distributed.pipelining`), so this file has its own, and a test holds the two together. Reading checks
-that a schedule can be read, not that it is legal: that is for `stretto.verify`. May touch `stretto.ir` only.
+that a schedule can be read, not that it is legal: that is for `stretto.verify`.
 """
 
 from __future__ import annotations

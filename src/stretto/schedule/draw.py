@@ -1,7 +1,4 @@
-"""Schedules for the eye and for other programs: text, JSON, and a timeline (`stretto.report` draws it).
-
-May touch `stretto.ir` and this folder's timing; reads and writes no file.
-"""
+"""Schedules for the eye and for other programs: text, JSON, and a timeline (`stretto.report` draws it)."""
 
 from __future__ import annotations
 

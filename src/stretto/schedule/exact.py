@@ -6,8 +6,7 @@
 3. The end of the step is as early as can be, or the longest rank's time from its own begin. The search
    begins with a known order, and ends when that is proved, or when its budget of deterministic work is spent.
 
-`ortools` is an extra: pip install 'stretto[exact]'. May touch `stretto.ir` and the rooms of timing and
-memory.
+`ortools` is an extra: pip install 'stretto[exact]'.
 """
 
 from __future__ import annotations

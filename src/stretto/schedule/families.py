@@ -1,6 +1,6 @@
 """The schedule families: functions from (ranks, microbatches, limits) to an order of actions a rank.
 
-A family knows nothing of ops or devices; it may touch `stretto.ir` and this folder only. On every stage the
+A family knows nothing of ops or devices. On every stage the
 forwards, the input gradients and the weight gradients each go through the microbatches in ascending order, so
 that gradients are summed in one order whatever the family.
 

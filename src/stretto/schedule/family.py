@@ -1,4 +1,4 @@
-"""What a family of schedules is, for the rooms that have some. May touch `stretto.ir`."""
+"""What a family of schedules is, for the rooms that have some."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The order of a job that has no backward: every rank runs its stages' forwards, microbatch by microbatch.
 
-Knows nothing of ops or times; may touch `stretto.ir` only.
+Knows nothing of ops or times.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 3. A microbatch holds memory of a rank from the begin of its F to the end of I, and something until the end of
    W; what all hold for their time fits under the rank's limit.
 
-A step's *cost* counts each rank from its own begin, so that 1 is its work alone. May touch `stretto.ir` and
-the rooms of timing and memory.
+A step's *cost* counts each rank from its own begin, so that 1 is its work alone.
 """
 
 from __future__ import annotations

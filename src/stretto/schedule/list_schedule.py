@@ -16,8 +16,6 @@ so that no stage holds one of them, and a limit of live microbatches a stage let
 limit for a rank's stages together, a forward runs only where the oldest microbatch that has not been through
 all of the rank's stages still fits beside what is then held. In turn, the walk may stop where urgencies are
 no order that keeps the limit.
-
-May touch `stretto.ir` and the rooms of timing and of memory.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ only shortly before it is needed, that may be behind work that needs the sender 
        that order, no rank ever stands; since a rank that stands never helps another on, none stands for ever
        in any other order either.
     3. Posts keep the sender's order.
-
-May touch nothing: messages, runs and ranks are numbers here.
 """
 
 from __future__ import annotations

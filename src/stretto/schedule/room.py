@@ -1,7 +1,6 @@
 """What microbatches hold of a rank's memory, and how much each rank has for them.
 
-Sums over stages that are one rank's; the unit is the caller's (bytes, or microbatches). May touch
-`stretto.ir` only.
+Sums over stages that are one rank's; the unit is the caller's (bytes, or microbatches).
 """
 
 from __future__ import annotations

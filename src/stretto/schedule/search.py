@@ -7,8 +7,6 @@
    over all.
 3. Exact search from the best so far, where the step is small (`stretto.schedule.exact`).
 4. All that was found, the fastest first, with a bound: no family is faster than the first.
-
-May touch `stretto.ir` and this folder.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ tensor, so that they do not pay a latency each: those that are ready at about th
        gradient are in one round after the other, as they write to the same memory.
     2. Sums that wait for no other are the first round, that of the loss before all. Lowering starts them as
        soon as what they sum is complete, and waits for them before the second.
-
-May touch `stretto.ir`.
 """
 
 from __future__ import annotations

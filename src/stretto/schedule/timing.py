@@ -2,7 +2,7 @@
 
 The coarse clock for families: actions in order on every rank, messages between ranks that delay the receiver
 and occupy nobody. Ops, lanes and links are for `stretto.simulate`. Units are the caller's: all results are in
-the unit of the times put in. May touch `stretto.ir` only.
+the unit of the times put in.
 
 Rules:
 

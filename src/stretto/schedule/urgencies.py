@@ -10,8 +10,6 @@
   building block of arXiv 2405.15362, for any times). The period is at best what the busiest rank works for a
   microbatch, which is then never idle. A microbatch goes through the stages and back as soon as each rank has
   room in its period for the action, such that what the rank has yet to place still fits.
-
-May touch `stretto.ir` and the rooms of timing and of the list scheduler.
 """
 
 from __future__ import annotations

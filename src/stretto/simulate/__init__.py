@@ -1,7 +1,4 @@
-"""Walks a plan with no device: how long a step takes, what stays exposed, and what memory it needs.
-
-May touch `stretto.ir` and `stretto.schedule`.
-"""
+"""Walks a plan with no device: how long a step takes, what stays exposed, and what memory it needs."""
 
 from stretto.simulate.engine import simulate
 from stretto.simulate.predict import predict

@@ -1,6 +1,6 @@
 """The simulation: walks every rank's instructions, item by item, with no device.
 
-May touch `stretto.ir` and this room. The contract:
+The contract:
 
 1. A rank of the plan is a place of the pipeline; ranks of the run that share it walk one order at one time,
    and are simulated once. It has one compute lane, which walks the rank's instructions in order.

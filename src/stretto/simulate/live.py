@@ -1,9 +1,8 @@
 """A step in which one rank is real: its peers and all lanes are simulated, and answer to what it does when
 it does it. So one rank of a plan can be tried alone (`stretto.runtime.rehearse`).
 
-The caller tells the time, in microseconds from the step's start, with everything that it does; it must never
-tell a time before one that it was told. May touch this room and `stretto.verify.trace`. The
-contract:
+The caller tells the time, in microseconds from the step's start, with everything that it does; no time may be
+before an earlier one. The contract:
 
 1. Before the real rank does anything, all events up to its time happen.
 2. What it starts, sends, posts or joins enters lanes and network cards as in `stretto.simulate.engine`.

@@ -1,7 +1,4 @@
-"""A plan's prediction: the simulated step's accounts by rank, and the bound that it is measured against.
-
-May touch `stretto.ir`, `stretto.bounds.step` and this room.
-"""
+"""A plan's prediction: the simulated step's accounts by rank, and the bound that it is measured against."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ Ranks of our own launcher are watched by that as well (`stretto.train.stopped`).
        the job's store every `BEAT_S`, from a thread of its own: a step may take as long as it likes.
     2. Each rank looks at the beats of the next one. If they stop for `LOST_AFTER_S`, that rank is lost.
     3. A rank that was itself stopped begins to count anew: what it missed says nothing of others.
-
-May touch the job's store.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Who was lost first, agreed on by the ranks that are left, when no launcher of ours sees ranks end.
 
-    1. Every rank that fails answers a roll call in the job's store before it does anything else.
-    2. A rank whose message was to or from one other rank is certain whom it misses: it writes that down,
-       unless another has written before. What was written first is the cause; a rank that ends because of
-       it has written before its neighbours miss it.
-    3. A rank that failed in a collective cannot know. It takes what another wrote, or else the only rank
-       that has not answered the roll call within `ROLL_CALL_S`.
-    4. When the store is gone, so is rank 0, which keeps it, unless `torchrun`'s agent does.
-
-May touch the job's store, and nothing else.
+1. Every rank that fails answers a roll call in the job's store before it does anything else.
+2. A rank whose message was to or from one other rank is certain whom it misses: it writes that down,
+   unless another has written before. What was written first is the cause; a rank that ends because of
+   it has written before its neighbours miss it.
+3. A rank that failed in a collective cannot know. It takes what another wrote, or else the only rank
+   that has not answered the roll call within `ROLL_CALL_S`.
+4. When the store is gone, so is rank 0, which keeps it, unless `torchrun`'s agent does.
 """
 
 from __future__ import annotations

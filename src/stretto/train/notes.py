@@ -1,6 +1,6 @@
 """How a rank failed, told to the launcher: each rank leaves a note, and one message is made of them.
 
-May touch the folder of notes that the launcher gives. Loads nothing of PyTorch by itself.
+Loads nothing of PyTorch by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """This process's place among the ranks, as `torchrun` tells it by environment variables.
 
-May touch `torch.distributed`'s process group and the number of threads. It decides nothing about training.
+It decides nothing about training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Proofs: a schedule or a plan is shown to be free of faults, or refused with every fault that it has.
 
-No device, no process, no time: only what the plan says. May touch `stretto.ir`, and PyTorch's rules of which
-shapes an op gives (`shapes`).
+No device, no process, no time: only what the plan says.
 """
 
 from __future__ import annotations

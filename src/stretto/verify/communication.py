@@ -11,8 +11,6 @@ once for each program, so the cost does not grow with microbatches.
 3. Nothing else touches a start's result, which is being filled until the wait ends: no op, no message, no
    gradient, update or loss.
 4. What is sent is not written meanwhile: the program's only writes are to buffers, when a window ends.
-
-May touch `stretto.ir`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Every rank creates them in the order of the plan's one list, so creation cannot differ between ranks; what can
 be wrong is a name, a member, an axis, or one that is used and not there. Needed are one for each pair of
 places and direction with messages, `loss` where ranks must be told it, one for each tied gradient, and one
-for each axis beside pp, whose groups are all the ranks that differ in that coordinate alone. May touch
-`stretto.ir`.
+for each axis beside pp, whose groups are all the ranks that differ in that coordinate alone.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 3. `sent` blocks, on a transport with buffers, not at all; on one without (rendezvous), until its message has
    passed. A plan must reach its end on both, because a transport may do either.
 
-Nothing here depends on the order in which the walk visits ranks: whatever can pass stays able to. May touch
-`stretto.ir`. Messages must match (`stretto.verify.messages`).
+Nothing here depends on the order in which the walk visits ranks: whatever can pass stays able to. Messages
+must match (`stretto.verify.messages`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Proves on the orders that what a run reads is there: left by an earlier phase, and not freed since.
 
-A value that a stage keeps is freed after the run of the last phase that reads it. May touch `stretto.ir`.
+A value that a stage keeps is freed after the run of the last phase that reads it.
 """
 
 from __future__ import annotations

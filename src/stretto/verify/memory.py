@@ -13,7 +13,7 @@ instruction that starts them to the one that says that they are done. Counted, i
    to the wait, as the result of any op; those of tied parameters become one before.
 
 Not counted: batch, constants, workspaces and the allocator's waste. `stretto.simulate`
-counts the same things with its own code, and a test holds the two together. May touch `stretto.ir`.
+counts the same things with its own code, and a test holds the two together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Proves that messages match: each sent once and received once, in one order on each communicator, posted
 before it is waited for, and its buffer kept until it has left. A value that stays on its rank is there before
-it is waited for. May touch `stretto.ir`.
+it is waited for.
 """
 
 from __future__ import annotations

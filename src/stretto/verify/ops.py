@@ -9,7 +9,7 @@
    was taken out of something: a gradient, the loss, a message. Parts of tuples of the forward may be left, as
    in what is computed again; each is taken once. A view makes nothing by itself.
 
-What this PyTorch does not know is left alone: it cannot run either. May touch `stretto.ir`, and schemas.
+What this PyTorch does not know is left alone: it cannot run either.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ planning have changed the programs since, and a plan file may be anybody's. So e
 (`stretto.ir.placements`) from the parameters' shards on, through all stages: an addend that is used as if it
 were the sum, a sum over ranks of what is whole on each, a slice beside a whole, and gradients that are other
 than their parameters say. The order of gathered rows is not followed here, and what an op without a rule
-makes is taken as it is. May touch `stretto.ir`.
+makes is taken as it is.
 """
 
 from __future__ import annotations

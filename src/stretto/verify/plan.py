@@ -1,7 +1,6 @@
 """Proves a lowered plan: one list of proofs, each in its own file, in the order in which they rely on each
 other. A proof that looks things up by name runs only if all names are sound; what differs between ranks, and
 the walk for deadlock, only if nothing else is wrong, because on other plans they would repeat what is known.
-May touch `stretto.ir`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A random op draws the numbers of the op that it repeats. With another name it wo
 backward would belong to another forward; nothing would be missing, and no message would tell.
 
 An op repeats another of its stage if target, results and all arguments are equal, where an argument may also
-be what repeats the original's. May touch `stretto.ir`.
+be what repeats the original's.
 """
 
 from __future__ import annotations

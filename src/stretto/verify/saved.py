@@ -6,7 +6,7 @@ With the flag of another norm it reads past their end.
 
 So where `X_backward` reads a part of what X has made, all arguments that both functions take by one name are
 the same: numbers, flags and lists equal, tensors there in both or in none, and of one shape. And the flags of
-an op by itself fit what it is given, and what it makes. May touch `stretto.ir`, and schemas.
+an op by itself fit what it is given, and what it makes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Knows actions only. The dependencies between stages are those of a chain: F needs F of the stage before; I
 and B need the own F, and I or B of the stage after; W needs the own I. Overlapped actions count as one after
 the other, in the order in which they are written: what their ops really wait for is proved on the lowered
-plan. May touch `stretto.ir`.
+plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Proves that axes and shards fit together.
 
-Parameters that are spread name real axes and dims; copies of one tensor are spread alike. May touch
-`stretto.ir`.
+Parameters that are spread name real axes and dims; copies of one tensor are spread alike.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One line that says how much a proof has covered. May touch `stretto.ir`."""
+"""One line that says how much a proof has covered."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ Groups along an axis lie within one place, whose ranks all walk the same order, 
 of ties join places, and so does the loss: all places must start those that they share in one order. Where
 collectives of several communicators cannot all be resident at once, as on a GPU, different orders can block
 each other.
-
-May touch `stretto.ir`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 the program.
 
 The proofs of messages and of deadlock walk these traces instead of ops, so that their cost grows with the
-number of messages only. May touch `stretto.ir`. References must be sound (`stretto.ir.references`).
+number of messages only. References must be sound (`stretto.ir.references`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Proves each window once, for any microbatch: its ops complete, every read after what it reads, every
-message waited for before its first use and sent after it is made. May touch `stretto.ir`.
+message waited for before its first use and sent after it is made.
 
 A value that an op reads has one of five origins: it is given from outside the step; an op of the same part
 makes it; an edge that arrives in one of the part's phases brings it; another part of the window, of the same
