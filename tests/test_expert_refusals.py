@@ -338,7 +338,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"ep": 2, "dp": 2, "ep_buffer": float("inf")}, "ep_buffer = inf: Input should be a finite number"),
     ({"ep": 2, "dp": 2, "ep_overflow": "dropp"}, "Input should be 'error' or 'drop'"),
     ({"ampipe_degree": -2}, "-2 is neither 'auto' nor a number of chunks from 1 to 65,536"),
-    ({"ampipe_degre": 2}, "unknown argument ampipe_degre; did you mean ampipe_degree?"),
+    ({"ampipe_degre": 2}, "ampipe_degre = 2: there is no such setting; did you mean ampipe_degree?"),
     ({"pipe_experts_multi_data": 2}, "give ep = 2 or more, or drop it"),
 ]
 

@@ -161,11 +161,12 @@ from stretto.config import Parallel
 from stretto.price.flat import Cluster
 
 Parallel(pp=2, microbatches=8, schedule="zb-h1", split=["blocks.4"], recompute="full")
-Cluster(latency_us=3.0)
+Cluster(peak_tflops={"bfloat16": 989.0}, memory_gbps=3350, link_gbps=50, latency_us=3.0)
 Parallel(microbatch=8)  # wrong
 Parallel(pp="2")  # wrong
 Parallel(overlap="windw")  # wrong
-Cluster(latency=3.0)  # wrong
+Cluster(peak_tflops=989.0, memory_gbps=3350, link_gbps=50, latency=3.0)  # wrong
+Cluster(latency_us=3.0)  # wrong
 """
 
 

@@ -21,6 +21,7 @@ from stretto.schedule.families import FAMILIES
 from stretto.train import launch
 from stretto.tune.choices import read_fixed
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 
 
 def test_the_nearest_name_is_found_whatever_its_case() -> None:
@@ -181,7 +182,7 @@ def test_before_text_is_read(
 def test_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_adapter, "export_joint", _begun)
     with pytest.raises(UsageError, match="did you mean 'captured'"):
-        plan_of(TrainSettings.model_validate({"planning": {"order": "captred"}}), stretto.Cluster())
+        plan_of(TrainSettings.model_validate({"planning": {"order": "captred"}}), cores())
 
 
 @pytest.mark.parametrize(

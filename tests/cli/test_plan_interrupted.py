@@ -19,9 +19,10 @@ from stretto.cli.main import app
 from stretto.errors import StoppedError, StrettoError
 from stretto.planning import make_plan, tries
 from stretto.train import job as train_job
+from tests.clusters import cores_file
 from tests.train.tiny import write_settings
 
-CLUSTER = "link_bytes_per_us = 12.5\nlatency_us = 50.0\n"
+CLUSTER = cores_file(link_gbps=0.0125, latency_us=50.0)
 TP = ["--set", "parallel.pp=1", "--set", "parallel.tp=2"]
 
 

@@ -23,14 +23,15 @@ from stretto.planning import tries, windows
 from stretto.planning.choose import choose_schedule
 from stretto.planning.schedules import one_window
 from stretto.verifying import verify
+from tests.clusters import cores
 from tests.order.test_whole_step import job_of
 
-CORES = stretto.Cluster(
-    flops_per_us=85_000.0,
-    memory_bytes_per_us=10_000.0,
+CORES = cores(
+    peak_tflops=0.085,
+    memory_gbps=10.0,
     op_overhead_us=3.0,
     latency_us=100.0,
-    link_bytes_per_us=125.0,
+    link_gbps=0.125,
 )
 
 

@@ -16,9 +16,9 @@ from stretto.errors import UsageError
 from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.plan import VERSION, Plan
 from stretto.ir.serialize import save_plan
-from stretto.report import load_timeline, save_json
 from stretto.report.figures import FIGURES
 from stretto.report.html import render
+from stretto.report.jsonfile import load_timeline, save_json
 from stretto.report.rundir import load_run
 from stretto.report.tables import comparison_grid, ranks_grid, summary_grid
 from stretto.report.words import format_bytes

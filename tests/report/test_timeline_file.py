@@ -11,6 +11,7 @@ import stretto
 from stretto.bounds.words import format_us
 from stretto.errors import UsageError
 from stretto.report.jsonfile import load_timeline, save_json
+from tests.clusters import cores
 from tests.synthetic import make_job
 
 
@@ -28,7 +29,7 @@ from tests.synthetic import make_job
 )
 def test_a_timeline_of_other_ranks_or_times(tmp_path: Path, change: dict[str, object], told: str) -> None:
     path = tmp_path / "t.json"
-    save_json(stretto.simulate(stretto.plan(make_job(2, 2), stretto.Cluster())), path)
+    save_json(stretto.simulate(stretto.plan(make_job(2, 2), cores())), path)
     assert load_timeline(path).ranks == 2
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UsageError, match=told):

@@ -13,8 +13,9 @@ from stretto.cli.options import Edited
 from stretto.cli.outputs import check_output, write_and_tell
 from stretto.files.whole_file import saving
 from stretto.ir.serialize import load_plan
-from stretto.report import save_json, save_perfetto, save_svg
-from stretto.report.perfetto import ops_left_out
+from stretto.report.jsonfile import save_json
+from stretto.report.perfetto import ops_left_out, save_perfetto
+from stretto.report.svg import save_svg
 from stretto.report.tables import ranks_grid, summary_grid
 from stretto.simulating import predict
 from stretto.simulating import simulate as expected_step

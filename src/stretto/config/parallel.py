@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, ValidationError, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
-from stretto.config.base import Settings
+from stretto.config.base import Arguments, Settings
 from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError, meant
-from stretto.files.settings_file import refusal
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
 from stretto.ir.stage_maps import AUTO, is_own
@@ -265,13 +264,14 @@ TO_COME = {
 """Axes that users of other systems will ask for, and that this version does not have."""
 
 
-class Parallel(ParallelSettings):
-    """`ParallelSettings` as code writes them: `stretto.Parallel(pp=2, microbatches=8)`.
+class Parallel(Arguments, ParallelSettings):
+    """How the model and the batch are spread over ranks: `stretto.Parallel(pp=2, microbatches=8)`.
 
-    Raises UsageError that names the argument and what is allowed.
+    Each field in full: docs/settings.md, `[parallel]`. Raises UsageError that names the argument and what is
+    allowed.
     """
 
-    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic tells it the fields
+    if not TYPE_CHECKING:  # as in `Arguments`
 
         def __init__(self, **given: Any) -> None:
             for axis in TO_COME.keys() & given.keys():
@@ -279,7 +279,4 @@ class Parallel(ParallelSettings):
                     f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, "
                     "ep and tp"
                 )
-            try:
-                super().__init__(**given)
-            except ValidationError as error:
-                raise refusal("Parallel", ParallelSettings, error) from None
+            super().__init__(**given)

@@ -126,19 +126,7 @@ def _parse_value(text: str) -> Any:
 
 def refusal(what: str, kind: type[BaseModel], error: ValidationError) -> UsageError:
     """A wrong argument of a settings class that code calls by itself: what, which key, what to do."""
-    known = list(kind.model_fields)
-    faults: list[str] = []
-    for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
-        if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
-            faults.append(f"unknown argument {key}{hint}")
-        else:
-            said = _message(fault).removeprefix("Value error, ")
-            said += _near_word(kind, key, fault)
-            faults.append(f"{key} = {fault['input']!r}: {said}" if key else said)
-    return UsageError(f"{what}: {'; '.join(faults)}")
+    return UsageError(f"{what}: {'; '.join(line for _, line in _worded(kind, error, '', {}))}")
 
 
 def _within(key: str, name: str) -> bool:

@@ -85,7 +85,7 @@ def bound_us(layout: Layout, work: Work, virtual: bool = True) -> float:
 def fastest_us(flops: float, found: Description, dtype: str) -> float:
     """What so many flops take at least on a device; 0 where the description names no rate."""
     if isinstance(found, Cluster):
-        return flops / found.flops_per_us
+        return flops / found.flops_per_us("bfloat16" if dtype == "bf16" else dtype)
     if isinstance(found, Hardware):
         reach = found.roof.flops_per_us * found.roof.efficiency.matmul
         return flops / (reach if dtype == "bf16" else reach / TF32)
