@@ -17,9 +17,8 @@ from rich.console import Console
 
 from stretto.cli.outputs import check_output, write_and_tell
 from stretto.config import TrainSettings, load_settings
-from stretto.convert.written import toml_value
 from stretto.errors import StrettoError, UsageError
-from stretto.files.edit_toml import edited
+from stretto.files.settings_file import edited
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.compared import beside_bound
@@ -169,7 +168,7 @@ def _written(text: str, settings: TrainSettings, overrides: Sequence[str], chang
         for part in key.strip().split("."):
             below = below[part] if isinstance(below, dict) else getattr(below, part)
         given[key.strip()] = below if value.strip() else None
-    return edited(text, {**given, **changes}, toml_value)
+    return edited(text, {**given, **changes})
 
 
 def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:

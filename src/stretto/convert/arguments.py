@@ -7,9 +7,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stretto.convert.flags import ALIASES, TABLE
-from stretto.convert.row import Flag, Value
-from stretto.convert.shell import shown, unresolved
+from stretto.convert.flags import EXPERTS, LAYOUT, MODEL, TRAINING, Flag, Value
+from stretto.convert.flags_untaken import LACKING, NOT_NEEDED, REFUSED
+
+ROWS = (*MODEL, *EXPERTS, *LAYOUT, *TRAINING, *NOT_NEEDED, *LACKING, *REFUSED)
+TABLE: dict[str, Flag] = {row.name: row for row in ROWS}
+
+ALIASES = {
+    "--persistent-save-interval": "--save-interval",
+    "--batch-size": "--micro-batch-size",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-activations",
+}
+"""Older names of the same flags."""
 
 NEAR = 0.75
 """How alike a known name must be to be offered, of 1. Two flags of the table are often as alike as 0.9."""
@@ -17,13 +27,11 @@ NEAR = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A flag as it was given. written: as the user wrote it, with its values. unknown: what is in them that
-    the text does not say."""
+    """A flag as it was given. written: as the user wrote it, with its values."""
 
     row: Flag
     written: str
     value: Value
-    unknown: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -46,7 +54,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         word = words[at]
         at += 1
         if not _is_flag(word):
-            found.stray.append(shown(word))
+            found.stray.append(word)
             continue
         name, equals, value = word.partition("=")
         end = at
@@ -72,7 +80,9 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 
 
 def _is_flag(word: str) -> bool:
-    return word.startswith("-") and len(word) > 1 and " " not in word.partition("=")[0] and not _number(word)
+    return (
+        word.startswith("-") and len(word) > 1 and " " not in word.partition("=")[0] and _number(word) is None
+    )
 
 
 def _number(word: str) -> float | None:
@@ -90,8 +100,7 @@ def _most(row: Flag) -> int:
 
 def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
     """The flag for people: with quotes where they are needed."""
-    texts = [shown(value) for value in values]
-    quoted = [f'"{text}"' if " " in text or not text else text for text in texts]
+    quoted = [f'"{text}"' if " " in text or not text else text for text in values]
     return f"{name}={quoted[0]}" if equals else " ".join([name, *quoted])
 
 
@@ -105,20 +114,15 @@ def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given 
         return Given(row, written, True), None
     if not values and takes != "many":
         return None, f"{name}: a value must follow, {_expected(row)}"
-    gaps = tuple(gap for value in values for gap in unresolved(value))
     if takes == "many":
-        return Given(row, written, values, gaps), None
+        return Given(row, written, values), None
     text = values[0]
-    if gaps and takes != "text" and row.fate == "taken":
-        return None, f"{written}: what {', '.join(gaps)} is, the text does not say; {_how(gaps[0])}"
-    if gaps or takes == "text":
-        return Given(row, written, text, gaps), None
     value: Value = text
     if takes == "int":
         value = int(text) if text.strip().lstrip("+-").isdecimal() else None
     elif takes == "float":
         value = _number(text)
-    elif text not in takes and row.fate == "taken":
+    elif isinstance(takes, tuple) and text not in takes and row.fate == "taken":
         value = None
     if value is None:
         return None, f"{written}: expected {_expected(row)}"
@@ -129,8 +133,3 @@ def _expected(row: Flag) -> str:
     if isinstance(row.takes, tuple):
         return " or ".join(row.takes)
     return {"int": "a whole number", "float": "a number"}.get(row.takes, "a text")
-
-
-def _how(gap: str) -> str:
-    name = gap.strip("${}")
-    return f"give --var {name}=VALUE" if name.isidentifier() or name.isdecimal() else "write the value"

@@ -195,7 +195,7 @@ def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
     if tally.is_given("--expert-interval"):
         every = tally.need("--expert-interval")
         return tuple(n for n in range(layers) if (n + 1) % every)
-    text = (tally.text("--moe-layer-freq") or "1").strip().strip("'\"")
+    text = str(tally.get("--moe-layer-freq")).strip().strip("'\"")
     if text.isdecimal() and int(text):
         return tuple(n for n in range(layers) if n % int(text))
     pattern = _pattern(text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stretto.convert.row import Flag, all_of
+from stretto.convert.flags import Flag, all_of
 
 NOT_NEEDED: tuple[Flag, ...] = (
     *all_of(

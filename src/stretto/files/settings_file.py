@@ -1,4 +1,4 @@
-"""Reads a tree of settings from a TOML file and overrides, and words its faults for the user.
+"""Reads a tree of settings from a TOML file and overrides, words its faults, and changes values of a file.
 
 Works on any pydantic tree; which settings there are is for `stretto.config`. It may read the one file
 that it is given.
@@ -13,8 +13,10 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+import tomlkit
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from tomlkit.items import Table
 
 from stretto.errors import UsageError, meant
 from stretto.files.parse import parse_toml
@@ -82,6 +84,28 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         return parse_toml(text)
     except ValueError as error:
         raise UsageError(f"{path}: is not TOML: {error}") from None
+
+
+def edited(text: str, changes: Mapping[str, Any]) -> str:
+    """The text of a TOML file with other values; all else stays as it was written, comments too. changes:
+    dotted key -> value, None to take it out. What is not there comes at the end of its table, and that at the
+    end of the file where it is not there either."""
+    document = tomlkit.parse(text)
+    for key, value in changes.items():
+        *tables, leaf = key.split(".")
+        below: Any = document
+        for part in tables:
+            below = below.setdefault(part, tomlkit.table())
+        keys = [name for name, item in below.items() if not isinstance(item, Mapping)]
+        if value is None:
+            below.pop(leaf, None)
+        elif leaf not in below and keys and isinstance(below, Table) and not below.is_super_table():
+            # Behind the last key: tomlkit would put it behind the comments on what follows.
+            trivia = below.item(keys[-1]).trivia
+            trivia.trail = f"{trivia.trail or chr(10)}{leaf} = {tomlkit.item(value).as_string()}\n"
+        else:
+            below[leaf] = value
+    return tomlkit.dumps(document)
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:
