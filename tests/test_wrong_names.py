@@ -12,8 +12,7 @@ import stretto
 from stretto.capturing import torch_adapter
 from stretto.cli.plan import make as plan_of
 from stretto.config import TrainSettings, load_settings
-from stretto.errors import UsageError, meant, nearest
-from stretto.files.near import near_path
+from stretto.errors import UsageError, meant, near_path, nearest
 from stretto.ir.stage_maps import families
 from stretto.planning import make_plan
 from stretto.price.cluster import describe

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from stretto.cli.verify import _read
-from stretto.config import load_settings
-from stretto.config.task import TaskSettings
+from stretto.config import TaskSettings, load_settings
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig
 from stretto.models.pretrained import load_gpt, save_gpt

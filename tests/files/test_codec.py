@@ -13,8 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from stretto.errors import StrettoError, UsageError
-from stretto.files.codec import UNWRITTEN, Codec
-from stretto.files.form import Amount, Form, Layout, Natural, Share, rounded, text
+from stretto.files.codec import UNWRITTEN, Amount, Codec, Form, Layout, Natural, Share, rounded, text
 from stretto.files.typed_file import TypedFile, from_text, to_line
 
 

@@ -18,8 +18,7 @@ from stretto.checking.compare import Check
 from stretto.cli.check import make as check_of
 from stretto.cli.main import app, main
 from stretto.cli.plan import make as plan_of
-from stretto.config import TrainSettings, load_settings
-from stretto.config.task import TaskSettings
+from stretto.config import TaskSettings, TrainSettings, load_settings
 from stretto.errors import StrettoError, UsageError
 from stretto.train.checkpoint_files import find
 from stretto.train.export import export

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from stretto.cli.options import Edited
-from stretto.errors import UsageError
-from stretto.files.near import near_path
+from stretto.errors import UsageError, near_path
 
 verify = typer.Typer(add_completion=False)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,6 @@ from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.pretrained import complete
 from stretto.config.stage_text import read_stages
-from stretto.config.task import TaskSettings as TaskSettings
 from stretto.files.say import Say, unheard
 from stretto.files.settings_file import read_settings
 from stretto.ir.stage_maps import unknown_schedule
@@ -134,6 +133,16 @@ class OutputSettings(Settings):
     trace_steps: int = Field(default=3, ge=0)
     """Of how many of the last steps a timeline is gathered from all ranks; the one of median length is saved,
     and compared with the prediction. 0 gathers none."""
+
+
+class TaskSettings(Settings):
+    """A task of one's own: a file has its data, model and loss, and `[model]` and `[data]` are absent."""
+
+    file: str = Field(min_length=1)
+    """A file of Python with a function `task(config, seed)` that returns a `stretto.train.task.Task`;
+    relative to the working directory."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """What the function is given as `config`."""
 
 
 class PlanningSettings(Settings):

@@ -45,14 +45,19 @@ def taken(name: str, takes: Takes, *keys: str, default: Value = None, needs: str
 SHORT: dict[str, Takes] = {"": "nothing", "i": "int", "f": "float", "t": "text", "m": "many"}
 
 
-def all_of(fate: Fate, why: str, names: str, needs: str = "") -> tuple[Flag, ...]:
-    """Rows that share a reason: "overlap-grad-reduce ddp-bucket-size:i split-size:f=1", the letter being what
-    a flag takes, and what follows it the value with which it does nothing."""
+def rows_of(fate: Fate, text: str) -> tuple[Flag, ...]:
+    """Rows of a text: a reason, and below it, indented, the flags that share it (`flags_untaken`)."""
     rows = []
-    for one in names.split():
-        name, _, rest = one.partition(":")
-        letter, _, idle = rest.partition("=")
-        rows.append(Flag(f"--{name}", SHORT[letter], fate, why, needs=needs, idle=idle or None))
+    for paragraph in text.strip().split("\n\n"):
+        lines = paragraph.splitlines()
+        why = " ".join(line for line in lines if not line.startswith(" "))
+        needs = ""
+        if why.startswith("needs "):
+            needs, why = why.removeprefix("needs ").split(": ", 1)
+        for one in " ".join(line for line in lines if line.startswith(" ")).split():
+            name, _, rest = one.partition(":")
+            letter, _, idle = rest.partition("=")
+            rows.append(Flag(f"--{name}", SHORT[letter], fate, why, needs=needs, idle=idle or None))
     return tuple(rows)
 
 

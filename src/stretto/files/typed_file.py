@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stretto.errors import UsageError
-from stretto.files.codec import Codec, Lines, Members
-from stretto.files.form import Misfit
-from stretto.files.near import near_path
+from stretto.errors import UsageError, near_path
+from stretto.files.codec import Codec, Lines, Members, Misfit
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import saving, write_file
 

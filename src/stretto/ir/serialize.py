@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.errors import UsageError
-from stretto.files.codec import Codec
-from stretto.files.form import Layout, text
+from stretto.files.codec import Codec, Layout, text
 from stretto.files.typed_file import TypedFile, read_text, to_line
 from stretto.ir.action import Slot, parse_slot
 from stretto.ir.op_text import FORMS

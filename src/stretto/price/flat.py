@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from stretto.config.base import Arguments
-from stretto.files.form import MOST
+from stretto.files.codec import MOST
 from stretto.ir.costs import LEAST_RATE, Costs, Link
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import Job, Op

@@ -7,8 +7,7 @@ line. Times are microseconds, memory is bytes.
 
 from __future__ import annotations
 
-from stretto.files.codec import Codec
-from stretto.files.form import Fits, Layout, checked
+from stretto.files.codec import Codec, Fits, Layout, checked
 from stretto.files.typed_file import TypedFile
 from stretto.ir.limits import MOST_RANKS
 from stretto.ir.metrics import ObservedRun

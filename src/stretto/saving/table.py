@@ -15,8 +15,7 @@ from typing import Annotated
 
 import torch
 
-from stretto.files.codec import Codec
-from stretto.files.form import Fits, Layout
+from stretto.files.codec import Codec, Fits, Layout
 from stretto.files.typed_file import TypedFile
 from stretto.saving.digests import TABLE, Digest, FileName, UnusableError, is_sealed, read_checked, unusable
 from stretto.saving.metadata_adapter import read_metadata
