@@ -54,7 +54,7 @@ def test_the_launcher_says_the_ranks(text: str, ranks: int | None) -> None:
         ("torchrun x.py --num-layers 2 | tee log", r"\| is for a shell"),
         ("--num-layers 2 2>&1", "2>&1 is for a shell"),
         ("--num-layers 2; --bf16", "2; is for a shell"),
-        ("--num-layers 2 # --bf16", "a comment stands behind flags"),
+        ("--num-layers 2 # --bf16", "a comment is behind flags"),
         ("bash -c 'torchrun x.py --num-layers 2'", "within quotes"),
         ("python a.py --num-layers 2\npython b.py --num-layers 2", "2 training commands"),
         ("run.sh", "--megatron-file"),

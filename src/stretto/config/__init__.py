@@ -46,7 +46,7 @@ class DataSettings(Settings):
     held_out_fraction: float = Field(default=0.02, gt=0, le=0.5)
     """Share of the text that is never trained on."""
     text_field: str = Field(default="text", min_length=1)
-    """The field (.jsonl) or column (.parquet) that holds the text."""
+    """The field (.jsonl) or column (.parquet) of the text."""
     cache_dir: str | None = Field(default=None, min_length=1)
     """Where tokens are kept between runs; by default `$XDG_CACHE_HOME/stretto` or `~/.cache/stretto`."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -119,8 +119,8 @@ class CheckpointSettings(Settings):
     keep: int = Field(default=2, ge=1)
     """How many checkpoints stay; older ones are removed."""
     resume: str = Field(default="auto", min_length=1)
-    """"auto": go on from the newest whole checkpoint in `dir`, if any; "never": start anew; else the path of
-    the checkpoint to go on from."""
+    """"auto": go on from the newest complete checkpoint in `dir`, if any; "never": start anew; else the path
+    of the checkpoint to go on from."""
 
 
 class OutputSettings(Settings):
@@ -174,7 +174,7 @@ class TrainSettings(Settings):
     task: TaskSettings | None = None
     """A task of one's own, in the place of `model` and `data`."""
     parallel: ParallelSettings = ParallelSettings()
-    """How it is spread over ranks."""
+    """How it is distributed over ranks."""
     planning: PlanningSettings = PlanningSettings()
     """How the plan of a step is searched for."""
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -293,7 +293,7 @@ def _fitting(settings: TrainSettings) -> str:
 
 
 def _faults_of_stages(settings: TrainSettings) -> list[tuple[bool, str]]:
-    """Whether a text of stages has other layers than the model, as far as the settings tell."""
+    """Whether a text of stages has other layers than the model, as far as the settings show."""
     text, model = settings.parallel.split, settings.model
     if text == "auto" or not isinstance(text, str) or settings.task is not None:
         return []
@@ -315,7 +315,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), begin: Say = 
     An override's value is TOML, or else plain text; an empty one (`parallel.max_live=`) puts the default
     back. Raises UsageError that lists every fault: the file (or the override), the key, the value, what is
     allowed, and for an unknown key the nearest known one. A model that is `pretrained` gets its shape from
-    there; `begin` is told before that takes long.
+    there; `begin` receives a line before that takes long.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")
     return read_settings(

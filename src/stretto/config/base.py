@@ -27,15 +27,17 @@ class _ListedByFields(type(BaseModel)):  # type: ignore[misc]
     """The class of classes whose `help` lists their own properties, and nothing that pydantic adds."""
 
     def __dir__(cls) -> list[str]:
-        own = [one for one in cls.__mro__ if issubclass(one, Settings) and one not in (Settings, Arguments)]
+        own = [
+            one for one in cls.__mro__ if issubclass(one, Settings) and one not in (Settings, NamedArguments)
+        ]
         return [name for one in own for name, what in vars(one).items() if isinstance(what, property)]
 
 
-class Arguments(Settings, metaclass=_ListedByFields):
+class NamedArguments(Settings, metaclass=_ListedByFields):
     """Settings that code calls by name. `help` shows the fields with their defaults, and a wrong argument
     raises UsageError that names it and what is allowed."""
 
-    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic tells it the fields
+    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic shows it the fields
 
         def __init__(self, **given: Any) -> None:
             try:

@@ -39,14 +39,14 @@ WRITTEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_wo
 
 def complete(values: dict[str, Any], begin: Say = unheard) -> None:
     """Add to the values of a run's settings what `model.pretrained` says of the model, if that is given.
-    begin: told what is done, before that takes long.
+    begin: receives what is done, before that takes long.
 
     Raises UsageError where it names nothing that can be read, and for what is given beside it and is of
     another model.
     """
     given = values.get("model")
     if not isinstance(given, dict) or not isinstance(given.get("pretrained"), str) or not given["pretrained"]:
-        return  # nothing to do, or a fault that is told with the others
+        return  # nothing to do, or a fault that is reported with the others
     source = given["pretrained"]
     what = f"model.pretrained = {source!r}"
     name = _own_name(source, what)

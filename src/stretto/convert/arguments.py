@@ -22,7 +22,7 @@ ALIASES = {
 """Older names of the same flags."""
 
 NEAR = 0.75
-"""How alike a known name must be to be offered, of 1. Two flags of the table are often as alike as 0.9."""
+"""Similarity of a known name that is offered, from 0 to 1. Two flags of the table often have 0.9."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Given:
 
 
 @dataclass(slots=True)
-class Arguments:
+class ReadFlags:
     """by_name: flags that count, the last of each. replaced: those before it. unknown: written, and the
     nearest known name. stray: words that belong to no flag. faults: values that are none."""
 
@@ -46,9 +46,9 @@ class Arguments:
     faults: list[str] = field(default_factory=list)
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
+def read_arguments(words: Sequence[str]) -> ReadFlags:
     """Every word finds its place; nothing is raised."""
-    found = Arguments()
+    found = ReadFlags()
     at = 0
     while at < len(words):
         word = words[at]

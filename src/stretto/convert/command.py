@@ -52,7 +52,7 @@ RESOLVED = {
     "rope_scaling_factor",
     "start_weight_decay",
 }
-"""Arguments that always have a value, and count beside another alone, which is in the table too."""
+"""Arguments that always have a value, and matter only beside another, which is in the table too."""
 
 LAUNCHERS = (
     # how it is called, its flags for ranks a node and for nodes
@@ -114,7 +114,7 @@ def _split(text: str) -> list[str]:
         if OPERATOR.match(word) or word.endswith(";"):
             raise UsageError(f"{word} is for a shell: leave it and what follows it out, or quote it")
         if word.startswith("#"):
-            raise UsageError(f"a comment stands behind flags ({word}): leave it out, or give it its own line")
+            raise UsageError(f"a comment is behind flags ({word}): leave it out, or give it its own line")
     return words
 
 

@@ -1,8 +1,8 @@
 """Flags that become no setting: what Stretto does without, what it lacks, and what it refuses.
 
 A paragraph is a reason and, indented, the flags that share it. Behind a flag's name is what it takes (`:i`
-int, `:f` float, `:t` text, `:m` many), and the value with which it does nothing. `needs --X:` begins the reason
-of flags that do nothing without --X.
+int, `:f` float, `:t` text, `:m` many), and the value with which it does nothing. A reason that begins with
+`needs --X:` is of flags that do nothing without --X.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The flags that spread a step over ranks: `[parallel]`, how many microbatches there are, and the pipeline.
+"""The flags that distribute a step over ranks: `[parallel]`, the number of microbatches, and the pipeline.
 
 Megatron shares layers equally unless a flag says otherwise; Stretto cuts where times are balanced. So where
-no flag says which layers a stage holds, `parallel.split` stays "auto"; else it is what Megatron would do:
+no flag says which layers a stage has, `parallel.split` stays "auto"; else it is what Megatron would do:
 
     1. a layout, as it is written; else MindSpeed's list of layers of every rank;
     2. else so many layers on the first rank or the last, and equally many on the others;
     3. else equally many, where embedding or loss count as a layer, or the embedding has a rank of its own;
-    4. layers that do nothing (MindSpeed's noop layers) are no layers: their stages hold fewer, or nothing.
+    4. layers that do nothing (MindSpeed's noop layers) are no layers: their stages have fewer, or none.
 
 A rank's layers are shared equally by its virtual stages. Stage s is on rank s modulo ranks, with dualpipev in
 a V.
@@ -17,14 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.config.stage_text import Stages, of_counts, read_stages
-from stretto.convert.experts import Experts
+from stretto.convert.experts import ExpertFlags
 from stretto.convert.tally import Tally
 
 LAYERS, NOOP = "--num-layers", "--noop-layers"
 EACH, OF_EACH = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 METHOD, NANO = "--schedules-method", "--use-nanopipe"
-TEXT, LIST, ALONE = "--pipeline-model-parallel-layout", "--num-layer-list", "--standalone-embedding-stage"
+TEXT, LIST, STANDALONE = (
+    "--pipeline-model-parallel-layout",
+    "--num-layer-list",
+    "--standalone-embedding-stage",
+)
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
@@ -38,8 +42,8 @@ PARTLY = (
 )
 
 
-def put_layout(tally: Tally, experts: Experts | None, ranks: int | None, real: Sequence[int]) -> None:
-    """The table `[parallel]` and the global batch. ranks: of the whole run; real: `real_layers`."""
+def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, real: Sequence[int]) -> None:
+    """The table `[parallel]` and the global batch. ranks: of the run; real: `real_layers`."""
     tp, pp = tally.need("--tensor-model-parallel-size"), tally.need("--pipeline-model-parallel-size")
     micro = tally.need("--micro-batch-size")
     dp = _copies(tally, tp * pp, ranks)
@@ -83,25 +87,28 @@ def _copies(tally: Tally, others: int, ranks: int | None) -> int | None:
 
 
 def _put_batch(tally: Tally, micro: int, dp: int) -> None:
-    whole = tally.get("--global-batch-size")
-    if whole is None:
+    batch_size = tally.get("--global-batch-size")
+    if batch_size is None:
         tally.put("training.global_batch", micro * dp, "--micro-batch-size")
     else:
-        whole = tally.need("--global-batch-size")
-        if whole % (micro * dp):
-            lower, upper = whole // (micro * dp) * micro * dp, -(-whole // (micro * dp)) * micro * dp
+        batch_size = tally.need("--global-batch-size")
+        if batch_size % (micro * dp):
+            lower, upper = (
+                batch_size // (micro * dp) * micro * dp,
+                -(-batch_size // (micro * dp)) * micro * dp,
+            )
             tally.refused.append(
                 f"{tally.written('--global-batch-size')} must be a multiple of "
                 f"{tally.written('--micro-batch-size')} "
                 f"times {dp} data-parallel ranks; append --global-batch-size {lower or upper}"
             )
             return
-        tally.put("training.global_batch", whole, "--global-batch-size")
+        tally.put("training.global_batch", batch_size, "--global-batch-size")
     batch = tally.values["training.global_batch"]
     tally.put("parallel.microbatches", batch // (micro * dp), "--micro-batch-size", "--global-batch-size")
 
 
-def _put_experts(tally: Tally, experts: Experts, tp: int) -> None:
+def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
     ep = tally.get("--expert-model-parallel-size")
     if ep != 1:
         tally.put("parallel.ep", ep, "--expert-model-parallel-size")
@@ -175,7 +182,7 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
     """`parallel.schedule` and what goes with it. ranks: of the pipeline; real: `real_layers`."""
     if ranks == 1:
         why = "there is one pipeline rank"
-        tally.skip(why, EACH, OF_EACH, GROUP, METHOD, NANO, TEXT, LIST, ALONE, *ENDS, *COUNTED)
+        tally.skip(why, EACH, OF_EACH, GROUP, METHOD, NANO, TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
         return
     dual = tally.get(METHOD) == "dualpipev"
     written = _written(tally, real)
@@ -189,7 +196,7 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         tally.put("parallel.split", tally.get(TEXT), TEXT)
     else:
         _put_split(tally, ranks, each, dual, real)
-    tally.skip("another flag says which layers a stage holds", TEXT, LIST, ALONE, *ENDS, *COUNTED)
+    tally.skip("another flag says which layers a stage has", TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
     if dual:
         tally.put("parallel.schedule", "dualpipev", METHOD)
         tally.skip("dualpipev has two stages a rank", EACH, OF_EACH)
@@ -200,7 +207,7 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         tally.put("parallel.virtual_stages", each, of)
         if tally.is_given(GROUP):
             tally.put("parallel.microbatch_group", tally.need(GROUP), GROUP)
-        tally.lack("interleaved stages have whole backwards; zb-v, with two stages a rank, splits them", NANO)
+        tally.lack("interleaved stages have no split backwards; zb-v, with two stages a rank, has", NANO)
     else:
         nano = [NANO] if tally.get(NANO) else []
         why = "Megatron's; eager-1f1b hides messages, for more memory"
@@ -209,7 +216,7 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
 
 
 def _layers(tally: Tally) -> int:
-    """All layers; 1 stands for a number that `real_layers` has refused."""
+    """All layers; 1 replaces a number that `real_layers` has refused."""
     return max(tally.get(LAYERS) or 1, 1)
 
 
@@ -256,8 +263,8 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
 
 
 def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[int]) -> None:
-    """`parallel.split` by steps 1 to 4, where a flag says which layers a stage holds."""
-    named = ((LIST,), ENDS, (ALONE,), COUNTED, (NOOP,))
+    """`parallel.split` by steps 1 to 4, where a flag says which layers a stage has."""
+    named = ((LIST,), ENDS, (STANDALONE,), COUNTED, (NOOP,))
     names = next((names for names in named if any(map(tally.is_given, names))), ())
     if not names:
         return
@@ -283,7 +290,7 @@ def _of_ranks(tally: Tally, names: Sequence[str], layers: int, ranks: int) -> li
         words = [word.strip() for word in str(tally.get(LIST)).split(",")]
         fits = len(words) == ranks and all(map(str.isdecimal, words))
         return [int(word) for word in words] if fits else None
-    if ALONE in names:
+    if STANDALONE in names:
         return [0, *[layers // (ranks - 1)] * (ranks - 1)]
     first, last = ([count] if (count := tally.get(name)) is not None else [] for name in ENDS)
     if ENDS[0] in names:

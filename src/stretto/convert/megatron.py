@@ -15,7 +15,7 @@ from typing import Any
 import tomlkit
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import TABLE, Arguments, Given, read_arguments
+from stretto.convert.arguments import TABLE, Given, ReadFlags, read_arguments
 from stretto.convert.command import read_command
 from stretto.convert.flags import Fate, Flag
 from stretto.convert.layout import put_layout, real_layers
@@ -31,7 +31,7 @@ KINDS = {"model.kind", "model.architecture"}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FlagOutcome:
     """What became of one flag. flag: as it was written."""
 
     flag: str
@@ -44,10 +44,10 @@ class Conversion:
     """text: the settings as a TOML file. outcomes: of every flag. notes: what else to know."""
 
     text: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FlagOutcome, ...]
     notes: tuple[str, ...]
 
-    def of(self, fate: str) -> list[Outcome]:
+    def of(self, fate: str) -> list[FlagOutcome]:
         """The flags of one fate: taken, not needed, lacking, unknown."""
         return [outcome for outcome in self.outcomes if outcome.fate == fate]
 
@@ -95,18 +95,18 @@ def _put_all(tally: Tally, ranks: int | None) -> None:
                 tally.put(key, value, name)
 
 
-def _constant(tally: Tally) -> list[Outcome]:
+def _constant(tally: Tally) -> list[FlagOutcome]:
     """The flags whose fate is the table's own, and those that do nothing."""
     outcomes = []
     for name, given in tally.given.items():
         row = given.row
         if not tally.is_given(name):
-            outcomes.append(Outcome(given.written, "not needed", f"it does nothing without {row.needs}"))
+            outcomes.append(FlagOutcome(given.written, "not needed", f"it does nothing without {row.needs}"))
         elif row.fate != "taken":
             idle = _idle(row, given)
             fate: Fate = "not needed" if idle else row.fate
             outcomes.append(
-                Outcome(given.written, fate, "with this value it does nothing" if idle else row.why)
+                FlagOutcome(given.written, fate, "with this value it does nothing" if idle else row.why)
             )
     return outcomes
 
@@ -117,22 +117,22 @@ def _idle(row: Flag, given: Given) -> bool:
     return given.value == (float(row.idle) if row.takes in ("int", "float") else row.idle)
 
 
-def _decided(tally: Tally) -> list[Outcome]:
+def _decided(tally: Tally) -> list[FlagOutcome]:
     """The flags that this command's other flags decide."""
     idle: tuple[Fate, str] = ("not needed", "beside the other flags it does nothing")
     return [
-        Outcome(given.written, *tally.fates.get(name, idle))
+        FlagOutcome(given.written, *tally.fates.get(name, idle))
         for name, given in tally.given.items()
         if given.row.fate == "taken" and tally.is_given(name)
     ]
 
 
-def _others(found: Arguments) -> list[Outcome]:
-    again = [Outcome(one.written, "not needed", "the flag is given again") for one in found.replaced]
+def _others(found: ReadFlags) -> list[FlagOutcome]:
+    again = [FlagOutcome(one.written, "not needed", "the flag is given again") for one in found.replaced]
     return again + [
-        Outcome(written, "unknown", f"the nearest known is {near}" if near else "no known flag is near")
+        FlagOutcome(written, "unknown", f"the nearest known is {near}" if near else "no known flag is near")
         for written, near in found.unknown
-    ] + [Outcome(word, "unknown", "the word belongs to no flag") for word in found.stray]  # fmt: skip
+    ] + [FlagOutcome(word, "unknown", "the word belongs to no flag") for word in found.stray]  # fmt: skip
 
 
 def _faults(tally: Tally) -> list[str]:
@@ -172,7 +172,7 @@ def _without(tally: Tally, key: str) -> dict[str, object]:
     return {name: value for name, value in tally.values.items() if name != key}
 
 
-def _text(tally: Tally, outcomes: Sequence[Outcome]) -> str:
+def _text(tally: Tally, outcomes: Sequence[FlagOutcome]) -> str:
     """The file: a comment at its head for all that is missed, and beside each setting its flags. Read back,
     it is what was checked."""
     missed = [f"{one.fate}: {one.flag}: {one.what}" for one in outcomes if one.fate in ("lacking", "unknown")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.convert.experts import Experts, experts_of, put_experts
+from stretto.convert.experts import ExpertFlags, experts_of, put_experts
 from stretto.convert.layout import NOOP
 from stretto.convert.tally import Tally
 
@@ -34,7 +34,7 @@ class Sizes:
     longest: str
 
 
-def put_model(tally: Tally, real: Sequence[int]) -> Experts | None:
+def put_model(tally: Tally, real: Sequence[int]) -> ExpertFlags | None:
     """The table `[model]`, and the vocabulary of `[data]`. real: `layout.real_layers`."""
     hidden, heads = (tally.need(name) for name in ("--hidden-size", "--num-attention-heads"))
     rotary = _rotary(tally)
@@ -68,7 +68,7 @@ def _rotary(tally: Tally) -> bool:
         )
     if tally.get("--no-position-embedding"):
         if rotary:
-            tally.skip("rotary positions stand in place of an embedding", "--no-position-embedding")
+            tally.skip("rotary positions take the place of an embedding", "--no-position-embedding")
         else:
             tally.refused.append(
                 "--no-position-embedding without rotary positions: a model of Stretto must know positions; "
@@ -77,7 +77,7 @@ def _rotary(tally: Tally) -> bool:
     return rotary
 
 
-def _put_own(tally: Tally, sizes: Sizes, experts: Experts | None, rotary: bool) -> None:
+def _put_own(tally: Tally, sizes: Sizes, experts: ExpertFlags | None, rotary: bool) -> None:
     tally.put("model.kind", "moe" if experts else "gpt", *COUNT[: experts is not None], why="Megatron's GPT")
     tally.put("model.layers", sizes.layers, "--num-layers", NOOP)
     tally.put("model.hidden", sizes.hidden, "--hidden-size")
@@ -140,7 +140,7 @@ def _put_own_dropout(tally: Tally) -> None:
             )
 
 
-def _put_transformers(tally: Tally, sizes: Sizes, experts: Experts | None) -> None:
+def _put_transformers(tally: Tally, sizes: Sizes, experts: ExpertFlags | None) -> None:
     bias, norms = tally.get("--add-qkv-bias"), tally.get("--qk-layernorm")
     if experts is None:
         name = "Qwen3ForCausalLM" if norms else "Qwen2ForCausalLM" if bias else "LlamaForCausalLM"

@@ -73,8 +73,8 @@ class Tally:
                 self.fates.setdefault(name, (fate, why))
 
     def need(self, name: str) -> int:
-        """The value of a flag that must be given, a whole number from 1 on. 1 stands for a faulty one, which
-        is refused."""
+        """The value of a flag that must be given, a whole number from 1 on. A faulty one
+        is refused, and 1 returned."""
         value = self.get(name)
         if value is None:
             self.refused.append(f"{name} is missing; append {name} and a whole number")

@@ -24,7 +24,7 @@ def put_training(tally: Tally) -> None:
 def _put_precision(tally: Tally) -> None:
     if tally.get("--bf16") or tally.get("--fp16"):
         tally.put("precision", "bf16", "--bf16", why='--fp16, in place of which Stretto has "bf16"')
-    tally.lack('precision = "bf16" stands in its place, which needs no scaled loss', "--fp16")
+    tally.lack('precision = "bf16" takes its place, which needs no scaled loss', "--fp16")
 
 
 def _put_steps(tally: Tally) -> int:

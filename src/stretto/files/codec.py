@@ -10,7 +10,7 @@
     dataclass                    an object that has every field (but those of UNWRITTEN), and no other key
     Annotated[X, Fits(...)]      X, of which not all values are allowed
 
-A codec may have other forms for some types: a text, a row. Lists of dataclasses, and whatever holds them,
+A codec may have other forms for some types: a text, a row. Lists of dataclasses, and whatever contains them,
 have an entry a line; all else is on one line. Reading trusts nothing: what is not of its form is a `Misfit`,
 which knows its place.
 """
@@ -38,7 +38,7 @@ MOST = 1e15
 """No time in microseconds (31 years) and no size in bytes of a step is longer; sums of them stay finite."""
 
 SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-"""JSON has no word for these numbers; where a number stands they are texts."""
+"""JSON has no word for these numbers; in the place of a number they are texts."""
 
 
 class Misfit(Exception):  # noqa: N818 - it is a finding; users get an error that names the file
@@ -56,13 +56,13 @@ class Misfit(Exception):  # noqa: N818 - it is a finding; users get an error tha
         self.path = ""
 
     def within(self, key: str | int) -> Misfit:
-        """The same, of what holds the value under `key`."""
+        """The same, for what has the value under `key`."""
         named = isinstance(key, str) and key.isidentifier()
         self.path = (f".{key}" if named else f"[{json.dumps(key)}]") + self.path
         return self
 
 
-class Layout(IntEnum):
+class TextLayout(IntEnum):
     """How much of the text a form takes. WORD: part of a line. ENTRY: in a list, a line. BLOCK: lines."""
 
     WORD = 0
@@ -77,7 +77,7 @@ class Form:
 
     read: Callable[[Any], Any]
     write: Callable[[Any], Any]
-    layout: Layout = Layout.WORD
+    layout: TextLayout = TextLayout.WORD
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ Natural = Annotated[int, Fits(lambda value: value >= 1, "a whole number from 1")
 Keyword = Annotated[
     str, Fits(lambda name: name.isidentifier() and not iskeyword(name), "a keyword argument's name")
 ]
-"""What stands in the source of a function that is made of a file: nothing but a name may be one."""
+"""A word that becomes part of a generated function's source: nothing but a name is allowed."""
 
 
 def checked(form: Form, fits: Fits) -> Form:
@@ -127,7 +127,7 @@ def one_of(values: Mapping[Any, Any]) -> Form:
     return Form(read, lambda value: getattr(value, "value", value))
 
 
-def text(parse: Callable[[str], Any], layout: Layout = Layout.WORD) -> Form:
+def text(parse: Callable[[str], Any], layout: TextLayout = TextLayout.WORD) -> Form:
     """The form of things that `str` writes and `parse` reads; its ValueError becomes the message."""
 
     def read(value: Any) -> Any:
@@ -222,11 +222,11 @@ WORDS: Mapping[Any, Form] = {
 }
 
 
-class Lines(list[Any]):
+class LineList(list[Any]):
     """A list with an element a line."""
 
 
-class Members(dict[str, Any]):
+class LineObject(dict[str, Any]):
     """An object with a member a line."""
 
 
@@ -242,7 +242,7 @@ class Codec:
             self._forms[hint] = self._make(hint)
         return self._forms[hint]
 
-    def row(self, kind: type, count: int, layout: Layout) -> None:
+    def row(self, kind: type, count: int, layout: TextLayout) -> None:
         """Write a dataclass as a list of its first `count` fields, and of an object of the others that are
         not at their defaults, if any."""
         forms = self._fields(kind)
@@ -304,13 +304,13 @@ class Codec:
 
     def _object(self, kind: Any) -> Form:
         forms = self._fields(kind)
-        block = any(form.layout is Layout.BLOCK for form in forms.values())
-        holder = Members if block else dict
+        block = any(form.layout is TextLayout.BLOCK for form in forms.values())
+        holder = LineObject if block else dict
 
         def write(thing: Any) -> dict[str, Any]:
             return holder({name: form.write(getattr(thing, name)) for name, form in forms.items()})
 
-        layout = Layout.BLOCK if block else Layout.ENTRY
+        layout = TextLayout.BLOCK if block else TextLayout.ENTRY
         return Form(lambda value: _made(kind, **read_members(value, forms)), write, layout)
 
 
@@ -352,12 +352,12 @@ def _fixed(forms: list[Form], expected: str) -> Form:
 
 
 def _sequence(kind: Callable[[Iterable[Any]], Any], element: Form) -> Form:
-    read, write, several = element.read, element.write, element.layout is not Layout.WORD
-    holder = Lines if several else list
+    read, write, several = element.read, element.write, element.layout is not TextLayout.WORD
+    holder = LineList if several else list
     return Form(
         lambda value: kind(read_list(value, repeat(read))),
         lambda parts: holder([write(part) for part in parts]),
-        Layout.BLOCK if several else Layout.ENTRY,
+        TextLayout.BLOCK if several else TextLayout.ENTRY,
     )
 
 
@@ -367,9 +367,9 @@ def _mapping(keys: Form, values: Form) -> Form:
         return {keys.read(key): part for key, part in found.items()}
 
     def write(found: Any) -> Any:
-        return Members({keys.write(key): values.write(found[key]) for key in sorted(found)})
+        return LineObject({keys.write(key): values.write(found[key]) for key in sorted(found)})
 
-    return Form(read, write, Layout.BLOCK)
+    return Form(read, write, TextLayout.BLOCK)
 
 
 def _table(row: Form) -> Form:
@@ -382,6 +382,6 @@ def _table(row: Form) -> Form:
         return found
 
     def write(found: Any) -> Any:
-        return Lines([row.write((*key, found[key])) for key in sorted(found)])
+        return LineList([row.write((*key, found[key])) for key in sorted(found)])
 
-    return Form(read, write, Layout.BLOCK)
+    return Form(read, write, TextLayout.BLOCK)

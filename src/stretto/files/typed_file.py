@@ -1,5 +1,5 @@
-"""Kinds of files that hold one dataclass: a plan, a calibration, a timeline. They are written whole, equal
-things to equal bytes, and read strictly.
+"""Kinds of files that contain one dataclass: a plan, a calibration, a timeline. They are read strictly and
+written in full, equal things to equal bytes.
 
 Every trouble is a UsageError that names the file and the place in it, such as
 `plan.json: orders[1][17]: expected text, found 3`. Touches the one file that it is given.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from stretto.errors import UsageError, near_path
-from stretto.files.codec import Codec, Lines, Members, Misfit
+from stretto.files.codec import Codec, LineList, LineObject, Misfit
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import saving, write_file
 
@@ -33,10 +33,10 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 def laid_out(value: Any, indent: str = "") -> str:
     """What a form wrote, as text."""
     deeper = indent + "  "
-    if type(value) is Members and value:
+    if type(value) is LineObject and value:
         entries = [f"{deeper}{_encode(key)}: {laid_out(part, deeper)}" for key, part in value.items()]
         return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
-    if type(value) is Lines and value:
+    if type(value) is LineList and value:
         return "[\n" + ",\n".join([deeper + laid_out(part, deeper) for part in value]) + f"\n{indent}]"
     return _encode(value)
 
@@ -60,12 +60,12 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
 
 
 def to_line(thing: Any, codec: Codec = PLAIN) -> str:
-    """A dataclass as one line of JSON. Raises StrettoError for what that cannot hold."""
+    """A dataclass as one line of JSON. Raises StrettoError for what JSON has no form for."""
     return _encode(codec.form(type(thing)).write(thing))
 
 
 def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: Head | None = None) -> T:
-    """Read a dataclass; `where` names the text. head: takes out and judges what stands before it.
+    """Read a dataclass; `where` names the text. head: takes out and judges the keys before it.
 
     Raises UsageError for what is not JSON, misses keys or has others, or has a value that is not of its type.
     """
@@ -104,13 +104,13 @@ class TypedFile(Generic[T]):
     parts: Callable[[Any], Mapping[str, Any]] | None = None
 
     def to_text(self, thing: T, edited: bool = False) -> str:
-        """edited: the digests are left out. Raises StrettoError for what files cannot hold."""
+        """edited: the digests are left out. Raises StrettoError for what files have no form for."""
         head: dict[str, Any] = {"format": self.format, "version": self.version}
         data = self.codec.form(self.kind).write(thing)
         if self.parts is not None:
             found = {} if edited else self.parts(data)
-            head[DIGESTS] = Members({place: digest(part) for place, part in found.items()})
-        return laid_out(Members({**head, **data})) + "\n"
+            head[DIGESTS] = LineObject({place: digest(part) for place, part in found.items()})
+        return laid_out(LineObject({**head, **data})) + "\n"
 
     def from_text(self, text: str, where: str) -> T:
         """Read a text. Raises UsageError as the function of this name, and for other formats and versions."""
@@ -118,20 +118,20 @@ class TypedFile(Generic[T]):
 
     def read(self, text: str, where: str) -> tuple[T, list[str]]:
         """The same, and the places that are other than they were when the file was written."""
-        held: dict[str, Any] = {}
+        parsed: dict[str, Any] = {}
 
         def head(data: Any) -> None:
             self._head(data)
             if self.parts is not None and DIGESTS not in data:
                 raise Misfit(f"the key {DIGESTS!r} is missing")
-            held.update(said=data.pop(DIGESTS, None) if self.parts is not None else None, data=data)
+            parsed.update(digests=data.pop(DIGESTS, None) if self.parts is not None else None, data=data)
 
         thing = from_text(self.kind, text, where, self.codec, head)
         if self.parts is None:
             return thing, []
-        said = held["said"] if type(held["said"]) is dict else {}
-        found = {place: digest(part) for place, part in self.parts(held["data"]).items()}
-        return thing, [place for place in {**found, **said} if found.get(place) != said.get(place)]
+        written = parsed["digests"] if type(parsed["digests"]) is dict else {}
+        now = {place: digest(part) for place, part in self.parts(parsed["data"]).items()}
+        return thing, [place for place in {**now, **written} if now.get(place) != written.get(place)]
 
     def _head(self, data: Any) -> None:
         if type(data) is not dict:
@@ -161,7 +161,7 @@ class TypedFile(Generic[T]):
         return self.from_text(read_text(path, self.what), os.fspath(path))
 
     def save(self, thing: T, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all.
+        """Write the file in full or not at all.
 
         Raises StrettoError if it cannot be written, for example because the disk is full; UsageError if its
         folder does not exist.

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stretto.config.base import Arguments
+from stretto.config.base import NamedArguments
 from stretto.files.codec import MOST
 from stretto.ir.costs import LEAST_RATE, Costs, Link
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
@@ -28,7 +28,7 @@ PER_US = {"TFLOP/s": 1e6, "GB/s": 1e3}
 """A rate in its unit -> operations or bytes in a microsecond."""
 
 
-class Cluster(Arguments):
+class Cluster(NamedArguments):
     """Equal devices joined by equal links, to plan for machines that are not at hand. A plan's
     `costs.source` names the fields that were left at their defaults.
 

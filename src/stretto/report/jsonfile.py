@@ -7,15 +7,15 @@ line. Times are microseconds, memory is bytes.
 
 from __future__ import annotations
 
-from stretto.files.codec import Codec, Fits, Layout, checked
+from stretto.files.codec import Codec, Fits, TextLayout, checked
 from stretto.files.typed_file import TypedFile
 from stretto.ir.limits import MOST_RANKS
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Span, Stall, Timeline
 
 CODEC = Codec()
-CODEC.row(Span, 6, Layout.ENTRY)
-CODEC.row(Stall, 4, Layout.ENTRY)
+CODEC.row(Span, 6, TextLayout.ENTRY)
+CODEC.row(Stall, 4, TextLayout.ENTRY)
 
 
 def _is_of_its_ranks(timeline: Timeline) -> bool:
