@@ -299,12 +299,12 @@ def _faults_of_stages(settings: TrainSettings) -> list[tuple[bool, str]]:
         return []
     if not isinstance(model, DecoderSettings):
         return []
-    found = read_stages(text)
+    stages = read_stages(text)
     return [
         (
-            found.layers != model.layers,
-            f"parallel.split = {text!r} has {found.layers} layers, but model.layers = {model.layers}: write "
-            f"{found.with_layers(model.layers).text!r}",
+            stages.layers != model.layers,
+            f"parallel.split = {text!r} has {stages.layers} layers, but model.layers = {model.layers}: write "
+            f"{stages.with_layers(model.layers).text!r}",
         )
     ]
 

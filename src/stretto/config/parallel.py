@@ -175,12 +175,12 @@ class ParallelSettings(Settings):
     def _counts_fit(self) -> ParallelSettings:
         each = self.virtual_stages if isinstance(self.virtual_stages, int) else 1
         stages = self.stages or self.pp * each
-        for what, found, most in (
+        for what, count, most in (
             ("pp times dp times tp is the number of ranks", self.world, MOST_RANKS),
             ("stages times microbatches is what a schedule orders", stages * self.microbatches, MOST_ACTIONS),
         ):
-            if found > most:
-                raise ValueError(f"{what}: {found:,} are more than {most:,}; give less of one of them")
+            if count > most:
+                raise ValueError(f"{what}: {count:,} are more than {most:,}; give less of one of them")
         return self
 
     @model_validator(mode="after")

@@ -51,20 +51,20 @@ def complete(values: dict[str, Any], begin: Say = unheard) -> None:
     what = f"model.pretrained = {source!r}"
     name = _own_name(source, what)
     if name is not None:
-        found, free = _own(Path(source).expanduser(), name), FREE
-        if found.get("positions") == "rotary":
+        known, free = _own(Path(source).expanduser(), name), FREE
+        if known.get("positions") == "rotary":
             free = free | {"context"}
-        values["model"] = {**found, **given}
+        values["model"] = {**known, **given}
     else:
         begin(f"looking at {source}")
         given_config = given.get("config", {})
-        found, free = settings_of(source, what), frozenset({"config"})
-        values["model"] = {**found, **given}
+        known, free = settings_of(source, what), frozenset({"config"})
+        values["model"] = {**known, **given}
         if isinstance(given_config, dict):
-            values["model"]["config"] = {**found["config"], **given_config}
+            values["model"]["config"] = {**known["config"], **given_config}
     faults = [
         f"model.{key} = {given[key]!r}, but {what} is of a model with {key} = {value!r}: drop it"
-        for key, value in found.items()
+        for key, value in known.items()
         if key in given and key not in free and given[key] != value
     ]
     if faults:

@@ -78,13 +78,13 @@ def read_stages(text: str) -> Stages:
     """Read a text. Raises ValueError that quotes it, names what is wrong, and what to write."""
     try:
         items = _items(deque(_TOKEN.findall(text)), inside=False)
-        found = Stages(tuple(tuple(group) for group in _cut(items)))
-        _check(found)
+        stages = Stages(tuple(tuple(group) for group in _cut(items)))
+        _check(stages)
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
     except RecursionError:
         raise ValueError("a text of stages has too many parentheses within each other") from None
-    return found
+    return stages
 
 
 def _counted(words: Sequence[str]) -> list[tuple[str, int]]:
@@ -93,33 +93,33 @@ def _counted(words: Sequence[str]) -> list[tuple[str, int]]:
 
 def _items(tokens: deque[str], inside: bool) -> list[str]:
     """The words and bars up to the end, or to the closing parenthesis, which are taken from the tokens."""
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     while tokens:
         token = tokens.popleft()
         if token == "(":
-            found.append(_items(tokens, inside=True))
+            groups.append(_items(tokens, inside=True))
         elif token == ")":
             if not inside:
                 raise ValueError("a parenthesis is closed that was not opened: take it out")
-            return [item for group in found for item in group]
+            return [item for group in groups for item in group]
         elif token == "*":
             number = tokens.popleft() if tokens else ""
-            if not found or not number.isdecimal():
+            if not groups or not number.isdecimal():
                 raise ValueError(
                     "what is repeated comes before a star, and how often after it, as in layer*3"
                 )
-            if len(number) > len(str(MOST)) or len(found[-1]) * int(number) > MOST:
+            if len(number) > len(str(MOST)) or len(groups[-1]) * int(number) > MOST:
                 raise ValueError(
                     f"*{number} makes more than {MOST:,} stages and layers: give a smaller number"
                 )
-            found[-1] = found[-1] * int(number)
+            groups[-1] = groups[-1] * int(number)
         elif token == "|":
-            found.append([token])
+            groups.append([token])
         elif token != ",":
-            found += [[word] for word in _words(token)]
+            groups += [[word] for word in _words(token)]
     if inside:
         raise ValueError("a parenthesis is opened and not closed: add )")
-    return [item for group in found for item in group]
+    return [item for group in groups for item in group]
 
 
 def _words(token: str) -> list[str]:

@@ -48,13 +48,13 @@ class ReadFlags:
 
 def read_arguments(words: Sequence[str]) -> ReadFlags:
     """Every word finds its place; nothing is raised."""
-    found = ReadFlags()
+    flags = ReadFlags()
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
         if not _is_flag(word):
-            found.stray.append(word)
+            flags.stray.append(word)
             continue
         name, equals, value = word.partition("=")
         end = at
@@ -65,18 +65,18 @@ def read_arguments(words: Sequence[str]) -> ReadFlags:
         if row is None:
             at = at if equals else end
             near = difflib.get_close_matches(name, TABLE, n=1, cutoff=NEAR)
-            found.unknown.append((_written(name, behind, bool(equals)), near[0] if near else None))
+            flags.unknown.append((_written(name, behind, bool(equals)), near[0] if near else None))
             continue
         taken = behind if equals else behind[: _most(row)]
         at += 0 if equals else len(taken)
         given, fault = _read(row, name, taken, bool(equals))
         if fault is not None:
-            found.faults.append(fault)
+            flags.faults.append(fault)
         elif given is not None:
-            if row.name in found.by_name:
-                found.replaced.append(found.by_name.pop(row.name))
-            found.by_name[row.name] = given
-    return found
+            if row.name in flags.by_name:
+                flags.replaced.append(flags.by_name.pop(row.name))
+            flags.by_name[row.name] = given
+    return flags
 
 
 def _is_flag(word: str) -> bool:

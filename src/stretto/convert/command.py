@@ -90,16 +90,16 @@ def read_command(text: str) -> Command:
         return Command(())
     if joined.startswith("-"):
         return _of_words(_split(joined), flags_alone=True)
-    found = [line for line in joined.splitlines() if _program(line.split()) is not None]
-    if not found:
+    commands = [line for line in joined.splitlines() if _program(line.split()) is not None]
+    if not commands:
         raise UsageError(
             "there is no training command: expected a line such as `torchrun ... pretrain_gpt.py "
             "--num-layers 12 ...`, the flags alone, or the table of arguments that Megatron prints at its "
             "start (a file's name goes to --megatron-file)"
         )
-    if len(found) > 1:
-        raise UsageError(f"there are {len(found)} training commands; leave one of them")
-    return _of_words(_split(found[0]))
+    if len(commands) > 1:
+        raise UsageError(f"there are {len(commands)} training commands; leave one of them")
+    return _of_words(_split(commands[0]))
 
 
 def _split(text: str) -> list[str]:
@@ -200,8 +200,8 @@ def _words(row: Flag, value: str) -> list[str]:
         return []
     if row.takes == "many":
         try:
-            found = ast.literal_eval(value)
+            parsed = ast.literal_eval(value)
         except (SyntaxError, ValueError, MemoryError, RecursionError):
-            found = value
-        return [str(one) for one in found] if isinstance(found, list | tuple) else [value]
+            parsed = value
+        return [str(one) for one in parsed] if isinstance(parsed, list | tuple) else [value]
     return [value]

@@ -250,16 +250,16 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
     if text is None:
         return None
     try:
-        found = read_stages(text)
+        stages = read_stages(text)
     except ValueError as error:
         tally.refused.append(f"{TEXT} {error}")
         return None
-    if found.layers != len(real):
+    if stages.layers != len(real):
         tally.refused.append(
-            f"{tally.written(TEXT)}: it has {found.layers} layers, and the model {len(real)}; append {TEXT} "
-            f'"{found.with_layers(len(real)).text}"'
+            f"{tally.written(TEXT)}: it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
+            f'"{stages.with_layers(len(real)).text}"'
         )
-    return found
+    return stages
 
 
 def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[int]) -> None:
@@ -309,8 +309,8 @@ def _of_stages(ranks: Sequence[int] | None, each: int, dual: bool) -> list[int] 
 
 def _without(counts: Sequence[int], real: Sequence[int]) -> list[int]:
     """Step 4."""
-    found, first = [], 0
+    shares, first = [], 0
     for count in counts:
-        found.append(sum(first <= number < first + count for number in real))
+        shares.append(sum(first <= number < first + count for number in real))
         first += count
-    return found
+    return shares

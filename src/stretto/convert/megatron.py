@@ -67,19 +67,19 @@ def convert(texts: Sequence[str], *, ranks: int | None = None) -> Conversion:
     commands = [read_command(text) for text in texts]
     if ranks is None:
         ranks = next((c.ranks for c in reversed(commands) if c.ranks is not None), None)
-    found = read_arguments([word for command in commands for word in command.words])
-    if not found.by_name and not found.faults:
+    flags = read_arguments([word for command in commands for word in command.words])
+    if not flags.by_name and not flags.faults:
         raise UsageError("there are no flags of Megatron-LM: expected such as --num-layers 12")
-    tally = Tally(found.by_name)
+    tally = Tally(flags.by_name)
     _put_all(tally, ranks)
     constant = _constant(tally)
-    faults = [*found.faults, *tally.refused]
+    faults = [*flags.faults, *tally.refused]
     faults += [f"{outcome.flag}: {outcome.what}" for outcome in constant if outcome.fate == "refused"]
     if not faults:
         faults = _faults(tally)
     if faults:
         raise UsageError("\n".join(faults))
-    outcomes = (*_decided(tally), *constant, *_others(found))
+    outcomes = (*_decided(tally), *constant, *_others(flags))
     return Conversion(_text(tally, outcomes), outcomes, tuple(tally.absent))
 
 
@@ -127,12 +127,12 @@ def _decided(tally: Tally) -> list[FlagOutcome]:
     ]
 
 
-def _others(found: ReadFlags) -> list[FlagOutcome]:
-    again = [FlagOutcome(one.written, "not needed", "the flag is given again") for one in found.replaced]
+def _others(flags: ReadFlags) -> list[FlagOutcome]:
+    again = [FlagOutcome(one.written, "not needed", "the flag is given again") for one in flags.replaced]
     return again + [
         FlagOutcome(written, "unknown", f"the nearest known is {near}" if near else "no known flag is near")
-        for written, near in found.unknown
-    ] + [FlagOutcome(word, "unknown", "the word belongs to no flag") for word in found.stray]  # fmt: skip
+        for written, near in flags.unknown
+    ] + [FlagOutcome(word, "unknown", "the word belongs to no flag") for word in flags.stray]  # fmt: skip
 
 
 def _faults(tally: Tally) -> list[str]:

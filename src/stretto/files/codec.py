@@ -107,10 +107,10 @@ def checked(form: Form, fits: Fits) -> Form:
     """The form, of values that fit."""
 
     def read(value: Any) -> Any:
-        found = form.read(value)
-        if not fits.test(found):
+        result = form.read(value)
+        if not fits.test(result):
             raise Misfit(fits.expected, value)
-        return found
+        return result
 
     return Form(read, form.write, form.layout)
 
@@ -153,13 +153,13 @@ def read_list(values: Any, readers: Iterable[Callable[[Any], Any]]) -> list[Any]
     """A list's elements, each by its reader."""
     if type(values) is not list:
         raise Misfit("a list", values)
-    found: list[Any] = []
+    results: list[Any] = []
     try:
         for read, value in zip(readers, values, strict=False):
-            found.append(read(value))
+            results.append(read(value))
     except Misfit as misfit:
-        raise misfit.within(len(found)) from None
-    return found
+        raise misfit.within(len(results)) from None
+    return results
 
 
 def read_members(value: Any, forms: Mapping[str, Form], optional: bool = False) -> dict[str, Any]:
@@ -173,14 +173,14 @@ def read_members(value: Any, forms: Mapping[str, Form], optional: bool = False) 
         for key in () if optional else forms:
             if key not in value:
                 raise Misfit(f"the key {key!r} is missing")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     key = ""
     try:
         for key in value:
-            found[key] = forms[key].read(value[key])
+            results[key] = forms[key].read(value[key])
     except Misfit as misfit:
         raise misfit.within(key) from None
-    return found
+    return results
 
 
 def rounded(digits: int) -> Form:
@@ -252,16 +252,16 @@ class Codec:
 
         def read(value: Any) -> Any:
             extended = type(value) is list and len(value) == count + 1
-            found = first.read(value[:count] if extended else value)
+            row = first.read(value[:count] if extended else value)
             try:
                 others = read_members(value[count], rest, optional=True) if extended else {}
             except Misfit as misfit:
                 raise misfit.within(count) from None
-            return _made(kind, *found, **others)
+            return _made(kind, *row, **others)
 
         def write(thing: Any) -> list[Any]:
             try:
-                found: list[Any] = first.write([getattr(thing, name) for name in names])
+                row: list[Any] = first.write([getattr(thing, name) for name in names])
             except StrettoError as error:
                 raise StrettoError(f"{kind.__name__.lower()} {getattr(thing, names[0])}: {error}") from None
             others = {}
@@ -269,7 +269,7 @@ class Codec:
                 value = getattr(thing, name)
                 if value != defaults[name]:
                     others[name] = form.write(value)
-            return [*found, others] if others else found
+            return [*row, others] if others else row
 
         self._forms[kind] = Form(read, write, layout)
 
@@ -363,25 +363,25 @@ def _sequence(kind: Callable[[Iterable[Any]], Any], element: Form) -> Form:
 
 def _mapping(keys: Form, values: Form) -> Form:
     def read(value: Any) -> Any:
-        found = read_members(value, dict.fromkeys(value, values) if type(value) is dict else {})
-        return {keys.read(key): part for key, part in found.items()}
+        members = read_members(value, dict.fromkeys(value, values) if type(value) is dict else {})
+        return {keys.read(key): part for key, part in members.items()}
 
-    def write(found: Any) -> Any:
-        return LineObject({keys.write(key): values.write(found[key]) for key in sorted(found)})
+    def write(mapping: Any) -> Any:
+        return LineObject({keys.write(key): values.write(mapping[key]) for key in sorted(mapping)})
 
     return Form(read, write, TextLayout.BLOCK)
 
 
 def _table(row: Form) -> Form:
     def read(rows: Any) -> Any:
-        found: dict[Any, Any] = {}
+        table: dict[Any, Any] = {}
         for at, (*key, part) in enumerate(read_list(rows, repeat(row.read))):
-            if tuple(key) in found:
+            if tuple(key) in table:
                 raise Misfit(f"{', '.join(map(str, key))} is there twice; keep one of them").within(at)
-            found[tuple(key)] = part
-        return found
+            table[tuple(key)] = part
+        return table
 
-    def write(found: Any) -> Any:
-        return LineList([row.write((*key, found[key])) for key in sorted(found)])
+    def write(mapping: Any) -> Any:
+        return LineList([row.write((*key, mapping[key])) for key in sorted(mapping)])
 
     return Form(read, write, TextLayout.BLOCK)

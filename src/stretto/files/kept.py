@@ -104,10 +104,10 @@ class Kept:
         except OSError:
             return None
         try:
-            said = parse_json(head)
-            age_s = time.time() - float(said["made_at_s"])
-            intact = said["sha256"] == hashlib.sha256(text).hexdigest()
-            found = KeptEntry(text.decode(), age_s)
+            stamp = parse_json(head)
+            age_s = time.time() - float(stamp["made_at_s"])
+            intact = stamp["sha256"] == hashlib.sha256(text).hexdigest()
+            entry = KeptEntry(text.decode(), age_s)
         except (ArithmeticError, LookupError, TypeError, ValueError):
             intact = False
         if not intact:
@@ -116,10 +116,10 @@ class Kept:
         with suppress(OSError):
             os.utime(path)  # the entries that were used longest ago go first
         # A clock that was set back says nothing of the age.
-        return found if 0.0 <= age_s <= most_age_s else None
+        return entry if 0.0 <= age_s <= most_age_s else None
 
     def keep(self, kind: str, key: str, text: str) -> None:
-        """Keep a text. Where it cannot be written that is said, and nothing else comes of it."""
+        """Keep a text. Where it cannot be written that is stamp, and nothing else comes of it."""
         data = text.encode()
         head = json.dumps({"made_at_s": time.time(), "sha256": hashlib.sha256(data).hexdigest()})
         try:
@@ -140,16 +140,16 @@ class Kept:
 
     def _tidy(self) -> None:
         """Remove the entries that were used longest ago, until what is left is within the limits."""
-        found: list[tuple[float, int, Path]] = []
+        entries: list[tuple[float, int, Path]] = []
         for path in [*self.folder.glob(f"*{SUFFIX}"), *self.folder.glob(f".*{SUFFIX}.*.tmp")]:
             with suppress(OSError):  # another process has removed it
                 status = path.stat()
                 if path.suffix == SUFFIX:
-                    found.append((status.st_mtime, status.st_size, path))
+                    entries.append((status.st_mtime, status.st_size, path))
                 elif time.time() - status.st_mtime > LEFT_OVER_S:
                     path.unlink()
         held_bytes = 0
-        for count, (_, size, path) in enumerate(sorted(found, reverse=True)):
+        for count, (_, size, path) in enumerate(sorted(entries, reverse=True)):
             held_bytes += size
             if count >= MOST_ENTRIES or (count and held_bytes > MOST_BYTES):
                 with suppress(OSError):

@@ -68,12 +68,12 @@ def _worded(
     lines: dict[tuple[str, str], list[str]] = {}
     for fault in error.errors(include_url=False):
         holder, key = _key_path(kind, fault)
-        found = next((text for name, text in origin.items() if _within(key, name)), source)
+        place = next((text for name, text in origin.items() if _within(key, name)), source)
         start, rest = _explain(kind, holder, key, fault)
         # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
-        lines.setdefault((found, start), []).append(rest)
+        lines.setdefault((place, start), []).append(rest)
     return [
-        (found, line) for (found, start), rests in lines.items() for line in _join(start, rests).split("\n")
+        (place, line) for (place, start), rests in lines.items() for line in _join(start, rests).split("\n")
     ]
 
 
@@ -228,7 +228,7 @@ def _explain(
 
 def _message(fault: ErrorDetails) -> str:
     """Pydantic's words; but a list is what TOML calls a tuple, and what code may give as well."""
-    return re.sub(r"\b([Tt])uple\b", lambda found: "List" if found[1] == "T" else "list", fault["msg"])
+    return re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
 
 
 def _near_word(holder: type[BaseModel], key: str, fault: ErrorDetails) -> str:

@@ -73,7 +73,7 @@ def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: 
         data = parse_json(text, strict=True)
         if head is not None:
             head(data)
-        found: T = codec.form(kind).read(data)
+        thing: T = codec.form(kind).read(data)
     except Misfit as misfit:
         place = f"{where}: {misfit.path.removeprefix('.')}" if misfit.path else where
         raise UsageError(f"{place}: {misfit}") from None
@@ -84,7 +84,7 @@ def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: 
         ) from None
     except ValueError as error:
         raise UsageError(f"{where}: not readable as JSON ({error})") from None
-    return found
+    return thing
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class TypedFile(Generic[T]):
         head: dict[str, Any] = {"format": self.format, "version": self.version}
         data = self.codec.form(self.kind).write(thing)
         if self.parts is not None:
-            found = {} if edited else self.parts(data)
-            head[DIGESTS] = LineObject({place: digest(part) for place, part in found.items()})
+            parts = {} if edited else self.parts(data)
+            head[DIGESTS] = LineObject({place: digest(part) for place, part in parts.items()})
         return laid_out(LineObject({**head, **data})) + "\n"
 
     def from_text(self, text: str, where: str) -> T:
