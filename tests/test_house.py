@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 MOST_LINES = 400
 
 UPWARD: set[tuple[str, str]] = set()
@@ -42,6 +43,11 @@ def test_nothing_imports_upward() -> None:
     _compare(upward, UPWARD, "UPWARD")
 
 
+def test_the_package_does_not_need_the_benchmarks() -> None:
+    wanted = re.compile(r"^\s*(from|import) benchmarks\b|import_module\(f?\"benchmarks", re.MULTILINE)
+    assert [path for path in house.SOURCE.rglob("*.py") if wanted.search(path.read_text())] == []
+
+
 def test_no_two_files_import_each_other() -> None:
     imports = house.read_imports()
     pairs = {
@@ -55,8 +61,8 @@ def test_no_two_files_import_each_other() -> None:
 
 def test_no_file_is_longer_than_a_room() -> None:
     long = {
-        path.relative_to(house.SOURCE).as_posix()
-        for path in house.SOURCE.rglob("*.py")
+        path.relative_to(ROOT).as_posix()
+        for path in [*house.SOURCE.rglob("*.py"), *BENCHMARKS.glob("*.py")]
         if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES
     }
     _compare(long, TOO_LONG, "TOO_LONG")
