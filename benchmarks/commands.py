@@ -288,7 +288,7 @@ SCRIPTS = {
     "braid": "Tensor-parallel all-reduces of a pipeline that hide, beside STP's braid.",
     "chunks-described": "Dense blocks in chunks on 8 H100, predicted from the catalogue.",
     "fit-steps": "Fit the factors of a training step that no sheet says.",
-    "grid": "What plans of 24 jobs promise and what planning takes, before and after a change.",
+    "grid": "What plans of 36 jobs promise and what planning takes, before and after a change.",
     "moe-described": "Experts on 16 H100, predicted from the catalogue.",
     "moe-text": "A mixture of experts beside its dense equal, from the folders of two runs.",
 }
