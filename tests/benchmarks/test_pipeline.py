@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.simulate import predict, simulate
+from stretto.simulating import predict, simulate
 from tests.benchmarks.small_race import run_small
 from tests.synthetic import make_plan
 
