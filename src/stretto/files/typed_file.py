@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -21,7 +22,6 @@ from stretto.files.parse import parse_json
 from stretto.files.whole_file import saving, write_file
 
 T = TypeVar("T")
-Head = Callable[[Any], None]
 PLAIN = Codec()
 
 DIGESTS = "digests"
@@ -64,16 +64,21 @@ def to_line(thing: Any, codec: Codec = PLAIN) -> str:
     return _encode(codec.form(type(thing)).write(thing))
 
 
-def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: Head | None = None) -> T:
-    """Read a dataclass; `where` names the text. head: takes out and judges the keys before it.
+def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN) -> T:
+    """Read a dataclass; `where` names the text.
 
     Raises UsageError for what is not JSON, misses keys or has others, or has a value that is not of its type.
     """
+    with _named(where):
+        thing: T = codec.form(kind).read(parse_json(text, strict=True))
+    return thing
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Around what reads a text: faults become a UsageError that names it, and the place in it."""
     try:
-        data = parse_json(text, strict=True)
-        if head is not None:
-            head(data)
-        thing: T = codec.form(kind).read(data)
+        yield
     except Misfit as misfit:
         place = f"{where}: {misfit.path.removeprefix('.')}" if misfit.path else where
         raise UsageError(f"{place}: {misfit}") from None
@@ -84,7 +89,6 @@ def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: 
         ) from None
     except ValueError as error:
         raise UsageError(f"{where}: not readable as JSON ({error})") from None
-    return thing
 
 
 @dataclass(frozen=True)
@@ -118,19 +122,17 @@ class TypedFile(Generic[T]):
 
     def read(self, text: str, where: str) -> tuple[T, list[str]]:
         """The same, and the places that are other than they were when the file was written."""
-        parsed: dict[str, Any] = {}
-
-        def head(data: Any) -> None:
+        with _named(where):
+            data = parse_json(text, strict=True)
             self._head(data)
-            if self.parts is not None and DIGESTS not in data:
+            if self.parts is None:
+                return self.codec.form(self.kind).read(data), []
+            if DIGESTS not in data:
                 raise Misfit(f"the key {DIGESTS!r} is missing")
-            parsed.update(digests=data.pop(DIGESTS, None) if self.parts is not None else None, data=data)
-
-        thing = from_text(self.kind, text, where, self.codec, head)
-        if self.parts is None:
-            return thing, []
-        written = parsed["digests"] if type(parsed["digests"]) is dict else {}
-        now = {place: digest(part) for place, part in self.parts(parsed["data"]).items()}
+            written = data.pop(DIGESTS)
+            thing: T = self.codec.form(self.kind).read(data)
+        written = written if type(written) is dict else {}
+        now = {place: digest(part) for place, part in self.parts(data).items()}
         return thing, [place for place in {**now, **written} if now.get(place) != written.get(place)]
 
     def _head(self, data: Any) -> None:
