@@ -47,7 +47,7 @@ def test_the_launcher_says_the_ranks(text: str, ranks: int | None) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--num-layers $N", r"\$N, the text does not say; .* `ps"),
+        ("--num-layers $N", r"\$N is, the text does not say; .* `ps"),
         ("torchrun ${ARGS[@]} x.py --num-layers 2", r"\$\{ARGS"),
         ("--num-layers `nproc`", "`nproc`"),
         ("--save 'a", "close the quote"),
