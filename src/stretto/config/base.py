@@ -23,17 +23,22 @@ class Settings(BaseModel):
     )
 
 
-class _ListedByFields(type(BaseModel)):  # type: ignore[misc]
-    """The class of classes whose `help` lists their own properties, and nothing that pydantic adds."""
+if TYPE_CHECKING:
+    _ListedSettings = Settings  # pydantic's metaclass has no public name
+else:
 
-    def __dir__(cls) -> list[str]:
-        own = [
-            one for one in cls.__mro__ if issubclass(one, Settings) and one not in (Settings, NamedArguments)
-        ]
-        return [name for one in own for name, what in vars(one).items() if isinstance(what, property)]
+    class _ListedByFields(type(BaseModel)):
+        """The class of classes whose `help` lists their own properties, and nothing that pydantic adds."""
+
+        def __dir__(cls) -> list[str]:
+            own = [one for one in cls.__mro__ if issubclass(one, Settings)]
+            return [name for one in own for name, what in vars(one).items() if isinstance(what, property)]
+
+    class _ListedSettings(Settings, metaclass=_ListedByFields):
+        """Settings whose `help` lists what is their own."""
 
 
-class NamedArguments(Settings, metaclass=_ListedByFields):
+class NamedArguments(_ListedSettings):
     """Settings that code calls by name. `help` shows the fields with their defaults, and a wrong argument
     raises UsageError that names it and what is allowed."""
 

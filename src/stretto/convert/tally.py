@@ -85,4 +85,5 @@ class Tally:
 
 def toml_value(value: Any) -> str:
     """A value as TOML writes it."""
-    return tomlkit.item(value).as_string()
+    text: str = tomlkit.item(value).as_string()
+    return text

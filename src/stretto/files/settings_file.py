@@ -101,8 +101,9 @@ def edited(text: str, changes: Mapping[str, Any]) -> str:
             below.pop(leaf, None)
         elif leaf not in below and keys and isinstance(below, Table) and not below.is_super_table():
             # Behind the last key: tomlkit would put it behind the comments on what follows.
-            trivia = below.item(keys[-1]).trivia
-            trivia.trail = f"{trivia.trail or chr(10)}{leaf} = {tomlkit.item(value).as_string()}\n"
+            last: Any = below.item(keys[-1])
+            line = f"{leaf} = {tomlkit.item(value).as_string()}\n"
+            last.trivia.trail = (last.trivia.trail or "\n") + line
         else:
             below[leaf] = value
     return tomlkit.dumps(document)

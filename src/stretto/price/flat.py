@@ -15,7 +15,7 @@ from pydantic import Field
 
 from stretto.config.base import NamedArguments
 from stretto.files.codec import MOST
-from stretto.ir.costs import LEAST_RATE, Costs, Link
+from stretto.ir.costs import LEAST_RATE, Costs, Link, Peak
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import Job, Op
 from stretto.price.peak import job_peak, op_dtype
@@ -103,5 +103,9 @@ def described_costs(job: Job, cluster: Cluster) -> Costs:
     axes = tuple(dict.fromkeys(axis for axis, _ in collectives))
     op_us = {key: priced.us for key, priced in price_list(job, FlatPricer(cluster)).items()}
     # All links of a flat description are one network, which pipeline messages use as well.
-    peak = job_peak(job, cluster.flops_per_us, "peak_tflops of the description")
+    peak_source = "peak_tflops of the description"
+    if isinstance(cluster.peak_tflops, dict):
+        peak = job_peak(job, cluster.flops_per_us, peak_source)
+    else:
+        peak = Peak(cluster.flops_per_us("any"), peak_source)
     return Costs(op_us, {}, link, ACTION_US, source, collectives, axes, peak=peak)
