@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from stretto.ir.program import Op, Ref, TensorSpec
-from stretto.passes.cut_before_adding import cut_before_adding
 from stretto.passes.graph import Graph
-from stretto.passes.scatter import reduce_scatter_chunks
+from stretto.passes.scatter import cut_before_adding, reduce_scatter_chunks
 
 ROWS, WHOLE = TensorSpec((8, 6), "float32"), TensorSpec((2, 4, 6), "float32")
 HALF = TensorSpec((2, 2, 6), "float32", (24, 6, 1))

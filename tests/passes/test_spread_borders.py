@@ -13,7 +13,7 @@ from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Edge, Job
-from stretto.passes.gather_behind import gather_behind
+from stretto.passes.borders import gather_behind
 from stretto.planning.make_plan import make_plan
 from tests.parallelize.test_tensor_equality import (
     MODELS,

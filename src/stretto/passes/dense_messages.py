@@ -15,7 +15,7 @@ is made by the thread that computes, where the message starts, and no price list
     5. What a collective reads is copied by an op before it likewise; one that works in place makes a copy in
        any case, which its start's price has.
 
-No number changes. Touches `stretto.ir` only.
+No number changes.
 """
 
 from __future__ import annotations

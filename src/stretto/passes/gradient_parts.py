@@ -10,7 +10,7 @@ The runtime adds the parts of a gradient where it is kept in any case, and a pro
     2. Where all that is left are products that nothing else reads, they are the gradient's parts, in the
        order in which they are made; the additions are gone. Else the sum stays.
 
-Sums are regrouped: over microbatches each part is added by itself. Touches `stretto.ir` only.
+Sums are regrouped: over microbatches each part is added by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Made = tuple[int, Phase, str]
 
 def gradient_parts(job: Job) -> Job:
     """See the module. The job itself when no gradient is such a sum."""
-    work = _Work(job)
+    work = _GradientSums(job)
     parameters = tuple(work.apart(parameter) for parameter in job.parameters)
     if not work.gone:
         return job
@@ -48,7 +48,7 @@ def gradient_parts(job: Job) -> Job:
     return replace(job, parameters=parameters, stages=stages)
 
 
-class _Work:
+class _GradientSums:
     """gone: (stage, name) of additions that are no more."""
 
     def __init__(self, job: Job) -> None:

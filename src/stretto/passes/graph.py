@@ -1,7 +1,4 @@
-"""What a pass takes and gives: the ops of a whole step, and what must stay.
-
-Touches `stretto.ir` only.
-"""
+"""What a pass takes and gives: the ops of a whole step, and what must stay."""
 
 from __future__ import annotations
 

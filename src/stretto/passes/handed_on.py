@@ -12,7 +12,7 @@ two of them. A stage that has received it can give it to the next.
                    value, and it is later where a stage that hands it on is late itself.
 
 A stage has a value by then if it reads it in the phase in which it was made, and comes before in that phase:
-forward in the order of the stages, backward in the other. No number changes. Touches `stretto.ir` only.
+forward in the order of the stages, backward in the other. No number changes.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _summed(op: Op, product: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | 
     over, step, beside = strides_of(right)
     if across != k * along or over != k * step:
         return None
-    make = _Maker(op, left.dtype)
+    make = _PlainMatmuls(op, left.dtype)
     swapped = make.view(
         "swapped", "permute", product.args[0], ((1, 0, 2),), (m, batch, k), (down, across, along)
     )
@@ -70,7 +70,7 @@ def _shared(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
     if left is None or right is None or left.stride is not None or strides_of(right)[0] != 0:
         return None
     (batch, m, k), n = left.shape, right.shape[2]
-    make = _Maker(op, left.dtype)
+    make = _PlainMatmuls(op, left.dtype)
     a = make.view("left", "view", op.args[0], ((batch * m, k),), (batch * m, k), (k, 1))
     b = make.view("right", "select", op.args[1], (0, 0), (k, n), strides_of(right)[1:])
     return make.product(a, b, (batch * m, n), op.flops)
@@ -81,7 +81,7 @@ def _single(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
     left, right = (specs.get(ref.name) for ref in op.args)
     if left is None or right is None or left.shape[0] != 1:
         return None
-    make = _Maker(op, left.dtype)
+    make = _PlainMatmuls(op, left.dtype)
     a = make.view("left", "squeeze", op.args[0], (0,), left.shape[1:], strides_of(left)[1:])
     b = make.view("right", "squeeze", op.args[1], (0,), right.shape[1:], strides_of(right)[1:])
     return make.product(a, b, (left.shape[1], right.shape[2]), op.flops)
@@ -96,7 +96,7 @@ TARGETS = {
 
 
 @dataclass(slots=True)
-class _Maker:
+class _PlainMatmuls:
     """The ops that take an op's place, the last of which has its name."""
 
     op: Op

@@ -2,23 +2,28 @@
 
 A job in, a job out. What F keeps for I and W is memory for as long as a microbatch lives; an op that is
 repeated where the backward needs its result is time. Repeated ops are ordinary ops on ordinary lanes, their
-collectives too, so that an order of ops may put them under a communication. Which ops are worth it is for
-`stretto.passes.recompute_choice`; this room repeats them. Touches `stretto.ir` only.
+collectives too, so that an order of ops may put them under a communication. `stretto.passes.recompute_choice`
+chooses which ops are worth it; this file repeats them, and says what a block is.
 
     1. What is not kept (`again`): with a value all views of its storage; with a part of a tuple the op that
        makes the tuple, which would keep the other parts alive.
     2. What is needed: the values of `again` that I and W read, and what it takes to make them. Nothing else
        is repeated, and nothing twice: a block's last matrix, whose result no gradient reads, is not.
-    3. Where: in I what I needs. What W alone needs stands in W, unless more would then have to be kept from I
+    3. Where: in I what I needs. What W alone needs is in W, unless more would then have to be kept from I
        to W than the result is.
-    4. A repeated op stands directly before the first op that needs it. It has the name of the op that it
+    4. A repeated op comes directly before the first op that needs it. It has the name of the op that it
        repeats and a suffix, and `Op.repeats`, by which a random op draws the same numbers again.
 
 Received values, parameters, buffers and the batch are kept in any case, so edges do not change.
+
+A block is one of the model's repeated layers, from whose input its inside can be computed again: the shortest
+path of a module that ends in its number in a list (`blocks.3`, `model.layers.3`). A model without any list is
+one block a stage.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +31,44 @@ from dataclasses import replace
 from stretto.ir.action import Phase
 from stretto.ir.program import GETITEM, WAIT, Job, Op, Stage
 from stretto.passes.rewrite import with_uses
+
+
+class Blocks:
+    """To which block an op belongs; "" for none."""
+
+    def __init__(self, job: Job) -> None:
+        modules = {op.module for stage in job.stages for op in stage.ops[Phase.F]}
+        members: dict[str, set[str]] = {}
+        for module in modules:
+            for prefix in numbered(module):
+                members.setdefault(prefix.rpartition(".")[0], set()).add(prefix)
+        # A list of one is a list only if there is none of more: a wrapper's `0` holds the whole model.
+        least = 2 if any(len(found) > 1 for found in members.values()) else 1
+        self._of: dict[str, str] = {}
+        for module in modules:
+            known = (p for p in numbered(module) if len(members[p.rpartition(".")[0]]) >= least)
+            self._of[module] = next(known, "")
+        self._whole = not members
+
+    def of(self, op: Op) -> str:
+        return "stage" if self._whole else self._of[op.module]
+
+
+def numbered(module: str) -> list[str]:
+    """The parts of a module's path that end in a number, shortest first."""
+    return [module[: found.end()] for found in re.finditer(r"(?:^|\.)\d+(?=\.|$)", module)]
+
+
+def borders(stage: Stage, blocks: Blocks, root: Mapping[str, str]) -> set[str]:
+    """Storages that the forward of another block than their own reads."""
+    home = {op.name: blocks.of(op) for op in stage.ops[Phase.F]}
+    return {
+        root[name]
+        for op in stage.ops[Phase.F]
+        for name in op.uses
+        if root.get(name, "") in home and home[root[name]] != home[op.name]
+    }
+
 
 AGAIN = "_again"
 """Ends the name of a repeated op."""

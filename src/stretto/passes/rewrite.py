@@ -1,7 +1,4 @@
-"""Shared by passes: put one value in another's place, drop what is not needed, tell views their storage.
-
-Touches `stretto.ir` only.
-"""
+"""Shared by passes: put one value in another's place, drop what is not needed, tell views their storage."""
 
 from __future__ import annotations
 

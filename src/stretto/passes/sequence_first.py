@@ -33,7 +33,7 @@ Rows = tuple[int, int]
 
 def sequence_first(graph: Graph) -> Graph:
     """See the module."""
-    search = _Search(graph, {op.name: op for op in graph.ops}, graph.users(), graph.specs())
+    search = _RowSearch(graph, {op.name: op for op in graph.ops}, graph.users(), graph.specs())
     views: dict[str, Op] = {}
     for join in search.joins:
         views.update(search.copies_around(join))
@@ -43,7 +43,7 @@ def sequence_first(graph: Graph) -> Graph:
 
 
 @dataclass(slots=True)
-class _Search:
+class _RowSearch:
     """Steps 1 and 2. joins, cuts: the copy -> sizes (n, b, s) of its dims. seen: values that were met before;
     one that is met again belongs to what cannot change."""
 

@@ -14,7 +14,7 @@ part runs under the product of the next. It costs the overhead of more ops, and 
 
 Parts of a product may be rounded otherwise than the whole (kernels choose by size): equal to 1e-10 in
 float64, not bit by bit. So it is done only when asked for (`split_ops`); plans of different overlap modes may
-then have different parts. Touches `stretto.ir` only.
+then have different parts.
 """
 
 from __future__ import annotations

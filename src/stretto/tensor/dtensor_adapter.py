@@ -13,6 +13,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
     _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
     torch.utils._python_dispatch._disable_current_modes     tensors without values amid tracing
     torch._subclasses.fake_tensor                    FakeTensorMode, and what it raises
+    torch.utils._pytree                              arguments and results as the dispatcher flattens them
     Tensor._version, UntypedStorage._cdata           writes that are counted, memory that is shared
     torch.utils._mode_utils.no_dispatch, torch._C._set_meta_in_tls_dispatch_include   dims changed in place
 
@@ -41,8 +42,10 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
-
-from stretto.tensor.pytree_adapter import tree_leaves
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 SHAPE_UNKNOWN = DynamicOutputShapeException
 """What is raised `without_values` where the shape of a result depends on values."""

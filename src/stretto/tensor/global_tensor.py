@@ -43,9 +43,15 @@ from stretto.tensor.dtensor_adapter import (
     wrapped,
 )
 from stretto.tensor.layout import region_shape
-from stretto.tensor.losses import over_the_whole
 from stretto.tensor.parts import on_parts, placed, written_values
-from stretto.tensor.trusted import has_sound_rule, is_like, is_partial, is_trusted, keeps_partial
+from stretto.tensor.trusted import (
+    has_sound_rule,
+    is_like,
+    is_partial,
+    is_trusted,
+    keeps_partial,
+    over_the_whole,
+)
 
 aten = torch.ops.aten
 

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from stretto.tensor.layout import Region, region_count, region_shape
-from stretto.tensor.reshard.lines import Lines, Message
+from stretto.tensor.reshard.lines import PeerLinks, PieceMessage
 from stretto.tensor.reshard.plan import ReshardPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalBox:
     """This rank's part of a tensor: the box, and its elements. Without a box the rank is off the mesh."""
 
     region: Region | None
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PieceStep:
     """This rank's turn with one piece of a tensor: receive it, hand it on, or both."""
 
     tensor: int
@@ -60,9 +60,9 @@ class Step:
 
 def execute(
     plan: ReshardPlan,
-    sources: Sequence[Part],
-    targets: Sequence[Sequence[Part]],
-    lines: Lines,
+    sources: Sequence[LocalBox],
+    targets: Sequence[Sequence[LocalBox]],
+    lines: PeerLinks,
     group: dist.ProcessGroup,
     limit_bytes: int,
 ) -> None:
@@ -84,7 +84,7 @@ def execute(
     filled = [part.tensor for parts in targets for part in parts if part.tensor is not None]
     ahead = all(tensor.device.type == "cpu" for tensor in filled)
     steps = list(_steps(plan, rank, limit_bytes))
-    awaited: dict[int, tuple[Message, torch.Tensor]] = {}
+    awaited: dict[int, tuple[PieceMessage, torch.Tensor]] = {}
     awaited_bytes = 0
     started = 0
     for at, step in enumerate(steps):
@@ -111,7 +111,7 @@ def execute(
             lines.send(group, _bytes(copied), step.after, limit_bytes)
 
 
-def _places(parts: Sequence[Part], box: Region) -> list[torch.Tensor]:
+def _places(parts: Sequence[LocalBox], box: Region) -> list[torch.Tensor]:
     """Where a box lies in the parts that hold it, one at least; boxes lie within a part or beside it."""
     found = [part.at(box) for part in parts if part.holds(box)]
     assert found, "the plan sends a rank what it needs"
@@ -119,8 +119,8 @@ def _places(parts: Sequence[Part], box: Region) -> list[torch.Tensor]:
 
 
 def _receive(
-    lines: Lines, group: dist.ProcessGroup, step: Step, targets: Sequence[Sequence[Part]]
-) -> tuple[Message, torch.Tensor]:
+    lines: PeerLinks, group: dist.ProcessGroup, step: PieceStep, targets: Sequence[Sequence[LocalBox]]
+) -> tuple[PieceMessage, torch.Tensor]:
     """Start to receive a piece: into its place where that is one stretch of memory, else aside."""
     assert step.before is not None
     piece = _places(targets[step.tensor], step.box)[0]
@@ -134,7 +134,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.detach().view(-1).view(torch.uint8)
 
 
-def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[Step]:
+def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[PieceStep]:
     for transfer in plan.transfers:
         chain = (transfer.sender, *transfer.receivers)
         if rank not in chain:
@@ -144,7 +144,7 @@ def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[Step]:
         # A plain message needs pieces only so that its copy stays below the limit.
         largest = min(limit_bytes, plan.piece_bytes) if len(chain) > 2 else limit_bytes
         for box in pieces(transfer.region, max(1, largest // itemsize)):
-            yield Step(
+            yield PieceStep(
                 transfer.tensor,
                 box,
                 region_count(box) * itemsize,
