@@ -16,7 +16,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job, Shard
 from stretto.models.build import huggingface_loss
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
-from tests.parallelize.test_tensor_equality import SMALL, assert_plain, batch_of
+from tests.parallelize.equality import SMALL, assert_plain, batch_of
 from tests.runtime.equality import from_transformers
 
 pytestmark = [

@@ -18,7 +18,7 @@ from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
 from stretto.verify import verify
-from tests.parallelize.test_tensor_equality import (
+from tests.parallelize.equality import (
     MODELS,
     SMALL,
     assert_plain,

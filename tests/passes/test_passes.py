@@ -20,7 +20,7 @@ from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.passes import GRAPH_PASSES, ORDER, STEP_PASSES
 from stretto.passes.graph import Graph
 from stretto.passes.no_ops import dead_ops
-from tests.parallelize.test_tensor_equality import (
+from tests.parallelize.equality import (
     MODELS,
     assert_plain,
     batch_of,

@@ -25,7 +25,7 @@ from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.verify import verify
 from stretto.verify.memory import peak_bytes
-from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
+from tests.parallelize.equality import MODELS, batch_of, loss_of
 from tests.passes.steps import after
 from tests.runtime.equality import lowered, made_up_costs
 

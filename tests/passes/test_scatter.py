@@ -16,7 +16,7 @@ from stretto.parallelize import ops
 from stretto.passes import on_graph
 from stretto.passes.graph import Graph
 from stretto.passes.scatter import reduce_scatter_chunks
-from tests.parallelize.test_tensor_equality import step
+from tests.parallelize.equality import step
 from tests.runtime.equality import plain
 
 X = TensorSpec((2, 4, 6), "float32")

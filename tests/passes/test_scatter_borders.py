@@ -10,7 +10,7 @@ import stretto
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.program import Job, TensorSpec
-from tests.parallelize.test_tensor_equality import (
+from tests.parallelize.equality import (
     MODELS,
     assert_plain,
     batch_of,

@@ -15,7 +15,7 @@ from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Edge, Job
 from stretto.passes.borders import gather_behind
 from stretto.planning.make_plan import make_plan
-from tests.parallelize.test_tensor_equality import (
+from tests.parallelize.equality import (
     MODELS,
     assert_plain,
     assert_plan_is_plain,

@@ -2,7 +2,7 @@
 
 The unit is the time of the whole tensor over the link of one host. The figures are those at which Zhuang et
 al. (MLSys 2023) compare orders and senders, worked out by hand: each of two hosts sends, and each of two
-receives, half of the tensor. Layouts are in the notation of that paper: letters for dims, axes from the hosts.
+receives, half of the tensor. Layouts are in the notation of that paper.
 """
 
 from __future__ import annotations
