@@ -235,26 +235,26 @@ class Beside(TorchFunctionMode):
             self.found[key] = Found(function, numbers, shapes)
             self.matched.append(Matched(shapes, shapes))
             return
-        whole = self._alone.get(key)
-        while whole is not None and whole.function != function:
+        full = self._alone.get(key)
+        while full is not None and full.function != function:
             left_out = self._repeats_left_out((frame.name, frame.visit, frame.calls))
             if not left_out:
                 break
             frame.calls += left_out
             frame.repeats = True
-            whole = self._alone.get((frame.name, frame.visit, frame.calls))
+            full = self._alone.get((frame.name, frame.visit, frame.calls))
         frame.calls += 1
         where = f"in {frame.name!r}" if frame.name else "in the model or the loss"
-        if whole is None or whole.function != function or len(whole.shapes) != len(shapes):
-            alone = "nothing more" if whole is None else f"{whole.function!r}"
+        if full is None or full.function != function or len(full.shapes) != len(shapes):
+            single = "nothing more" if full is None else f"{full.function!r}"
             raise ValueError(
-                f"tp: the code calls {function!r} {where} on a rank's part, where it calls {alone} on the "
+                f"tp: the code calls {function!r} {where} on a rank's part, where it calls {single} on the "
                 "whole: it looks at the shape of what is spread. Leave the modules that it works on out of "
                 "tp_plan"
             )
-        scaled = self._compare(function, numbers, whole.numbers, where)
-        chunks = _in_chunks(output, whole.shapes)
-        self.matched.append(Matched(shapes, whole.shapes, scaled, frame.repeats, chunks))
+        scaled = self._compare(function, numbers, full.numbers, where)
+        chunks = _in_chunks(output, full.shapes)
+        self.matched.append(Matched(shapes, full.shapes, scaled, frame.repeats, chunks))
 
     def _repeats_left_out(self, key: Key) -> int:
         """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
@@ -320,25 +320,25 @@ def _numbers(value: Any, found: list[Any]) -> None:
 def _shapes(output: Any) -> tuple[Shape, ...]:
     """Shapes of the tensors in a result, as the rank has them."""
     items = output if isinstance(output, (tuple, list)) else (output,)
-    held = (item.held if isinstance(item, SplitLogits) else item for item in items)
-    return tuple(tuple(int(n) for n in item.shape) for item in held if isinstance(item, Tensor))
+    kept = (item.held if isinstance(item, SplitLogits) else item for item in items)
+    return tuple(tuple(int(n) for n in item.shape) for item in kept if isinstance(item, Tensor))
 
 
 def _in_chunks(output: Any, whole: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
     """`Matched.chunks`: a chunk is as large a share of the whole there as here."""
     items = [x for x in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(x, Tensor)]
     cut = [x for x in items if isinstance(x, Chunked)]
-    found = []
+    result = []
     for at in range(len(cut[0].parts) if cut else 0):
         shapes: list[tuple[Shape, Shape]] = []
-        for x, alone in zip(items, whole, strict=True):
+        for x, single in zip(items, whole, strict=True):
             if not isinstance(x, Chunked):
                 continue
             chunk, dim = tuple(x.parts[at].shape), x.cut_dim
-            length = chunk[dim] * alone[dim] // max(x.shape[dim], 1)
-            shapes.append((chunk, (*alone[:dim], length, *alone[dim + 1 :])))
-        found.append(tuple(shapes))
-    return tuple(found)
+            length = chunk[dim] * single[dim] // max(x.shape[dim], 1)
+            shapes.append((chunk, (*single[:dim], length, *single[dim + 1 :])))
+        result.append(tuple(shapes))
+    return tuple(result)
 
 
 def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:

@@ -38,25 +38,25 @@ def placements_of(
     call: of a list of arguments. held: how those of `chunk_leaves` that are cut are. count: of chunks. ratio:
     of the whole's length to the first chunk's.
     """
-    chunk, whole = Recorded(), Recorded()
+    chunk, full = Recorded(), Recorded()
     try:
         with without_values():
             parts, wholes = [_like(x) for x in chunk_leaves], [_like(x) for x in whole_leaves]
             with chunk:
                 outs, _ = tree_flatten(call(parts))
-            with whole:
+            with full:
                 others, _ = tree_flatten(call(wholes))
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
         return None  # what is wrong with the whole, the whole will say
     if not outs or not all(isinstance(out, Tensor) for out in outs):
         return None
-    same = [op.target for op in chunk.ops] == [op.target for op in whole.ops]
+    same = [op.target for op in chunk.ops] == [op.target for op in full.ops]
     if not same or chunk.writes or any(op.random for op in chunk.ops):
         return None
     given = {chunk.name(p): of_it for p, of_it in zip(parts, held, strict=True) if of_it is not None}
     placer = Placer(AXIS, count, given, exact=True)
     try:
-        for op, other in zip(chunk.ops, whole.ops, strict=True):
+        for op, other in zip(chunk.ops, full.ops, strict=True):
             placer.place(op, chunk.specs)
             if len(op.outputs) == 1 and op.outputs[0] is not None and other.outputs[0] is not None:
                 fit = _fitting(placer.of(op.name), op.outputs[0].shape, other.outputs[0].shape, ratio)
@@ -65,11 +65,11 @@ def placements_of(
                 placer.values[op.name] = fit
     except (RefusedError, NeedsEqualError, EqualReducedError):
         return None
-    found = [
+    result = [
         _fitting(placer.of(chunk.name(out)), out.shape, other.shape, ratio)
         for out, other in zip(outs, others, strict=True)
     ]
-    return None if None in found else [p for p in found if p is not None]
+    return None if None in result else [p for p in result if p is not None]
 
 
 def _like(value: Any) -> Any:

@@ -102,9 +102,9 @@ class Chunked(Tensor):
         if function in (F.dropout, torch.dropout):
             return _dropout(*args, **named)
         if function in _SHAPED and type(args[0]) is Chunked:
-            found = _shaped(args[0], function, args[1:], named)
-            if found is not None:
-                return found
+            result = _shaped(args[0], function, args[1:], named)
+            if result is not None:
+                return result
         return _called(function, args, named)
 
     @classmethod
@@ -146,14 +146,14 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         return Chunked(x.made(lambda chunk: chunk.expand(sizes)), dim, x.blocks)
     known = math.prod(n for n in shape if n != -1)
     target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
-    whole = x.shape[x.cut_dim] // x.blocks
+    full = x.shape[x.cut_dim] // x.blocks
     for dim, blocks in cuts_at(target, where_cut(x.shape, x.cut_dim, x.blocks)):
         length = target[dim] // blocks
-        if all(length * n % whole == 0 for n in x.lengths()):
+        if all(length * n % full == 0 for n in x.lengths()):
             break
     else:
         return None
-    sizes = [blocks * (length * n // whole) for n in x.lengths()]
+    sizes = [blocks * (length * n // full) for n in x.lengths()]
     shapes = [[size if d == dim else n for d, n in enumerate(target)] for size in sizes]
     return Chunked(by_chunk(lambda at: x.parts[at].reshape(shapes[at]), len(shapes)), dim, blocks)
 
@@ -217,10 +217,10 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
     cut = [x for x in leaves if type(x) is Chunked]
     if len({tuple(x.lengths()) for x in cut}) == 1:
-        for alike in _cuts_beside(leaves, cut[0]):
-            found = _by_chunks(function, alike, tree, cut[0])
-            if found is not None:
-                return found[0]
+        for same in _cuts_beside(leaves, cut[0]):
+            result = _by_chunks(function, same, tree, cut[0])
+            if result is not None:
+                return result[0]
     whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
     made = function(*whole_args, **whole_kwargs)
     note_views(tree_flatten(made)[0], tree_flatten((whole_args, whole_kwargs))[0], leaves)
@@ -300,8 +300,8 @@ def _result(placement: Placement, column: Sequence[Any]) -> Any:
         return column[0]
     if placement.kind == "sum":
         total = column[0]
-        for addend in column[1:]:
-            total = total + addend
+        for partial in column[1:]:
+            total = total + partial
         return total
     return Chunked(column, *placement.at[0])
 

@@ -108,9 +108,9 @@ class ExpertTrial:
         if key not in self._found:
             with ThreadPoolExecutor(1) as apart:  # another thread has none of the modes of tracing
                 self._found[key] = apart.submit(self._tried, *key).result()
-        if (found := self._found[key]) not in WAYS:
-            raise self._refusal(found)
-        return found
+        if (result := self._found[key]) not in WAYS:
+            raise self._refusal(result)
+        return result
 
     def _tried(self, trains: tuple[bool, ...], *shapes: Any) -> str:
         """One of `WAYS`, or else why there is none."""
@@ -123,11 +123,11 @@ class ExpertTrial:
                 for dtype, tolerance in TOLERANCES.items():
                     try:
                         sample = self._sample(dtype, device, *shapes)
-                        whole = _outcome(sample, self._whole)
+                        full = _outcome(sample, self._whole)
                     except Exception as error:
                         faults[dtype] = f"it fails on random inputs: {_told(error)}"
                         continue
-                    return self._compared(sample, whole, tolerance)
+                    return self._compared(sample, full, tolerance)
         own = next(self._module.parameters(recurse=False)).dtype
         return faults.get(own, faults[torch.float64])
 
@@ -135,11 +135,11 @@ class ExpertTrial:
         fault = ""
         for way in WAYS:
             try:
-                found = _outcome(sample, partial(self._on_ranks, way=way))
+                result = _outcome(sample, partial(self._on_ranks, way=way))
             except Exception as error:
                 fault = f"with a rank's experts alone it fails: {_told(error)}"
                 continue
-            if _equal(found, whole, tolerance):
+            if _equal(result, whole, tolerance):
                 return way
             fault = self._difference(sample, tolerance)
         return fault
@@ -183,7 +183,7 @@ class ExpertTrial:
         like = args[0].detach()
         tensors = {
             **parameters,
-            **{name: _buffer(held, like) for name, held in module.named_buffers()},
+            **{name: _buffer(kept, like) for name, kept in module.named_buffers()},
         }
         made: Tensor = functional_call(forward, {f"own.{n}": t for n, t in tensors.items()}, args)
         if made.shape != like.shape:
@@ -209,8 +209,8 @@ class ExpertTrial:
             rows = ((own >= 0) & (own < here)).nonzero().flatten()
             rows = rows[own[rows].argsort(stable=True)]
             parameters = {
-                name: whole if "." in name else whole[first : first + here]
-                for name, whole in sample.parameters.items()
+                name: full if "." in name else full[first : first + here]
+                for name, full in sample.parameters.items()
             }
             weight_R1 = torch.cat((weights.reshape(-1, 1)[rows], weights.new_zeros(PADDING, 1)))
             with part_of_experts(self._module, self._size):
@@ -335,8 +335,8 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules are of the same code, with the same attributes and shapes, and no buffers."""
     ones, others = [*one.modules()], [*other.modules()]
     shapes = [[(n, p.shape, p.dtype) for n, p in each.named_parameters()] for each in (one, other)]
-    held = [*one.buffers(), *other.buffers()]
-    if len(ones) != len(others) or shapes[0] != shapes[1] or held:
+    kept = [*one.buffers(), *other.buffers()]
+    if len(ones) != len(others) or shapes[0] != shapes[1] or kept:
         return False
     return all(
         type(a) is type(b)

@@ -112,10 +112,10 @@ class _Attention:
         head = _integer(self.module, WIDTHS)
         for heads in filter(None, (_integer(one, KEY_HEADS) for one in self.said)):
             if width % heads == 0 and head in (0, width // heads):
-                whole = (queries or wide * heads // width) * (width // heads)
+                full = (queries or wide * heads // width) * (width // heads)
                 # Of a known width, queries may stand beside as many features of another kind (gates).
-                if (wide % whole if head else wide - whole) == 0:
-                    return heads, whole // (width // heads)
+                if (wide % full if head else wide - full) == 0:
+                    return heads, full // (width // heads)
         if head and width % head == 0 and wide % width == 0:
             return width // head, queries or wide // head
         return 0, 0
@@ -123,17 +123,17 @@ class _Attention:
     def counts(self, heads: int, queries: int, size: int) -> dict[str, int]:
         """Its own integers that count heads, as they are on a rank with one head of keys."""
         local = queries // size
-        found: dict[str, int] = {}
-        for names, whole, here in (
+        result: dict[str, int] = {}
+        for names, full, here in (
             (KEY_HEADS, heads, 1),
             (QUERY_HEADS, queries, local),
             (REPEATS, queries // heads, local),
         ):
-            held = {name: self.module.__dict__.get(name) for name in names}
-            found |= {
-                name: here for name, value in held.items() if value == whole and whole and type(value) is int
+            kept = {name: self.module.__dict__.get(name) for name in names}
+            result |= {
+                name: here for name, value in kept.items() if value == full and full and type(value) is int
             }
-        return found
+        return result
 
 
 def shared_heads(
@@ -152,17 +152,17 @@ def shared_heads(
         for leaf, module in attention.module.named_children():
             name = f"{attention.name}.{leaf}" if attention.name else leaf
             style = styles.get(name, Style("replicated"))
-            spread = style.kind in SPREAD
-            if not spread and (KEYS.search(leaf) is None or style.kind in ROWWISE):
+            sharded = style.kind in SPREAD
+            if not sharded and (KEYS.search(leaf) is None or style.kind in ROWWISE):
                 continue
             _refuse_packed(attention, name, module, style)
             heads, queries = _heads(attention, name, module, style)
             if not heads:
                 continue
             known = True
-            if spread and heads % size == 0:
+            if sharded and heads % size == 0:
                 continue
-            _check(name, heads, queries, size, spread)
+            _check(name, heads, queries, size, sharded)
             copies[name] = size // heads
             counts.setdefault(attention.name, {}).update(attention.counts(heads, queries, size))
         if not known:
@@ -207,9 +207,9 @@ def _check(name: str, heads: int, queries: int, size: int, spread: bool) -> None
             "heads: give it the style 'colwise' in tp_plan (heads that ranks share are copied)"
         )
     if size % heads or queries % size:
-        told = f" for {queries} of queries" if queries else ""
+        message = f" for {queries} of queries" if queries else ""
         raise UsageError(
-            f"{name} makes {heads} heads of keys or values{told}, which cannot be spread over {AXIS} = "
+            f"{name} makes {heads} heads of keys or values{message}, which cannot be spread over {AXIS} = "
             f"{size}: each rank has whole heads, so give {_fitting(heads, queries, size)}"
         )
 
@@ -244,8 +244,8 @@ def _refuse_packed(attention: _Attention, name: str, module: nn.Module, style: S
 
 def _refuse_unknown(attention: _Attention, size: int) -> None:
     """Counts of fewer heads of keys than there are ranks, and nothing that is known to make them."""
-    for said in attention.said if attention.named else ():
-        heads = _integer(said, KEY_HEADS)
+    for printed in attention.said if attention.named else ():
+        heads = _integer(printed, KEY_HEADS)
         if heads and heads % size:
             raise UsageError(
                 f"{attention.name} has {heads} heads of keys, which is no multiple of {AXIS} = {size}, and "

@@ -36,11 +36,11 @@ class Layout:
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
         """Parameter name -> how it is spread, over one axis or several."""
-        found: dict[str, tuple[Shard, ...]] = {}
+        result: dict[str, tuple[Shard, ...]] = {}
         for how in self._spread:
             for name, shard in how.shards.items():
-                found[name] = (*found.get(name, ()), shard)
-        return found
+                result[name] = (*result.get(name, ()), shard)
+        return result
 
     @property
     def _spread(self) -> tuple[TensorParallel | ExpertParallel, ...]:
@@ -48,15 +48,15 @@ class Layout:
 
     def part_shapes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
         """id of a parameter that is spread -> the shape of a rank's part."""
-        found: dict[int, tuple[int, ...]] = {}
+        result: dict[int, tuple[int, ...]] = {}
         for how in self._spread:
             parts = {  # a tie has several names, and is spread once
-                id(p): local_shape(found.get(id(p), p.shape), how.shards[name], how.size)
+                id(p): local_shape(result.get(id(p), p.shape), how.shards[name], how.size)
                 for name, p in model.named_parameters(remove_duplicate=False)
                 if name in how.shards
             }
-            found |= parts
-        return found
+            result |= parts
+        return result
 
     def leaves(self) -> frozenset[str]:
         """Names of the modules whose inside is not the model's own code."""
@@ -112,5 +112,5 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     """How the sequence is cut in so many chunks."""
     if degree == 1:
         return None
-    experts, whole = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
-    return Chunks(degree, experts, whole, joins=not parallel.sequence_parallel)
+    experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
+    return Chunks(degree, experts, full, joins=not parallel.sequence_parallel)

@@ -120,10 +120,10 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     made = communicate(ALL_GATHER, x, axis, size)
     if dim == 0:
         return made
-    whole = [n * size if d == dim else n for d, n in enumerate(x.shape)]
+    full = [n * size if d == dim else n for d, n in enumerate(x.shape)]
     if math.prod(x.shape[:dim]) == 1:
-        return made.view(whole)
-    return made.view(size, *x.shape).movedim(0, dim).reshape(whole)
+        return made.view(full)
+    return made.view(size, *x.shape).movedim(0, dim).reshape(full)
 
 
 @unseen

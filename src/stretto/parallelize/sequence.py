@@ -92,7 +92,7 @@ def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
     modules with experts in them. Of modules within each other the outermost gathers. Raises UsageError for
     colwise modules that stand in no such module.
     """
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for name, style in styles.items():
         if style.kind in (*COLWISE, EXPERTS) and name.startswith(f"{blocks}."):
             parent = name.rpartition(".")[0]
@@ -102,8 +102,8 @@ def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
                     "of the sequence: put it in a module of its own (attention, MLP), which then gathers its "
                     "input"
                 )
-            found[parent] = None
-    return [name for name in found if found.keys().isdisjoint(_around(name))]
+            result[parent] = None
+    return [name for name in result if result.keys().isdisjoint(_around(name))]
 
 
 def _around(name: str) -> Iterator[str]:

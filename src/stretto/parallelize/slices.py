@@ -128,11 +128,11 @@ class Slices:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            found = own(*args, **kwargs)
-            if self.length is None or not self.is_slice(found):
-                return found
+            result = own(*args, **kwargs)
+            if self.length is None or not self.is_slice(result):
+                return result
             self.sliced = False
-            return joined(self.collect(found))
+            return joined(self.collect(result))
 
         return forward
 

@@ -220,7 +220,7 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
     whole. Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
     """
     plan = given_plan(model, given)
-    found: dict[str, Style] = {}
+    result: dict[str, Style] = {}
     dims: dict[str, tuple[Any, str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -234,20 +234,20 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
             dims.update(dict.fromkeys(of_experts, (style, where)))
             continue
         parse_style(style, where, modules[matched[0]] if matched else None)
-        found.update({name: parse_style(style, where, modules[name]) for name in matched})
+        result.update({name: parse_style(style, where, modules[name]) for name in matched})
     for name, (style, where) in dims.items():
         module, _, key = name.rpartition(".")
-        if module in found and found[module].kind == EXPERTS:
+        if module in result and result[module].kind == EXPERTS:
             dim = _dim_of(style, where, parameters[name])
-            found[module] = replace(found[module], dims=(*found[module].dims, (key, *dim)))
+            result[module] = replace(result[module], dims=(*result[module].dims, (key, *dim)))
         elif given is not None:
             raise UsageError(
                 f"tp_plan names the parameter {name!r}, which has a style only in a module of the style "
                 f"'experts': give {module!r} that style, or name the module"
             )
-    if not found:
+    if not result:
         raise UsageError(
             f"no module of {type(model).__name__} has a name of its tensor-parallel plan "
             f"({', '.join(plan)}): give a plan with tp_plan={{pattern: style}}"
         )
-    return found
+    return result

@@ -54,8 +54,8 @@ def tensor_parallel(
     styles = _vocabulary_fits(model, plan_of(model, plan), modules, size)
     _check_heads(model, size)
     copies, counts = shared_heads(model, modules, styles, size)
-    whole = (name for name in copies if name not in styles or styles[name].kind not in SPREAD)
-    styles |= dict.fromkeys(whole, Style("colwise"))
+    full = (name for name in copies if name not in styles or styles[name].kind not in SPREAD)
+    styles |= dict.fromkeys(full, Style("colwise"))
     first, tails = sequence_region(model, modules, styles) if sequence else (None, ())
     shards: dict[str, Shard] = {}
     for name, style in styles.items():
@@ -106,16 +106,14 @@ def _vocabulary_fits(
             )
             result[name] = Style("replicated")
     # A tie is spread in all its places or in none.
-    whole = {
+    full = {
         id(p)
         for name, style in result.items()
         if style.kind == "replicated"
         for p in modules[name].parameters(recurse=False)
     }
     for name, style in result.items():
-        if style.kind == "vocabulary" and any(
-            id(p) in whole for p in modules[name].parameters(recurse=False)
-        ):
+        if style.kind == "vocabulary" and any(id(p) in full for p in modules[name].parameters(recurse=False)):
             result[name] = Style("replicated")
     return result
 

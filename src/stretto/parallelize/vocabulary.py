@@ -70,17 +70,17 @@ class _Lookups(TorchFunctionMode):
         is left as it is, and refused by the proof of placements."""
         if max_norm is not None or scale_grad_by_freq or sparse:
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        whole = self._rows * self._size
+        full = self._rows * self._size
         local = input - ops.index(input, self._axis, self._size) * self._rows
         elsewhere = ((local < 0) | (local >= self._rows)).unsqueeze(-1)
-        found = F.embedding(local.masked_fill(elsewhere.squeeze(-1), 0), weight)
+        result = F.embedding(local.masked_fill(elsewhere.squeeze(-1), 0), weight)
         if padding_idx is not None:
             # The padding token's row is read, but never learns.
-            padding = padding_idx % whole
-            found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
-        unknown = ((input < 0) | (input >= whole)).unsqueeze(-1)
-        fill = torch.zeros_like(unknown, dtype=found.dtype).masked_fill(unknown, math.nan)
-        return ops.reduce(torch.where(elsewhere, fill, found), self._axis, self._size)
+            padding = padding_idx % full
+            result = torch.where((input == padding).unsqueeze(-1), result.detach(), result)
+        unknown = ((input < 0) | (input >= full)).unsqueeze(-1)
+        fill = torch.zeros_like(unknown, dtype=result.dtype).masked_fill(unknown, math.nan)
+        return ops.reduce(torch.where(elsewhere, fill, result), self._axis, self._size)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -182,15 +182,15 @@ class _Border:
     def _rows(self, name: str, spec: TensorSpec) -> str:
         """Make this rank's rows of a value; their name."""
         op = self._ops.get(name)
-        whole, part = rows_of(spec), part_of(spec, self._size)
+        full, part = rows_of(spec), part_of(spec, self._size)
         if op is None or not self._sum(name, spec):
-            return self._cut(name, whole)
+            return self._cut(name, full)
         self.gone.add(name)
         if op.target == WAIT:
             start = self._ops[op.uses[0]]
             self.gone.add(start.name)
             source = start.args[0]
-            rows = self._add(f"{start.name}_rows", VIEW, (source, whole.shape), whole, source.name)
+            rows = self._add(f"{start.name}_rows", VIEW, (source, full.shape), full, source.name)
             args = (Ref(rows), "sum", AXIS, self._size)
             scattered = self._add(f"{start.name}_part", REDUCE_SCATTER.target, args, part, None)
             return self._add(f"{name}_part", WAIT, (Ref(scattered),), part, scattered)

@@ -71,13 +71,14 @@ class _GradientSums:
         for grad in parameter.grads:
             stage, _, value = grad
             sums: list[str] = []
-            found = self._products(stage, value, sums)
-            if found is None or not sums:
+            result = self._products(stage, value, sums)
+            if result is None or not sums:
                 parts.append(grad)
                 continue
             self.gone |= {(stage, name) for name in sums}
             order = sorted(
-                (PHASES.index(self._made[stage, name][1]), self._made[stage, name][0], name) for name in found
+                (PHASES.index(self._made[stage, name][1]), self._made[stage, name][0], name)
+                for name in result
             )
             parts += [(stage, PHASES[phase], name) for phase, _, name in order]
         return replace(parameter, grads=tuple(parts))
@@ -93,10 +94,10 @@ class _GradientSums:
         if op.target != ADD or op.kwargs or not all(isinstance(arg, Ref) for arg in op.args):
             return None
         sums.append(value)
-        found: list[str] = []
+        result: list[str] = []
         for arg in op.args:
             inner = self._products(stage, arg.name, sums)
             if inner is None or self._made[stage, arg.name][2].outputs != op.outputs:
                 return None
-            found += inner
-        return found
+            result += inner
+        return result

@@ -30,19 +30,19 @@ class Graph:
 
     def users(self) -> dict[str, list[Op]]:
         """Value -> the ops that use it."""
-        found: dict[str, list[Op]] = defaultdict(list)
+        result: dict[str, list[Op]] = defaultdict(list)
         for op in self.ops:
             for name in op.uses:
-                found[name].append(op)
-        return found
+                result[name].append(op)
+        return result
 
     def specs(self) -> dict[str, TensorSpec]:
         """Value -> spec, for what is given and for all values of ops that are one tensor."""
-        found = dict(self.given)
+        result = dict(self.given)
         for op in self.ops:
             if len(op.outputs) == 1 and op.outputs[0] is not None:
-                found[op.name] = op.outputs[0]
-        return found
+                result[op.name] = op.outputs[0]
+        return result
 
     def is_backward(self, name: str) -> bool:
         """Whether an op belongs to the backward; one that a pass made, where what it replaces did."""

@@ -33,12 +33,12 @@ SAME = "aten.alias.default"
 def sent_once(step: Step, context: Context) -> Step:
     """The step in which no rank is sent a value twice; the step itself where none is."""
     ranks = step.schedule.stage_ranks
-    found: dict[int, Edge] = {}
+    result: dict[int, Edge] = {}
     for edge, holders in _later_readers(step.job):
         here = [holder for holder in holders if ranks[holder.target] == ranks[edge.target]]
         if here and ranks[edge.source] != ranks[edge.target]:
-            found[edge.index] = here[0]
-    return replace(step, job=_through(step.job, found)) if found else step
+            result[edge.index] = here[0]
+    return replace(step, job=_through(step.job, result)) if result else step
 
 
 def handed_on(step: Step, context: Context) -> Step:
@@ -49,15 +49,15 @@ def handed_on(step: Step, context: Context) -> Step:
     def us(sender: int, edge: Edge) -> float:
         return message_us(costs.link(ranks[sender], ranks[edge.target]), edge.spec.nbytes)
 
-    found: dict[int, Edge] = {}
+    result: dict[int, Edge] = {}
     for edge, holders in _later_readers(step.job):
         others = [holder for holder in holders if ranks[holder.target] != ranks[edge.target]]
         if ranks[edge.source] == ranks[edge.target] or len(others) < len(holders) or not others:
             continue
         nearest = min(reversed(others), key=lambda holder: us(holder.target, edge))
         if us(nearest.target, edge) <= us(edge.source, edge):
-            found[edge.index] = nearest
-    return replace(step, job=_through(step.job, found)) if found else step
+            result[edge.index] = nearest
+    return replace(step, job=_through(step.job, result)) if result else step
 
 
 def _later_readers(job: Job) -> Iterator[tuple[Edge, list[Edge]]]:

@@ -81,11 +81,11 @@ def _chosen(
 
     ratios = {value: max(ratio(edge) for edge in crossing if edge.value == value) for value in values}
     soon = [value for value in values if ratios[value] < SOONER]
-    alike = [value for value in values if ratios[value] * SOONER < 1.0]
-    if soon == alike:
+    same = [value for value in values if ratios[value] * SOONER < 1.0]
+    if soon == same:
         return soon
-    loads = [_busiest_us(job, costs, ranks, crossing, cut) for cut in (soon, alike)]
-    return alike if loads[1] < RELIEF * loads[0] else soon
+    loads = [_busiest_us(job, costs, ranks, crossing, cut) for cut in (soon, same)]
+    return same if loads[1] < RELIEF * loads[0] else soon
 
 
 def _busiest_us(
@@ -153,8 +153,8 @@ def divisible(job: Job, edges: Sequence[Edge]) -> list[str]:
     stay = differing_in(job, AXIS) | results
 
     def fits(spec: TensorSpec) -> bool:
-        whole = spec.stride is None and len(spec.shape) > 1 and spec.numel > 0
-        return whole and rows_of(spec).shape[0] % size == 0
+        full = spec.stride is None and len(spec.shape) > 1 and spec.numel > 0
+        return full and rows_of(spec).shape[0] % size == 0
 
     return list(dict.fromkeys(e.value for e in edges if e.value not in stay and fits(e.spec)))
 
@@ -179,20 +179,20 @@ def in_parts(job: Job, edges: Sequence[Edge], own: Mapping[str, str]) -> Job:
 
 def cut_rows(value: str, name: str, spec: TensorSpec, rows: TensorSpec, size: int, module: str) -> list[Op]:
     """The ops that make `name`, this rank's part of a value of `spec` seen as `rows`."""
-    found: list[Op] = []
+    result: list[Op] = []
     if rows != spec:
-        found.append(Op(f"{name}_rows", VIEW, (Ref(value), rows.shape), (), (rows,), value, module=module))
+        result.append(Op(f"{name}_rows", VIEW, (Ref(value), rows.shape), (), (rows,), value, module=module))
         value = f"{name}_rows"
     part = part_of(rows, size)
-    return [*found, Op(name, CHUNK, (Ref(value), 0, AXIS, size), (), (part,), value, module=module)]
+    return [*result, Op(name, CHUNK, (Ref(value), 0, AXIS, size), (), (part,), value, module=module)]
 
 
 def _gathered(edge: Edge, part: str, name: str, size: int, module: str) -> list[Op]:
     """The ops that make `name` of every rank's part."""
     rows, start = rows_of(edge.spec), f"{edge.value}_gather_{edge.target}"
     wait = name if rows == edge.spec else f"{start}_wait"
-    found = [Op(start, ALL_GATHER.target, (Ref(part), AXIS, size), (), (rows,), module=module)]
-    found.append(Op(wait, WAIT, (Ref(start),), (), (rows,), start, module=module))
+    result = [Op(start, ALL_GATHER.target, (Ref(part), AXIS, size), (), (rows,), module=module)]
+    result.append(Op(wait, WAIT, (Ref(start),), (), (rows,), start, module=module))
     if wait != name:
-        found.append(Op(name, VIEW, (Ref(wait), edge.spec.shape), (), (edge.spec,), start, module=module))
-    return found
+        result.append(Op(name, VIEW, (Ref(wait), edge.spec.shape), (), (edge.spec,), start, module=module))
+    return result

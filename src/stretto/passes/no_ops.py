@@ -124,10 +124,10 @@ class _NoOps:
         owner = self.owners.get(source, source)
         if owner.startswith("buffer/"):
             return None  # which a later op of the step may find written
-        whole = self.made.get(owner)
-        if whole is not None and whole.outputs[0] is not None:
+        full = self.made.get(owner)
+        if full is not None and full.outputs[0] is not None:
             spec = self.spec(source)
-            if spec is None or spec.nbytes < sum(s.nbytes for s in whole.outputs if s is not None):
+            if spec is None or spec.nbytes < sum(s.nbytes for s in full.outputs if s is not None):
                 return None  # the copy lets the larger tensor go
         return source
 
@@ -282,15 +282,15 @@ def equal_collectives(graph: Graph) -> Graph:
         if op.alias is not None and op.target != WAIT and len(op.uses) == 1:
             keys[op.name] = (op.target, keys.get(source, source), op.args[1:], op.kwargs)  # step 1
         elif op.kind is not None:
-            told = (
+            key = (
                 op.target,
                 keys.get(source, source),
                 op.args[1:],
                 not op.kind.in_place and graph.is_backward(op.name),
                 _place(op.module),
             )
-            if first.setdefault(told, op.name) != op.name:  # step 2
-                same[op.name] = first[told]
+            if first.setdefault(key, op.name) != op.name:  # step 2
+                same[op.name] = first[key]
                 continue
         elif op.target == WAIT and waits.setdefault(source, op.name) != op.name:
             same[op.name] = waits[source]

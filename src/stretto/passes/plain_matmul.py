@@ -28,7 +28,7 @@ def plain_matmuls(graph: Graph) -> Graph:
     """See the module."""
     specs, users = graph.specs(), graph.users()
     products = {op.name: op for op in graph.ops if op.target == BMM}
-    alone = {name for name in products if len(users[name]) == 1 and name not in graph.roots}
+    single = {name for name in products if len(users[name]) == 1 and name not in graph.roots}
     ops: list[Op] = []
     origin: dict[str, str] = {}
     for op in graph.ops:
@@ -36,7 +36,7 @@ def plain_matmuls(graph: Graph) -> Graph:
         if op.target == BMM:
             shares = any(ref.name in graph.spread for ref in op.args)
             new = _shared(op, specs) or (None if shares else _single(op, specs))
-        elif op.target == "aten.sum.dim_IntList" and op.args[0].name in alone:
+        elif op.target == "aten.sum.dim_IntList" and op.args[0].name in single:
             new = _summed(op, products[op.args[0].name], specs)
         ops += new or [op]
         origin.update((made.name, op.name) for made in new or () if made.name != op.name)

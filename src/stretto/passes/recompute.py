@@ -43,7 +43,7 @@ class Blocks:
             for prefix in numbered(module):
                 members.setdefault(prefix.rpartition(".")[0], set()).add(prefix)
         # A list of one is a list only if there is none of more: a wrapper's `0` holds the whole model.
-        least = 2 if any(len(found) > 1 for found in members.values()) else 1
+        least = 2 if any(len(result) > 1 for result in members.values()) else 1
         self._of: dict[str, str] = {}
         for module in modules:
             known = (p for p in numbered(module) if len(members[p.rpartition(".")[0]]) >= least)
@@ -56,7 +56,7 @@ class Blocks:
 
 def numbered(module: str) -> list[str]:
     """The parts of a module's path that end in a number, shortest first."""
-    return [module[: found.end()] for found in re.finditer(r"(?:^|\.)\d+(?=\.|$)", module)]
+    return [module[: result.end()] for result in re.finditer(r"(?:^|\.)\d+(?=\.|$)", module)]
 
 
 def borders(stage: Stage, blocks: Blocks, root: Mapping[str, str]) -> set[str]:
@@ -134,8 +134,8 @@ class _Repeat:
         self.sizes = sizes
         read = {name for op in self.forward for name in op.uses}
         # What is made of nothing, for the backward alone, would be left in F with no reader.
-        lone = {op.name for op in self.forward if not op.uses and op.name not in read}
-        self.again = closed(self.forward, again) - lone
+        single = {op.name for op in self.forward if not op.uses and op.name not in read}
+        self.again = closed(self.forward, again) - single
         self.needed = self._needed((Phase.I, Phase.W))
         self.new_name = {name: name + AGAIN for name in self.needed}
         taken = {op.name for ops in stage.ops.values() for op in ops}.intersection(self.new_name.values())
@@ -165,34 +165,34 @@ class _Repeat:
 
     def _in_i(self) -> set[str]:
         """Step 3: the repeated ops that stand in I; the others stand in W."""
-        found = self._needed((Phase.I,))
+        match = self._needed((Phase.I,))
         in_w: set[str] = set()
         # Storages that W reads, whoever made them: they are kept until then.
         until_w = {self._owner(name) for op in self.old.ops[Phase.W] for name in op.uses}
         parts: dict[str, list[Op]] = defaultdict(list)
         for op in reversed(self.forward):
-            if op.name in found:
-                found.update(self._inputs(op.name))
+            if op.name in match:
+                match.update(self._inputs(op.name))
             elif op.name not in self.needed or op.name in in_w:
                 continue
             elif op.target in (GETITEM, WAIT) and op.uses[0] in self.needed:
                 # A part goes with its tuple, a wait with its start: what decides is there.
                 parts[op.uses[0]].append(op)
-                if op.uses[0] in found:
-                    found.add(op.name)
+                if op.uses[0] in match:
+                    match.add(op.name)
             elif op.alias is not None:
                 until_w |= {self._owner(name) for name in op.uses}
             else:
                 together = (op, *parts[op.name])
                 result = sum(one.nbytes for one in together if one.name in until_w)
-                chain, reads = self._chain(op, found)
+                chain, reads = self._chain(op, match)
                 if sum(map(self._nbytes, reads - until_w)) <= result:
                     in_w |= chain
                     until_w |= reads
                 else:
-                    found.update(one.name for one in together)
-                    found.update(self._inputs(op.name))
-        return found
+                    match.update(one.name for one in together)
+                    match.update(self._inputs(op.name))
+        return match
 
     def _chain(self, op: Op, in_i: Collection[str]) -> tuple[set[str], set[str]]:
         """The op and those that have to stand in W if it does, and the storages that these read of others."""
@@ -218,19 +218,19 @@ class _Repeat:
         late = list(for_w)
         for op in self.old.ops[phase]:
             wanted = [name for name in op.uses if name in self.needed]
-            found: set[str] = set()
+            result: set[str] = set()
             while wanted:
                 name = wanted.pop()
-                if name not in done and name not in found:
-                    found.add(name)
+                if name not in done and name not in result:
+                    result.add(name)
                     wanted += self._inputs(name)
-            if found:
+            if result:
                 for name in late:
                     inputs = self._inputs(name)
-                    if inputs and all(use in done or use in found for use in inputs):
-                        found.add(name)
-                late = [name for name in late if name not in found]
-            yield from self._clones(found, done)
+                    if inputs and all(use in done or use in result for use in inputs):
+                        result.add(name)
+                late = [name for name in late if name not in result]
+            yield from self._clones(result, done)
             yield self._now(op)
         yield from self._clones(late, done)
 

@@ -111,13 +111,13 @@ def recompute(
 def gathers(stage: Stage) -> list[str]:
     """The ops of a stage's forward that gather, and that move what is gathered: views, and copies into
     another order."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for op in stage.ops[Phase.F]:
         # A wait is a view of its start.
-        moves = len(op.uses) == 1 and op.uses[0] in found and (op.alias is not None or op.target in MOVES)
+        moves = len(op.uses) == 1 and op.uses[0] in result and (op.alias is not None or op.target in MOVES)
         if op.target == ALL_GATHER.target or moves:
-            found[op.name] = None
-    return list(found)
+            result[op.name] = None
+    return list(result)
 
 
 def _full(stage: Stage, blocks: Blocks) -> list[str]:
@@ -146,9 +146,9 @@ def _selective(stage: Stage, blocks: Blocks, costs: Costs) -> set[str]:
 
 def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedule, peak_bytes: Peaks) -> Job:
     """The limit: of each rank's steps the fewest with which its peak is not above it."""
-    found = [StageChoice(stage, blocks, costs, cheap_only=False).steps() for stage in job.stages]
+    result = [StageChoice(stage, blocks, costs, cheap_only=False).steps() for stage in job.stages]
     steps = [
-        list(merged([block for stage in schedule.stages_of(rank) for block in found[stage]]))
+        list(merged([block for stage in schedule.stages_of(rank) for block in result[stage]]))
         for rank in range(schedule.ranks)
     ]
     lowest: list[int] = []

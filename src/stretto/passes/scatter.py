@@ -39,19 +39,19 @@ RESHAPES = (*VIEWS, "aten.reshape.default")
 
 def cut_before_adding(graph: Graph) -> Graph:
     """See the module."""
-    found = _Cut(graph)
+    result = _Cut(graph)
     made: dict[str, list[Op]] = {}
     gone: set[str] = set()
     origin: dict[str, str] = {}
     for chunk in graph.ops:
         if chunk.target != CHUNK:
             continue
-        path = found.path(chunk.args[0].name, chunk)
+        path = result.path(chunk.args[0].name, chunk)
         if path is None or len(path) < 3:
             continue
         start, wait, *between = path
-        made[start.name], made[wait.name] = found.summed(start, wait, chunk)
-        made[chunk.name] = list(found.added(wait, between, chunk))
+        made[start.name], made[wait.name] = result.summed(start, wait, chunk)
+        made[chunk.name] = list(result.added(wait, between, chunk))
         gone.update(op.name for op in between)
         origin.update((op.name, start.name) for op in made[start.name])
         origin.update((op.name, chunk.name) for op in made[chunk.name])
@@ -76,18 +76,18 @@ class _Cut:
         op = self._made.get(name)
         if op is None or name in self._roots or len(self._users[name]) != 1 or len(op.outputs) != 1:
             return None
-        whole = self._specs[chunk.args[0].name]
+        full = self._specs[chunk.args[0].name]
         if op.target == ALL_REDUCE.target:
-            alike = op.args[1] == "sum" and op.args[2] == chunk.args[2]
-            return [op] if alike and self._fits(op.args[0].name, whole) else None
+            same = op.args[1] == "sum" and op.args[2] == chunk.args[2]
+            return [op] if same and self._fits(op.args[0].name, full) else None
         spec = op.outputs[0]
         reshaped = op.target in RESHAPES
-        if spec is None or spec.dtype != whole.dtype or spec.stride is not None or spec.numel != whole.numel:
+        if spec is None or spec.dtype != full.dtype or spec.stride is not None or spec.numel != full.numel:
             return None
         if op.target == ADD:
             if op.kwargs or len(op.args) != 2 or len(op.uses) != 2:
                 return None
-            if any(self._specs.get(used, whole).shape != spec.shape for used in op.uses):
+            if any(self._specs.get(used, full).shape != spec.shape for used in op.uses):
                 return None
             if any(self._specs[used].dtype != spec.dtype for used in op.uses if used in self._specs):
                 return None
@@ -97,7 +97,7 @@ class _Cut:
             before = self.path(used, chunk)
             if before is not None:
                 other = op.uses[1 - at] if op.target == ADD else None
-                if other is None or (other in self._specs and self._fits(other, whole)):
+                if other is None or (other in self._specs and self._fits(other, full)):
                     return [*before, op]
         return None
 
@@ -108,14 +108,14 @@ class _Cut:
 
     def summed(self, start: Op, wait: Op, chunk: Op) -> tuple[list[Op], list[Op]]:
         """Step 2: the start and the wait."""
-        whole = self._specs[chunk.args[0].name]
-        before, source = self._shaped(start.args[0].name, whole, start)
+        full = self._specs[chunk.args[0].name]
+        before, source = self._shaped(start.args[0].name, full, start)
         args = (Ref(source), *start.args[1:])
-        return [*before, replace(start, args=args, outputs=(whole,))], [replace(wait, outputs=(whole,))]
+        return [*before, replace(start, args=args, outputs=(full,))], [replace(wait, outputs=(full,))]
 
     def added(self, wait: Op, between: list[Op], chunk: Op) -> Iterator[Op]:
         """Step 3, in the chunk's place."""
-        whole, slice_ = self._specs[chunk.args[0].name], chunk.outputs[0]
+        full, slice_ = self._specs[chunk.args[0].name], chunk.outputs[0]
         assert slice_ is not None
         adding = [op for op in between if op.target == ADD]
         own = f"{chunk.name}_0" if adding else chunk.name
@@ -126,7 +126,7 @@ class _Cut:
             if op.target == ADD:
                 at = op.uses.index(next(used for used in op.uses if used in reached))
                 name = chunk.name if op is adding[-1] else f"{op.name}_cut"
-                before, other = self._shaped(op.uses[1 - at], whole, chunk, f"{name}_1")
+                before, other = self._shaped(op.uses[1 - at], full, chunk, f"{name}_1")
                 yield from before
                 cut = f"{name}_part"
                 yield replace(chunk, name=cut, args=(Ref(other), *chunk.args[1:]), alias=other)
@@ -157,10 +157,10 @@ def reduce_scatter_chunks(graph: Graph) -> Graph:
     for start in graph.ops:
         if start.target != ALL_REDUCE.target or start.args[1] != "sum":
             continue
-        found = _chunks(start, users, graph.roots)
-        if found is None:
+        result = _chunks(start, users, graph.roots)
+        if result is None:
             continue
-        chunks, between = found
+        chunks, between = result
         new = list(_scattered(start, chunks[0]))
         made[start.name] = new
         gone.update(between)
@@ -213,10 +213,10 @@ def _chunks(
 
 def _scattered(start: Op, chunk: Op) -> Iterator[Op]:
     """Step 2."""
-    whole = start.outputs[0]
-    assert whole is not None
+    full = start.outputs[0]
+    assert full is not None
     source, axis, size, dim = start.args[0], str(start.args[2]), int(start.args[3]), int(chunk.args[1])
-    shape, dtype = whole.shape, whole.dtype
+    shape, dtype = full.shape, full.dtype
     part = shape[dim] // size
     name, module = start.name, start.module
     value: str = source.name

@@ -86,30 +86,30 @@ class _RowSearch:
         sizes = self.joins[join]
         if join in self.seen:
             return {}
-        spread = _Spread(self.made, self.specs, math.prod(sizes))
-        found, todo = spread.rows, spread.todo
-        spread.leading(join)
+        sharded = _Spread(self.made, self.specs, math.prod(sizes))
+        result, todo = sharded.rows, sharded.todo
+        sharded.leading(join)
         ends: list[str] = []
         while todo:
             name = todo.pop()
             if name in self.seen or name in self.graph.roots:
-                self.seen |= found.keys()
+                self.seen |= result.keys()
                 return {}
             self.seen.add(name)
             if name in self.joins:
                 ends.append(name)
                 fits = self.joins[name] == sizes
             else:
-                fits = spread.made_by(self.made[name])
+                fits = sharded.made_by(self.made[name])
             for user in self.users.get(name, ()):
                 cut = self._cut_of(user)
                 if cut is None:
-                    fits = fits and spread.used_by(user, name)
+                    fits = fits and sharded.used_by(user, name)
                 else:
                     ends.append(cut)
-                    fits = fits and self.cuts[cut] == sizes and found[name][0] == 0
+                    fits = fits and self.cuts[cut] == sizes and result[name][0] == 0
             if not fits:
-                self.seen |= found.keys()
+                self.seen |= result.keys()
                 return {}
         return {end: self._as_view(end) for end in ends}
 

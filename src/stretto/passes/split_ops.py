@@ -101,13 +101,13 @@ def chains(stage: Stage) -> list[Chain]:
         for op in stage.ops[phase]:
             for name in op.uses:
                 users.setdefault(name, []).append(op)
-    found: list[Chain] = []
+    result: list[Chain] = []
     for phase in PHASES:
         here = {op.name: op for op in stage.ops[phase]}
         for start in stage.ops[phase]:
-            summed = start.kind is not None and start.kind.sums and start.how == "sum"
+            reduced = start.kind is not None and start.kind.sums and start.how == "sum"
             waits = users.get(start.name, [])
-            if not summed or len(waits) != 1 or waits[0].target != WAIT or waits[0].name not in here:
+            if not reduced or len(waits) != 1 or waits[0].target != WAIT or waits[0].name not in here:
                 continue
             between: list[Op] = []
             source: Op | None = here.get(start.args[0].name)
@@ -120,8 +120,8 @@ def chains(stage: Stage) -> list[Chain]:
             if made is None or last is None or len(last.shape) < 2:
                 continue  # of one dim: the columns are what is scattered
             if last.shape[-1] == made.shape[1]:
-                found.append(Chain(stage.index, phase, source, tuple(reversed(between)), start, waits[0]))
-    return found
+                result.append(Chain(stage.index, phase, source, tuple(reversed(between)), start, waits[0]))
+    return result
 
 
 def _keeps_columns(op: Op, here: Mapping[str, Op]) -> bool:
@@ -219,11 +219,11 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
     made = [columns]
     before: TensorSpec | None = None
     for op in (product, *chain.between, chain.start):
-        whole = op.outputs[0]
-        assert whole is not None
-        shape = (*whole.shape[:-1], width)
+        full = op.outputs[0]
+        assert full is not None
+        shape = (*full.shape[:-1], width)
         args = (Ref(made[-1].name), *op.args[1:])
-        result = TensorSpec(shape, whole.dtype)
+        result = TensorSpec(shape, full.dtype)
         if op is product:
             args = (op.args[0], Ref(columns.name))
         elif op.target in VIEWS:
@@ -231,7 +231,7 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
         elif op.target == PERMUTE:
             assert before is not None
             strides = strides_of(before)
-            result = spec_with(shape, whole.dtype, [strides[int(d) % len(shape)] for d in op.args[1]])
+            result = spec_with(shape, full.dtype, [strides[int(d) % len(shape)] for d in op.args[1]])
         name, alias = f"{op.name}_part{part}", None if op.alias is None else made[-1].name
         flops = op.flops * width // chain.columns
         made.append(replace(op, name=name, args=args, outputs=(result,), alias=alias, flops=flops))
@@ -241,14 +241,14 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
 
 def _join(chain: Chain) -> list[Op]:
     """The waits, and the copy that has the name of the whole's wait."""
-    whole = chain.wait.outputs[0]
-    assert whole is not None
+    full = chain.wait.outputs[0]
+    assert full is not None
     waits = []
     for part in range(chain.parts):
-        spec = TensorSpec((*whole.shape[:-1], chain.columns // chain.parts), whole.dtype)
+        spec = TensorSpec((*full.shape[:-1], chain.columns // chain.parts), full.dtype)
         start = f"{chain.start.name}_part{part}"
         name = f"{chain.wait.name}_part{part}"
         waits.append(replace(chain.wait, name=name, args=(Ref(start),), outputs=(spec,), alias=start))
     parts = tuple(Ref(wait.name) for wait in waits)
-    join = replace(chain.wait, target="aten.cat.default", args=(parts, len(whole.shape) - 1), alias=None)
+    join = replace(chain.wait, target="aten.cat.default", args=(parts, len(full.shape) - 1), alias=None)
     return [*waits, join]

@@ -107,7 +107,7 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
     if described_results is None:
         return None
     if isinstance(described_results, Sequence):
-        found = [None if spec is None else absent(spec) for spec in described_results]
+        result = [None if spec is None else absent(spec) for spec in described_results]
         # One tensor list is a list; several results are a tuple.
-        return found if len(op._schema.returns) == 1 else tuple(found)
+        return result if len(op._schema.returns) == 1 else tuple(result)
     return absent(described_results)

@@ -88,8 +88,8 @@ def part_of(
     Outside autograd.
     """
     target = with_placements(spec, placements)
-    found: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
-    return found
+    result: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
+    return result
 
 
 def shown_as(x: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> None:

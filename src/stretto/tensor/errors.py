@@ -68,9 +68,9 @@ def _target_for(one: DTensor, other: DTensor) -> str:
 
 def ranks_out_of_order(op: object, tensors: Sequence[torch.Tensor]) -> UsageError:
     """An op would redistribute on a mesh where PyTorch's collectives put parts in the wrong places."""
-    found = [x for x in tensors if isinstance(x, DTensor)]
+    result = [x for x in tensors if isinstance(x, DTensor)]
     return UsageError(
-        f"{op} of {', and of '.join(tensor_name(x) for x in found)}: it would redistribute them, and on a "
+        f"{op} of {', and of '.join(tensor_name(x) for x in result)}: it would redistribute them, and on a "
         "mesh whose ranks do not ascend along each axis PyTorch's collectives put parts in the wrong places. "
         "Bring them to placements that need no communication with stretto.reshard, which is right there, or "
         "to a mesh with ascending ranks"
@@ -96,9 +96,9 @@ def _saying(text: str) -> Callable[..., UsageError]:
         if isinstance(other, torch.Tensor):
             words["other"] = tensor_name(other)
         if isinstance(on_mesh, DTensor):
-            whole = f"[{', '.join(['Replicate()'] * on_mesh.device_mesh.ndim)}]"
-            words["reshard"] = f"stretto.reshard(x, x.device_mesh, {whole})"
-            words |= {"placed": placements_name(on_mesh.placements), "whole": whole}
+            full = f"[{', '.join(['Replicate()'] * on_mesh.device_mesh.ndim)}]"
+            words["reshard"] = f"stretto.reshard(x, x.device_mesh, {full})"
+            words |= {"placed": placements_name(on_mesh.placements), "whole": full}
         return UsageError(text.format(**words))
 
     return error

@@ -120,16 +120,16 @@ def _part(
         part = part.narrow(dim, start, stop - start)
     part = part.to(mesh.device_type)
     # A view would hold the memory of the whole.
-    whole = part.numel() == tensor.numel()
-    return part if whole else part.clone(memory_format=torch.contiguous_format)
+    full = part.numel() == tensor.numel()
+    return part if full else part.clone(memory_format=torch.contiguous_format)
 
 
 def _shard_module(module: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> None:
     made: dict[torch.Tensor, torch.Tensor] = {}
     for inner in module.modules():
-        for held in (inner._parameters, inner._buffers):
-            for name, tensor in held.items():
+        for kept in (inner._parameters, inner._buffers):
+            for name, tensor in kept.items():
                 if tensor is not None:
                     if tensor not in made:
                         made[tensor] = _shard_tensor(tensor, mesh, placements)
-                    held[name] = made[tensor]  # type: ignore[assignment]
+                    kept[name] = made[tensor]  # type: ignore[assignment]

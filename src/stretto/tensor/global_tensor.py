@@ -132,15 +132,15 @@ class GlobalTensor(DTensor):
         return known_whole(self.detach(), "numpy").numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype, copy=False)
+        result = self.numpy()
+        return result if dtype is None else result.astype(dtype, copy=False)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 and spec else object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = "not on this rank" if is_absent(self.device_mesh) else f"this rank's part: {local_of(self)}"
-        return f"GlobalTensor({errors.tensor_name(self)}; {held})"
+        kept = "not on this rank" if is_absent(self.device_mesh) else f"this rank's part: {local_of(self)}"
+        return f"GlobalTensor({errors.tensor_name(self)}; {kept})"
 
 
 Redistribute = Callable[[GlobalTensor, DeviceMesh, Sequence[Placement], bool], GlobalTensor]
@@ -222,16 +222,16 @@ def _reduced(value: Any) -> Any:
         return type(value)(_reduced(item) for item in value)
     if not isinstance(value, DTensor) or not is_partial(value):
         return value
-    whole = [Replicate() if p.is_partial() else p for p in value.placements]
-    return placed(value, whole, global_tensor)
+    full = [Replicate() if p.is_partial() else p for p in value.placements]
+    return placed(value, full, global_tensor)
 
 
 def _as_whole(value: Any) -> Any:
     """A Partial tensor of which the shape alone counts, as if it were whole."""
     if not isinstance(value, DTensor) or not is_partial(value):
         return value
-    whole = [Replicate() if p.is_partial() else p for p in value.placements]
-    return global_tensor(local_of(value), with_placements(spec_of(value), whole))
+    full = [Replicate() if p.is_partial() else p for p in value.placements]
+    return global_tensor(local_of(value), with_placements(spec_of(value), full))
 
 
 def known_whole(value: Any, op: object) -> Any:
@@ -292,13 +292,13 @@ def _rewrapped(value: Any, owners: dict[int, GlobalTensor]) -> Any:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
+    result = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            result.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
+            result.extend(item for item in value if isinstance(item, torch.Tensor))
+    return result
 
 
 def _one_mesh(op: Any, leaves: list[torch.Tensor]) -> DeviceMesh:

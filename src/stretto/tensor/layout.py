@@ -142,12 +142,12 @@ class Layout:
         On a Partial axis of another reduction (avg, max, min) every rank holds the value.
         Raises UsageError for reductions for which neither gives the value back.
         """
-        summed = []
+        reduced = []
         for axis in self.partial_axes:
             placement = self.placements[axis]
             assert isinstance(placement, Partial)
             if placement.reduce_op == "sum":
-                summed.append(axis)
+                reduced.append(axis)
             elif placement.reduce_op not in COPYING_REDUCTIONS:
                 raise UsageError(
                     f"a value cannot be laid out as {placement!r} on mesh {self.mesh_ranks}: a rank's "
@@ -155,12 +155,12 @@ class Layout:
                 )
         coordinates = product(*(range(size) for size in self.mesh_shape))
         return tuple(
-            rank for rank, where in zip(self.ranks, coordinates) if any(where[axis] for axis in summed)
+            rank for rank, where in zip(self.ranks, coordinates) if any(where[axis] for axis in reduced)
         )
 
     def __str__(self) -> str:
-        held = ", ".join(str(placement) for placement in self.placements)
-        return f"[{held}] on mesh {self.mesh_ranks}"
+        kept = ", ".join(str(placement) for placement in self.placements)
+        return f"[{kept}] on mesh {self.mesh_ranks}"
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:

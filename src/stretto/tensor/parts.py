@@ -135,13 +135,13 @@ def _spec(x: torch.Tensor | Meta) -> TensorSpec:
 def _free(rule: Dims, inputs: Sequence[tuple[int | None, ...]]) -> list[FreeDim]:
     """inputs: labels of the tensors on a mesh."""
     named = dict.fromkeys(label for labels in inputs for label in labels if label is not None)
-    found = []
+    result = []
     for label in sorted(named.keys() - rule.whole):
         results = results_along(rule, label)
         if results is not None and not (SUMMED in results and rule.added):
             arguments = tuple(labels.index(label) if label in labels else None for labels in inputs)
-            found.append(FreeDim(arguments, results))
-    return found
+            result.append(FreeDim(arguments, results))
+    return result
 
 
 def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Any:
@@ -215,13 +215,13 @@ def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     """Of each argument, by name, which of the tensors on the mesh it holds, counted in the order of all. A
     tensor that is given twice counts twice."""
     names = [argument.name for argument in op._schema.arguments]
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     count = 0
     for name, value in (*zip(names, args), *kwargs.items()):
         here = sum(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
-        found[name] = tuple(range(count, count + here))
+        result[name] = tuple(range(count, count + here))
         count += here
-    return found
+    return result
 
 
 def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
@@ -308,10 +308,10 @@ def part_under(
     becomes = [new.is_partial() and new != old for old, new in zip(spec.placements, placements)]
     if any(becomes) and captured() is not None:  # there, no rank knows which it is
         return part_of(local, spec, placements)
-    through = [Replicate() if summed else new for summed, new in zip(becomes, placements)]
+    through = [Replicate() if reduced else new for reduced, new in zip(becomes, placements)]
     if any(old != new and mesh.size(a) > 1 for a, (old, new) in enumerate(zip(spec.placements, through))):
         local = part_of(local, spec, through, async_op)
-    new_only = tuple(p if summed else Replicate() for summed, p in zip(becomes, placements))
+    new_only = tuple(p if reduced else Replicate() for reduced, p in zip(becomes, placements))
     if any(becomes) and dist.get_rank() in layout_on(mesh, new_only).zero_ranks():
         return torch.zeros_like(local)
     return local
@@ -319,12 +319,12 @@ def part_under(
 
 def written_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All arguments that an op writes, also those that it does not give back (running statistics)."""
-    found: list[Any] = []
+    result: list[Any] = []
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return found
+            result.extend(value if isinstance(value, (list, tuple)) else [value])
+    return result
 
 
 Described = tuple[tuple[Meta | None, ...], TreeSpec]

@@ -100,5 +100,5 @@ def keep_elsewhere(placement: Placement, elsewhere: torch.Tensor) -> None:
 
 def elsewhere_of(placement: Placement) -> torch.Tensor:
     """Which of the indices are in other ranks' rows: what was kept."""
-    found: torch.Tensor = placement.mask_buffer.data  # type: ignore[attr-defined]
-    return found
+    result: torch.Tensor = placement.mask_buffer.data  # type: ignore[attr-defined]
+    return result

@@ -252,10 +252,10 @@ def reduction_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """All arguments in their order."""
-    found = list(args)
+    result = list(args)
     for argument in op._schema.arguments[len(args) :]:
-        found.append(kwargs.get(argument.name, argument.default_value))
-    return tuple(found)
+        result.append(kwargs.get(argument.name, argument.default_value))
+    return tuple(result)
 
 
 def _reduction_at(op: Any) -> int:

@@ -87,8 +87,8 @@ class Agreement:
 
     def _first(self, key: str, text: str) -> tuple[str, str]:
         """What the first rank to come to a key has written there: that rank, and its text."""
-        found = self._ask("compare_set", key, "", f"{self.rank}|{text}")
-        whose, _, first = (f"{self.rank}|{text}" if found is None else found.decode()).partition("|")
+        result = self._ask("compare_set", key, "", f"{self.rank}|{text}")
+        whose, _, first = (f"{self.rank}|{text}" if result is None else result.decode()).partition("|")
         return whose, first
 
     def enter(self, text: str) -> int:
@@ -117,10 +117,10 @@ class Agreement:
         return RunError(text)
 
     def _raise_if_alarmed(self) -> None:
-        found = self._ask("get", ALARM) if self._ask("check", [ALARM]) else None
-        if found is not None:
+        result = self._ask("get", ALARM) if self._ask("check", [ALARM]) else None
+        if result is not None:
             self._told = True
-            whose, _, text = found.decode().partition("|")
+            whose, _, text = result.decode().partition("|")
             raise RunError(
                 f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
             )

@@ -49,13 +49,13 @@ def checked_move(
     where = f"{which} of {errors.tensor_name(x)}"
     if isinstance(mesh, (list, tuple)) and any(isinstance(one, DeviceMesh) for one in mesh):
         raise UsageError(f"{where}: takes one DeviceMesh, not {len(mesh)}; for several: {HOW_SEVERAL}")
-    found = checked_placements(where, tuple(x.shape), mesh, placements)
+    result = checked_placements(where, tuple(x.shape), mesh, placements)
     if mesh.device_type != x.device_mesh.device_type:
         raise UsageError(
             f"{where}: to mesh {errors.mesh_name(mesh)} of device type {mesh.device_type!r}, from "
             f"{x.device_mesh.device_type!r}; both meshes must have one device type"
         )
-    return found
+    return result
 
 
 def checked_moves(moves: Any) -> tuple[list[DTensor], tuple[Move, ...]]:
@@ -67,7 +67,7 @@ def checked_moves(moves: Any) -> tuple[list[DTensor], tuple[Move, ...]]:
         given = errors.tensor_name(moves) if isinstance(moves, DTensor) else f"a {type(moves).__name__}"
         raise UsageError(f"reshard_all: {given} is not a list of moves; write {HOW_SEVERAL}")
     tensors: list[DTensor] = []
-    found: list[Move] = []
+    result: list[Move] = []
     for number, move in enumerate(moves):
         which = f"reshard_all, move {number}"
         if isinstance(move, DTensor) or not isinstance(move, Sequence) or len(move) != 3:
@@ -85,8 +85,8 @@ def checked_moves(moves: Any) -> tuple[list[DTensor], tuple[Move, ...]]:
         at = next((at for at, one in enumerate(tensors) if one is x), len(tensors))
         if at == len(tensors):
             tensors.append(x)
-        found.append(Move(at, mesh, placements))
-    return tensors, tuple(found)
+        result.append(Move(at, mesh, placements))
+    return tensors, tuple(result)
 
 
 def check_way(tensors: Sequence[DTensor], mode: Mode, in_flight_bytes: int) -> None:
@@ -132,22 +132,22 @@ def checked_placements(
             f"{where}: mesh {errors.mesh_name(mesh)} has {mesh.ndim} axes, but there are {len(placements)} "
             f"placements {list(placements)}; give one for each axis"
         )
-    found: list[Placement] = []
+    result: list[Placement] = []
     for axis, placement in enumerate(placements):
         if type(placement) is Shard:
             try:
-                found.append(Shard(sharded_dim(placement, shape)))
+                result.append(Shard(sharded_dim(placement, shape)))
             except UsageError as error:
                 raise UsageError(f"{where}, axis {axis} of mesh {errors.mesh_name(mesh)}: {error}") from None
         elif type(placement) is Replicate or isinstance(placement, Partial):
-            found.append(placement)
+            result.append(placement)
         else:
             raise UsageError(
                 f"{where}: axis {axis} of mesh {errors.mesh_name(mesh)} has {placement!r}; use Shard(dim), "
                 "Replicate() or Partial()"
             )
-    layout_on(mesh, tuple(found)).zero_ranks()  # refuses reductions that no value can be laid out for
-    return tuple(found)
+    layout_on(mesh, tuple(result)).zero_ranks()  # refuses reductions that no value can be laid out for
+    return tuple(result)
 
 
 WRITTEN = re.compile(r"([0-9]{1,12})x([0-9]{1,12}):((?:R|S[01]+)*)")

@@ -41,10 +41,10 @@ class LocalBox:
         """The elements of a box within the part; not a copy."""
         assert self.region is not None, "the plan reads and writes only on the mesh"
         assert self.tensor is not None, "a rank of the mesh has a part"
-        found = self.tensor
+        result = self.tensor
         for dim, ((start, stop), (first, _)) in enumerate(zip(box, self.region)):
-            found = found.narrow(dim, start - first, stop - start)
-        return found
+            result = result.narrow(dim, start - first, stop - start)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ def execute(
     rank = lines.agreed.rank
     for copy in plan.copies:
         if copy.rank == rank:
-            held = sources[copy.tensor].at(copy.region)
+            kept = sources[copy.tensor].at(copy.region)
             for place in _places(targets[copy.tensor], copy.region):
-                place.copy_(held)
+                place.copy_(kept)
     # An accelerator's stream does one after the other: what is started ahead would wait in front.
     filled = [part.tensor for parts in targets for part in parts if part.tensor is not None]
     ahead = all(tensor.device.type == "cpu" for tensor in filled)
@@ -113,9 +113,9 @@ def execute(
 
 def _places(parts: Sequence[LocalBox], box: Region) -> list[torch.Tensor]:
     """Where a box lies in the parts that hold it, one at least; boxes lie within a part or beside it."""
-    found = [part.at(box) for part in parts if part.holds(box)]
-    assert found, "the plan sends a rank what it needs"
-    return found
+    result = [part.at(box) for part in parts if part.holds(box)]
+    assert result, "the plan sends a rank what it needs"
+    return result
 
 
 def _receive(

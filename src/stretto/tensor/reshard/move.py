@@ -64,15 +64,15 @@ def between(
             for at, x in tensors.items()
         )
         planned = _plan(asked, mode)
-        held, wanted = [], []
+        kept, wanted = [], []
         numbers = list(tensors)
         for which, chosen in planned.parts:
             at = numbers[which]
             shape = tuple(tensors[at].shape)
-            held.append(LocalBox(sources[at].region(shape, rank), local_of(tensors[at])))
+            kept.append(LocalBox(sources[at].region(shape, rank), local_of(tensors[at])))
             goes = [moves_of[at][choice] for choice in chosen]
             wanted.append([LocalBox(targets[i].region(shape, rank), parts[i]) for i in goes])
-        execute(planned.plan, held, wanted, lines(), group, in_flight_bytes)
+        execute(planned.plan, kept, wanted, lines(), group, in_flight_bytes)
     return [_result(tensors[move.tensor], move, part) for move, part in zip(moves, parts)]
 
 
@@ -164,9 +164,9 @@ def reshard_all(
     program = captured()
     if program is not None:
         return tuple(program.reshard(*move) for move in moves)
-    tensors, found = checked_moves(moves)
+    tensors, result = checked_moves(moves)
     check_way(tensors, mode, in_flight_bytes)
-    return _agreed(tensors, found, _Way(True, in_flight_bytes, mode))
+    return _agreed(tensors, result, _Way(True, in_flight_bytes, mode))
 
 
 def _redistributed(
@@ -226,9 +226,9 @@ class _Moves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> Any:
         """Step 5. Ranks run one backward pass, so they agree on which gradients there are."""
-        found = [(move, gradient) for move, gradient in zip(ctx.moves, gradients) if gradient is not None]
-        moves = tuple(Move(at, *ctx.back[move.tensor]) for at, (move, _) in enumerate(found))
-        there = [gradient for _, gradient in found]
+        result = [(move, gradient) for move, gradient in zip(ctx.moves, gradients) if gradient is not None]
+        moves = tuple(Move(at, *ctx.back[move.tensor]) for at, (move, _) in enumerate(result))
+        there = [gradient for _, gradient in result]
         if not there:
             back: tuple[GlobalTensor, ...] = ()
         elif ctx.way.agreed:
@@ -239,7 +239,7 @@ class _Moves(torch.autograd.Function):
                 for gradient, move in zip(there, moves)
             )
         sums: list[torch.Tensor | None] = [None] * len(ctx.back)
-        for (move, _), part in zip(found, back):
+        for (move, _), part in zip(result, back):
             before = sums[move.tensor]
             sums[move.tensor] = part if before is None else before + part
         return None, None, *sums

@@ -135,12 +135,12 @@ class SendArranger:
             return timeline.earliest_us(takes), rule(loads, takes.arrival_us), i
 
         # sends that take the same of the same links are equally good: one of each kind stands in the heap
-        alike: dict[Footprint, deque[int]] = defaultdict(deque)
+        same: dict[Footprint, deque[int]] = defaultdict(deque)
         for i, way in enumerate(ways):
-            alike[way.takes].append(i)
+            same[way.takes].append(i)
         # starts only move later and remaining loads only shrink, so a key only grows: one that is unchanged
         # when it comes up is the least of all
-        heap = [key(queue.popleft()) for queue in alike.values()]
+        heap = [key(queue.popleft()) for queue in same.values()]
         heapq.heapify(heap)
         while heap:
             i = heap[0][2]
@@ -152,7 +152,7 @@ class SendArranger:
             timeline.place(ways[i].takes)
             for link, from_us, to_us in ways[i].takes.uses:
                 remaining[link] -= to_us - from_us
-            queue = alike[ways[i].takes]
+            queue = same[ways[i].takes]
             if queue:
                 heapq.heapreplace(heap, key(queue.popleft()))
             else:

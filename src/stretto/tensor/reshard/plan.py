@@ -161,8 +161,8 @@ def plan_reshards(
         return _plan(tensors, needs, arranger, arranger.naive(), mode, bound)
     # a mode may need more of the links than the best one: where it does, that is as far as it gets
     within_mode = bound_us(arranger.sends, hosts)
-    arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
-    return _plan(tensors, needs, arranger, found, mode, bound)
+    arranger, result = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
+    return _plan(tensors, needs, arranger, result, mode, bound)
 
 
 def _cut_if_better(
@@ -254,13 +254,13 @@ def plan_together(
     See `plan_reshards` for the rest.
     """
     joined: frozenset[int] = frozenset()
-    found = _planned(tensors, joined, hosts, mode, piece_bytes)
+    result = _planned(tensors, joined, hosts, mode, piece_bytes)
     for index, tensor in enumerate(tensors):
         if sum(not target.partial_axes for target in tensor.targets) > 1:
             other = _planned(tensors, joined | {index}, hosts, mode, piece_bytes)
-            if _is_better(other.plan, found.plan):
-                joined, found = joined | {index}, other
-    return found
+            if _is_better(other.plan, result.plan):
+                joined, result = joined | {index}, other
+    return result
 
 
 def _planned(

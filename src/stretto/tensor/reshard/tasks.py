@@ -96,10 +96,10 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
         _check(tensor)
         nothing = tensor.targets[0].zero_ranks()
         zeros += [(index, rank) for rank in nothing]
-        held = [_tiles(tensor.source, tensor.shape)]
+        kept = [_tiles(tensor.source, tensor.shape)]
         needed = [_tiles(target, tensor.shape, leave_out=nothing) for target in tensor.targets]
         for tile, needers in _needed(needed):
-            for region, holders in _pieces(tile, held):
+            for region, holders in _pieces(tile, kept):
                 nbytes = region_count(region) * tensor.itemsize_bytes
                 copies += [Copy(index, region, nbytes, rank) for rank in needers if rank in holders]
                 receivers = tuple(rank for rank in needers if rank not in holders)
@@ -151,11 +151,11 @@ def _tiles(
     layout: Layout, shape: tuple[int, ...], leave_out: tuple[int, ...] = ()
 ) -> dict[Region, list[int]]:
     """Distinct boxes of a layout that are not empty, each with its ranks in order of the mesh."""
-    found: dict[Region, list[int]] = defaultdict(list)
+    result: dict[Region, list[int]] = defaultdict(list)
     for rank, region in layout.regions(shape).items():
         if region_count(region) and rank not in leave_out:
-            found[region].append(rank)
-    return found
+            result[region].append(rank)
+    return result
 
 
 def _check(tensor: Tensor) -> None:
@@ -184,10 +184,10 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 def by_host(ranks: Iterable[int], hosts: Hosts) -> list[tuple[int, ...]]:
     """The ranks of each host, in the order given."""
-    found: dict[int, list[int]] = defaultdict(list)
+    result: dict[int, list[int]] = defaultdict(list)
     for rank in ranks:
-        found[hosts[rank]].append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        result[hosts[rank]].append(rank)
+    return [tuple(ranks) for ranks in result.values()]
 
 
 def sends_of(
