@@ -1,17 +1,18 @@
-"""The model alone beside the spread one: its calls must be the same, on tensors of the shapes that it would
+"""The model alone beside the sharded one: its calls must be the same, on tensors of the shapes that it would
 have.
 
-A spread model runs the user's code on a rank's parts. That code may look at shapes, and make numbers of them:
-divide by `x.shape[-1]`, view as so many heads, branch. No rule for ops can see that such a number counts a
-part, where the model alone counts the whole. So the model alone is run first, on tensors without storage:
+A sharded model runs the user's code on a rank's parts. That code may look at shapes, and make numbers of
+them: divide by `x.shape[-1]`, view as so many heads, branch. No rule for ops can see that such a number
+counts a part, where the model alone counts the full tensor. So the model alone is run first, on tensors
+without storage:
 
     1. Of each call of a PyTorch function in it: which, with what numbers, giving what shapes.
-    2. The spread model must make the same calls, in each module and visit of it. Numbers may differ where
+    2. The sharded model must make the same calls, in each module and visit of it. Numbers may differ where
        they are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
     3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
-       placements (`stretto.capture.proof`) must come to it from the rank's shape and what is spread.
+       placements (`stretto.capture.proof`) must come to it from the rank's shape and what is sharded.
 
-Modules that are spread by a style are one call each: what is in them is the library's own, as is what split
+Modules that are sharded by a style are one call each: what is in them is the library's own, as is what split
 logits do for a function that is called with them.
 """
 
@@ -101,7 +102,7 @@ Key = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Matched:
-    """A call of the spread model. local, whole: shapes of its results on a rank, and in the model alone.
+    """A call of the sharded model. local, whole: shapes of its results on a rank, and in the model alone.
     scaled: its bounds count a rank's part. repeated: heads of keys were repeated before, which a rank left
         out. chunks: of a sequence in chunks, each chunk's own (local, whole) of its results."""
 
@@ -325,7 +326,7 @@ def _shapes(output: Any) -> tuple[Shape, ...]:
 
 
 def _in_chunks(output: Any, whole: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
-    """`Matched.chunks`: a chunk is as large a share of the whole there as here."""
+    """`Matched.chunks`: a chunk is as large a share of the full tensor there as here."""
     items = [x for x in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(x, Tensor)]
     cut = [x for x in items if isinstance(x, Chunked)]
     result = []

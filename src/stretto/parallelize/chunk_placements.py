@@ -1,9 +1,10 @@
-"""What a call makes of chunks, as if these were ranks: cut, an addend, equal, or none of it.
+"""What a call makes of chunks, as if these were ranks: cut, a partial, equal, or none of it.
 
-    1. The call is made on the first chunk and on the whole, without values. Of both must come the same ops.
+    1. The call is made on the first chunk and on the full tensor, without values. Both must give the same
+    ops.
     2. The ops of the chunk are placed in order (`stretto.ir.placements`). A view of a chunk may be a cut in
-       several ways: those that make the shape that the whole has there are kept, and where there is none, the
-       result has no placement.
+       several ways: those that make the shape that the full tensor has there are kept, and where there is
+       none, the result has no placement.
 
 Touches `stretto.ir`, and tensors without values.
 """
@@ -36,7 +37,7 @@ def placements_of(
     """Of each tensor that the call returns; None where one has no placement, or something is no tensor.
 
     call: of a list of arguments. held: how those of `chunk_leaves` that are cut are. count: of chunks. ratio:
-    of the whole's length to the first chunk's.
+    of the full tensor's length to the first chunk's.
     """
     chunk, full = Recorded(), Recorded()
     try:
@@ -47,7 +48,7 @@ def placements_of(
             with full:
                 others, _ = tree_flatten(call(wholes))
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-        return None  # what is wrong with the whole, the whole will say
+        return None  # what is wrong with the full tensor, the full tensor will say
     if not outs or not all(isinstance(out, Tensor) for out in outs):
         return None
     same = [op.target for op in chunk.ops] == [op.target for op in full.ops]
@@ -83,7 +84,7 @@ def _fitting(
     placement: Placement, chunk: Sequence[int], whole: Sequence[int], ratio: Fraction
 ) -> Placement | None:
     """The placement with the cuts that make a whole of that shape of chunks of this; None where none does.
-    ratio: of the whole's length to the first chunk's."""
+    ratio: of the full tensor's length to the first chunk's."""
     if len(chunk) != len(whole):
         return None
     unlike = [dim for dim, (n, m) in enumerate(zip(chunk, whole, strict=True)) if n != m]

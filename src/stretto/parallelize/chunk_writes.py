@@ -1,7 +1,7 @@
 """Writes in place to a sequence in chunks: they are refused where the uncut model would write elsewhere too.
 
 What is made of joined chunks may be a view of the sequence in the uncut model, such as x[:, 0], and here it
-is a view of a copy. From then on neither may be written into. A tensor of the same memory stands for either.
+is a view of a copy. From then on neither may be written into. A tensor of the same memory counts as either.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Tensors that are cut in chunks along the sequence, and look whole to the code that gets them.
 
-    1. What is called on a cut tensor is called on its first chunk and on the whole, without values, and the
-       ops that this makes are placed as if chunks were ranks (`chunk_placements`, by the rules of
-       `stretto.ir.dims`): the result is cut, an addend, or equal for all chunks. Tensors beside it are cut
+    1. What is called on a cut tensor is called on its first chunk and on the full tensor, without values,
+       and the ops that this makes are placed as if chunks were ranks (`chunk_placements`, by the rules of
+       `stretto.ir.dims`): the result is cut, a partial, or equal for all chunks. Tensors beside it are cut
        with it, where the shapes want it.
-    2. Where it is one of these, the other chunks are called too: results stay in chunks, addends are added
+    2. Where it is one of these, the other chunks are called too: results stay in chunks, partials are added
        up. Autograd goes back by chunks, and adds the gradients of what several chunks read.
     3. Whatever has no placement (a sum over positions, a softmax along them) gets the chunks joined.
 
 So no list of functions says what may be cut: a model's own code is right in chunks, or whole. Random ops draw
-for the whole and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
+for the full tensor and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Chunked(Tensor):
         return torch.cat(inner, dim=dim + 1).flatten(dim, dim + 1)
 
     def cut_alike(self, whole: Tensor, dim: int, blocks: int) -> list[Tensor]:
-        """A whole tensor's chunks, of the lengths of these."""
+        """A full tensor's chunks, of the lengths of these."""
         if blocks == 1:
             return list(torch.split(whole, self.lengths(), dim))
         inner = torch.split(_in_blocks(whole, dim, blocks), self.lengths(), dim + 1)
@@ -125,11 +125,11 @@ _OF_WHOLE = (
 
 
 _SHAPED = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.reshape_as, Tensor.expand)
-"""What is given the shape of the whole."""
+"""What is given the shape of the full tensor."""
 
 
 def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """A view of the whole, done to the chunks; None where its cut is no cut of the view."""
+    """A view of the full tensor, done to the chunks; None where its cut is no cut of the view."""
     given = [*args, *kwargs.values()]
     if isinstance(given[0], torch.dtype):
         return None
@@ -196,7 +196,7 @@ def by_chunk(call: Callable[[int], Made], count: int) -> list[Made]:
 
 
 def joined(value: Any) -> Any:
-    """The value with whole tensors in the places of cut ones."""
+    """The value with full tensors in the places of cut ones."""
     leaves, tree = tree_flatten(value)
     return tree_unflatten([x.joined() if type(x) is Chunked else x for x in leaves], tree)
 
@@ -262,7 +262,7 @@ def _overwritten(target: Tensor, made: Tensor) -> Tensor:
 
 
 def _cuts_beside(leaves: Sequence[Any], first: Chunked) -> list[list[Any]]:
-    """The arguments as they are, and with the whole tensors cut that are as long where the first cut one
+    """The arguments as they are, and with the full tensors cut that are as long where the first cut one
     is."""
     other: list[Any] = []
     for x in leaves:

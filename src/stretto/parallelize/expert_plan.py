@@ -1,4 +1,4 @@
-"""Which modules of a model hold experts: by its own plan, or by one that is given.
+"""Which modules of a model have experts: by its own plan, or by one that is given.
 
 A plan is pattern of module names -> "experts". Looks at names and shapes; changes nothing.
 """
@@ -81,7 +81,7 @@ def _of_config(model: nn.Module) -> Mapping[str, str]:
 
 
 def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The names of the modules that hold experts, by the plan or the model's own. Raises UsageError for a
+    """The names of the modules that have experts, by the plan or the model's own. Raises UsageError for a
     plan that does not fit the model."""
     names = [name for name, _ in model.named_modules()]
     if plan is None:

@@ -5,12 +5,12 @@ What expert-parallel ranks compute in the place of `forward(tokens, chosen, weig
     after     the sum over k of  weights[n, k] * f(tokens[n], chosen[n, k], 1)
     inside    the sum over k of  f(tokens[n], chosen[n, k], weights[n, k])
 
-where f is the forward on the rank that holds the expert: with its part of the parameters, its experts
+where f is the forward on the rank that has the expert: with its part of the parameters, its experts
 numbered from 0, the rows of all ranks sorted by expert, and rows of zeros behind them. "after" communicates
 less; "inside" is for weights that are applied before the experts, or not at all.
 
 A forward that is neither (it adds its input, norms the sum, mixes tokens, or knows experts by number) is
-refused. Numbers tell: the whole module and its parts are computed once, with random parameters of the real
+refused. Numbers tell: the full module and its parts are computed once, with random parameters of the real
 shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same. Results
 and gradients are compared: two functions of such ops that agree at random points are equal. (What the code
 does only for more tokens than the trial's, as for a limit of an expert's rows, is not seen: these are as many
@@ -93,7 +93,7 @@ class ExpertTrial:
         self._found: dict[tuple[Any, ...], str] = {}
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether the trial of another module is this one's: all is equal but what tensors hold."""
+        """Whether the trial of another module is this one's: all is equal but the values of tensors."""
         return _alike(module, self._real)
 
     def weighed(self, module: nn.Module, tokens: Tensor, chosen: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Expert parallelism: ranks share a layer's experts, and send each other the rows that these are to compute.
 
-    1. The plan names the modules that hold experts: dim 0 of each of their own parameters is the expert. A
-       rank holds an equal part of it (GShard, arXiv 2006.16668).
+    1. The plan names the modules that have experts: dim 0 of each of their own parameters is the expert. A
+       rank has an equal part of it (GShard, arXiv 2006.16668).
     2. While the model is captured such a module gets another forward. It is given rows for all experts, sends
        each rank those of its experts (an all-to-all), computes what it received, and sends it back.
 

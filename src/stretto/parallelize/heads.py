@@ -1,18 +1,18 @@
 """Fewer heads of keys than ranks: which modules make them, and the integers that count them.
 
-With K heads of keys and values on a multiple of K ranks, each rank holds one head whole, and `copies` ranks
+With K heads of keys and values on a multiple of K ranks, each rank has one full head, and `copies` ranks
 the same one (multi-query and grouped-query attention: Shazeer 2019, Ainslie et al. 2023). How many heads a
 module makes is found so:
 
     1. The style says it: `colwise:K`.
-    2. Beside it, in one attention module, stands a wider colwise module (the queries), and counts of heads
+    2. Beside it, in one attention module, is a wider colwise module (the queries), and counts of heads
        under usual names, of the attention module or of a config, fit both widths.
     3. Or the attention module says how wide a head is.
 
-Of several heads of keys that a plan holds whole beside queries that it spreads, a rank's queries would read
-the wrong ones. One head that it holds whole is one that all ranks share. While the model is captured, the
-attention module's own counts are those of a rank: its heads of queries, one head of keys, and how often keys
-are repeated. Looks at modules, and changes none.
+Of several heads of keys that a plan has replicated beside queries that it spreads, a rank's queries would
+read the wrong ones. One head that it has replicated is one that all ranks share. While the model is
+captured, the attention module's own counts are those of a rank: its heads of queries, one head of keys, and
+how often keys are repeated. Looks at modules, and changes none.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Attention:
         for heads in filter(None, (_integer(one, KEY_HEADS) for one in self.said)):
             if width % heads == 0 and head in (0, width // heads):
                 full = (queries or wide * heads // width) * (width // heads)
-                # Of a known width, queries may stand beside as many features of another kind (gates).
+                # Of a known width, queries may be beside as many features of another kind (gates).
                 if (wide % full if head else wide - full) == 0:
                     return heads, full // (width // heads)
         if head and width % head == 0 and wide % width == 0:
@@ -139,11 +139,11 @@ class _Attention:
 def shared_heads(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style], size: int
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """What ranks share: module -> ranks that hold the same of its output features, more than one; and their
+    """What ranks share: module -> ranks that have the same of its output features, more than one; and their
     attention module -> integer attribute -> the value on a rank. Some of the modules have no style, or one
     that makes their output whole, and are to be 'colwise'.
 
-    Raises UsageError where heads of keys cannot be spread, with what can be done."""
+    Raises UsageError where heads of keys cannot be sharded, with what can be done."""
     copies: dict[str, int] = {}
     counts: dict[str, dict[str, int]] = {}
     unknown: list[_Attention] = []

@@ -1,9 +1,9 @@
-"""A spread model's forwards: while it is captured, its modules compute one rank's part.
+"""A sharded model's forwards: while it is captured, its modules compute one rank's part.
 
     1. Modules get another forward for the time of the capture: it lets communication in where the style
        says (`ops`), and then is the module's own. An input that several colwise modules read is copied or
        gathered once.
-    2. Attributes that count what is spread are divided; those that count heads of which ranks share some get
+    2. Attributes that count what is sharded are divided; those that count heads of which ranks share some get
        the value that they have on a rank.
     3. All of it is undone afterwards; the model stays as it was.
 
@@ -126,7 +126,7 @@ def _set(module: nn.Module, attribute: str, value: int, undo: list[Callable[[], 
 
 
 def _own(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as it stands, which may already be another than its class's."""
+    """The module's forward as it is, which may already be another than its class's."""
     forward: Callable[..., Any] = module.forward
     return forward
 
@@ -225,7 +225,7 @@ def _rowwise(
 
 
 def _experts(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
-    """Of tokens, chosen experts and weights. What it makes is an addend, and stays one: it may be added to
+    """Of tokens, chosen experts and weights. What it makes is a partial, and stays one: it may be added to
     others (of shared experts) before the proof of placements has the sum taken."""
     own = _own(module)
 

@@ -1,10 +1,10 @@
-"""Tensor and sequence parallelism: which of a model's modules are spread over ranks, and how.
+"""Tensor and sequence parallelism: which of a model's modules are sharded over ranks, and how.
 
-    1. The plan says which modules are spread (`styles`). What it leaves out for sequence parallelism is
+    1. The plan says which modules are sharded (`styles`). What it leaves out for sequence parallelism is
        found (`sequence`): the blocks, and the norms in and after them.
-    2. Parameters of spread modules become shards: rows, columns, or parts of packed columns (`parts`). Where
-       ranks share a head of keys, they hold the same rows (`heads`).
-    3. What does not fit is refused: sizes, ties that would be spread in two ways, a plan that leaves most of
+    2. Parameters of sharded modules become shards: rows, columns, or parts of packed columns (`parts`). Where
+       ranks share a head of keys, they have the same rows (`heads`).
+    3. What does not fit is refused: sizes, ties that would be sharded in two ways, a plan that leaves most of
        the model whole.
 
 The model is looked at and not changed; `spread` makes it compute a part.
@@ -31,7 +31,7 @@ AXIS = TENSOR
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What is spread. shards: parameter name -> how; modules: name -> style. counts: module name -> its
+    """What is sharded. shards: parameter name -> how; modules: name -> style. counts: module name -> its
     integers that count heads -> their value on a rank, where ranks share heads of keys.
 
     first: the first block's name, tails: norms of which one follows the last block; with sequence parallelism
@@ -82,7 +82,8 @@ def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> No
 def _vocabulary_fits(
     model: nn.Module, styles: dict[str, Style], modules: Mapping[str, nn.Module], size: int
 ) -> dict[str, Style]:
-    """An output head that is gathered anyway is split along the vocabulary; what cannot be stays whole."""
+    """An output head that is gathered anyway is split along the vocabulary; what cannot be stays
+    unsharded."""
     result = dict(styles)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, style in styles.items():
@@ -105,7 +106,7 @@ def _vocabulary_fits(
                 stacklevel=4,
             )
             result[name] = Style("replicated")
-    # A tie is spread in all its places or in none.
+    # A tie is sharded in all its places or in none.
     full = {
         id(p)
         for name, style in result.items()
@@ -131,7 +132,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
 
 
 def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) -> dict[str, Shard]:
-    """Own parameter -> how it is spread. copies: ranks that hold the same output features."""
+    """Own parameter -> how it is sharded. copies: ranks that have the same output features."""
     kind = style.kind
     if kind == "experts":
         for key, dim, blocks in style.dims:

@@ -1,6 +1,6 @@
 """All passes, in the one order in which they run, from a captured graph to the step that planning orders.
 
-    OfGraph   Graph -> Graph            the ops of a whole step, before there are stages
+    OfGraph   Graph -> Graph            the ops of a full step, before there are stages
     OfJob     Job -> Job                stages and what crosses between them, before anything has a price
     OfStep    Step, Context -> Step     ranks and costs are known: `stretto.planning` makes variants of these
 

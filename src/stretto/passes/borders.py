@@ -92,7 +92,7 @@ class _Border:
         self.moved: dict[str, Op] = {}
 
     def cut(self, spec: TensorSpec) -> bool:
-        """Step 2; False where the value stays whole."""
+        """Step 2; False where the value stays unsharded."""
         if self._users.get(self._value) or not self._sum(self._value, spec):
             return False
         self.part = self._rows(self._value, spec)
@@ -171,7 +171,7 @@ class _Border:
         return norm if parts and not any(self._users.get(other.name) for other in others) else None
 
     def _own_grads(self) -> set[str]:
-        """Gradients that are of one parameter alone, which all ranks hold whole."""
+        """Gradients that are of one parameter alone, which all ranks have replicated."""
         ties = Counter(parameter.tied_to for parameter in self._job.parameters)
         return {
             p.grads[0][2]
@@ -223,7 +223,7 @@ class _Border:
         return self._add(f"{op.name}_part", GETITEM, (Ref(made.name), 0), part, None)
 
     def _cut(self, name: str, rows: TensorSpec) -> str:
-        """This rank's part of the rows of what is whole."""
+        """This rank's part of the rows of what is unsharded."""
         part = f"{self._value}_of_{name.replace('/', '_')}_part"
         module = self._ops[self._value].module
         self.made += cut_rows(name, part, self._specs[name], rows, self._size, module)

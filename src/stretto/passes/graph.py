@@ -1,4 +1,4 @@
-"""What a pass takes and gives: the ops of a whole step, and what must stay."""
+"""What a pass takes and gives: the ops of a full step, and what must stay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.ir.program import Op, TensorSpec
 class Graph:
     """ops: in an order that can be run. roots: values that the step is for (the loss, gradients, updates).
 
-    origin: for an op that a pass made, the captured op in whose place it stands.
+    origin: for an op that a pass made, the captured op that it replaces.
     backward: names of the captured ops that belong to the backward.
     renamed: a captured root -> the value that it is now, where a pass found it to be equal to another.
     given: specs of values that no op makes (parameters, leaves of the batch), as far as they are known.

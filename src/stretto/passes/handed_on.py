@@ -1,7 +1,7 @@
 """A value that several stages read is sent once to each rank, and may be handed on by a stage that has it.
 
 As captured, the stage that makes a value sends it to every stage that reads it: an encoder's output that all
-decoder stages read leaves one rank as often as there are such stages, and twice for one rank where that holds
+decoder stages read leaves one rank as often as there are such stages, and twice for one rank where that has
 two of them. A stage that has received it can give it to the next.
 
     sent_once   1. Of the stages of one rank that read a value, those behind the first take it from that one:

@@ -9,9 +9,9 @@ gradients that come out of a norm of many ops, and what skips stages.
 
     1. Take the values that go to a stage of another rank, are equal along the axis, in one piece, of rows
        that the axis divides, and whose gather has a cost.
-    2. A value is cut if a part and its gather take clearly less time than the whole (SOONER). Those for which
-       they take about as long are cut, all of them, if that clearly relieves the busiest card (RELIEF) of a
-       microbatch's messages and of the collectives that share cards.
+    2. A value is cut if a part and its gather take clearly less time than the full tensor (SOONER). Those
+       for which they take about as long are cut, all of them, if that clearly relieves the busiest card
+       (RELIEF) of a microbatch's messages and of the collectives that share cards.
     3. The sender's part is a view; the receiver gathers before the first op that reads, and calls the result
        a name of its own.
 
@@ -39,7 +39,7 @@ from stretto.passes.rewrite import read_as, stage_of
 from stretto.passes.step import Context, Step
 
 SOONER = 0.9
-"""Of the whole message's time, what a part with its gather takes at most that is cut for it; what takes less
+"""Of the full message's time, what a part with its gather takes at most that is cut for it; what takes less
 than its inverse takes about as long. Assumed: a smaller difference is within what costs can tell."""
 
 RELIEF = 0.98
@@ -144,8 +144,8 @@ def part_of(spec: TensorSpec, size: int) -> TensorSpec:
 
 
 def divisible(job: Job, edges: Sequence[Edge]) -> list[str]:
-    """Values of these edges that all ranks of the axis hold alike, in one piece, of rows that it divides, and
-    that are no results of the step: those that may cross in parts."""
+    """Values of these edges that all ranks of the axis have the same, in one piece, of rows that it divides,
+    and that are no results of the step: those that may cross in parts."""
     if not edges:
         return []
     size = job.size(AXIS)
@@ -161,8 +161,8 @@ def divisible(job: Job, edges: Sequence[Edge]) -> list[str]:
 
 def in_parts(job: Job, edges: Sequence[Edge], own: Mapping[str, str]) -> Job:
     """The job in which edges carry a rank's rows of their values. own: value -> the name of these rows, which
-    the sender's ops make already. A receiver gathers them before the first op that reads, and calls the whole
-    by a name of its own."""
+    the sender's ops make already. A receiver gathers them before the first op that reads, and gives the full
+    tensor a name of its own."""
     size = job.size(AXIS)
     touched = {stage for edge in edges for stage in (edge.source, edge.target)}
     programs = {at: dict(job.stages[at].ops) for at in touched}

@@ -67,7 +67,7 @@ def no_ops(graph: Graph) -> Graph:
 
 @dataclass(slots=True)
 class _NoOps:
-    """What is known of the graph so far. same: value that is gone -> what stands for it; made: the op that
+    """What is known of the graph so far. same: value that is gone -> what replaces it; made: the op that
     makes a value, as it is now; owners: value -> the value that has its storage."""
 
     graph: Graph

@@ -2,12 +2,12 @@
 
 A linear layer that is written with three dims (einsum, matmul of expanded weights) multiplies batch by batch,
 and makes its weight's gradient as a batch of gradients that is then summed. One product of all rows does the
-same, without the batch of gradients, and is one op that can stand under the input gradient's communication.
+same, without the batch of gradients, and is one op that can be under the input gradient's communication.
 
     1. sum over b of A[b] B[b] is [A[0] A[1] ...] times [B[0]; B[1]; ...], where the layouts make both views.
     2. A[b] W for all b is the product of A's rows, one below the other, and W.
     3. A batch of one is a plain product. Not where it is a rank's own of a batch that ranks share (a head
-       of attention): what a dim that is gone was spread along nobody could tell.
+       of attention): what a dim that is gone was sharded along nobody could tell.
 
 Sums are regrouped: results differ in the last bits.
 """

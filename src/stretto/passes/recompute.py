@@ -42,7 +42,7 @@ class Blocks:
         for module in modules:
             for prefix in numbered(module):
                 members.setdefault(prefix.rpartition(".")[0], set()).add(prefix)
-        # A list of one is a list only if there is none of more: a wrapper's `0` holds the whole model.
+        # A list of one is a list only if there is none of more: a wrapper's `0` has the full model.
         least = 2 if any(len(result) > 1 for result in members.values()) else 1
         self._of: dict[str, str] = {}
         for module in modules:
@@ -164,7 +164,7 @@ class _Repeat:
         return [use for use in self.made[name].uses if use in self.again]
 
     def _in_i(self) -> set[str]:
-        """Step 3: the repeated ops that stand in I; the others stand in W."""
+        """Step 3: the repeated ops that are in I; the others are in W."""
         match = self._needed((Phase.I,))
         in_w: set[str] = set()
         # Storages that W reads, whoever made them: they are kept until then.
@@ -195,7 +195,7 @@ class _Repeat:
         return match
 
     def _chain(self, op: Op, in_i: Collection[str]) -> tuple[set[str], set[str]]:
-        """The op and those that have to stand in W if it does, and the storages that these read of others."""
+        """The op and those that have to be in W if it does, and the storages that these read of others."""
         chain = {op.name}
         reached = [op.name]
         while reached:
@@ -213,8 +213,8 @@ class _Repeat:
         return self.made[owner].nbytes if owner in self.made else self.sizes.get(owner, 0)
 
     def _placed(self, phase: Phase, done: set[str], for_w: Sequence[str]) -> Iterator[Op]:
-        """Step 4: the phase's ops, each after the repeated ops that it needs. done: those that stand already;
-        grows. for_w: those that stand here for W alone, as soon as what they read is there."""
+        """Step 4: the phase's ops, each after the repeated ops that it needs. done: those that are already;
+        grows. for_w: those that are here for W alone, as soon as what they read is there."""
         late = list(for_w)
         for op in self.old.ops[phase]:
             wanted = [name for name in op.uses if name in self.needed]

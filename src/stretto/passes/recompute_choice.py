@@ -48,7 +48,7 @@ MOVES = ("aten.clone.default",)
 WORDS = ("none", "selective", "full", "gathers")
 
 Peaks = Callable[[Job], Sequence[int]]
-"""The most bytes that each rank holds when the job is planned."""
+"""The most bytes that each rank keeps when the job is planned."""
 
 
 def recomputed(step: Step, context: Context) -> Step:
@@ -61,7 +61,7 @@ def recomputed(step: Step, context: Context) -> Step:
     except PlanError:
         if step.asked == "off":
             raise
-        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
+        # Overlap is an upper limit, and buffers of what is waited for at once are live for less long.
         return _recomputed(replace(step, asked="off"), context)
 
 
@@ -85,11 +85,11 @@ def recompute(
 ) -> Job:
     """The job whose backward computes again what `choice` says.
 
-    choice: "none", "selective", "full", "gathers", or the most bytes that a rank may hold. A job that was so
+    choice: "none", "selective", "full", "gathers", or the most bytes that a rank may use. A job that was so
     changed before is taken as it was before that. costs: those of the job. schedule: which rank has which
     stages. peak_bytes: asked for a limit only.
 
-    Raises PlanError that names the ranks that cannot keep a limit and the least that they hold, UsageError
+    Raises PlanError that names the ranks that cannot keep a limit and the least that they use, UsageError
     for an unknown choice.
     """
     job = forget(job)

@@ -102,7 +102,7 @@ class _Cut:
         return None
 
     def _fits(self, other: str, whole: TensorSpec) -> bool:
-        """Whether what is summed or added can be seen in the shape of the whole."""
+        """Whether what is summed or added can be seen in the shape of the full tensor."""
         spec = self._specs[other]
         return spec.shape == whole.shape or spec.stride is None
 
@@ -137,7 +137,7 @@ class _Cut:
             reached.add(op.name)
 
     def _shaped(self, name: str, whole: TensorSpec, like: Op, called: str = "") -> tuple[list[Op], str]:
-        """A value in the shape of the whole, and the view that it needs."""
+        """A value in the shape of the full tensor, and the view that it needs."""
         if self._specs[name].shape == whole.shape:
             return [], name
         view = f"{called or like.name}_shaped"

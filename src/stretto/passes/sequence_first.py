@@ -7,9 +7,9 @@ those of its backward. (Attention mixes the tokens of a sequence: it needs them 
 
     1. Find joins (gathered, copied into the batch's order) and cuts (copied out of it, scattered).
     2. From every join, find the values that have a row for each token, through what makes them and what
-       uses them. The order may change when each op is one that treats all rows alike, or sums over all of
-       them (a weight's gradient, whose two factors then have the same order), as `stretto.ir.dims` says, and
-       the ends are joins and cuts.
+       uses them. The order may change when each op is one that treats all rows in the same way, or sums over
+       all of them (a weight's gradient, whose two factors then have the same order), as `stretto.ir.dims`
+       says, and the ends are joins and cuts.
     3. There, the copies become views. No shape changes.
 
 Sums over rows are regrouped: weights' gradients differ in the last bits.

@@ -1,18 +1,18 @@
 """A product and the collective of its result are cut in parts, where the cost model says that it pays.
 
 A rowwise matrix makes a sum over ranks, and so does a colwise one's input gradient: the collective begins
-when the whole product is there, and what follows waits for all of it. Cut by columns, the collective of one
+when the full product is there, and what follows waits for all of it. Cut by columns, the collective of one
 part runs under the product of the next. It costs the overhead of more ops, and a copy that joins the parts.
 
     1. Find products (mm) whose result is for one collective alone (an all-reduce or reduce-scatter of sums),
        with nothing between that needs more than one column at a time (`stretto.ir.dims`).
     2. Time by the prices of the ops that k parts would be: p a part's (with its copies and its start), c its
        collective, r what c takes from the compute lane, j the copy that joins:
-       p + (k - 1) max(p + r, c) + c + j, against the whole's. The best k is taken if it wins by GAIN.
+       p + (k - 1) max(p + r, c) + c + j, against the full tensor's. The best k is taken if it wins by GAIN.
     3. In the place of the chain: for each part the columns of the matrix (a view), product, chain and start;
        then waits and the copy. Started early and waited for late, they are ordinary ops to every order.
 
-Parts of a product may be rounded otherwise than the whole (kernels choose by size): equal to 1e-10 in
+Parts of a product may be rounded otherwise than the full tensor (kernels choose by size): equal to 1e-10 in
 float64, not bit by bit. So it is done only when asked for (`split_ops`); plans of different overlap modes may
 then have different parts.
 """
@@ -182,7 +182,7 @@ class _Choice:
 
 def _cut(stage: Stage, cuts: Sequence[Chain], specs: Specs) -> Stage:
     """Step 3 for one stage."""
-    # The chain stands where its start stood; what waited for it waits for the copy of its parts.
+    # The chain is where its start was; what waited for it waits for the copy of its parts.
     place = {chain.start.name: chain for chain in cuts}
     joined = {chain.wait.name: chain for chain in cuts}
     gone = {op.name for chain in cuts for op in (chain.product, *chain.between)}
@@ -240,7 +240,7 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
 
 
 def _join(chain: Chain) -> list[Op]:
-    """The waits, and the copy that has the name of the whole's wait."""
+    """The waits, and the copy that has the name of the full tensor's wait."""
     full = chain.wait.outputs[0]
     assert full is not None
     waits = []

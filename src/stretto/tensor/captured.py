@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class Capturing(Protocol):
-    """Who captures a program on meshes; its methods stand for the functions of these names."""
+    """Who captures a program on meshes; its methods replace the functions of these names."""
 
     def shard(
         self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None

@@ -1,6 +1,6 @@
 """What is said when tensors on meshes are misused: which tensor, which meshes, and the line to write.
 
-Every function returns an error to be raised. A tensor is named by its whole shape, dtype, placements and
+Every function returns an error to be raised. A tensor is named by its full shape, dtype, placements and
 mesh, for that is how the user knows it; it has no other name.
 """
 
@@ -57,7 +57,7 @@ def two_meshes(op: object, one: DTensor, other: DTensor) -> UsageError:
 
 
 def _target_for(one: DTensor, other: DTensor) -> str:
-    """Placements that fit: the first tensor's where both have its dims, else whole on every rank."""
+    """Placements that fit: the first tensor's where both have its dims, else replicated on every rank."""
     fits = one.ndim == other.ndim and not any(placement.is_partial() for placement in one.placements)
     return (
         placements_name(one.placements)

@@ -56,14 +56,14 @@ from stretto.tensor.trusted import (
 aten = torch.ops.aten
 
 VALUES = frozenset({aten._local_scalar_dense.default, aten.allclose.default})
-"""Ops that give numbers: those of the whole tensor, not of this rank's part."""
+"""Ops that give numbers: those of the full tensor, not of this rank's part."""
 
 
 @asked_itself
 class GlobalTensor(DTensor):
-    """One tensor as all ranks see it: whole shape, dtype, device, mesh and placements, on every rank.
+    """One tensor as all ranks see it: full shape, dtype, device, mesh and placements, on every rank.
 
-    Ranks of its mesh hold parts of it; the others hold nothing, and compute nothing. Made by
+    Ranks of its mesh have parts of it; the others have nothing, and compute nothing. Made by
     `stretto.shard` and `stretto.reshard`, and by every op on such tensors.
     """
 
@@ -116,17 +116,17 @@ class GlobalTensor(DTensor):
         return DTensor.to_local(self, **options)
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
-        """The whole tensor. Raises UsageError on a rank off the mesh; `stretto.reshard` brings it there."""
+        """The full tensor. Raises UsageError on a rank off the mesh; `stretto.reshard` brings it there."""
         if is_absent(self.device_mesh):
             raise errors.part_off_mesh("full_tensor", self, dist.get_rank())
         return DTensor.full_tensor(self, **options)
 
     def tolist(self) -> Any:
-        """The values of the whole tensor. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        """The values of the full tensor. All ranks of its mesh call it. Raises UsageError off the mesh."""
         return known_whole(self, "tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        """The full tensor as an array. All ranks of its mesh call it. Raises UsageError off the mesh."""
         if self.requires_grad and not force:
             raise errors.wants_gradient("numpy", self)
         return known_whole(self.detach(), "numpy").numpy(force=force)
@@ -179,7 +179,7 @@ class _Join(torch.autograd.Function):
 
 
 def _part(x: DTensor) -> torch.Tensor:
-    """The local part; off the mesh the one that holds no memory, for DTensor's own may hold some."""
+    """The local part; off the mesh the one without memory, for DTensor's own may use some."""
     local = local_of(x)
     return nothing(x.dtype, local.device) if is_absent(x.device_mesh) else local
 
@@ -217,7 +217,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
 
 
 def _reduced(value: Any) -> Any:
-    """Partial tensors as whole ones."""
+    """Partial tensors as replicated ones."""
     if isinstance(value, (list, tuple)):
         return type(value)(_reduced(item) for item in value)
     if not isinstance(value, DTensor) or not is_partial(value):
@@ -227,7 +227,7 @@ def _reduced(value: Any) -> Any:
 
 
 def _as_whole(value: Any) -> Any:
-    """A Partial tensor of which the shape alone counts, as if it were whole."""
+    """A Partial tensor of which the shape alone counts, as if it were replicated."""
     if not isinstance(value, DTensor) or not is_partial(value):
         return value
     full = [Replicate() if p.is_partial() else p for p in value.placements]
@@ -235,7 +235,7 @@ def _as_whole(value: Any) -> Any:
 
 
 def known_whole(value: Any, op: object) -> Any:
-    """The whole of a tensor, a plain one, for who asks for its value. Ranks of its mesh call it together.
+    """The full tensor, a plain one, for who asks for its value. Ranks of its mesh call it together.
 
     Raises UsageError on a rank off the mesh, which has no value.
     """
@@ -340,7 +340,7 @@ def _placed(op: Any, value: Any, beside: DTensor) -> Any:
 
 
 def _part_shapes(spec: Spec) -> frozenset[tuple[int, ...]]:
-    """The shapes that ranks' parts of a tensor have, where they are not the whole."""
+    """The shapes that ranks' parts of a tensor have, where they are not the full tensor."""
     shape = tuple(spec.shape)
     if not any(type(placement) is Shard for placement in spec.placements):
         return frozenset()

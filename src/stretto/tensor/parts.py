@@ -66,7 +66,7 @@ IN_PARTS = frozenset(
 
 
 CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
-"""Their batch is free: of a weight's and a bias' gradient each rank has an addend."""
+"""Their batch is free: of a weight's and a bias' gradient each rank has a partial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
 
 
 def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of each argument, by name, which of the tensors on the mesh it holds, counted in the order of all. A
+    """Of each argument, by name, which of the tensors on the mesh it has, counted in the order of all. A
     tensor that is given twice counts twice."""
     names = [argument.name for argument in op._schema.arguments]
     result: dict[str, tuple[int, ...]] = {}
@@ -275,7 +275,7 @@ def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
 
 
 def _laid_out(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A part with its elements in the order that strides of the whole tensor say.
+    """A part with its elements in the order that strides of the full tensor say.
 
     A gathered part comes in an order of its own, and some ops ask how an argument lies: the gradient of a
     determinant takes its matrix to lie as the tensor does.
@@ -301,8 +301,8 @@ def part_under(
     """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
 
     local: the part under the placements of `spec`. async_op: the part may still be under way; the first op on
-    it waits. Axes that become Partial go to Replicate first; then of a summed axis the first rank keeps the
-    value, and the others hold zeros; of avg, max and min every rank keeps it.
+    it waits. Axes that become Partial go to Replicate first; then of a reduced axis the first rank keeps the
+    value, and the others have zeros; of avg, max and min every rank keeps it.
     """
     mesh = spec.mesh
     becomes = [new.is_partial() and new != old for old, new in zip(spec.placements, placements)]

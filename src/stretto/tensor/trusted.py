@@ -105,7 +105,7 @@ def is_trusted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
 def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
     """Whether DTensor has a rule that leaves what an op writes as it lies.
 
-    It is not asked where all tensors lie alike, for speed: then it has one.
+    It is not asked where all tensors have the same placements, for speed: then it has one.
     """
     written = given_back(op, args, kwargs)
     if not written:

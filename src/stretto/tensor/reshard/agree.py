@@ -39,7 +39,7 @@ LOOK_S = 1.0
 """How often a waiting rank looks for an alarm: rare enough to cost nothing, and an error is quick enough."""
 
 PATIENCE_S = 300.0
-"""How long a rank waits for another unless told otherwise. Assumed: longer than a pause for a checkpoint."""
+"""How long a rank waits for another by default. Assumed: longer than a pause for a checkpoint."""
 
 LEAVE_S, FAIL_S = 20.0, 3.0
 """How long the rank that keeps the store waits at its end for the others; and when it fails with an alarm,
@@ -71,7 +71,7 @@ class Agreement:
         self.drain: Callable[[], None] = lambda: None
         self._ranks = dist.get_world_size()
         self._told = False
-        """Whether the program has been given an error that all ranks are told of."""
+        """Whether the program has been given an error that all ranks get."""
         self._store: Any = None
         # A fake group has no other ranks, and a store that remembers nothing.
         if dist.get_backend() != "fake":

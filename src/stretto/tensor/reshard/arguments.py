@@ -117,7 +117,7 @@ def checked_placements(
 ) -> tuple[Placement, ...]:
     """Placements of a tensor on a mesh, their dims from 0. Raises UsageError if they do not fit it.
 
-    where: how the message begins. shape: of the whole tensor. placements: None for the whole on every rank.
+    where: how the message begins. shape: of the full tensor. placements: None for replicated on every rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
@@ -197,7 +197,7 @@ def read(text: str) -> Written:
 def between_meshes(source: str, target: str, hosts: Hosts | None = None) -> tuple[Layout, Layout, Hosts]:
     """The layouts that two texts say, the target's mesh on hosts and ranks after the source's.
 
-    hosts: whose rates are taken; where ranks stand follows from the texts.
+    hosts: whose rates are taken; which rank is on which host follows from the texts.
     """
     before, after = read(source), read(target)
     count = before.hosts * before.devices

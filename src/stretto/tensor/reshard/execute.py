@@ -1,13 +1,13 @@
 """Carries a reshard plan out: this rank's part of the transfers, piece by piece.
 
-    1. Copy what this rank already holds.
+    1. Copy what this rank already has.
     2. Walk the plan's transfers, of all its tensors, in their order, which is the same on all ranks. Of each,
-       cut into pieces that all ranks cut alike, this rank receives a piece from the one before it in the
-       chain, if there is one, and hands it on to the one after it, if there is one.
+       cut into pieces that all ranks cut in the same way, this rank receives a piece from the one before it
+       in the chain, if there is one, and hands it on to the one after it, if there is one.
     3. Receives are started ahead of their turn, as many bytes as the limit allows, so that pieces are under
        way while others are handed on.
 
-A rank holds its parts of the sources, its parts of the targets, and pieces under way: never more of a tensor.
+A rank has its parts of the sources, its parts of the targets, and pieces under way: never more of a tensor.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def execute(
 
 
 def _places(parts: Sequence[LocalBox], box: Region) -> list[torch.Tensor]:
-    """Where a box lies in the parts that hold it, one at least; boxes lie within a part or beside it."""
+    """Where a box lies in the parts that have it, one at least; boxes lie within a part or beside it."""
     result = [part.at(box) for part in parts if part.holds(box)]
     assert result, "the plan sends a rank what it needs"
     return result

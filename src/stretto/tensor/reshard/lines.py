@@ -34,7 +34,7 @@ from stretto.tensor.reshard.agree import LOOK_S, Agreement, agreement, patience_
 
 @dataclass(eq=False)
 class PieceMessage:
-    """One message under way. buffer: 1-d, contiguous, bytes; held until it is done."""
+    """One message under way. buffer: 1-d, contiguous, bytes; kept until it is done."""
 
     work: Any
     buffer: torch.Tensor
@@ -83,7 +83,7 @@ class PeerLinks:
     def group(self, device_type: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these ranks, made when first used. All ranks of the program call this, in one order.
 
-        On a rank that is not among them it is a stand-in, for nothing. Raises RunError if ranks do not come.
+        On a rank that is not among them it is a placeholder. Raises RunError if ranks do not come.
         """
         key = (device_type, tuple(sorted(ranks)))
         if key not in self._groups:

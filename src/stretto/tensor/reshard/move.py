@@ -4,7 +4,7 @@
 2. On one mesh: DTensor's collectives, where they are right
 3. Else: Partial axes are reduced on the source mesh, to distinct tiles
    where dims allow; transfers of all tensors are planned together, on
-   every rank alike; and carried out by the ranks of any of the meshes     plan, execute
+   every rank the same; and carried out by the ranks of any of the meshes     plan, execute
 4. Ranks off the target mesh have the description alone                    clip
 5. A gradient is a tensor on the target mesh; it goes the way back: a
    reshard to the source's mesh and placements. Gradients of tensors that
@@ -45,7 +45,7 @@ from stretto.tensor.reshard.timeline import Hosts
 def between(
     tensors: Mapping[int, GlobalTensor], moves: Sequence[Move], mode: Mode, in_flight_bytes: int
 ) -> list[GlobalTensor]:
-    """The result of each move. All ranks of the program call it alike, for lines are made in one order.
+    """The result of each move. All ranks of the program call it the same, for lines are made in one order.
 
     tensors: by the numbers that moves have for them; none of them Partial. All meshes are of one device type.
     Raises RunError if a rank that this one needs is lost.
@@ -105,7 +105,7 @@ def hosts_of_launch() -> Hosts:
 
 
 IN_FLIGHT_BYTES = 256 << 20
-"""How much may wait to be sent, and to be received, on a rank unless told otherwise. Assumed: small beside an
+"""How much may wait to be sent, and to be received, on a rank by default. Assumed: small beside an
 accelerator's memory, and many pieces."""
 
 
@@ -126,7 +126,7 @@ def reshard(
     in_flight_bytes: how much may wait to be sent, and to be received, on this rank.
     mode: how a box goes to several ranks; see `stretto.tensor.reshard.tasks`.
 
-    No rank holds more of the tensor than its parts, and pieces under way. Returns when this rank's part is
+    No rank keeps more of the tensor than its parts, and pieces under way. Returns when this rank's part is
     there. Raises UsageError for arguments that do not fit, RunError if ranks do not make the same reshard or
     one is lost.
     """

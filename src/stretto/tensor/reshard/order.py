@@ -111,7 +111,7 @@ class SendArranger:
             send = self.sends[i]
             by_load = [(up[self.hosts[rank]], out[rank], c) for c, rank in enumerate(send.holders)]
             candidate = min(by_load)[2]
-            # the last host forwards nothing, so the one that sends most otherwise stands there
+            # the last host forwards nothing, so the one that sends most otherwise is there
             groups = sorted(by_host(send.receivers, self.hosts), key=lambda group: up[self.hosts[group[0]]])
             ways[i] = way = self.way(i, candidate, groups)
             out[way.sender] += send.nbytes
@@ -134,7 +134,7 @@ class SendArranger:
             loads = [remaining[link] for link, _, _ in takes.uses]
             return timeline.earliest_us(takes), rule(loads, takes.arrival_us), i
 
-        # sends that take the same of the same links are equally good: one of each kind stands in the heap
+        # sends that take the same of the same links are equally good: one of each kind is in the heap
         same: dict[Footprint, deque[int]] = defaultdict(deque)
         for i, way in enumerate(ways):
             same[way.takes].append(i)

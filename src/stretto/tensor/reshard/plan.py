@@ -53,7 +53,7 @@ PIECE_BYTES = 1 << 20
 """Pieces of a box along a chain, bytes: assumed. Small beside a box, large beside a message's own cost."""
 
 MOST_PARTS = 4
-"""Into how many parts boxes are cut at most, where whole ones leave links idle. Each is a message more."""
+"""Into how many parts boxes are cut at most, where full ones leave links idle. Each is a message more."""
 
 PARTS_MUST_SAVE = 0.01
 """Of the makespan, by which more parts must be better to be worth their messages. Assumed."""
@@ -63,10 +63,10 @@ Choice: TypeAlias = Literal["balanced", "naive"]
 
 @dataclass(frozen=True, slots=True)
 class BoxTransfer:
-    """One box goes from a rank that holds it along a chain of ranks that need it.
+    """One box goes from a rank that has it along a chain of ranks that need it.
 
     tensor: which of the tensors that are planned together, from 0.
-    region: the box, in elements of the whole tensor.
+    region: the box, in elements of the full tensor.
     nbytes: its bytes.
     sender: the rank that it comes from.
     receivers: the sender sends to the first, the first hands each piece on to the second, and so on; each
@@ -87,13 +87,13 @@ class BoxTransfer:
 class ReshardPlan:
     """How one tensor, or several together, come to their target layouts.
 
-    transfers: in the order in which every rank does its own. copies: what ranks hold already.
+    transfers: in the order in which every rank does its own. copies: what ranks have already.
     zeros: (tensor, rank): the rank's target tensor is zeros (a Partial target).
     piece_bytes: along a chain, a receiver hands a box on in pieces of so many bytes.
     makespan_us: predicted, from the first byte sent to the last received. bound_us: no plan takes less.
-    whole_us: the time of the whole tensors over the link of one host, a unit to compare by.
+    whole_us: the time of the full tensors over the link of one host, a unit to compare by.
     tasks: how many distinct boxes must move to ranks that lack them, whatever the mode makes of them.
-    needed_bytes: of boxes that ranks need and do not hold; a box counts for each of these.
+    needed_bytes: of boxes that ranks need and do not have; a box counts for each of these.
     bytes_sent: by all ranks. link_bytes: of these, between hosts; sent_bytes and received_bytes: by host.
     """
 
@@ -126,7 +126,7 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan how a tensor comes from one layout to another; the meshes may be the same, overlap, or not.
 
-    shape: of the whole tensor. mode: see `modes`.
+    shape: of the full tensor. mode: see `modes`.
     choice: "naive": the first holder sends, in the order of the tasks, to compare with.
     Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
     without host.
@@ -248,7 +248,7 @@ def plan_together(
     First every target is served for itself, from the source. Then, tensor by tensor, its targets are joined:
     a box goes once to all ranks that need it for any of them, so that a chain runs through the hosts of all,
     and a host that gets it for one target has it for the others. It stays so if that ends earlier, or at the
-    same time with fewer bytes between hosts. Targets with a Partial axis hold terms, not the value, and stay
+    same time with fewer bytes between hosts. Targets with a Partial axis have terms, not the value, and stay
     apart.
 
     See `plan_reshards` for the rest.

@@ -32,9 +32,9 @@ from stretto.tensor.reshard.timeline import Hosts
 class Tensor:
     """A tensor that changes its layout.
 
-    shape, itemsize_bytes: of the whole tensor.
+    shape, itemsize_bytes: of the full tensor.
     source: the layout that it is in.
-    target: the layout that it goes to. A Partial("sum") axis of it holds the value on its first ranks only.
+    target: the layout that it goes to. A Partial("sum") axis of it has the value on its first ranks only.
         Several layouts, none of them Partial, when the same values are to lie in each of them.
     """
 
@@ -51,10 +51,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UnitTask:
-    """A box, who holds it and who needs it.
+    """A box, who has it and who needs it.
 
     tensor: its index among the tensors planned together. holders: ranks that
-    hold it, in order. receivers: ranks that need it and do not hold it, in order of the target mesh.
+    have it, in order. receivers: ranks that need it and do not have it, in order of the target mesh.
     """
 
     tensor: int
@@ -66,7 +66,7 @@ class UnitTask:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A rank holds a box that it needs, and copies it from its source tensor into its target tensor."""
+    """A rank has a box that it needs, and copies it from its source tensor into its target tensor."""
 
     tensor: int
     region: Region
@@ -120,7 +120,7 @@ def _needed(targets: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region
 
 
 def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:
-    """Cut a box where any layout cuts it: each piece with the ranks of all that hold it.
+    """Cut a box where any layout cuts it: each piece with the ranks of all that have it.
 
     The boxes of one layout are equal or apart, so one layout alone cuts the tile into its own boxes. Several
     lie across one another: the tile is cut at every edge of any.
@@ -234,7 +234,7 @@ def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:
     start, size = task.region[dim][0], sizes[dim]
     parts = min(parts, size)
     itemsize_bytes = task.nbytes // region_count(task.region)
-    # spread evenly, the larger first: no part is more than one row longer than another
+    # divided evenly, the larger first: no part is more than one row longer than another
     edges = [start + -(-size * i // parts) for i in range(parts + 1)]
     for ends in pairwise(edges):
         region = (*task.region[:dim], ends, *task.region[dim + 1 :])
