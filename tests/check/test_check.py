@@ -116,7 +116,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_sum_over_features_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CaptureError, match="the number comes from the shape of what is spread"):
+    with pytest.raises(CaptureError, match="the number comes from the shape of what is sharded"):
         stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     with monkeypatch.context() as patched:
         without_proof(patched)

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "an embedding as a matrix": (
         lambda: spread(gpt(), {"embedding": "colwise", **MLP}),
-        "embedding: an embedding is spread by the style 'vocabulary'",
+        "embedding: an embedding is sharded by the style 'vocabulary'",
     ),
     "blocks of no list": (lambda: spread(Two(), BOTH, sequence=True), "needs one list of blocks"),
     "blocks without a norm": (
@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             lambda m, b: m(b["input_ids"]).mean(),
             sequence_parallel=True,
         ),
-        "cannot be spread equally over tp = 2: 7 is not",
+        "cannot be sharded equally over tp = 2: 7 is not",
     ),
     "a sequence that is never put together": (
         lambda: captured((body := Body()), body.plan, batch_of(), lambda m, b: m(b), sequence_parallel=True),

@@ -54,7 +54,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
 @pytest.mark.parametrize(("name", "layout"), CELLS, ids=str)
 def test_a_step_is_that_of_the_plain_model(name: str, layout: dict[str, Any]) -> None:
     model = MODELS[name]().double()

@@ -108,7 +108,7 @@ def repeated(job: Job) -> int:
     return sum(is_repeated(op) for stage in job.stages for phase in PHASES for op in stage.ops[phase])
 
 
-@pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
 @pytest.mark.parametrize(("name", "layout", "schedule"), CASES)
 def test_the_same_bits(name: str, layout: str, schedule: str) -> None:
     job, model = job_of(name, layout), model_of(name)

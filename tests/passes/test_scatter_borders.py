@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks reduce or gather crosses stages in parts: the same numbers, less on every link."""
+"""What tensor-parallel ranks reduce or gather crosses stages in parts: the same numbers, less is moved."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def other_shape() -> None:
 def another_tensor() -> None:
     """On rank 1 the second move is of another tensor, equal to the first in all that its name says."""
     near, far, x = given()
-    y = given()[2] if dist.get_rank() == 1 else x
-    stretto.reshard_all([(x, far, R), (y, near, R)])
+    y = stretto.shard(torch.ones(4, 4), near, [Shard(0)])
+    stretto.reshard_all([(x, far, R), (y if dist.get_rank() == 1 else x, near, R)])
 
 
 def other_mesh_off_both() -> None:

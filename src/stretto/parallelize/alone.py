@@ -250,7 +250,7 @@ class Beside(TorchFunctionMode):
             single = "nothing more" if full is None else f"{full.function!r}"
             raise ValueError(
                 f"tp: the code calls {function!r} {where} on a rank's part, where it calls {single} on the "
-                "whole: it looks at the shape of what is spread. Leave the modules that it works on out of "
+                "whole: it looks at the shape of what is sharded. Leave the modules that it works on out of "
                 "tp_plan"
             )
         scaled = self._compare(function, numbers, full.numbers, where)
@@ -290,7 +290,7 @@ class Beside(TorchFunctionMode):
                 return True
         raise ValueError(
             f"tp: {function!r} {where} is called with {_first(here, alone)}, where the model alone calls it "
-            f"with {_first(alone, here)}: the number comes from the shape of what is spread. Give the "
+            f"with {_first(alone, here)}: the number comes from the shape of what is sharded. Give the "
             "module a number of its own, or leave the modules around it out of tp_plan"
         )
 

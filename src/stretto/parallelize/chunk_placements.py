@@ -5,8 +5,6 @@
     2. The ops of the chunk are placed in order (`stretto.ir.placements`). A view of a chunk may be a cut in
        several ways: those that make the shape that the full tensor has there are kept, and where there is
        none, the result has no placement.
-
-Touches `stretto.ir`, and tensors without values.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def of_modules(model: nn.Module, name: str) -> str:
     """Why such a list cannot be shared, and what to do."""
     return (
         f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts "
-        "along dim 0 of parameters that hold all of a layer's: take transformers 5.17 or newer, which has "
+        "along dim 0 of parameters that have all of a layer's: take transformers 5.17 or newer, which has "
         "them so, or give ep = 1"
     )
 

@@ -202,14 +202,14 @@ def _heads(attention: _Attention, name: str, module: nn.Module, style: Style) ->
 def _check(name: str, heads: int, queries: int, size: int, spread: bool) -> None:
     if not spread and heads > 1:
         raise UsageError(
-            f"{name} makes {heads} heads of keys or values that every rank would hold whole, but the "
-            f"queries beside it are spread over {AXIS} = {size}, and those of a rank would read the wrong "
+            f"{name} makes {heads} heads of keys or values that every rank would have replicated, but the "
+            f"queries beside it are sharded over {AXIS} = {size}, and those of a rank would read the wrong "
             "heads: give it the style 'colwise' in tp_plan (heads that ranks share are copied)"
         )
     if size % heads or queries % size:
         message = f" for {queries} of queries" if queries else ""
         raise UsageError(
-            f"{name} makes {heads} heads of keys or values{message}, which cannot be spread over {AXIS} = "
+            f"{name} makes {heads} heads of keys or values{message}, which cannot be sharded over {AXIS} = "
             f"{size}: each rank has whole heads, so give {_fitting(heads, queries, size)}"
         )
 

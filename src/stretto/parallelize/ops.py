@@ -152,7 +152,7 @@ def check_divides(n: int, size: int, axis: str, what: str) -> None:
     """Raises ValueError, in a user's words, when `size` ranks cannot have equal parts of `n`."""
     if n % size:
         raise ValueError(
-            f"{what} cannot be spread equally over {axis} = {size}: {n} is not a multiple of it; change the "
+            f"{what} cannot be sharded equally over {axis} = {size}: {n} is not a multiple of it; change the "
             "one or the other"
         )
 

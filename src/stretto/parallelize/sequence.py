@@ -98,7 +98,7 @@ def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
             parent = name.rpartition(".")[0]
             if parent.count(".") == blocks.count(".") + 1:
                 raise UsageError(
-                    f"sequence_parallel: {name} stands directly in its block, whose code would see a slice "
+                    f"sequence_parallel: {name} is directly in its block, whose code would see a slice "
                     "of the sequence: put it in a module of its own (attention, MLP), which then gathers its "
                     "input"
                 )

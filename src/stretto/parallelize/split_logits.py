@@ -36,7 +36,7 @@ class WrittenError(Exception):
     """The code writes to the full logits, or asks for what only one tensor has."""
 
     def __str__(self) -> str:
-        return "the code writes to spread logits: give the output head the style 'colwise_gather_output'"
+        return "the code writes to sharded logits: give the output head the style 'colwise_gather_output'"
 
 
 def gathered(part: Tensor, axis: str, size: int) -> Tensor:
@@ -117,7 +117,7 @@ class SplitLogits(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         raise ValueError(
-            f"{function} gets logits that are spread over tensor-parallel ranks, in a way that passes "
+            f"{function} gets logits that are sharded over tensor-parallel ranks, in a way that passes "
             "__torch_function__ by: give it x + 0.0, or the head the style 'colwise_gather_output'"
         )
 
@@ -159,7 +159,7 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """Step 2: a function of whole logits. Raises WrittenError for one that changes them."""
     if function == Tensor.data.__set__:  # type: ignore[attr-defined]
         raise ValueError(
-            "the logits are spread over tensor-parallel ranks, and their data cannot be exchanged: write "
+            "the logits are sharded over tensor-parallel ranks, and their data cannot be exchanged: write "
             "x = ... or x.copy_(...) in place of x.data = ..."
         )
     if function in _OF_ONE_TENSOR:

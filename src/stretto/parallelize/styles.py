@@ -126,8 +126,8 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
         return Style("sequence")
     if isinstance(given, (PrepareModuleInput, PrepareModuleOutput)):
         raise UsageError(
-            f"{where}: leave {type(given).__name__} out: where a sequence is gathered or spread follows from "
-            "the styles of the modules around it"
+            f"{where}: leave {type(given).__name__} out: where a sequence is gathered or sharded follows "
+            "from the styles of the modules around it"
         )
     word, _, rest = str(given).partition(":")
     kind = SYNONYMS.get(word, word)
@@ -209,7 +209,7 @@ def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
             return count - 1, 1
     raise UsageError(
         f"{where}: a parameter of {count} dims has no style {given!r}: give 'dim:D', the number of the dim "
-        "along which it is spread, or for the dims (experts, out, in) 'colwise', 'packed_colwise', 'rowwise'"
+        "along which it is sharded, or for the dims (experts, out, in) 'colwise', 'packed_colwise', 'rowwise'"
     )
 
 

@@ -72,8 +72,8 @@ def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> No
     share = sum(spread_out.values()) / max(total, 1)
     if share < 0.5:
         warnings.warn(
-            f"the tensor-parallel plan of {type(model).__name__} spreads {100 * share:.0f} % of its "
-            f"parameters over {AXIS} = {size}; every rank computes the rest whole. Give a plan of your own "
+            f"the tensor-parallel plan of {type(model).__name__} shards {100 * share:.0f} % of its "
+            f"parameters over {AXIS} = {size}; every rank computes all of the rest. Give a plan of your own "
             "with tp_plan",
             stacklevel=4,
         )
@@ -101,8 +101,8 @@ def _vocabulary_fits(
         if weight.shape[0] % size or odd:
             why = "is of a special kind" if odd else f"has {weight.shape[0]} rows"
             warnings.warn(
-                f"{name} {why} and is not spread over {AXIS} = {size}: every rank computes it whole. "
-                f"Pad the vocabulary to a multiple of {size} to spread it",
+                f"{name} {why} and is not sharded over {AXIS} = {size}: every rank computes all of it. "
+                f"Pad the vocabulary to a multiple of {size} to shard it",
                 stacklevel=4,
             )
             result[name] = Style("replicated")
@@ -150,8 +150,8 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
         )
     if isinstance(module, nn.Embedding) and kind != "vocabulary":
         raise UsageError(
-            f"{name}: an embedding is spread by the style 'vocabulary', not {kind!r}: give it that style, or "
-            "leave it out of tp_plan, which keeps it whole"
+            f"{name}: an embedding is sharded by the style 'vocabulary', not {kind!r}: give it that style, "
+            "or leave it out of tp_plan, which keeps it replicated"
         )
     # transformers' Conv1D keeps its matrix transposed: (in, out).
     out_dim, in_dim = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
@@ -169,8 +169,8 @@ def _divides(name: str, n: int, size: int, blocks: int) -> None:
     if n % (size * blocks):
         packed = f" of {blocks} packed matrices" if blocks > 1 else ""
         raise UsageError(
-            f"{name}: {n} features{packed} cannot be spread equally over {AXIS} = {size}: give a {AXIS} that "
-            "divides them, or the module the style 'replicated' in tp_plan"
+            f"{name}: {n} features{packed} cannot be sharded equally over {AXIS} = {size}: give a {AXIS} "
+            "that divides them, or the module the style 'replicated' in tp_plan"
         )
 
 
@@ -180,6 +180,6 @@ def _check_ties(model: nn.Module, shards: Mapping[str, Shard]) -> None:
         other = first.setdefault(id(parameter), name)
         if shards.get(other) != shards.get(name):
             raise UsageError(
-                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan spreads them "
+                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan shards them "
                 "differently: give both modules the same style"
             )

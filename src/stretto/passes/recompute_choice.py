@@ -104,7 +104,7 @@ def recompute(
         return repeat(job, {stage.index: _selective(stage, blocks, costs) for stage in job.stages})
     if isinstance(choice, str):
         words = ", ".join(map(repr, WORDS))
-        raise UsageError(f"recompute = {choice!r}: give {words} or a number of bytes that a rank may hold")
+        raise UsageError(f"recompute = {choice!r}: give {words} or a number of bytes that a rank may use")
     return _within(job, choice, blocks, costs, schedule, peak_bytes)
 
 
@@ -185,7 +185,7 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
         raise PlanError(
             f"cannot keep recompute = {limit:,} bytes a rank",
             [
-                f"rank {rank} holds at least {lowest[rank]:,} bytes, even when its backward computes again "
+                f"rank {rank} needs at least {lowest[rank]:,} bytes, even when its backward computes again "
                 "all that it can. Allow as much, or use more stages, smaller microbatches or a schedule with "
                 "fewer live microbatches"
                 for rank in range(schedule.ranks)

@@ -3,7 +3,7 @@
 All passes that know costs have one signature, `Step, Context -> Step`, give the step itself where they have
 nothing to do, and never price what they make (`stretto.ir.prices`). A pass that was asked for and cannot be
 done raises `LeftOutError`. Those that look at a captured graph, before there are stages, ranks and costs, are
-`Graph -> Graph` (`stretto.passes.graph`). Touches `stretto.ir`, `passes.effort` and `passes.watch` only.
+`Graph -> Graph` (`stretto.passes.graph`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `shard`, `reshard`, `local` and `redistribute` do while a program is captured: nothing moves.
 
-Who captures the program does it for them. Touches nothing.
+Who captures the program does it for them.
 """
 
 from __future__ import annotations

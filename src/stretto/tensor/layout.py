@@ -52,7 +52,7 @@ class Layout:
         if any(type(rank) is not int or rank < 0 for rank in ranks):
             raise UsageError(f"mesh {self.mesh_ranks}: its entries must be ranks, whole numbers from 0")
         if not ranks or len(set(ranks)) != len(ranks):
-            what = "repeats a rank" if ranks else "holds no rank"
+            what = "repeats a rank" if ranks else "has no rank"
             raise UsageError(f"mesh {self.mesh_ranks} {what}; give each rank of the mesh once")
         if len(self.placements) != len(self.mesh_shape):
             raise UsageError(

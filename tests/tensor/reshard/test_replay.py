@@ -181,7 +181,7 @@ def test_terms_of_a_sum_are_a_target_apart():
     found = together([Tensor((50,), 8, Layout((0,), (R,)), targets)], hosts, piece_bytes=8)
     assert found.parts == ((0, (0, 2)), (0, (1,)))
     assert found.plan.zeros == ((1, 4),)
-    with pytest.raises(UsageError, match="its ranks hold terms, not the value; plan that target as a tensor"):
+    with pytest.raises(UsageError, match="its ranks have terms, not the value; plan that target as a tensor"):
         plan_reshards([Tensor((50,), 8, Layout((0,), (R,)), targets)], hosts)
     with pytest.raises(UsageError, match="no target layout"):
         plan_reshards([Tensor((50,), 8, Layout((0,), (R,)), [])], hosts)

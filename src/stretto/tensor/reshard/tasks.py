@@ -168,7 +168,7 @@ def _check(tensor: Tensor) -> None:
     if len(tensor.targets) > 1 and any(target.partial_axes for target in tensor.targets):
         raise UsageError(
             f"tensor of shape {tensor.shape}: of its targets {', '.join(map(str, tensor.targets))} one is "
-            "Partial, and its ranks hold terms, not the value; plan that target as a tensor of its own"
+            "Partial, and its ranks have terms, not the value; plan that target as a tensor of its own"
         )
     if tensor.source.partial_axes:
         raise UsageError(
