@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job
 from stretto.models.build import huggingface_loss

@@ -1,10 +1,10 @@
 """What a call makes of chunks, as if these were ranks: cut, a partial, equal, or none of it.
 
-    1. The call is made on the first chunk and on the full tensor, without values. Both must give the same
-    ops.
-    2. The ops of the chunk are placed in order (`stretto.ir.placements`). A view of a chunk may be a cut in
-       several ways: those that make the shape that the full tensor has there are kept, and where there is
-       none, the result has no placement.
+1. The call is made on the first chunk and on the full tensor, without values. Both must give the same
+ops.
+2. The ops of the chunk are placed in order (`stretto.ir.placements`). A view of a chunk may be a cut in
+   several ways: those that make the shape that the full tensor has there are kept, and where there is
+   none, the result has no placement.
 """
 
 from __future__ import annotations
