@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stretto.errors import CaptureError
-from stretto.parallelize.ampipe import _Attention
+from stretto.parallelize.ampipe import _ChunkedAttention
 from stretto.parallelize.chunk_writes import views_noted
 from stretto.parallelize.chunked import Chunked, joined
 from stretto.parallelize.parts import lengths_of
@@ -166,5 +166,5 @@ def test_a_square_matrix_beside_a_sequence_as_long_is_not_cut() -> None:
     ],
 )
 def test_what_the_whole_would_share_is_refused(call: Any) -> None:
-    with pytest.raises(CaptureError, match="in chunks"), views_noted(), _Attention(3):
+    with pytest.raises(CaptureError, match="in chunks"), views_noted(), _ChunkedAttention(3):
         call(Chunked(torch.randn(2, 12, 8).double().split(4, dim=1), 1))

@@ -9,7 +9,7 @@ without storage:
     1. Of each call of a PyTorch function in it: which, with what numbers, giving what shapes.
     2. The sharded model must make the same calls, in each module and visit of it. Numbers may differ where
        they are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
-    3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
+    3. each result's shape in the model alone goes to the op that makes it (`Matched.whole`). The proof of
        placements (`stretto.capturing.proof`) must come to it from the rank's shape and what is sharded.
 
 Modules that are sharded by a style are one call each: what is in them is the library's own, as is what split
@@ -88,7 +88,7 @@ OPERATORS = ("OpOverload", "OpOverloadPacket")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlainCall:
     """One call: the function, its numbers, the shapes of its tensors."""
 
     function: str
@@ -132,11 +132,11 @@ class Beside(TorchFunctionMode):
         model: nn.Module,
         leaves: Collection[str],
         size: int,
-        alone: Mapping[Key, Found] | None = None,
+        alone: Mapping[Key, PlainCall] | None = None,
         mark: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self.found: dict[Key, Found] = {}
+        self.found: dict[Key, PlainCall] = {}
         self.matched: list[Matched] = []
         self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self._model = model
@@ -233,7 +233,7 @@ class Beside(TorchFunctionMode):
         key = (frame.name, frame.visit, frame.calls)
         if self._alone is None:
             frame.calls += 1
-            self.found[key] = Found(function, numbers, shapes)
+            self.found[key] = PlainCall(function, numbers, shapes)
             self.matched.append(Matched(shapes, shapes))
             return
         full = self._alone.get(key)

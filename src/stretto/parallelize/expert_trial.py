@@ -179,7 +179,7 @@ class ExpertTrial:
 
     def _call(self, module: nn.Module, parameters: Mapping[str, Tensor], *args: Tensor) -> Tensor:
         """The module's forward, which leaves nothing behind; its hooks stay with the module."""
-        forward = _Forward(_copied(module))
+        forward = _TrialForward(_copied(module))
         like = args[0].detach()
         tensors = {
             **parameters,
@@ -313,7 +313,7 @@ def rows_by(
     return own(x_RD, expert_R.unsqueeze(1), ones)
 
 
-class _Forward(nn.Module):
+class _TrialForward(nn.Module):
     """A module's forward without the module's own hooks."""
 
     def __init__(self, own: nn.Module) -> None:

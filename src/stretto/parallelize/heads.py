@@ -90,7 +90,7 @@ KEYS = re.compile(r"(^|_)w?(k|v|kv|keys?|values?|key_value)(_|$)", re.IGNORECASE
 """Names of attention modules, and of what makes keys or values in one."""
 
 
-class _Attention:
+class _HeadsOfAttention:
     """A module with a colwise matrix in it, and what is said about its heads."""
 
     def __init__(self, model: nn.Module, name: str, module: nn.Module, widest: int) -> None:
@@ -146,7 +146,7 @@ def shared_heads(
     Raises UsageError where heads of keys cannot be sharded, with what can be done."""
     copies: dict[str, int] = {}
     counts: dict[str, dict[str, int]] = {}
-    unknown: list[_Attention] = []
+    unknown: list[_HeadsOfAttention] = []
     for attention in _attentions(model, modules, styles):
         known = False
         for leaf, module in attention.module.named_children():
@@ -174,7 +174,7 @@ def shared_heads(
 
 def _attentions(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
-) -> Iterator[_Attention]:
+) -> Iterator[_HeadsOfAttention]:
     """Modules with colwise matrices directly in them."""
     widest: dict[str, int] = {}
     for name, style in styles.items():
@@ -182,10 +182,10 @@ def _attentions(
             parent = name.rpartition(".")[0]
             widest[parent] = max(widest.get(parent, 0), _features(modules[name]) // style.blocks)
     for parent, width in widest.items():
-        yield _Attention(model, parent, modules[parent], width)
+        yield _HeadsOfAttention(model, parent, modules[parent], width)
 
 
-def _heads(attention: _Attention, name: str, module: nn.Module, style: Style) -> tuple[int, int]:
+def _heads(attention: _HeadsOfAttention, name: str, module: nn.Module, style: Style) -> tuple[int, int]:
     """Heads of keys that a module makes, and of queries beside them; 0 where nobody says."""
     width = _features(module) // style.blocks
     if not style.heads:
@@ -225,7 +225,7 @@ def _fitting(heads: int, queries: int, size: int) -> str:
     return f"{AXIS} = {' or '.join(map(str, nearest))}"
 
 
-def _refuse_packed(attention: _Attention, name: str, module: nn.Module, style: Style) -> None:
+def _refuse_packed(attention: _HeadsOfAttention, name: str, module: nn.Module, style: Style) -> None:
     """Queries, keys and values in one matrix are equal blocks only if there are as many heads of each."""
     heads = next((n for n in (_integer(one, KEY_HEADS) for one in attention.said) if n), 0)
     queries = attention.queries()
@@ -242,7 +242,7 @@ def _refuse_packed(attention: _Attention, name: str, module: nn.Module, style: S
         )
 
 
-def _refuse_unknown(attention: _Attention, size: int) -> None:
+def _refuse_unknown(attention: _HeadsOfAttention, size: int) -> None:
     """Counts of fewer heads of keys than there are ranks, and nothing that is known to make them."""
     for printed in attention.said if attention.named else ():
         heads = _integer(printed, KEY_HEADS)

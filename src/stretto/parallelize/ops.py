@@ -157,7 +157,7 @@ def check_divides(n: int, size: int, axis: str, what: str) -> None:
         )
 
 
-class _Pair(torch.autograd.Function):
+class _OneToOnePair(torch.autograd.Function):
     """A function and the one that its gradient goes through."""
 
     @staticmethod
@@ -177,7 +177,7 @@ def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
         return x
     if type(x) is Chunked:
         return x.each(lambda chunk: _pair(chunk, there, back))
-    made: Tensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
+    made: Tensor = _OneToOnePair.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made
 
 
