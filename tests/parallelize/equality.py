@@ -18,9 +18,6 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
-from stretto.price.flat import described_costs
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import pieces_of
@@ -32,12 +29,6 @@ Loss = Callable[[nn.Module, Any], Any]
 Grads = dict[str, Tensor]
 
 TOLERANCE = 1e-10
-
-
-def planned(job: Job, **how: Any) -> Plan:
-    """A plan by described costs, proved. The order of ops changes no numbers, so it is not searched for."""
-    costs = described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0))
-    return make_plan(job, costs, **{"order": "list", **how})
 
 
 def plain_step(model: nn.Module, loss: Loss, batch: Any, pieces: int) -> tuple[Tensor, Grads]:

@@ -5,6 +5,7 @@ The refusal says what of the module is not a sum over a token's experts, and whe
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -17,7 +18,11 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
 from stretto.parallelize.expert_trial import DENSE, ExpertTrial
-from tests.parallelize.equality import assert_plan_is_plain, planned
+from stretto.planning.make_plan import make_plan
+from stretto.price.cluster import Cluster
+from stretto.price.flat import described_costs
+from stretto.runtime import Runner, run_threads
+from stretto.runtime.shards import join
 
 WIDTH, INNER, EXPERTS, VOCAB = 8, 6, 4, 16
 
@@ -192,7 +197,25 @@ SHARED: dict[str, Any] = {"dp": 2, "ep": 2, "ep_plan": {"experts": "experts"}}
 
 def assert_equals(model: nn.Module, **how: Any) -> None:
     job = capture(model, BATCH, loss, Parallel(**{**SHARED, "ep_buffer": 4.0, **how}))
-    assert_plan_is_plain(planned(job), model, loss, BATCH, least=1e-3)
+    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+
+    def work(runner: Runner) -> tuple[float, dict[str, Tensor]]:
+        value = float(runner.step(BATCH))
+        return value, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+    found = run_threads(plan, lambda _: copy.deepcopy(model), work)
+    own = copy.deepcopy(model)
+    want = sum(loss(own, part) for part in BATCH.chunk(2)) / 2
+    want.backward()  # type: ignore[union-attr]
+    assert abs(found[0][0] - want.item()) <= 1e-10  # type: ignore[union-attr]
+    for parameter in plan.job.parameters:
+        held = [grads[parameter.name] for _, grads in found if parameter.name in grads]
+        plain = own.get_parameter(parameter.name).grad
+        if plain is None:
+            assert not held, parameter.name
+            continue
+        whole = join(held, parameter, plan.job)
+        assert (whole - plain).norm() <= 1e-10 * max(float(plain.norm()), 1e-3), parameter.name
 
 
 SUMS = (

@@ -18,14 +18,30 @@ from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job, OverlapMode
 from stretto.ir.transfers import is_free
-from stretto.models.moe import moe_token_sum
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.planning.make_plan import make_plan
-from tests.parallelize.equality import step_of
-from tests.parallelize.test_experts import DROPLESS, FEW, batch, mixture, plain
+from tests.parallelize.test_experts import CONTEXT, DROPLESS, FEW, VOCAB, batch, plain, together
 from tests.runtime.equality import made_up_costs
 
 ALL_TO_ALL_US = 400.0
 """About what lies between two of them takes: a few ops of attention or of experts alone hide a part of it."""
+
+
+def mixture(layers: int, dense_every: int, capacity: float | None) -> MoEGPT:
+    config = MoEConfig(
+        vocab_size=VOCAB,
+        layers=layers,
+        hidden=16,
+        heads=2,
+        context=CONTEXT,
+        experts=4,
+        top_k=2,
+        expert_ratio=1.5,
+        capacity_factor=capacity,
+        shared_experts=1,
+        dense_every=dense_every,
+    )
+    return MoEGPT(config, seed=3).double()
 
 
 def costs_of(job: Job) -> Costs:
@@ -73,7 +89,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layers", "capacity", "how"), CASES, ids=str)
 def test_any_mix_of_layers(layers: tuple[int, int], capacity: float | None, how: dict[str, Any]) -> None:
-    model = mixture(capacity, shared=1, layers=layers[0], dense_every=layers[1])
+    model = mixture(*layers, capacity)
     if capacity is DROPLESS:
         how = {**how, "ep_buffer": 4.0}
     parallel = Parallel(ep=2, dp=2, microbatches=4, **how)
@@ -84,8 +100,8 @@ def test_any_mix_of_layers(layers: tuple[int, int], capacity: float | None, how:
 
     off, local, window = planned("off"), planned("local"), planned("window")
     steps = [plan.prediction.step_us for plan in (off, local, window) if plan.prediction is not None]
-    loss, grads = step_of(window, model, batch())
-    other_loss, other_grads = step_of(off, model, batch())
+    loss, grads = together(window, model, batch())
+    other_loss, other_grads = together(off, model, batch())
     assert torch.equal(loss, other_loss)
     want_loss, want = plain(model, 8)
     assert abs(loss - want_loss) <= 1e-10 * abs(want_loss)

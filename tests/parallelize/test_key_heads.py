@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from stretto.capturing import capture
 from stretto.config import Parallel
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job, Shard
 from stretto.models.build import huggingface_loss
-from stretto.parallelize.tensor import tensor_parallel
-from tests.parallelize.equality import assert_plain, batch_of, small
+from stretto.parallelize.tensor import TensorParallel, tensor_parallel
+from tests.parallelize.equality import SMALL, assert_plain, batch_of
+from tests.runtime.equality import from_transformers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning"),
@@ -38,7 +39,8 @@ def norms_compute_in_the_dtype_that_they_get(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def hf(name: str, heads: int, queries: int = 4, **changes: Any) -> nn.Module:
-    return small(name, **{"num_attention_heads": queries, "num_key_value_heads": heads, **changes}).double()
+    sizes = {**SMALL, "num_attention_heads": queries, "num_key_value_heads": heads}
+    return from_transformers(name, **{**sizes, "tie_word_embeddings": False, **changes}).double()
 
 
 KINDS: dict[str, Callable[[int], nn.Module]] = {
@@ -274,76 +276,63 @@ def test_one_head_of_keys_that_a_plan_holds_whole_is_exact(more: str) -> None:
 # Refusals.
 
 
-class Fused(nn.Module):
-    """Queries, keys and values in one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.num_kv_heads = 4, 1
-        self.qkv, self.out = nn.Linear(32, 48), nn.Linear(32, 32)
+def refused(make: Callable[[], Any], *texts: str, kind: type[StrettoError] = UsageError) -> None:
+    with pytest.raises(kind) as caught:
+        make()
+    for text in texts:
+        assert text in str(caught.value), str(caught.value)
 
 
-class SelfAttention(Unnamed):
-    """A count that fits no matrix."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.kv_heads = 3
+def spread(model: nn.Module, size: int, plan: dict[str, str] | None = None) -> TensorParallel:
+    return tensor_parallel(model, size, sequence=False, plan=plan)
 
 
-Refused = tuple[Callable[[], nn.Module], int, dict[str, str] | None, tuple[str, ...]]
-"""A model, ranks, a plan, and what the message has."""
-
-REFUSED: dict[str, Refused] = {
-    "three heads on four ranks": (
-        lambda: hf("LlamaForCausalLM", 3, 12, hidden_size=48),
-        4,
-        None,
-        ("self_attn.k_proj makes 3 heads of keys or values for 12 of queries", "tp = 4", "give tp = 3 or 6"),
-    ),
-    "two heads on three ranks": (
-        lambda: hf("LlamaForCausalLM", 2, 6, hidden_size=48),
-        3,
-        None,
-        ("give tp = 2 or 6",),
-    ),
-    "two heads that a plan has replicated": (
-        lambda: KINDS["llama"](2),
-        2,
-        WHOLE,
-        ("k_proj makes 2 heads of keys or values", "give it the style 'colwise'"),
-    ),
-    "one matrix for all": (
-        Fused,
-        2,
-        {"qkv": "packed_colwise:3", "out": "rowwise"},
-        ("qkv: 4 heads of queries and 2 x 1 of keys and values in one matrix", "'colwise_gather_output'"),
-    ),
-    "three heads of 16 features": (
-        lambda: Model(Unnamed, 4, 2),
-        4,
-        styles("a", "b:3", row="o"),
-        ("16 output features are not 3 equal heads",),
-    ),
-    "heads of a letter": (
-        lambda: Model(Unnamed, 4, 2),
-        4,
-        styles("a", "b:x", row="o"),
-        ("must name how many heads", "colwise:2"),
-    ),
-    "heads that nobody is known to make": (
-        lambda: Model(SelfAttention, 4, 2),
-        2,
-        styles("a", "b", "c", row="o"),
-        ("blocks.0.attention has 3 heads of keys", "'blocks.0.attention.k': 'colwise:3'"),
-    ),
-}
+def test_heads_of_which_ranks_cannot_have_whole_ones() -> None:
+    refused(
+        lambda: spread(hf("LlamaForCausalLM", 3, 12, hidden_size=48), 4),
+        "layers.0.self_attn.k_proj makes 3 heads of keys or values for 12 of queries",
+        "cannot be sharded over tp = 4",
+        "give tp = 3 or 6",
+    )
+    refused(lambda: spread(hf("LlamaForCausalLM", 2, 6, hidden_size=48), 3), "give tp = 2 or 6")
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_heads_that_cannot_be_shared_are_refused(name: str) -> None:
-    make, size, plan, keys = REFUSED[name]
-    with pytest.raises(StrettoError) as caught:
-        tensor_parallel(make(), size, sequence=False, plan=plan)
-    for key in keys:
-        assert key in str(caught.value), str(caught.value)
+def test_several_heads_of_keys_that_a_plan_holds_whole() -> None:
+    refused(
+        lambda: spread(KINDS["llama"](2), 2, WHOLE),
+        "k_proj makes 2 heads of keys or values that every rank would have replicated",
+        "give it the style 'colwise'",
+    )
+
+
+def test_queries_keys_and_values_in_one_matrix() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_heads, self.num_kv_heads = 4, 1
+            self.qkv, self.out = nn.Linear(32, 48), nn.Linear(32, 32)
+
+    refused(
+        lambda: spread(Fused(), 2, {"qkv": "packed_colwise:3", "out": "rowwise"}),
+        "qkv: 4 heads of queries and 2 x 1 of keys and values in one matrix are not 3 equal blocks",
+        "'colwise_gather_output'",
+    )
+
+
+def test_styles_that_do_not_fit() -> None:
+    model = Model(Unnamed, 4, 2)
+    refused(lambda: spread(model, 4, styles("a", "b:3", row="o")), "16 output features are not 3 equal heads")
+    refused(lambda: spread(model, 4, styles("a", "b:x", row="o")), "must name how many heads", "colwise:2")
+
+
+def test_heads_that_nobody_is_known_to_make() -> None:
+    class SelfAttention(Unnamed):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.kv_heads = 3  # which fits no matrix
+
+    refused(
+        lambda: spread(Model(SelfAttention, 4, 2), 2, styles("a", "b", "c", row="o")),
+        "blocks.0.attention has 3 heads of keys",
+        "'blocks.0.attention.k': 'colwise:3'",
+    )

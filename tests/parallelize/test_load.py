@@ -24,7 +24,6 @@ from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
-from tests.parallelize.equality import planned
 from tests.parallelize.test_experts import ALL, CONTEXT, DROPLESS, FEW, batch, model_of, one_sided, plan_of
 
 EXPERTS, TOP = 4, 2
@@ -172,7 +171,7 @@ def test_experts_of_transformers_are_seen_where_ranks_share_them() -> None:
     given = {"input_ids": ids, "labels": ids}
     for parallel in (Parallel(ep=2, dp=2, ep_buffer=4.0), Parallel(dp=2)):
         job = capture(model, given, huggingface_sum, parallel)
-        plan = planned(job)
+        plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
 
         def work(runner: Runner) -> tuple[Observed, ...]:
             runner.step(given)

@@ -22,8 +22,17 @@ from stretto.errors import RunError
 from stretto.ir.serialize import load_plan
 from stretto.models.moe import MoEGPT, Routed
 from stretto.runtime import Runner, run_threads
-from tests.parallelize.equality import step_of
-from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of, plain, plan_of
+from tests.parallelize.test_ampipe import by_chunks
+from tests.parallelize.test_experts import (
+    DROPLESS,
+    FEW,
+    assert_equals,
+    batch,
+    model_of,
+    plain,
+    plan_of,
+    together,
+)
 from tests.runtime.launch import launch
 
 EXPERTS, TOP_K = 4, 2
@@ -100,8 +109,10 @@ def test_with_a_capacity(name: str, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize("capacity", [DROPLESS, FEW])
 @pytest.mark.parametrize("name", CHOICES)
 def test_in_chunks(name: str, capacity: float | None) -> None:
+    model = told(CHOICES[name], capacity)
     buffer = {} if capacity else {"ep_buffer": 2.0}
-    assert_equals(told(CHOICES[name], capacity), Parallel(**FAST, ep=2, dp=2, ampipe_degree=2, **buffer))
+    parallel = Parallel(**FAST, ep=2, dp=2, ampipe_degree=2, **buffer)
+    assert_equals(model, parallel, expected=by_chunks(model, 2) if capacity else model)
 
 
 def test_an_overflow_is_told_on_every_rank_and_nobody_waits() -> None:
@@ -109,7 +120,7 @@ def test_an_overflow_is_told_on_every_rank_and_nobody_waits() -> None:
     with pytest.raises(
         RunError, match=r"get 2 times the mean .* room for less: give ep_buffer = 2.0 or more"
     ):
-        step_of(plan, told(CHOICES["all to one"], DROPLESS), batch())
+        together(plan, told(CHOICES["all to one"], DROPLESS), batch())
 
 
 def by_layers(*names: str) -> MoEGPT:
@@ -134,7 +145,7 @@ def test_an_overflow_names_what_all_layers_need(names: tuple[str, str]) -> None:
     with pytest.raises(
         RunError, match=rf"blocks\.{at}\.mlp\.experts get 2 times .* give ep_buffer = 2.0 or more"
     ):
-        step_of(plan_of(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=1.0)), model, batch())
+        together(plan_of(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=1.0)), model, batch())
 
 
 @pytest.mark.parametrize("name", ["all to one", pytest.param("half to one", marks=pytest.mark.slow)])
@@ -158,7 +169,7 @@ def test_a_step_without_room_leaves_no_gradients() -> None:
 def test_the_factor_that_an_overflow_names_does() -> None:
     model = told(CHOICES["none to the first rank"], DROPLESS)
     with pytest.raises(RunError) as caught:
-        step_of(plan_of(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=1.0)), model, batch())
+        together(plan_of(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=1.0)), model, batch())
     factor = float(str(caught.value).partition("give ep_buffer = ")[2].split()[0])
     assert_equals(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=factor))
 
@@ -168,7 +179,7 @@ def test_what_is_dropped_adds_nothing() -> None:
     """A rank's buffer that has room for half of the tokens serves the first half."""
     model = told(CHOICES["all to one"], DROPLESS)
     plan = plan_of(model, Parallel(**FAST, ep=2, dp=2, ep_buffer=1.0, ep_overflow="drop"))
-    loss, grads = step_of(plan, model, batch())
+    loss, grads = together(plan, model, batch())
     halved = copy.deepcopy(model)
     for block in halved.blocks:
         experts = block.mlp.experts
