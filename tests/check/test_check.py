@@ -72,7 +72,7 @@ def test_a_packed_matrix_that_is_called_colwise(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RunError, match=r"transformer\.h\.0\.attn\.c_attn\.weight") as caught:
         stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
     told = str(caught.value)
-    assert "transformer.h.*.attn is wrong when it is spread alone" in told
+    assert "transformer.h.*.attn is wrong when it is sharded by itself" in told
     assert "transformer.h.*.mlp is wrong" not in told
     assert "embedding and head is wrong" not in told
     assert "packed_colwise:K" in told
@@ -120,7 +120,7 @@ def test_a_sum_over_features_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -
         stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     with monkeypatch.context() as patched:
         without_proof(patched)
-        with pytest.raises(RunError, match=r"the model is wrong when it is spread alone.*'inner': 'colwise'"):
+        with pytest.raises(RunError, match=r"the model is wrong when .* by itself.*'inner': 'colwise'"):
             stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     plan = {"inner": "colwise_gather_output", "outer": "rowwise_split_input"}
     assert not stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD, tp_plan=plan).wrong

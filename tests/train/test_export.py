@@ -23,9 +23,9 @@ from stretto.models.gpt import GPT
 from stretto.models.moe import MoEConfig, MoEGPT
 from stretto.models.pretrained import load_gpt, save_gpt
 from stretto.saving import digests
+from stretto.train.checkpoint import load_model
 from stretto.train.export import export
 from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole
 from stretto.train.world import World
 
 LLAMA = """
@@ -56,7 +56,7 @@ def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
     assert isinstance(model, GPT)
     assert model.head.weight is model.embedding.weight
     tokens = torch.arange(16)[None]
-    assert torch.equal(model(tokens), load_whole(found)[0](tokens))
+    assert torch.equal(model(tokens), load_model(found)[0](tokens))
     assert len([n for n in load_file(output / "model.safetensors") if "head" in n or "embedding" in n]) == 1
     assert Tokenizer.from_file(str(output / "tokenizer.json")).get_vocab_size() == model.config.vocab_size
 
@@ -83,7 +83,7 @@ def test_a_llama_is_read_by_transformers(folder: Path) -> None:
     path.write_text(text[:begin] + LLAMA.lstrip() + "\n" + text[end:])
     Trainer(load_settings(path), World()).run()
     output = folder / "llama-out"
-    trained = load_whole(export(folder / "llama", output))[0]
+    trained = load_model(export(folder / "llama", output))[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(output)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     tokens = torch.arange(16)[None]

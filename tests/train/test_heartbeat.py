@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from stretto.train import heartbeat
-from stretto.train.heartbeat import Heartbeat
-from stretto.train.launched import tell_phase
+from stretto.train import peers
+from stretto.train.failure import enter_phase
+from stretto.train.peers import Heartbeat
 from stretto.train.world import World
 
 SIZE = 3
@@ -43,18 +43,19 @@ class Clock:
 
 
 def beats_of(store: dist.TCPStore, rank: int) -> float:
-    key = heartbeat._key(rank)
-    told = store.get(key) if store.check([key]) else b"0"
-    return float("inf") if told == heartbeat._DONE else int(told.split()[0])
+    key = peers._beat(rank)
+    if store.check([peers._ended(rank)]):
+        return float("inf")
+    return int(store.get(key).split()[0]) if store.check([key]) else 0
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(heartbeat, "time", made)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
-    monkeypatch.setattr(heartbeat, "LOST_AFTER_S", LOST_AFTER_S)
-    monkeypatch.setattr(heartbeat, "STORE_S", 60.0)
+    monkeypatch.setattr(peers, "time", made)
+    monkeypatch.setattr(peers, "BEAT_S", 0.01)
+    monkeypatch.setattr(peers, "LOST_AFTER_S", LOST_AFTER_S)
+    monkeypatch.setattr(peers, "BEAT_STORE_S", 60.0)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     return made
 
@@ -96,7 +97,7 @@ def test_the_rank_before_misses_one_that_stops(store: dist.TCPStore, clock: Cloc
 
 def test_the_phase_that_the_lost_rank_told_last_is_known(store: dist.TCPStore, clock: Clock) -> None:
     told: list[str] = []
-    tell_phase("capturing the model")
+    enter_phase("capturing the model")
     silent = Heartbeat(World(1, 2, 2, store), lambda *_: None).__enter__()
     watching = Heartbeat(World(0, 2, 2, store), lambda _, phase: told.append(phase)).__enter__()
     stuck = threading.Event()

@@ -28,11 +28,11 @@ from stretto.errors import UsageError
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
 from stretto.train import launch as launcher
-from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_held
+from stretto.train.checkpoint import load_model
+from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_locked
 from stretto.train.optimizer import make_optimizer
 from stretto.train.progress import Progress
 from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole
 from stretto.train.world import World
 
 HOLD = """
@@ -219,7 +219,7 @@ def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) ->
     path, run_dir = done
     settings = load_settings(path)
     made = run_dir / "checkpoints" / "step-000004"
-    plain, _ = load_whole(made)
+    plain, _ = load_model(made)
     model = build_model(settings.model, plain.config.vocab_size, seed=5)
     batch = torch.zeros(4, 17, dtype=torch.long)
     job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, microbatches=2))
@@ -284,7 +284,7 @@ def test_checkpoints_elsewhere_are_locked_too(tmp_path: Path) -> None:
 
 
 def test_looking_for_a_lock_makes_no_folder(tmp_path: Path) -> None:
-    refuse_if_held([("output.run_dir", tmp_path / "none")])
+    refuse_if_locked([("output.run_dir", tmp_path / "none")])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -29,9 +29,8 @@ from stretto.models.pretrained import KINDS, load_gpt, save_gpt
 from stretto.train import trainer
 from stretto.train.data import prepare_data
 from stretto.train.export import GENERATION, export
-from stretto.train.given_tokenizer import given_tokenizer
 from stretto.train.layout import refuse_early
-from stretto.train.tokenizer import END_OF_TEXT, learn
+from stretto.train.tokenizer import END_OF_TEXT, given_tokenizer, learn
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 

@@ -26,11 +26,11 @@ from stretto.models.gpt import next_token_loss
 from stretto.report.figures import FIGURES
 from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
+from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.data import prepare_data
 from stretto.train.metrics import Metrics
 from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole
 from stretto.train.world import World
 
 
@@ -220,7 +220,7 @@ def whole(folder: Path) -> Path:
 @pytest.mark.parametrize("left_bytes", [None, 0, 20_000])
 def test_damaged_tensors_are_refused_by_name(whole: Path, tmp_path: Path, left_bytes: int | None) -> None:
     damaged = shutil.copytree(whole, tmp_path / whole.name)
-    load_whole(damaged)
+    load_model(damaged)
     tensors = damaged / "__0_0.distcp"
     assert tensors.stat().st_size > 40_000
     if left_bytes is None:
@@ -228,7 +228,7 @@ def test_damaged_tensors_are_refused_by_name(whole: Path, tmp_path: Path, left_b
     else:
         os.truncate(tensors, left_bytes)
     with pytest.raises(StrettoError, match=r"step-000002 cannot be read .*--no-resume"):
-        load_whole(damaged)
+        load_model(damaged)
 
 
 def test_an_interruption_while_a_checkpoint_is_read_stays_one(
@@ -239,7 +239,7 @@ def test_an_interruption_while_a_checkpoint_is_read_stays_one(
 
     monkeypatch.setattr(torch, "load", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        load_whole(whole)
+        load_model(whole)
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("", "is not what was saved")])

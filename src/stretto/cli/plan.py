@@ -24,7 +24,7 @@ from stretto.cli.signals import Stops
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
-from stretto.train.starting import Starting
+from stretto.train.progress import Progress
 
 plan = typer.Typer(add_completion=False)
 
@@ -102,11 +102,11 @@ def run(
 
 
 @contextmanager
-def _shown() -> Iterator[Starting]:
+def _shown() -> Iterator[Progress]:
     """Takes lines of progress, and lines that stay."""
-    with Starting(console=Console(stderr=True, soft_wrap=True)) as starting:
-        starting.begin("planning")
-        yield starting
+    with Progress(console=Console(stderr=True, soft_wrap=True)) as progress:
+        progress.begin("planning")
+        yield progress
 
 
 def make(

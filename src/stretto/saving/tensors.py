@@ -1,12 +1,14 @@
 """Tensors of all ranks in one folder, written and read by PyTorch's distributed checkpoints.
 
-The steps are those of `torch.distributed.checkpoint.save`, with its own planners and files, but ranks speak
-through the Runner's transport: so ranks may be threads, and all of them agree before the table of contents
-(`.metadata`) is written, without which the folder is nothing.
+A checkpoint has full tensors only: a rank writes boxes of them, with their offsets, and reads the boxes that
+it needs, whichever boxes were written. So it is free of the layout that wrote it. The steps are those of
+`torch.distributed.checkpoint.save`, with its own planners and files, but ranks use the Runner's transport: so
+ranks may be threads, and all of them agree before the table of contents (`.metadata`) is written, without
+which the folder is nothing.
 
-    1. Each rank says what it writes; every rank makes the same plan of all.
+    1. All ranks gather what each writes; every rank makes the same plan of all.
     2. Each rank writes its file, takes the digest of each box, and all agree that they have.
-    3. Rank 0 looks whether it sees every file whole, and writes the table.
+    3. Rank 0 looks whether it sees every file complete, and writes the table.
 
 Reading goes by the table that is data (`stretto.saving.table`): a rank reads the boxes that meet its parts,
 and each must have its digest.
@@ -21,17 +23,60 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.errors import StrettoError
 from stretto.runtime.all_or_none import together, together_slowly
+from stretto.runtime.shards import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
 from stretto.saving.folder import Writing
-from stretto.saving.parts import Parts, PartsWriter
 from stretto.saving.table import DTYPES, FILE, METADATA, Box, Stored, Table, read_table
+
+Parts = Mapping[str, Part]
+"""Name in the checkpoint -> part."""
+
+
+class PartsPlanner(DefaultSavePlanner):
+    """Plans this rank's parts. Ranks that name the same box have the same values: one of them writes it."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+        self._views = {
+            (name, torch.Size(offsets)): view for name, part in parts.items() for offsets, view in part.boxes
+        }
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        ChunkStorageMetadata(offsets, view.shape),
+                        TensorProperties.create_from_tensor(view),
+                        torch.Size(self._parts[name].whole),
+                    ),
+                )
+                for (name, offsets), view in self._views.items()
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._views[index.fqn, index.offset]
 
 
 def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) -> dict[str, bytes]:
@@ -41,8 +86,11 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
     writing: words a failure. Raises its StrettoError on all ranks when one could not write.
     """
     first = transport.rank == 0
-    planner, writer = PartsWriter(owned), FileSystemWriter(folder)
-    planner.set_up_planner(_one_each(owned), writer.storage_meta(), first)
+    planner, writer = PartsPlanner(owned), FileSystemWriter(folder)
+    # PyTorch wants a tensor under each name; the planner knows the others of it.
+    planner.set_up_planner(
+        {name: part.boxes[0][1] for name, part in owned.items()}, writer.storage_meta(), first
+    )
     writer.set_up_storage_writer(first)
     plans = transport.all_gather(planner.create_local_plan())  # step 1
     plans, metadata = planner.create_global_plan(plans)
@@ -58,7 +106,8 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
                 results: list[WriteResult] = future.value()
                 return _digested(folder, results)
             except CheckpointException as error:
-                cause = _cause(error)
+                causes = [one[0] if isinstance(one, tuple) else one for one in error.failures.values()]
+                cause = next((one for one in causes if isinstance(one, BaseException)), error)
             raise cause  # out here, where what led to it stays its context
 
     results = transport.all_gather(together_slowly(transport, write_mine))
@@ -186,18 +235,3 @@ def _digested(folder: Path, results: Sequence[WriteResult]) -> list[tuple[WriteR
                     file.seek(one.storage_data.offset)
                     found.append((one, digest_of_next(file, one.storage_data.length)))
     return found
-
-
-def _one_each(parts: Parts) -> dict[str, torch.Tensor]:
-    """A tensor under each name, as PyTorch wants to be told; the planners know what is in it."""
-    return {name: part.boxes[0][1] for name, part in parts.items()}
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first failure of any rank inside what PyTorch raises for all of them."""
-    if isinstance(error, CheckpointException):
-        for failure in error.failures.values():
-            found = failure[0] if isinstance(failure, tuple) else failure
-            if isinstance(found, BaseException):
-                return found
-    return error
