@@ -19,7 +19,7 @@ from tests.train.test_export import LLAMA
 from tests.train.tiny import steps_of, write_settings
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel, load_settings
 from stretto.models.build import build_model, huggingface_sum
 from stretto.train import trainer

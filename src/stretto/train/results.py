@@ -36,7 +36,7 @@ from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
 from stretto.schedule.sums import without_sums
-from stretto.simulate import predict, simulate
+from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import earlier_in
 from stretto.train.metrics import speed_line, writing
