@@ -41,7 +41,7 @@ from stretto.runtime.shards import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
 from stretto.saving.folder import Writing
-from stretto.saving.table import DTYPES, FILE, METADATA, Box, Stored, Table, read_table
+from stretto.saving.table import DTYPES, FILE, METADATA, Box, StoredTensor, TensorTable, read_table
 
 Parts = Mapping[str, Part]
 """Name in the checkpoint -> part."""
@@ -126,13 +126,13 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
     return together(transport, write_table if first else dict)
 
 
-def stored_in(folder: Path) -> Mapping[str, Stored]:
-    """What a folder holds, every file of which is whole. Raises UsageError."""
+def stored_in(folder: Path) -> Mapping[str, StoredTensor]:
+    """The tensors of a folder, every file of which is complete. Raises UsageError."""
     read_checked(folder, METADATA)  # of which nothing is read
     return read_table(folder)
 
 
-def read(folder: Path, stored: Mapping[str, Stored], parts: Parts) -> None:
+def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None:
     """Fill the parts in place, whatever layout wrote the folder, which has them (`stored_in`). No rank waits
     for another. Raises StrettoError when it cannot be read, or has changed since it was written; parts may
     then have been filled."""
@@ -162,17 +162,18 @@ def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError(f"{box.file} is not what was saved: the digest of a tensor in it differs")
     made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(made, torch.Tensor) or tuple(made.shape) != box.sizes or made.dtype != dtype:
-        raise ValueError(f"{box.file} has another tensor than {TABLE} says")
+        raise ValueError(f"{box.file} has another tensor than {TABLE} has")
     return made
 
 
 def _common(box: Box, offsets: tuple[int, ...], view: torch.Tensor) -> list[tuple[int, int]] | None:
-    """Where a stored box and a part's meet, in the whole: (first, end) by dim; None where they do not."""
-    found = [
+    """Where a stored box and a part's meet, in the full tensor: (first, end) by dim; None where they do
+    not."""
+    common = [
         (max(one, other), min(one + size, other + length))
         for one, size, other, length in zip(box.offsets, box.sizes, offsets, view.shape, strict=True)
     ]
-    return found if all(first < end for first, end in found) else None
+    return common if all(first < end for first, end in common) else None
 
 
 def _fill(view: torch.Tensor, offsets: tuple[int, ...], box: Box, made: torch.Tensor) -> None:
@@ -185,7 +186,7 @@ def _fill(view: torch.Tensor, offsets: tuple[int, ...], box: Box, made: torch.Te
     view[place(offsets)].copy_(made[place(box.offsets)])
 
 
-def check_fit(folder: Path, parts: Parts, stored: Mapping[str, Stored]) -> None:
+def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) -> None:
     """Raises StrettoError where the folder lacks a part's tensor, or has it in another shape."""
     lacking = [name for name in parts if name not in stored]
     if lacking:
@@ -212,7 +213,7 @@ def unreadable(folder: Path, error: Exception) -> StrettoError:
 def _table(metadata: Metadata, results: Iterable[tuple[WriteResult, str]]) -> bytes:
     """What all ranks wrote, as data. results: each with its digest."""
     boxes: dict[str, list[Box]] = {}
-    found: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     at = {(one.index.fqn, one.index.offset): (one.storage_data, digest) for one, digest in results}
     for name, one in metadata.state_dict_metadata.items():
         assert isinstance(one, TensorStorageMetadata)
@@ -221,17 +222,17 @@ def _table(metadata: Metadata, results: Iterable[tuple[WriteResult, str]]) -> by
             place = (where.relative_path, where.offset, where.length)
             boxes.setdefault(name, []).append(Box(tuple(chunk.offsets), tuple(chunk.sizes), *place, digest))
         dtype = str(one.properties.dtype).removeprefix("torch.")
-        found[name] = Stored(tuple(one.size), dtype, tuple(boxes[name]))
-    return FILE.to_text(Table(found)).encode()
+        stored[name] = StoredTensor(tuple(one.size), dtype, tuple(boxes[name]))
+    return FILE.to_text(TensorTable(stored)).encode()
 
 
 def _digested(folder: Path, results: Sequence[WriteResult]) -> list[tuple[WriteResult, str]]:
     """With the digests of what was written; read from the system's cache."""
-    found: list[tuple[WriteResult, str]] = []
+    digested: list[tuple[WriteResult, str]] = []
     for name in sorted({one.storage_data.relative_path for one in results}):
         with (folder / name).open("rb") as file:
             for one in results:
                 if one.storage_data.relative_path == name:
                     file.seek(one.storage_data.offset)
-                    found.append((one, digest_of_next(file, one.storage_data.length)))
-    return found
+                    digested.append((one, digest_of_next(file, one.storage_data.length)))
+    return digested

@@ -25,7 +25,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.runtime.all_or_none import on_first
 from stretto.saving.digests import identity
 from stretto.saving.folder import PROBE, look, refuse_apart, write_probe
-from stretto.train.checkpoint_files import State, put_back, read_kept
+from stretto.train.checkpoint_files import CheckpointState, put_back, read_kept
 from stretto.train.lock import RunLock, folders_of
 from stretto.train.task import Task
 from stretto.train.world import World
@@ -54,7 +54,7 @@ UNREPORTED = (
 )
 """What may change from run to run without changing what is learned, or is changed on purpose to go on."""
 
-Checkpoint = tuple[State, Path]
+Checkpoint = tuple[CheckpointState, Path]
 """Its state, and where it is."""
 
 
@@ -145,7 +145,9 @@ def _aim(view: RankView) -> str:
     return f"goes on from {view.folder}/{name}, after step {step}"
 
 
-def check_compatible(state: State, checkpoint: Path, settings: TrainSettings, task: Task) -> list[str]:
+def check_compatible(
+    state: CheckpointState, checkpoint: Path, settings: TrainSettings, task: Task
+) -> list[str]:
     """Step 3: lines about settings that differ from the checkpoint's and change how training goes on.
 
     Raises UsageError, with the key, for one that makes another model of it, and when the data is

@@ -27,7 +27,7 @@ from stretto.saving.folder import Writing
 from stretto.train.checkpoint_files import (
     FILE,
     STATE,
-    State,
+    CheckpointState,
     latest_in,
     mark,
     name_of,
@@ -38,7 +38,12 @@ from stretto.train.task import own_task
 
 
 def save(
-    folder: Path, state: State, kept: tuple[str, str], runner: Runner, optimizer: torch.optim.AdamW, keep: int
+    folder: Path,
+    state: CheckpointState,
+    kept: tuple[str, str],
+    runner: Runner,
+    optimizer: torch.optim.AdamW,
+    keep: int,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`; every rank must call it. Returns its path.
 
@@ -118,7 +123,7 @@ def read_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> dict[s
     return {name: tensor for name, tensor in values.items() if name not in known}
 
 
-def settings_of(state: State, checkpoint: Path) -> TrainSettings:
+def settings_of(state: CheckpointState, checkpoint: Path) -> TrainSettings:
     """The settings that the checkpoint was trained with. Raises UsageError for what is none."""
     try:
         # As JSON, where lists may become tuples.

@@ -37,7 +37,7 @@ Count = Annotated[int, Fits(lambda value: 0 <= value < 2**31, "a whole number fr
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class CheckpointState:
     """What a checkpoint has beside its tensors.
 
     step: optimizer steps done. draws: steps that have drawn random numbers. settings: those of the run.
@@ -49,7 +49,7 @@ class State:
     settings: dict[str, Any]
 
 
-FILE = TypedFile(State, "stretto checkpoint", 1, "checkpoint", "Take another one")
+FILE = TypedFile(CheckpointState, "stretto checkpoint", 1, "checkpoint", "Take another one")
 
 
 def name_of(step: int) -> str:
@@ -106,7 +106,7 @@ def find(path: Path) -> Path:
     raise UsageError(f"{path} {what}name a checkpoint (a folder such as step-000100), or the folder of a run")
 
 
-def read_state(checkpoint: Path) -> State:
+def read_state(checkpoint: Path) -> CheckpointState:
     """The state that is beside the tensors. Raises UsageError for a file that is not one of ours."""
     return FILE.from_text(_text(checkpoint, STATE), str(checkpoint / STATE))
 

@@ -43,7 +43,7 @@ from stretto.train.agreement import (
     check_shared,
     take_folders,
 )
-from stretto.train.checkpoint_files import State, find, latest_in, read_state, set_aside
+from stretto.train.checkpoint_files import CheckpointState, find, latest_in, read_state, set_aside
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
@@ -386,7 +386,7 @@ class Trainer:
 
     def _save(self) -> None:
         settings = self.settings
-        state = State(
+        state = CheckpointState(
             self.step, self.runner.state.steps, self._task.vocab_size, settings.model_dump(mode="json")
         )
         checkpoint.save(
