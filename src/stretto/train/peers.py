@@ -77,28 +77,41 @@ class Heartbeat:
     def _beat(self) -> None:
         """Steps 1 and 2."""
         own, watched = self._world.rank, (self._world.rank + 1) % self._world.size
-        last, beats = b"", 0
-        looked_s = heard_s = time.monotonic()
+        neighbour, beats = Neighbour(time.monotonic()), 0
         while not self._over.wait(BEAT_S if beats else 0.0):  # the first beat at once
-            now_s, beats = time.monotonic(), beats + 1
-            if now_s - looked_s > 2 * BEAT_S + BEAT_STORE_S:
-                heard_s = now_s  # it was itself stopped: what it missed shows nothing of others
-            silent = ended = False
+            asked_s, beats, silent = time.monotonic(), beats + 1, False
+            beat, ended = neighbour.beat, False
             try:
                 self._store.set(_beat(own), f"{beats} {current_phase()}")
                 beat = self._store.get(_beat(watched)) if self._store.check([_beat(watched)]) else b""
                 ended = self._store.check([_ended(watched)])
             except RuntimeError:
-                beat, silent = last, True
-            looked_s = time.monotonic()
-            if beat != last or not beat:
-                last, heard_s = beat, looked_s
-            elif not ended and looked_s - heard_s > LOST_AFTER_S:
+                silent = True
+            if neighbour.is_lost(beat, ended, asked_s, time.monotonic()):
                 self._over.set()
                 gone = 0 if silent and not agent_keeps_store() else watched
-                self._lost(gone, last.decode().partition(" ")[2])
+                self._lost(gone, beat.decode().partition(" ")[2])
         with suppress(RuntimeError):
             self._store.set(_ended(own), "1")
+
+
+class Neighbour:
+    """Another rank, by its last beat, as one thread sees it. Times are seconds of that thread's clock."""
+
+    def __init__(self, now_s: float) -> None:
+        self.beat = b""
+        self._looked_s = self._heard_s = now_s
+
+    def is_lost(self, beat: bytes, ended: bool, asked_s: float, now_s: float) -> bool:
+        """Whether it has given no sign of life for too long. beat: what the store had when it was asked,
+        b"" before the first. ended: whether the rank has written that it ends."""
+        if asked_s - self._looked_s > 2 * BEAT_S + BEAT_STORE_S:
+            self._heard_s = asked_s  # who looks was itself stopped: what it missed shows nothing of others
+        self._looked_s = now_s
+        if beat != self.beat or not beat:
+            self.beat, self._heard_s = beat, now_s
+            return False
+        return not ended and now_s - self._heard_s > LOST_AFTER_S
 
 
 def lost_first(world: World, failure: RankFailure) -> RankFailure:
