@@ -1,4 +1,4 @@
-"""What ranks compute on (accelerators where there is one for each, else processors), how they meet, refusals."""
+"""What ranks compute on (accelerators where there is one for each, else processors), and how they meet."""
 
 from __future__ import annotations
 

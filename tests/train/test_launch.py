@@ -141,7 +141,7 @@ def test_a_rank_that_is_stopped_while_it_says_what_it_misses_still_says_it(
     monkeypatch.setenv("STRETTO_RECORDS_DIR", str(tmp_path))
     monkeypatch.setattr(worker, "environment", lambda: World(0, 2, 2))
     monkeypatch.setattr(worker, "join", lambda world: world)
-    monkeypatch.setattr(worker, "use_threads", lambda count: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(room, name, stopped)
     monkeypatch.setattr(Trainer, "run", missed)

@@ -126,10 +126,10 @@ def make(
     from stretto.order.policies import policy_of
     from stretto.train.job import device_of, trained
     from stretto.train.reuse import kept_by
-    from stretto.train.world import threads, use_threads
+    from stretto.train.world import threads
 
     # As in training: the measured times are those of as many threads.
-    use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
+    torch.set_num_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
     if say is not None:
         say("the model's ops")
     of = trained(settings)

@@ -12,6 +12,8 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
+import torch
+
 from stretto.config import TrainSettings
 from stretto.train.checkpoint_files import what_is_left
 from stretto.train.failure import Cause, RankFailure, failure_of, record_failure
@@ -20,7 +22,7 @@ from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, par
 from stretto.train.progress import Progress
 from stretto.train.trainer import Trainer
 from stretto.train.watch import lost_words
-from stretto.train.world import check_graph, check_size, device_for, environment, join, threads, use_threads
+from stretto.train.world import check_graph, check_size, device_for, environment, join, threads
 
 
 def work(settings: TrainSettings, progress: Progress | None = None) -> int:
@@ -46,7 +48,7 @@ def work(settings: TrainSettings, progress: Progress | None = None) -> int:
     trainer.missed = missed
     with Interrupts(stuck) as interrupts:
         try:
-            use_threads(threads(settings.training.threads_per_rank, world.local_size))
+            torch.set_num_threads(threads(settings.training.threads_per_rank, world.local_size))
             trainer.world = join(world)
             trainer.run()
             if world.size > 1:

@@ -237,8 +237,3 @@ def threads(wanted: int | None, local_size: int) -> int:
     if count.isdigit() and int(count) > 0:
         return int(count)
     return max(1, available_cores() // local_size)
-
-
-def use_threads(count: int) -> None:
-    """Compute with `count` threads from now on."""
-    torch.set_num_threads(count)
