@@ -123,8 +123,10 @@ def test_a_run_that_was_killed_before_its_summary_ends_as_it_would_have(again: C
     for name in results:
         (run_dir / name).unlink()
     again("training.steps=4")
-    assert json.loads((run_dir / "summary.json").read_text())["held_out_loss"] == held_out_loss
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["held_out_loss"], summary["steps"]) == (held_out_loss, 4)
     assert (run_dir / "report.html").exists()
+    assert len(steps_of(run_dir)) == 4
 
 
 def test_a_report_is_written_though_nobody_reads_the_end(
@@ -172,13 +174,6 @@ def test_a_finished_run_stays_as_it_is(
     assert content(again("training.steps=2")) == before
 
 
-def test_a_run_that_was_stopped_before_its_summary_is_finished(again: Callable[..., Path]) -> None:
-    (again("not") / "summary.json").unlink()
-    run_dir = again("training.steps=4")
-    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 4
-    assert len(steps_of(run_dir)) == 4
-
-
 def test_going_on_keeps_what_was_measured_before(
     again: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,9 +188,13 @@ def test_going_on_keeps_what_was_measured_before(
     assert sorted(steps_of(run_dir)) == [1, 2, 3, 4, 5]
 
 
-def test_starting_anew_keeps_the_lines_of_the_run_before(again: Callable[..., Path]) -> None:
+def test_starting_anew_keeps_lines_and_checkpoints_of_the_run_before(
+    again: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     before = steps_of(again("not"))
     run_dir = again("checkpoint.resume=never", "training.seed=1", "training.steps=2")
+    assert "started anew; the checkpoints of an earlier run are now in" in capsys.readouterr().out
+    assert (run_dir / "checkpoints" / "earlier-1" / "step-000004").is_dir()
     assert steps_of(run_dir / "earlier-1") == before
     assert sorted(steps_of(run_dir)) == [1, 2]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.saving.pretrained import write_pretrained
 from tests.train.layouts import described
-from tests.train.tiny import run_ranks, steps_of, write_text
+from tests.train.tiny import steps_of, write_text
 
 from stretto.config import HuggingFaceSettings, MoESettings, load_settings
 from stretto.config.pretrained import OWN
@@ -289,23 +289,3 @@ def test_tokenizers_that_do_not_fit_are_refused(llama: Path, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="transformers finds no fast tokenizer"):
         given_tokenizer(load_settings(path).model)
     assert END_OF_TEXT in tokenizer.get_vocab()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama", "pp = 2"), ("llama", "tp = 2"), ("mixtral", "dp = 2\nep = 2\nep_buffer = 2.0")],
-)
-def test_the_command_under_layouts(tmp_path: Path, name: str, layout: str) -> None:
-    source = write_pretrained(tmp_path / name, name, torch.bfloat16)
-    more = "[model.config]\nexperts_implementation = 'batched_mm'" if name == "mixtral" else ""
-    path = write(tmp_path, source, layout=layout, model=more)
-    prepare_data(load_settings(path).data, unheard, given_tokenizer(load_settings(path).model))
-    command = ("train", path)
-    for status, out, errors in run_ranks(command, command):
-        assert not status, out + errors
-    expected = loss_of_transformers(source, first_batch(path))
-    assert steps_of(tmp_path / "run")[1]["loss"] == pytest.approx(expected, rel=TOLERANCE)
-    export(tmp_path / "run", tmp_path / "out")
-    _, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
