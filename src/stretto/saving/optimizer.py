@@ -221,9 +221,9 @@ def install(
         if saved is not None:
             group.update({key: value for key, value in saved.items() if key not in OWN_OPTIONS})
         for number, tensor in zip(group["params"], own["params"], strict=True):
-            values = state.get(names.get(id(tensor), ""))
-            if values:
-                packed["state"][number] = values
+            saved_state = state.get(names.get(id(tensor), ""))
+            if saved_state:
+                packed["state"][number] = saved_state
     optimizer.load_state_dict(packed)
 
 

@@ -38,7 +38,7 @@ from stretto.runtime.shards import whole_spec
 from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
-from stretto.train.checkpoint_files import earlier_in
+from stretto.train.checkpoint_files import earlier_in, set_aside
 from stretto.train.metrics import speed_line, writing
 from stretto.train.progress import duration
 from stretto.train.task import Task
@@ -212,6 +212,21 @@ def is_finished(run_dir: Path, steps: int) -> bool:
         return int(summary["steps"]) >= steps
     except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
         return False
+
+
+def set_earlier_aside(settings: TrainSettings, goes_on: bool, say: Callable[[str], None]) -> None:
+    """What an earlier run left in the folders of this one is kept apart, by rank 0. goes_on: from one of its
+    checkpoints. Raises StrettoError."""
+    old = None if goes_on else set_aside(settings.checkpoint_dir)
+    if old is not None:
+        say(f"started anew; the checkpoints of an earlier run are now in {old}")
+    if goes_on:
+        back = settings.checkpoint.resume != "auto"  # to a step of the user's choice
+        kept = keep_earlier(settings.run_dir, RESULTS, (METRICS,) if back else ())
+    else:
+        kept = keep_earlier(settings.run_dir, (*RESULTS, *BEGINNING))
+    if kept is not None:
+        say(f"what an earlier run measured is now in {kept}")
 
 
 def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()) -> Path | None:

@@ -43,7 +43,7 @@ from stretto.train.agreement import (
     check_shared,
     take_folders,
 )
-from stretto.train.checkpoint_files import CheckpointState, find, latest_in, read_state, set_aside
+from stretto.train.checkpoint_files import CheckpointState, find, latest_in, read_state
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
@@ -54,16 +54,13 @@ from stretto.train.optimizer import learning_rate, make_optimizer, set_learning_
 from stretto.train.peers import Heartbeat
 from stretto.train.progress import Progress
 from stretto.train.results import (
-    BEGINNING,
-    METRICS,
-    RESULTS,
     Results,
     begin_run,
     finish,
     is_finished,
-    keep_earlier,
     plan_that_holds,
     report_again,
+    set_earlier_aside,
 )
 from stretto.train.reuse import kept_by
 from stretto.train.task import Task
@@ -80,7 +77,7 @@ class Trainer:
         self.settings = settings
         self.world = world
         self.step = 0
-        self.missed: Callable[[int, str], None] = _nothing
+        self.missed: Callable[[int, str], None] = lambda rank, phase: None
         self.progress = progress if progress is not None else Progress(world.rank == 0)
         self.progress.steps, self.progress.log_every = settings.training.steps, settings.training.log_every
         self.metrics: Metrics | None = None
@@ -245,7 +242,7 @@ class Trainer:
             self.runner.state.steps = state.draws
             say(f"resumed from {path}, after step {state.step}")
         if self.world.rank == 0:
-            self._keep_earlier(start)
+            set_earlier_aside(settings, start is not None, say)
             begin_run(settings.run_dir, settings, plan)
             self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
         return task
@@ -256,20 +253,6 @@ class Trainer:
         own = start is not None and start[1].parent.absolute() == settings.checkpoint_dir.absolute()
         done = own and start is not None and start[0].step >= steps and is_finished(settings.run_dir, steps)
         return self.world.all_gather(done)[0]
-
-    def _keep_earlier(self, start: Checkpoint | None) -> None:
-        """What an earlier run left in the folders of this one is kept apart, by rank 0."""
-        settings, say = self.settings, self.progress.say
-        old = set_aside(settings.checkpoint_dir) if start is None else None
-        if old is not None:
-            say(f"started anew; the checkpoints of an earlier run are now in {old}")
-        if start is None:
-            kept = keep_earlier(settings.run_dir, (*RESULTS, *BEGINNING))
-        else:
-            back = settings.checkpoint.resume != "auto"  # to a step of the user's choice
-            kept = keep_earlier(settings.run_dir, RESULTS, (METRICS,) if back else ())
-        if kept is not None:
-            say(f"what an earlier run measured is now in {kept}")
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """Step 3: which checkpoint to go on from, as this rank sees the folder."""
@@ -401,7 +384,3 @@ class Trainer:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(line)
-
-
-def _nothing(rank: int, phase: str) -> None:
-    """For a rank of a test, which nobody ends."""
