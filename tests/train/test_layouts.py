@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.runtime.launch import launch
 from tests.train.layouts import described
 from tests.train.test_export import LLAMA
-from tests.train.tiny import steps_of, write_settings
+from tests.train.tiny import steps_of, train, write_settings
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from stretto.capturing import capture
@@ -25,8 +25,6 @@ from stretto.models.build import build_model, huggingface_sum
 from stretto.train import trainer
 from stretto.train.checkpoint import load_model
 from stretto.train.export import export
-from stretto.train.trainer import Trainer
-from stretto.train.world import World
 
 STEPS, HALF = 8, 4
 TOLERANCE = 1e-5
@@ -139,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 for name in names:
                     write(folder, name)
                     if ranks == 1:
-                        Trainer(load_settings(folder / f"{name}.toml"), World()).run()
+                        train(folder / f"{name}.toml")
                 if ranks > 1 and names:
                     out, *_ = launch(ranks, "tests.train.layouts", str(folder), *names)
                     lines = [line.split() for line in out.splitlines() if " copies " in line]

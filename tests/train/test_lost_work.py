@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.train import tiny
 from tests.train.tiny import environment, steps_of, write_settings
 from typer.testing import CliRunner
 
@@ -32,8 +33,6 @@ from stretto.train.checkpoint import load_model
 from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_locked
 from stretto.train.optimizer import make_optimizer
 from stretto.train.progress import Progress
-from stretto.train.trainer import Trainer
-from stretto.train.world import World
 
 HOLD = """
 import sys, time
@@ -61,9 +60,7 @@ def _described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(path: Path, *changes: str) -> Path:
-    settings = load_settings(path, changes)
-    Trainer(settings, World()).run()
-    return settings.run_dir
+    return tiny.train(path, *changes).settings.run_dir
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.train import tiny
 from tests.train.own_task import task
 from tests.train.tiny import run, run_ranks, steps_of
 from typer.testing import CliRunner
@@ -63,9 +64,7 @@ def write(folder: Path, *, pp: int = 1, steps: int = 60, run: str = "run", file:
 
 
 def train(path: Path, *changes: str) -> TrainSettings:
-    settings = load_settings(path, changes)
-    Trainer(settings, World()).run()
-    return settings
+    return tiny.train(path, *changes).settings
 
 
 def test_two_ranks_train_it_over_the_border_that_its_skip_crosses(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train import tiny
 from tests.train.tiny import steps_of, write_settings
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -40,10 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(path: Path, *changes: str) -> tuple[TrainSettings, Trainer]:
-    settings = load_settings(path, changes)
-    trainer = Trainer(settings, World())
-    trainer.run()
-    return settings, trainer
+    trainer = tiny.train(path, *changes)
+    return trainer.settings, trainer
 
 
 @pytest.mark.slow
