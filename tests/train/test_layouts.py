@@ -30,7 +30,7 @@ STEPS, HALF = 8, 4
 TOLERANCE = 1e-5
 """Relative, of losses in float32 over these steps: reductions are grouped otherwise."""
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 """Continuous integration trains over tp in its main job."""
 
 SHARED_HEADS = LLAMA.replace("num_attention_heads = 2", "num_attention_heads = 4")
