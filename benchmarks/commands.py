@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from benchmarks import tables
+from stretto.cli.common import check_output, write_and_print
 from stretto.cli.main import StoppableGroup
-from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import StrettoError, UsageError, meant
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.program import OVERLAP_MODES
@@ -76,7 +76,7 @@ def compute(
             sequence=sequence,
             say=progress.print,
         )
-    _write_and_tell(result, json_out, tables.compute_table(result))
+    _write_and_print(result, json_out, tables.compute_table(result))
 
 
 @bench.command()
@@ -108,7 +108,7 @@ def reshard(
     setup = Setup(rate, mib, rounds, chosen, in_flight_mib << 20)
     lab = Lab(hosts=HOSTS, rate=rate, ranks_per_host=RANKS_PER_HOST)
     result = result_of(lab, "reshard", asdict(setup))
-    _write_and_tell(result, json_out, tables.reshard_table(result))
+    _write_and_print(result, json_out, tables.reshard_table(result))
 
 
 @bench.command()
@@ -134,7 +134,7 @@ def pipeline(
 
     def keep(result: dict[str, Any]) -> None:
         last = result["races"][-1]
-        _write_and_tell(result, json_out, tables.pipeline_table(last), last["rows"])
+        _write_and_print(result, json_out, tables.pipeline_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -166,7 +166,7 @@ def tensor(
 
     def keep(result: dict[str, Any]) -> None:
         last = result["races"][-1]
-        _write_and_tell(result, json_out, tables.tensor_table(last), last["rows"])
+        _write_and_print(result, json_out, tables.tensor_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -200,7 +200,7 @@ def moe(
 
     def keep(result: dict[str, Any]) -> None:
         last = result["races"][-1]
-        _write_and_tell({"version": VERSION, **result}, json_out, tables.moe_table(last), last["rows"])
+        _write_and_print({"version": VERSION, **result}, json_out, tables.moe_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -228,7 +228,7 @@ def unet(
 
     def keep(result: dict[str, Any]) -> None:
         last = result["races"][-1]
-        _write_and_tell({"version": VERSION, **result}, json_out, tables.unet_table(last), last["rows"])
+        _write_and_print({"version": VERSION, **result}, json_out, tables.unet_table(last), last["rows"])
 
     run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
 
@@ -267,7 +267,7 @@ def predict(
     with tempfile.TemporaryDirectory() as temporary:
         folder = _folder(keep_out) or Path(temporary)
         result = run_grid(cells, rounds, folder.resolve(), progress.print, keep)
-    _write_and_tell(result, json_out, tables.predict_table(result))
+    _write_and_print(result, json_out, tables.predict_table(result))
 
 
 @bench.command()
@@ -279,7 +279,7 @@ def published(
 
     check_output("--json", json_out)
     result = compare()
-    _write_and_tell(result, json_out, tables.published_table(result))
+    _write_and_print(result, json_out, tables.published_table(result))
 
 
 SCRIPTS = {
@@ -360,11 +360,11 @@ def write_json(result: Any, out: Path | None) -> None:
         progress.print(f"wrote {out}")
 
 
-def _write_and_tell(result: Any, out: Path | None, table: Grid, rows: Sequence[Row] = ()) -> None:
+def _write_and_print(result: Any, out: Path | None, table: Grid, rows: Sequence[Row] = ()) -> None:
     """The figures, as a file and as a table; rows: where noise is looked for."""
 
-    def tell() -> None:
+    def show() -> None:
         table.print()
         tables.warn_of_noise(rows)
 
-    write_and_tell(lambda: write_json(result, out), tell)
+    write_and_print([(out, lambda path: write_file(path, json.dumps(result, indent=1) + "\n"))], show)

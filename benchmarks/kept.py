@@ -18,7 +18,7 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.ir.timeline import Timeline
-from stretto.report.jsonfile import save_json
+from stretto.report.files import save_json
 from stretto.simulating import predict
 
 

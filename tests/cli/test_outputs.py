@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from stretto.cli import plan as plan_command
+from stretto.cli.common import check_output, write_and_print
 from stretto.cli.main import app
-from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan, save_plan
@@ -221,7 +221,7 @@ def test_a_file_is_written_though_nobody_reads_the_table(
     assert out.stat().st_size > 0
 
 
-def test_writing_and_telling_do_not_depend_on_each_other() -> None:
+def test_writing_and_printing_do_not_depend_on_each_other(tmp_path: Path) -> None:
     """What all commands do: whichever of the two fails, the other is done."""
     done: list[str] = []
 
@@ -230,10 +230,10 @@ def test_writing_and_telling_do_not_depend_on_each_other() -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        write_and_tell(lambda: done.append("written"), fails)
+        write_and_print([(tmp_path / "one", lambda path: done.append("written"))], fails)
     with pytest.raises(BrokenPipeError):
-        write_and_tell(fails, lambda: done.append("told"))
-    assert done == ["written", "tried", "tried", "told"]
+        write_and_print([(tmp_path / "one", lambda path: fails())], lambda: done.append("printed"))
+    assert done == ["written", "tried", "tried", "printed"]
 
 
 def test_a_refusal_keeps_its_own_status(tmp_path: Path) -> None:

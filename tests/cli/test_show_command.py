@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto.cli.show import show
+from stretto.cli.ops import show
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Stage
 from stretto.ir.serialize import save_plan
-from stretto.report.program import program_lines, totals_of
+from stretto.report.ops import program_lines, totals_of
 from stretto.schedule.families import make_schedule
 from tests.synthetic_comm import ACTIVATION, WEIGHT, make_comm_plan
 

@@ -12,9 +12,8 @@ from stretto.ir.costs import Peak
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.ir.work import Work, work_of
-from stretto.report.advice import advice_grid
-from stretto.report.help import SEQUENCE, Reason, help_for
-from stretto.report.rates import rates_grid
+from stretto.report.advice import SEQUENCE, Reason, advice_grid, help_for
+from stretto.report.tables import rates_grid
 from stretto.report.traffic import Traffic
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate

@@ -14,7 +14,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 import stretto.report as report
 from stretto.errors import UsageError
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.report.curve import draw_loss
+from stretto.report.charts import draw_loss
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
 from tests.simulating.test_engine import NBYTES, ONE_F_ONE_B, RATE
@@ -168,8 +168,10 @@ def test_svg_has_every_lane_that_carries_something() -> None:
     )
     timeline = simulate(plan)
     words = texts(report.draw([timeline]))
-    wanted = {"sums" if lane == "loss" or lane.startswith("tied") else lane for lane in lanes_of(timeline)}
-    assert wanted >= {"pp 0>1", "pp 1>0", "tp", "dp", "sums"}
+    wanted = {
+        "reductions" if lane == "loss" or lane.startswith("tied") else lane for lane in lanes_of(timeline)
+    }
+    assert wanted >= {"pp 0>1", "pp 1>0", "tp", "dp", "reductions"}
     assert wanted <= set(words)
     told = " ".join(title for title, _ in boxes_of(report.draw([timeline])))
     assert all(span.name in told for span in timeline.spans if span.kind is MESSAGE)

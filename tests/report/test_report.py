@@ -11,17 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli.report import report as report_command
-from stretto.cli.simulate import simulate as simulate_command
+from stretto.cli.walks import simulate as simulate_command
 from stretto.errors import UsageError
 from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.plan import VERSION, Plan
 from stretto.ir.serialize import save_plan
 from stretto.report import load_timeline, save_json
-from stretto.report.figures import FIGURES
+from stretto.report.files import FIGURES
+from stretto.report.grid import format_bytes
 from stretto.report.html import render
 from stretto.report.rundir import load_run
 from stretto.report.tables import comparison_grid, ranks_grid, summary_grid
-from stretto.report.words import format_bytes
 from stretto.runtime.compare import Report
 from stretto.schedule.families import make_schedule
 from stretto.simulating import predict, simulate

@@ -10,7 +10,7 @@ import pytest
 import stretto
 from stretto.bounds.words import format_us
 from stretto.errors import UsageError
-from stretto.report.jsonfile import load_timeline, save_json
+from stretto.report.files import load_timeline, save_json
 from tests.synthetic import make_job
 
 

@@ -12,8 +12,7 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report import perfetto
-from stretto.report.flows import count_ops
-from stretto.report.perfetto import ops_left_out, to_perfetto
+from stretto.report.perfetto import count_ops, ops_left_out, to_perfetto
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
 from tests.synthetic_comm import make_comm_plan

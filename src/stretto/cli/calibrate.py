@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stretto.cli.calibration_tables import print_communication
-from stretto.cli.outputs import check_output
+from stretto.cli.cluster import print_communication
+from stretto.cli.common import check_output, command
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
@@ -29,11 +29,9 @@ SHOWN = 12
 KEEP_S = 10.0
 """The file is written about so often, so that a run that is killed has lost little. Assumed."""
 
-calibrate = typer.Typer(add_completion=False)
 
-
-@calibrate.command()
-def run(
+@command
+def calibrate(
     inputs: Annotated[
         list[Path] | None,
         typer.Argument(

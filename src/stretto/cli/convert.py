@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output, echo_file, write_and_tell
+from stretto.cli.common import check_output, command, echo_file, write_and_print
 from stretto.convert.megatron import Conversion
 from stretto.convert.megatron import convert as of_texts
 from stretto.errors import StrettoError, UsageError
 from stretto.files.typed_file import read_text
-from stretto.files.whole_file import saving, write_file
+from stretto.files.whole_file import write_file
 from stretto.ir.limits import MOST_RANKS
 from stretto.report.grid import WIDTH, Grid
 
@@ -27,11 +27,9 @@ FATES = {
 }
 """What became of a flag, and what is said of it, in the order of the listing."""
 
-convert = typer.Typer(add_completion=False)
 
-
-@convert.command()
-def run(
+@command
+def convert(
     megatron: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,18 +87,15 @@ def run(
     missed = len(made.of("lacking")) + len(made.of("unknown"))
     refused = strict and missed > 0
 
-    def write() -> None:
-        if out is not None and not refused:
-            with saving(out):
-                write_file(out, made.text)
-
-    write_and_tell(write, partial(_list, made, to_error=out is None))
+    write_and_print(
+        [(None if refused else out, lambda path: write_file(path, made.text))],
+        partial(_list, made, to_error=out is None),
+        lambda path: f"; train with: stretto train {path}",
+    )
     if refused:
         raise StrettoError(f"--strict: {missed} flags are lacking or unknown; nothing was written")
     if out is None:
         echo_file(made.text)
-        return
-    typer.echo(f"wrote {out}; train with: stretto train {out}")
 
 
 def _text(path: Path) -> str:

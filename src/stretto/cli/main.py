@@ -17,8 +17,7 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stretto.cli.outputs import printable
-from stretto.cli.signals import Stops
+from stretto.cli.common import Stops, printable
 from stretto.errors import StoppedError, StrettoError
 from stretto.train.launched import is_launched
 
@@ -41,7 +40,10 @@ COMMANDS = {
     "convert": "Make settings of a Megatron-LM command line.",
     "export": "Write a checkpoint as safetensors.",
 }
-"""Name -> one line of help. The command is the app of this name in the module of this name."""
+"""Name -> one line of help. The command is the program of this name in the module of this name, or in that
+of `MODULES`."""
+
+MODULES = {"simulate": "walks", "rehearse": "walks", "verify": "walks", "show": "ops", "cost": "ops"}
 
 
 class StoppableGroup(TyperGroup):
@@ -85,7 +87,8 @@ class LazyGroup(StoppableGroup):
             return None
         if self.listing:
             return TyperCommand(cmd_name, help=COMMANDS[cmd_name])
-        command: Any = typer.main.get_command(getattr(import_module(f"stretto.cli.{cmd_name}"), cmd_name))
+        module = import_module(f"stretto.cli.{MODULES.get(cmd_name, cmd_name)}")
+        command: Any = typer.main.get_command(getattr(module, cmd_name))
         command.name = cmd_name
         return command
 

@@ -18,28 +18,21 @@ import typer
 from rich.console import Console
 
 import stretto
-from stretto.cli.options import RENEW, Fresh
-from stretto.cli.outputs import check_output, write_and_tell
-from stretto.cli.signals import Stops
+from stretto.cli.common import RENEW, Changes, Config, Fresh, Stops, check_output, command, write_and_print
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
 from stretto.train.starting import Starting
 
-plan = typer.Typer(add_completion=False)
 
-
-@plan.command()
-def run(
-    config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
+@command
+def plan(
+    config: Config,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Where the plan is saved; without it, it is only printed."),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as parallel.pp=4."),
-    ] = None,
+    changes: Changes = None,
     cluster: Annotated[
         str,
         typer.Option(
@@ -84,18 +77,12 @@ def run(
             why = "interrupted before there was a plan; nothing was written"
             raise StoppedError(why, stops.status) from None
 
-        def save() -> None:
-            if output is not None:
-                made.save(output)
-
-        def tell() -> None:
+        def show() -> None:
             if stops.received:
                 typer.echo("interrupted: this is the best plan so far", err=True)
             typer.echo(str(made))
 
-        write_and_tell(save, tell)
-        if output is not None:
-            typer.echo(f"wrote {output}")
+        write_and_print([(output, made.save)], show)
     if stops.received:
         sys.stdout.flush()
         raise typer.Exit(stops.status)

@@ -11,11 +11,11 @@ import torch
 import typer
 from rich.console import Console
 
+from stretto.cli.common import AsJson, command
 from stretto.errors import UsageError
 from stretto.files.parse import LARGEST
 from stretto.lab.rates import parse_rate
-from stretto.report.grid import WIDTH, Columns, Grid, Row, grid_of
-from stretto.report.words import format_bytes, format_us
+from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.modes import MODES
@@ -28,11 +28,9 @@ SHOWN = 64
 CHOICES: tuple[Choice, ...] = ("naive", "balanced")
 NAMES = {"broadcast": "broadcast", "point_to_point": "point to point"}
 
-reshard = typer.Typer(add_completion=False)
 
-
-@reshard.command()
-def run(
+@command
+def reshard(
     shape: Annotated[str, typer.Option(help="Of the whole tensor: 1024,1024,512.", show_default=False)],
     src: Annotated[
         str, typer.Option(help="Mesh and layout before: hosts x devices, a letter a dim.", show_default=False)
@@ -46,7 +44,7 @@ def run(
     latency_us: Annotated[float, typer.Option(min=0, help="Between hosts, microseconds.")] = 0.0,
     mode: Annotated[str | None, typer.Option(help=f"List this mode's transfers: {', '.join(MODES)}.")] = None,
     piece_kib: Annotated[int, typer.Option(min=1, help="Size of pieces along a chain.")] = PIECE_BYTES >> 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in the place of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan a tensor's way from one mesh to another: tasks, bytes, makespan and bound in each mode.
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.outputs import check_output, echo_file
+from stretto.cli.common import check_output, command, echo_file
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
@@ -25,8 +25,6 @@ from stretto.schedule.room import Room
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 
-schedule = typer.Typer(add_completion=False)
-
 
 class Format(StrEnum):
     """The forms in which a schedule can be printed."""
@@ -37,8 +35,8 @@ class Format(StrEnum):
     JSON = "json"
 
 
-@schedule.command()
-def run(
+@command
+def schedule(
     family: Annotated[
         str | None,
         typer.Option(help="Family of schedules, or auto for the fastest found; --list shows them."),

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.ir.metrics import BUFFER, DROPPED, ROWS, Observed, ObservedRun
-from stretto.report.grid import Grid
-from stretto.report.words import format_share
+from stretto.report.grid import Grid, format_share
 
 MOST_NAMED = 6
 """Experts that a cell names."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.lanes import rows_of, with_sums_together
-from stretto.report.words import KINDS, format_bytes, format_share, format_us
+from stretto.report.detail import rows_of, with_reductions_together
+from stretto.report.grid import format_bytes, format_share, format_us, source_word
 from stretto.schedule.draw import action_label, tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
 
@@ -65,7 +65,7 @@ def draw(timelines: Sequence[Timeline], titles: Sequence[str] = ()) -> str:
 
     titles: one for each timeline, or none (then `predicted` and `measured`).
     """
-    names = list(titles) or [KINDS.get(timeline.source, timeline.source) for timeline in timelines]
+    names = list(titles) or [source_word(timeline.source) for timeline in timelines]
     assert len(names) == len(timelines), "one title a timeline"
     picture = _Picture(max([t.step_us for t in timelines] + [1e-9]))
     for timeline, title in zip(timelines, names, strict=True):
@@ -161,7 +161,7 @@ class _Picture:
     def timeline(self, timeline: Timeline) -> None:
         body: list[tuple[float, int, str, list[Span]]] = []
         y = top = self.y
-        for rank, rows in enumerate(rows_of(timeline, with_sums_together)):
+        for rank, rows in enumerate(rows_of(timeline, with_reductions_together)):
             for lane, spans in rows.items():
                 body.append((y, rank, lane, spans))
                 y += _height(lane) + MESSAGE_GAP_PX

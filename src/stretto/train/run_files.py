@@ -18,9 +18,8 @@ from stretto.files.whole_file import write_file
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.report.figures import FIGURES, Figures
+from stretto.report.files import FIGURES, OBSERVED, Figures
 from stretto.report.html import REPORT, write_page
-from stretto.report.jsonfile import OBSERVED
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.simulating import simulate
 from stretto.train.checkpoint_files import earlier_in
