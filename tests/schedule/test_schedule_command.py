@@ -120,7 +120,7 @@ def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
             "--family 1f1b needs --ranks N (or --stages N) and --microbatches M",
         ),
         (["--family", "2f2b"], "choose one of: gpipe, 1f1b, eager-1f1b, eager-1f1b-split, zb-h1, zb-h2"),
-        (["--family", "1f1b", "--stages", "0", "--microbatches", "1"], "ranks is 0"),
+        (["--family", "1f1b", "--stages", "0", "--microbatches", "1"], "--stages is 0"),
         ([*NAMED, "--max-live", "0"], "its minimum is 1"),
         ([*NAMED, "--times", "F=1"], "I, W missing"),
         ([*NAMED, "-o", "/no/such/folder/x.csv"], "the folder /no/such/folder does not exist; create it"),

@@ -18,7 +18,7 @@ from stretto.lab.rates import parse_rate
 from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import MODES
+from stretto.tensor.reshard.modes import MODES, Mode
 from stretto.tensor.reshard.notation import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
 
@@ -63,24 +63,15 @@ def reshard(
         raise UsageError("--rate unlimited: nothing would take time; give a rate such as 100gbit")
     source, target, hosts = between_meshes(src, dst, Hosts((), bits_per_s / 8, latency_us))
 
-    plans = [
-        (
-            choice,
-            plan_reshard(
-                sizes,
-                itemsize_bytes,
-                source,
-                target,
-                hosts,
-                name,
-                choice=choice,
-                piece_bytes=piece_kib << 10,
-            ),
+    def planned(mode: Mode, choice: Choice) -> ReshardPlan:
+        return plan_reshard(
+            *(sizes, itemsize_bytes, source, target, hosts, mode),
+            choice=choice,
+            piece_bytes=piece_kib << 10,
         )
-        for name in MODES
-        if mode in (None, name)
-        for choice in CHOICES
-    ]
+
+    modes = [known for known in MODES if mode in (None, known)]
+    plans = [(choice, planned(name, choice)) for name in modes for choice in CHOICES]
     rows = [{"choice": choice, **{name: getattr(plan, name) for name in FIGURES}} for choice, plan in plans]
     if as_json:
         document = {

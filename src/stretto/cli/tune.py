@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from stretto.tune.outcome import Planned, Tuned
 
 
-TELL_S = 30.0
-"""How long it may take to tell and write what there is after Ctrl-C."""
+PRINT_S = 30.0
+"""How long it may take to print and write what there is after Ctrl-C. Assumed."""
 
 SEEN = 1e-4
 """Of a step, what an axis exposes at least to be shown."""
@@ -69,7 +69,7 @@ def tune(
     ] = None,
     changes: Changes = None,
     max_seconds: Annotated[
-        float, typer.Option(min=1.0, help="How long it may take; what it has by then is told and written.")
+        float, typer.Option(min=1.0, help="How long it may take; what it has by then is printed and written.")
     ] = 840.0,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that capture and plan; two without it, if cores are.")
@@ -98,13 +98,13 @@ def tune(
     many = processes or min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     ended: Interrupted | None = None
     with Interrupts(end_at_once) as interrupts:
-        interrupts.stuck_s = TELL_S
+        interrupts.stuck_s = PRINT_S
         try:
             with Workers(many, settings, count, found, fixed, funnel.lost) as workers:
                 funnel.run(workers)
         except Interrupted as error:
             ended = error
-        # What was asked for is told and written, however often one asks.
+        # What there is is printed and written, however often one interrupts.
         interrupts.ending()
         tuned = funnel.result()
         if ended is not None:
