@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.in_lab import worker_command
+from benchmarks.labs import worker_command
 
 
 def run_small(module: str, setup: Mapping[str, Any], world: int, out: Path, *words: str) -> Any:
-    """What rank 0 gives. setup: of the module's `Setup`."""
+    """What rank 0 gives. setup: of the module's `SETUP`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.in_lab import result_of
+from benchmarks.labs import result_of
 
 from stretto.errors import RunError
 from stretto.lab import Lab, Statuses
@@ -43,7 +43,7 @@ class FakeLab(Lab):
 def test_the_worker_is_told_its_setup_and_its_result_is_read() -> None:
     lab = FakeLab(None)
     assert result_of(lab, "some", {"threads_per_rank": 3, "rate": "1gbit"}, "probe") == {
-        "command": [sys.executable, "-m", "benchmarks.in_lab", "some"],
+        "command": [sys.executable, "-m", "benchmarks.labs", "some"],
         "setup": {"threads_per_rank": 3, "rate": "1gbit"},
         "words": ["probe"],
         "env": {"OMP_NUM_THREADS": "3", "TORCH_CPP_LOG_LEVEL": "ERROR"},

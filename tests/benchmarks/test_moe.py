@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.commands import bench
-from benchmarks.moe_model import EvenRouter
-from benchmarks.moe_race import SHAPES, VERSION, races
-from benchmarks.moe_result import AUTO, SERIAL, SYSTEMS, Cuts, Setup
+from benchmarks.moe import AUTO, SERIAL, SHAPES, SYSTEMS, VERSION, Cuts, MoeRace, races
+from benchmarks.moe_model import EvenRouter, under_experts
 from benchmarks.tables import moe_table
-from benchmarks.under_experts import under_experts
 from typer.testing import CliRunner
 
-from benchmarks import races as lab_races
+from benchmarks import labs as lab_races
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.plan import ItemKind, Plan
@@ -87,7 +85,7 @@ def test_a_probe_finds_the_work_of_a_microbatch(tmp_path: Path) -> None:
 @pytest.mark.lab
 @pytest.mark.slow
 def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, 2, Setup(ep=2, **SMALL))
+    monkeypatch.setitem(SHAPES, 2, MoeRace(ep=2, **SMALL))
     out = tmp_path / "moe.json"
     done = CliRunner().invoke(
         bench, ["moe", "--rate", "200mbit", "--routing", "balanced", "--json", str(out)]
@@ -115,7 +113,7 @@ def test_the_even_router_gives_each_expert_of_every_chunk_the_same() -> None:
 @functools.cache
 def mlp_only(slices: int, routing: str = "balanced") -> tuple[Plan, dict[str, Op], tuple[str, ...]]:
     """A plan of two blocks, its ops by name, and the modules with experts."""
-    setup = Setup(**{**SMALL, "layers": 2, "routing": routing})
+    setup = MoeRace(**{**SMALL, "layers": 2, "routing": routing})
     model, batch = setup.build()
     job = setup.capture(model, batch, pipe_experts_multi_data=slices)
     modules = experts_in(model)
@@ -176,7 +174,7 @@ def test_races_are_the_documented_work() -> None:
     assert {(s.hidden, s.experts, s.top_k, s.dtype) for s in found} == {(512, 8, 2, "float32")}
     assert {(s.ep, s.sequence) for s in found} == {(2, 1024), (4, 512)}
     assert {s.rounds for s in found} == {5}
-    assert Setup(**asdict(found[0])) == found[0]
+    assert MoeRace(**asdict(found[0])) == found[0]
     assert {system.cuts for system in SYSTEMS.values()} > {Cuts(), Cuts(chunks=2), Cuts(chunks=4)}
 
 
@@ -219,9 +217,9 @@ def row_of(system: str, step_s: float, **more: Any) -> dict[str, Any]:
 def test_the_command_prints_tables_and_writes_what_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[str, Setup, str]] = []
+    asked: list[tuple[str, MoeRace, str]] = []
 
-    def in_lab(module: str, setup: Setup, kept: str) -> Any:
+    def in_lab(module: str, setup: MoeRace, kept: str) -> Any:
         asked.append((module, setup, kept))
         if kept == "probe":
             return [{"compute_us": 8e5, "collective_us": 1e4, "wire_bytes": 3.14e7, "message_bytes": 0.0}]

@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.commands import bench
-from benchmarks.pipeline import check_told
-from benchmarks.pipeline_result import make_result
-from benchmarks.pipeline_setup import HOSTS, Blocks, Setup, chosen, races
-from benchmarks.race import Times, race
+from benchmarks.pipeline import HOSTS, Blocks, PipelineRace, check_ranks, chosen, make_result, races
+from benchmarks.racing import Times, race
 from benchmarks.tables import pipeline_table
 from benchmarks.torch_pipelines import KINDS, TORCH_1F1B
 from typer.testing import CliRunner
@@ -69,7 +67,7 @@ def test_small_race_runs_every_system(tmp_path: Path, world: int) -> None:
 @pytest.mark.lab
 @pytest.mark.slow
 def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(HOSTS, 2, Setup(world=2, **{**SMALL, "rounds": 5}))
+    monkeypatch.setitem(HOSTS, 2, PipelineRace(world=2, **{**SMALL, "rounds": 5}))
     out = tmp_path / "pipeline.json"
     arguments = ["pipeline", "--rate", "200mbit", "--families", "zb-v,1f1b", "--rounds", "5"]
     done = CliRunner().invoke(bench, [*arguments, "--json", str(out)])
@@ -86,7 +84,7 @@ def test_rows_are_over_pytorchs_best_and_over_the_least_bound(capsys: pytest.Cap
     times["torch zb-v"] = Times((2.0, 2.0, 8.0))
     times |= {"1f1b": Times((1.0, 1.0, 1.0)), "zb-v": Times((1.0, 0.5, 0.5))}
     result = make_result(
-        Setup(rounds=3), plans, times, {name: [simulate(plan)] for name, plan in plans.items()}
+        PipelineRace(rounds=3), plans, times, {name: [simulate(plan)] for name, plan in plans.items()}
     )
     rows = {row["system"]: row for row in result["rows"]}
     assert result["setup"]["torch_best"] == "torch zb-v"
@@ -117,14 +115,14 @@ def test_systems_take_turns_and_the_order_rotates() -> None:
     [
         ([(None, ["a"]), (None, ["b"])], "the loss of x is nowhere, the plain model's 2.0"),
         ([(None, ["a"]), (2.1, ["b"])], "the loss of x is 2.1, the plain model's 2.0"),
-        ([(None, ["a"]), (2.0, ["a", "b"])], "do not hold the gradient of each parameter once"),
-        ([(None, []), (2.0, ["b"])], "do not hold the gradient of each parameter once"),
+        ([(None, ["a"]), (2.0, ["a", "b"])], "do not have the gradient of each parameter once"),
+        ([(None, []), (2.0, ["b"])], "do not have the gradient of each parameter once"),
     ],
 )
 def test_a_race_of_other_numbers_is_void(told: Any, message: str) -> None:
-    check_told("x", [(None, ["a"]), (2.0, ["b"])], 2.0, ["a", "b"])
+    check_ranks("x", [(None, ["a"]), (2.0, ["b"])], 2.0, ["a", "b"])
     with pytest.raises(RunError, match=message):
-        check_told("x", told, 2.0, ["a", "b"])
+        check_ranks("x", told, 2.0, ["a", "b"])
 
 
 @pytest.mark.parametrize(

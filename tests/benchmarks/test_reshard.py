@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.commands import bench
-from benchmarks.in_lab import worker_command
-from benchmarks.reshard import Setup
-from benchmarks.reshard_cases import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, cases, planned
+from benchmarks.labs import worker_command
+from benchmarks.reshard import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, ReshardRace, cases, planned
 from benchmarks.tables import reshard_table
 from typer.testing import CliRunner
 
@@ -66,7 +65,7 @@ def test_a_small_race_checks_values_and_says_what_the_page_says(tmp_path: Path) 
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = tmp_path / "race.json"
-    setup = asdict(Setup(mib=1, rounds=3))
+    setup = asdict(ReshardRace(mib=1, rounds=3))
     command = worker_command("reshard", setup, out)
     world = HOSTS * RANKS_PER_HOST
     base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -100,7 +99,7 @@ def test_the_table_names_each_case_with_its_error(capsys: pytest.CaptureFixture[
         "measured_over_predicted": 4.0 / 3.0,
         "ratio_to_bound": 4.0,
     }
-    reshard_table({"setup": asdict(Setup()), "rows": [row]}).print()
+    reshard_table({"setup": asdict(ReshardRace()), "rows": [row]}).print()
     printed = capsys.readouterr().out
     for word in ("64 MiB at 200mbit", "one host to 3", "point to point", "+33.3%", "4.00"):
         assert word in printed

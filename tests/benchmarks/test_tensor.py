@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 from benchmarks.commands import bench
-from benchmarks.races import balanced_rate, run_races
+from benchmarks.labs import balanced_rate, run_races
 from benchmarks.tables import tensor_table, warn_of_noise
-from benchmarks.tensor_race import SHAPES, WORKER, races
-from benchmarks.tensor_result import MODES, Setup
+from benchmarks.tensor import MODES, SHAPES, WORKER, TensorRace, races
 from typer.testing import CliRunner
 
-from benchmarks import races as lab_races
+from benchmarks import labs as lab_races
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
 from tests.benchmarks.small_race import run_small as run_race
@@ -135,7 +134,7 @@ def test_races_are_the_documented_work() -> None:
     assert all(s.sequence_parallel and s.rounds == 7 for s in found)
     assert SHAPES[1024].cuts == ()
     assert {s.cuts for s in found if s.pp == 2} == {(2,), (1,)}
-    assert Setup(**asdict(found[0])) == found[0]
+    assert TensorRace(**asdict(found[0])) == found[0]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,12 @@ def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[st
         "exposed_s": [0.1, 0.3],
         "hidden": [0.5, None],
     }
-    setup = {**asdict(Setup(pp=2)), "communication_over_compute": 1.0, "bound_s": 1.6, "binds": "compute"}
+    setup = {
+        **asdict(TensorRace(pp=2)),
+        "communication_over_compute": 1.0,
+        "bound_s": 1.6,
+        "binds": "compute",
+    }
     tensor_table({"setup": setup, "rows": [row]}).print()
     warn_of_noise([row])
     quick = {**row, "step_s": 1.5, "ratio_to_bound": 1.5 / 1.6}
@@ -186,7 +190,7 @@ def test_races_that_ended_are_kept_when_a_later_one_fails(
 ) -> None:
     said: list[str] = []
 
-    def in_lab(module: str, setup: Setup, *words: str) -> Any:
+    def in_lab(module: str, setup: TensorRace, *words: str) -> Any:
         assert module == WORKER
         said.extend(words)
         if setup.hidden == 2048:

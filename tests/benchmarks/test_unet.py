@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.commands import bench
-from benchmarks.races import balanced_rate
+from benchmarks.labs import balanced_rate
 from benchmarks.tables import unet_table
 from benchmarks.torch_unet import SCHEDULES, After, Before
-from benchmarks.unet import BLOCKING, SYSTEMS, TORCH, VERSION, Setup, squared_error
+from benchmarks.unet import BLOCKING, SYSTEMS, TORCH, VERSION, UNetRace, squared_error
 from torch import nn
 from typer.testing import CliRunner
 
-from benchmarks import raced, unet
-from benchmarks import races as lab_races
+from benchmarks import labs as lab_races
+from benchmarks import racing, unet
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
 from tests.benchmarks.small_race import run_small
@@ -76,7 +76,7 @@ def test_a_probe_finds_forwards_and_what_crosses(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_diffusers()
-    monkeypatch.setattr(unet, "Setup", lambda **given: Setup(**{**SMALL, **given}))
+    monkeypatch.setattr(unet, "UNetRace", lambda **given: UNetRace(**{**SMALL, **given}))
     out = tmp_path / "unet.json"
     done = CliRunner().invoke(bench, ["unet", "--rate", "200mbit", "--rounds", "3", "--json", str(out)])
     assert done.exception is None, done.output
@@ -89,7 +89,7 @@ def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_two_halves_for_pytorch_are_the_whole() -> None:
     needs_diffusers()
-    model, batch = Setup(**{**SMALL, "microbatches": 2}).build()
+    model, batch = UNetRace(**{**SMALL, "microbatches": 2}).build()
     model, batch = model.double(), {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     expected = squared_error(model, batch)
     expected.backward()  # type: ignore[no-untyped-call]
@@ -108,9 +108,9 @@ def test_the_two_halves_for_pytorch_are_the_whole() -> None:
 
 
 def test_a_race_with_another_loss_is_void() -> None:
-    raced.check_loss(TORCH, 2.0, 2.0)
+    racing.check_loss(TORCH, 2.0, 2.0)
     with pytest.raises(RunError, match=r"the loss of torch 1f1b is 2\.1, the plain model's 2.0"):
-        raced.check_loss(TORCH, 2.1, 2.0)
+        racing.check_loss(TORCH, 2.1, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_command_prints_tables_and_writes_what_can_be_read(
     asked: list[tuple[str, str, str]] = []
     place = {"compute_us": 1e5, "collective_us": 0.0, "wire_bytes": 0.0, "message_bytes": 1.5e6}
 
-    def in_lab(module: str, setup: Setup, kept: str) -> Any:
+    def in_lab(module: str, setup: UNetRace, kept: str) -> Any:
         asked.append((module, setup.rate, kept))
         if kept == "probe":
             return [place, {**place, "compute_us": 2e5}]

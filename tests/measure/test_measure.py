@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.moe_result import Setup
+from benchmarks.moe import MoeRace
 from typer.testing import CliRunner
 
 import stretto
@@ -241,7 +241,7 @@ def test_others_are_taken_to_send_as_many_rows() -> None:
 def test_dropless_experts_are_measured_with_rows_for_all() -> None:
     """And with a buffer that made-up routing may not fit."""
     ep = 4
-    setup = Setup(
+    setup = MoeRace(
         ep=ep, routing="router", hidden=32, heads=2, layers=1, sequence=256, microbatches=1, ep_buffer=1.0
     )
     job = setup.capture(*setup.build())
