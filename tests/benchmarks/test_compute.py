@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.commands import bench as commands
 from benchmarks.racing import SAME, fresh
 from benchmarks.tables import compute_table
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from benchmarks import compute as bench
 from stretto.config import GPTSettings
@@ -70,17 +68,3 @@ def test_models_have_room_for_the_sequence() -> None:
 def test_an_unknown_model_is_told_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown model 'bert'; known are gpt 512"):
         bench.compute(["bert"], [1], 5, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--rounds", "2"], "wants 5 rounds or more"),
-        (["--threads", "1,none"], "give numbers from 1 on"),
-        (["--json", "/nowhere/at/all.json"], "does not exist"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(commands, ["compute", *arguments])
-    assert isinstance(result.exception, UsageError)
-    assert text in str(result.exception)

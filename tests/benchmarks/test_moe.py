@@ -18,7 +18,6 @@ from benchmarks.tables import moe_table
 from typer.testing import CliRunner
 
 from benchmarks import labs as lab_races
-from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Op
@@ -29,7 +28,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.report.rundir import load_run
-from tests.benchmarks.small_race import run_small
+from tests.benchmarks.small_race import checked_rows, run_small
 
 SMALL: dict[str, Any] = {
     "hidden": 32,
@@ -42,19 +41,11 @@ SMALL: dict[str, Any] = {
 
 
 def check(result: Any) -> None:
-    rows = {row["system"]: row for row in result["rows"]}
-    assert list(rows) == [*SYSTEMS, AUTO]
-    setup = result["setup"]
-    assert 0 < setup["worst_error_vs_plain"] < 1e-5
-    serial = rows[SERIAL]["step_s"]
-    mlp_only = min(row["step_s"] for name, row in rows.items() if name.startswith("MLP-only"))
+    steps_s = {row["system"]: row["step_s"] for row in result["rows"]}
+    mlp_only = min((name for name in steps_s if name.startswith("MLP-only")), key=lambda name: steps_s[name])
+    rows = checked_rows(result, [*SYSTEMS, AUTO], {"serial": SERIAL, "mlp_only": mlp_only})
     for name, row in rows.items():
-        assert row["step_s"] == sorted(row["rounds_s"])[1]
-        assert row["speedup_vs_serial"] == serial / row["step_s"]
-        assert row["speedup_vs_mlp_only"] == mlp_only / row["step_s"]
-        assert row["ratio_to_bound"] == row["step_s"] / row["bound_s"]
         assert row["hidden"] == pytest.approx(1 - row["exposed_s"] / rows[SERIAL]["exposed_s"])
-        assert 0 <= row["exposed_s"] <= row["step_s"]
         if name in SYSTEMS:
             assert row["overlap"] == SYSTEMS[name].overlap or row["overlap_why"]
             assert row["chunks"] == SYSTEMS[name].cuts.chunks
@@ -176,24 +167,6 @@ def test_races_are_the_documented_work() -> None:
     assert {s.rounds for s in found} == {5}
     assert MoeRace(**asdict(found[0])) == found[0]
     assert {system.cuts for system in SYSTEMS.values()} > {Cuts(), Cuts(chunks=2), Cuts(chunks=4)}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "2"], "--rounds 2: a median on a noisy machine wants 3 rounds or more"),
-        (["--json", "/no/such/folder/x.json"], "the folder /no/such/folder does not exist"),
-        (["--rate", "balanced,fast"], "--rate 'fast': expected a number and kbit, mbit or gbit"),
-        (["--rate", ""], "--rate '': give rates, as 100mbit, or balanced"),
-        (["--hosts", "3"], "--hosts 3: '3' is none of 2, 4"),
-        (["--routing", "even"], "--routing even: choose of balanced, router"),
-        (["--routing", ""], "--routing : choose of balanced, router"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(bench, ["moe", *arguments])
-    assert isinstance(result.exception, UsageError)
-    assert message in str(result.exception)
 
 
 def row_of(system: str, step_s: float, **more: Any) -> dict[str, Any]:

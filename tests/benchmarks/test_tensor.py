@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.commands import bench
 from benchmarks.labs import balanced_rate, run_races
 from benchmarks.tables import tensor_table, warn_of_noise
-from benchmarks.tensor import MODES, SHAPES, WORKER, TensorRace, races
-from typer.testing import CliRunner
+from benchmarks.tensor import MODES, SHAPES, TORCH, WORKER, TensorRace, races
 
 from benchmarks import labs as lab_races
-from stretto.errors import RunError, UsageError
+from stretto.errors import RunError
 from stretto.report.rundir import load_run
+from tests.benchmarks.small_race import checked_rows
 from tests.benchmarks.small_race import run_small as run_race
 
 SMALL = {
@@ -35,46 +34,32 @@ def run_small(out: Path, *words: str, **changes: Any) -> Any:
     return run_race("tensor", setup, setup.get("pp", 1) * 2, out, *words)
 
 
-def check(result: Any, places: int) -> None:
-    rows = {row["system"]: row for row in result["rows"]}
-    assert list(rows) == ["torch", "off", "local", "window"]
-    setup = result["setup"]
-    assert 0 < setup["worst_error_vs_plain"] < 1e-5
-    assert len(setup["microbatch_work"]) == places
-    off, torch = rows["off"]["step_s"], rows["torch"]["step_s"]
-    for name, row in rows.items():
-        assert row["step_s"] == sorted(row["rounds_s"])[1]
-        assert row["speedup_vs_off"] == off / row["step_s"]
-        assert row["speedup_vs_torch"] == torch / row["step_s"]
-        assert row["ratio_to_bound"] == row["step_s"] / setup["bound_s"]
-        if name in MODES:
-            assert row["predicted_s"] >= setup["bound_s"] * (1 - 1e-9)
-            assert row["planned_s"] > 0
-            assert row["measured_over_predicted"] == pytest.approx(row["step_s"] / row["predicted_s"])
-            assert row["overlap"] == name or row["overlap_why"]
-            assert len(row["hidden"]) == len(row["exposed_s"]) == places
-            shares = [1 - mine / off for mine, off in zip(row["exposed_s"], rows["off"]["exposed_s"])]
-            assert row["hidden"] == pytest.approx(shares)
-            assert all(0 <= us <= row["step_s"] for us in row["exposed_s"])
-            assert all(peak > 0 for peak in row["peak_bytes"])
-    assert rows["off"]["hidden"] == [0.0] * places
+def check(result: Any, ranks: int) -> None:
+    rows = checked_rows(result, [TORCH, *MODES], {"off": "off", "torch": TORCH})
+    assert len(result["setup"]["microbatch_work"]) == ranks
+    for name in MODES:
+        row = rows[name]
+        assert row["predicted_s"] >= result["setup"]["bound_s"] * (1 - 1e-9)
+        assert row["planned_s"] > 0
+        assert row["measured_over_predicted"] == pytest.approx(row["step_s"] / row["predicted_s"])
+        assert row["overlap"] == name or row["overlap_why"]
+        shares = [1 - mine / off for mine, off in zip(row["exposed_s"], rows["off"]["exposed_s"])]
+        assert row["hidden"] == pytest.approx(shares)
+        assert all(peak > 0 for peak in row["peak_bytes"])
+    assert rows["off"]["hidden"] == [0.0] * ranks
     tensor_table(result).print()  # what it prints can be printed
 
 
 @pytest.mark.slow
-def test_small_race_runs_every_system(tmp_path: Path) -> None:
-    check(run_small(tmp_path / "race.json"), places=1)
-
-
-@pytest.mark.slow
-def test_small_race_with_sequence_parallelism(tmp_path: Path) -> None:
-    check(run_small(tmp_path / "race.json", sequence_parallel=True), places=1)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_small_race_runs_every_system(tmp_path: Path, sequence_parallel: bool) -> None:
+    check(run_small(tmp_path / "race.json", sequence_parallel=sequence_parallel), ranks=1)
 
 
 @pytest.mark.slow
 def test_small_race_in_a_pipeline_keeps_what_ran(tmp_path: Path) -> None:
     result = run_small(tmp_path / "race.json", str(tmp_path / "kept"), pp=2)
-    check(result, places=2)
+    check(result, ranks=2)
     rows = {row["system"]: row for row in result["rows"]}
     for mode in MODES:
         run = load_run(tmp_path / "kept" / mode)
@@ -86,7 +71,7 @@ def test_small_race_in_a_pipeline_keeps_what_ran(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_probe_finds_the_work_of_every_place(tmp_path: Path) -> None:
+def test_a_probe_finds_the_work_of_every_rank(tmp_path: Path) -> None:
     (work,) = run_small(tmp_path / "probe.json", "probe")
     layers, rows_nbytes = 2, 32 * 128 * 4
     # The embedding, two sums a block forward and two backward, the head's input gradient.
@@ -96,33 +81,25 @@ def test_a_probe_finds_the_work_of_every_place(tmp_path: Path) -> None:
     assert work["collective_us"] > 0
 
 
-def place(
-    compute_us: float, collective_us: float, wire_bytes: float, message_bytes: float = 0.0
-) -> dict[str, float]:
-    return {
-        "compute_us": compute_us,
-        "collective_us": collective_us,
-        "wire_bytes": wire_bytes,
-        "message_bytes": message_bytes,
-    }
+def work(compute_us: float, wire_bytes: float, message_bytes: float = 0.0, collective_us: float = 1e4) -> Any:
+    return asdict(RankWork(compute_us, collective_us, wire_bytes, message_bytes))
 
 
 @pytest.mark.parametrize(
-    ("places", "rate"),
+    ("ranks", "rate"),
     [
-        ([place(8e5, 1e4, 3.14159e7)], "310mbit"),
-        ([place(8e6, 1e4, 3.14159e7)], "31mbit"),
-        ([place(8e7, 1e4, 3.14159e7)], "3.1mbit"),
-        ([place(8e4, 1e4, 3.14159e7)], "3100mbit"),
-        ([place(8e5, 1e4, 2e7, 1.14159e7)], "310mbit"),
-        # The place with most compute counts.
-        ([place(1e5, 1e4, 3.14159e7), place(8e5, 1e4, 3.14159e7)], "310mbit"),
+        ([work(8e5, 3.14159e7)], "310mbit"),
+        ([work(8e7, 3.14159e7)], "3.1mbit"),
+        ([work(8e4, 3.14159e7)], "3100mbit"),
+        ([work(8e5, 2e7, 1.14159e7)], "310mbit"),
+        # The rank with most compute counts.
+        ([work(1e5, 3.14159e7), work(8e5, 3.14159e7)], "310mbit"),
         # Even a network without limit is slower than compute.
-        ([place(8e5, 9e5, 3.14159e7)], "unlimited"),
+        ([work(8e5, 3.14159e7, collective_us=9e5)], "unlimited"),
     ],
 )
-def test_the_balanced_rate(places: list[dict[str, float]], rate: str) -> None:
-    assert balanced_rate(places) == rate
+def test_the_balanced_rate(ranks: list[dict[str, float]], rate: str) -> None:
+    assert balanced_rate(ranks) == rate
 
 
 def test_races_are_the_documented_work() -> None:
@@ -135,22 +112,6 @@ def test_races_are_the_documented_work() -> None:
     assert SHAPES[1024].cuts == ()
     assert {s.cuts for s in found if s.pp == 2} == {(2,), (1,)}
     assert TensorRace(**asdict(found[0])) == found[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "2"], "--rounds 2: a median on a noisy machine wants 3 rounds or more"),
-        (["--json", "/no/such/folder/x.json"], "the folder /no/such/folder does not exist"),
-        (["--rate", "balanced,fast"], "--rate 'fast': expected a number and kbit, mbit or gbit"),
-        (["--hidden", "512"], "--hidden 512: '512' is none of 1024, 2048"),
-        (["--pp", "1,3"], "--pp 1,3: '3' is none of 1, 2"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(bench, ["tensor", *arguments])
-    assert isinstance(result.exception, UsageError)
-    assert message in str(result.exception)
 
 
 def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from benchmarks import labs as lab_races
 from benchmarks import racing, unet
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
-from tests.benchmarks.small_race import run_small
+from tests.benchmarks.small_race import checked_rows, run_small
 
 SMALL: dict[str, Any] = {"channels": 16, "microbatch": 1, "microbatches": 4, "rounds": 3}
 
@@ -31,19 +31,10 @@ def needs_diffusers() -> None:
 
 
 def check(result: Any) -> None:
-    rows = {row["system"]: row for row in result["rows"]}
-    assert list(rows) == [*SCHEDULES, *SYSTEMS]
-    setup = result["setup"]
-    assert 0 < setup["worst_error_vs_plain"] < 1e-4
-    blocking, torch_1f1b = rows[BLOCKING]["step_s"], rows[TORCH]["step_s"]
-    for name, row in rows.items():
-        assert row["step_s"] == sorted(row["rounds_s"])[1]
-        assert row["speedup_vs_blocking_1f1b"] == blocking / row["step_s"]
-        assert row["speedup_vs_torch_1f1b"] == torch_1f1b / row["step_s"]
-        assert row["ratio_to_bound"] == row["step_s"] / setup["bound_s"]
-        if name not in SCHEDULES:
-            assert len(row["exposed_s"]) == len(row["peak_bytes"]) == 2
-            assert all(0 <= exposed <= row["step_s"] for exposed in row["exposed_s"])
+    bases = {"blocking_1f1b": BLOCKING, "torch_1f1b": TORCH}
+    rows = checked_rows(result, [*SCHEDULES, *SYSTEMS], bases, error=1e-4)
+    for name in SYSTEMS:
+        assert len(rows[name]["exposed_s"]) == len(rows[name]["peak_bytes"]) == 2
     assert rows[BLOCKING]["overlap"] == "off"
     assert rows["auto"]["planned_s"] == min(row["planned_s"] for row in rows.values() if "planned_s" in row)
     unet_table(result).print()  # what it prints can be printed
@@ -111,20 +102,6 @@ def test_a_race_with_another_loss_is_void() -> None:
     racing.check_loss(TORCH, 2.0, 2.0)
     with pytest.raises(RunError, match=r"the loss of torch 1f1b is 2\.1, the plain model's 2.0"):
         racing.check_loss(TORCH, 2.1, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "2"], "--rounds 2: a median on a noisy machine wants 3 rounds or more"),
-        (["--json", "/no/such/folder/x.json"], "the folder /no/such/folder does not exist"),
-        (["--rate", "fast"], "--rate 'fast': expected a number and kbit, mbit or gbit"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(bench, ["unet", *arguments])
-    assert isinstance(result.exception, UsageError)
-    assert message in str(result.exception)
 
 
 def test_without_diffusers_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
