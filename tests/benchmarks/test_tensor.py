@@ -10,6 +10,7 @@ import pytest
 from benchmarks.labs import balanced_rate, run_races
 from benchmarks.tables import tensor_table, warn_of_noise
 from benchmarks.tensor import MODES, SHAPES, TORCH, WORKER, TensorRace, races
+from benchmarks.work import RankWork
 
 from benchmarks import labs as lab_races
 from stretto.errors import RunError
