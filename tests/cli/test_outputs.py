@@ -104,7 +104,7 @@ def test_places_that_may_not_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="may not be written; name another file"):
         check_output("-o", tmp_path / "old")
     tmp_path.chmod(0o500)
-    with pytest.raises(UsageError, match="may not be written; name another place"):
+    with pytest.raises(UsageError, match="may not be written; name another path"):
         check_output("-o", tmp_path / "new")
     tmp_path.chmod(0o700)
 

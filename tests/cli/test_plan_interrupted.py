@@ -145,7 +145,7 @@ def test_a_calibration_keeps_what_was_measured(
     out = tmp_path / "calibration.json"
     result = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "-o", str(out)])
     assert isinstance(result.exception, StrettoError), result.output
-    assert f"{out} holds what was measured" in str(result.exception)
+    assert f"{out} has what was measured" in str(result.exception)
     assert out.exists()
 
 

@@ -129,7 +129,7 @@ def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
         ([*NAMED, "--virtual-stages", "2"], "not virtual_stages = 2: give virtual_stages = 1"),
         ([*NAMED, "--group", "2"], "'eager-1f1b' has no groups of microbatches"),
         ([*NAMED, "--blocking"], "--blocking is about messages: give --times"),
-        (["--list", "--stages", "2"], "--list stands alone"),
+        (["--list", "--stages", "2"], "--list takes no other options"),
         ([*NAMED, "--memory", "3"], "--memory is of --family auto: drop it, or use that"),
         (["--csv", "x.csv", "--weight-share", "0.5"], "--weight-share cannot change a CSV file"),
         (["--family", "auto", "--ranks", "2"], "--family auto needs --ranks N (or --stages N) and --microb"),

@@ -49,7 +49,7 @@ Edited = Annotated[
 Trace = Annotated[
     Path | None, typer.Option(help="Write the timeline as a trace for ui.perfetto.dev (.perfetto-trace).")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in the place of tables.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def command(function: Callable[..., None]) -> typer.Typer:
@@ -109,14 +109,14 @@ def _trouble(path: Path) -> str | None:
         return "may not be written; name another file"
     if path.exists() and not path.is_file():
         return None  # a pipe or a terminal is written as it is
-    # A file is renamed onto its place, which takes the permission of the folder that it is in.
+    # A file is renamed onto its path, which takes the permission of the folder that it is in.
     folder = Path(os.path.realpath(path)).parent
     if not folder.exists():
         return f"the folder {folder} does not exist; create it"
     if not folder.is_dir():
-        return f"{folder} is no folder; name another place"
+        return f"{folder} is no folder; name another path"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return f"the folder {folder} may not be written; name another place"
+        return f"the folder {folder} may not be written; name another path"
     return None
 
 

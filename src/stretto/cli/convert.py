@@ -25,7 +25,7 @@ FATES = {
     "lacking": "what happens without",
     "unknown": "what it may be",
 }
-"""What became of a flag, and what is said of it, in the order of the listing."""
+"""What became of a flag, and what is printed of it, in the order of the list."""
 
 
 @command
@@ -35,7 +35,7 @@ def convert(
         typer.Option(
             "--megatron",
             metavar="ARGS",
-            help="A command line, or its flags alone; the last of a flag counts.",
+            help="A command line, or only its flags; the last of a flag counts.",
             show_default=False,
         ),
     ] = None,
@@ -51,7 +51,7 @@ def convert(
     world: Annotated[
         int | None,
         typer.Option(
-            "--world", min=1, max=MOST_RANKS, help="Ranks of the run; without it, what the launcher is told."
+            "--world", min=1, max=MOST_RANKS, help="Ranks of the run; without it, what the launcher has."
         ),
     ] = None,
     var: Annotated[
@@ -67,7 +67,7 @@ def convert(
         Path | None,
         typer.Option("--out", "-o", help="The settings file to write; without it, standard output."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write --out in the place of a file there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write --out over a file that is there.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Write nothing where a flag is lacking or unknown.")
     ] = False,

@@ -114,7 +114,7 @@ def cost(
     """List a plan's costliest ops and communications: each, total, share, source, measured where known."""
     planned = load_run(plan)
     if planned.plan is None:
-        raise UsageError(f"{plan}: the run directory holds no plan.json; give the plan file")
+        raise UsageError(f"{plan}: the run directory has no plan.json; give the plan file")
     ran = planned if measured is None else load_run(measured)
     if measured is not None and ran.plan is not None and ran.plan.job != planned.plan.job:
         raise UsageError(f"--run {measured}: its plan is of another job than {plan}; give a run of this plan")
@@ -128,20 +128,20 @@ def cost(
         typer.echo(json_text.dumps(document, indent=1))
         return
     console = Console(width=WIDTH)
-    # Where none is known by itself, the source of all, under the table, says the same of each op.
+    # Where none is known by itself, the source of all, under the table, is that of each op.
     costliest_grid(ops, reads=True, known=bool(costs.op_how)).print(console)
     if communications:
         _communications_grid(communications).print(console)
     console.print(f"Op times: {costs.source}.", highlight=False)
     if measured is not None and ran.measured is None:
-        console.print(f"{measured} holds no measured timeline.", style="dim", highlight=False)
+        console.print(f"{measured} has no measured timeline.", style="dim", highlight=False)
 
 
 def communications_of(plan: Plan, predicted: Timeline, measured: Timeline | None) -> list[Row]:
     """Communications of the step by axis, kind and bytes, those that take most time first.
 
     count: over all ranks of the pipeline; each_us: predicted mean; alone_us: if nothing else used the links
-    (None where no curve says); total_us: a rank's mean in the step; share: of all communication; measured_us:
+    (None without a curve); total_us: a rank's mean in the step; share: of all communication; measured_us:
     a rank's mean in a run; source: of the cost.
     """
     groups = _grouped(predicted)

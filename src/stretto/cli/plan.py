@@ -37,7 +37,7 @@ def plan(
         str,
         typer.Option(
             help='"local" measures this machine; a name such as h100x64, a cluster file (.toml) or a '
-            "calibration (.json) stands for another."
+            "calibration (.json) describes another."
         ),
     ] = "local",
     overlap: Annotated[
@@ -103,7 +103,7 @@ def make(
     say: Callable[[str], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> stretto.Plan:
-    """The plan of one training step. say: as in `stretto.plan`. note: takes lines of what is found again,
+    """The plan of one training step. say: as in `stretto.plan`. note: takes lines of what is reused,
     which go to the errors' stream without it.
 
     Raises UsageError, CaptureError and PlanError as its parts do.
@@ -139,7 +139,7 @@ def make(
 
 
 def read_cluster(cluster: str) -> str | Description:
-    """What --cluster stands for. Raises UsageError that names the option, the file and the key."""
+    """The cluster that --cluster names. Raises UsageError that names the option, the file and the key."""
     try:
         return describe(cluster) or "local"
     except UsageError as error:

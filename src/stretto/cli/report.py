@@ -50,7 +50,7 @@ def report(
         ".svg": lambda run, path: write_file(path, draw(_timelines(run))),
     }
     if output is not None and output.suffix not in writers:
-        raise UsageError(f"--output {output}: its suffix says the kind: give one of {', '.join(writers)}")
+        raise UsageError(f"--output {output}: its suffix is the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
     found = load_run(path)
     page = path / REPORT if lacks_page(path) else None

@@ -31,7 +31,7 @@ NAMES = {"broadcast": "broadcast", "point_to_point": "point to point"}
 
 @command
 def reshard(
-    shape: Annotated[str, typer.Option(help="Of the whole tensor: 1024,1024,512.", show_default=False)],
+    shape: Annotated[str, typer.Option(help="Of the full tensor: 1024,1024,512.", show_default=False)],
     src: Annotated[
         str, typer.Option(help="Mesh and layout before: hosts x devices, a letter a dim.", show_default=False)
     ],
@@ -48,7 +48,7 @@ def reshard(
 ) -> None:
     """Plan a tensor's way from one mesh to another: tasks, bytes, makespan and bound in each mode.
 
-    Times are also given in units of the whole tensor over the link of one host.
+    Times are also given in units of the full tensor over the link of one host.
     """
     sizes, itemsize_bytes = _shape(shape), _itemsize(dtype)
     for option, text in (("--src", src), ("--dst", dst)):
@@ -90,8 +90,8 @@ def reshard(
     title = f"{shape} {dtype}: {src} to {dst}"
     grid_of(title, COLUMNS, rows, words=("mode", "senders, order"), absent="-").print(console)
     console.print(
-        f"A unit is the whole tensor over the link of one host: {format_us(rows[0]['whole_us'])}. "
-        f"Ranks need {format_bytes(rows[0]['needed_bytes'])} that they do not hold.",
+        f"A unit is the full tensor over the link of one host: {format_us(rows[0]['whole_us'])}. "
+        f"Ranks need {format_bytes(rows[0]['needed_bytes'])} that they do not have.",
         style="dim",
         highlight=False,
     )

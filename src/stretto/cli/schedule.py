@@ -43,7 +43,7 @@ def schedule(
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of pipeline ranks.")] = None,
     stages: Annotated[
-        int | None, typer.Option(help="Number of stages of all ranks together, in place of --ranks.")
+        int | None, typer.Option(help="Number of stages of all ranks together, instead of --ranks.")
     ] = None,
     virtual_stages: Annotated[
         int | None, typer.Option(help="Stages on each rank; without it, what the family needs.")
@@ -67,7 +67,7 @@ def schedule(
     ] = None,
     weight_share: Annotated[
         float,
-        typer.Option(help="Memory of a microbatch that waits for W alone, as a share of one's (auto)."),
+        typer.Option(help="Memory of a microbatch that waits only for W, as a share of one's (auto)."),
     ] = 1.0,
     csv: Annotated[
         Path | None,
@@ -104,7 +104,7 @@ def schedule(
     if list_families:
         others = (*numbers.values(), family, csv, times, form, output, *_of_auto(memory, weight_share))
         if blocking or any(other is not None for other in others):
-            raise UsageError("--list stands alone: drop the other options")
+            raise UsageError("--list takes no other options: drop them")
         _list_families()
         return
     check_output("--output", output)

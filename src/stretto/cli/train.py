@@ -1,4 +1,4 @@
-"""`stretto train`: train a model as a settings file says. Thin: everything is done in `stretto.train`."""
+"""`stretto train`: train a model as a settings file describes. Thin: `stretto.train` does it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(
     ] = None,
     fresh: Fresh = False,
 ) -> None:
-    """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
+    """Train a model as a settings file describes, on all ranks of this machine or as a rank of torchrun's."""
     watch_launcher()
     starting = Starting(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]

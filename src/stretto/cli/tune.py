@@ -1,4 +1,4 @@
-"""`stretto tune`: choose how a run is spread over a cluster, by plans of what is most promising. Thin.
+"""`stretto tune`: choose how a run is laid out on a cluster, by plans of what is most promising. Thin.
 
 The choice is made in `stretto.tune`; here are its options, its tables, and the settings that are written.
 """
@@ -139,7 +139,7 @@ def _described(cluster: str) -> Description:
 
 
 def _devices(cluster: str, found: Description, asked: int | None, settings: TrainSettings) -> int:
-    """How many to spread over."""
+    """How many devices to use."""
     there = found.count if isinstance(found, Hardware) else None
     if asked is None:
         return there or settings.parallel.world

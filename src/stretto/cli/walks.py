@@ -22,7 +22,7 @@ def simulate(
     json: Annotated[Path | None, typer.Option(help="Write the timeline as JSON.")] = None,
     edited: Edited = False,
 ) -> None:
-    """Walk a plan with no device and say how long it takes, what stays exposed, and how far from the best."""
+    """Walk a plan with no device: how long it takes, what stays exposed, and how far it is from the best."""
     from stretto.ir.serialize import load_plan
     from stretto.report import save_json, save_perfetto, save_svg
     from stretto.report.perfetto import ops_left_out

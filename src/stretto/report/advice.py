@@ -2,7 +2,7 @@
 
 A reason is read off a timeline and its plan, in the order of `_why`: the first that explains half of what is
 exposed. What helps against it has the plan's own numbers; settings are named as in a settings file. Spans are
-read by their names, so that predicted and measured steps are judged alike.
+read by their names, so that predicted and measured steps are judged in one way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.report.grid import Grid, format_bytes, format_share, format_us
 from stretto.report.traffic import Traffic, communication_of, traffic_among
 
 SEQUENCE = "sequence parallelism"
-"""In the place of an axis: what tp ranks gather and scatter, as they share the sequence."""
+"""Instead of an axis: what tp ranks gather and scatter, as they share the sequence."""
 
 OF_SEQUENCE = (ALL_GATHER.name, REDUCE_SCATTER.name)
 """Kinds along tp by which its ranks share the sequence."""
@@ -209,7 +209,7 @@ class _AxisSpans:
 def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
     """A row for each axis with exposed communication that is worth a reader's time; None where there is none.
 
-    Without a plan the timeline alone is judged."""
+    Without a plan only the timeline is judged."""
     rows = []
     for group in _groups(timeline):
         traffic = traffic_among(timeline, group.axis, group.name, [*group.messages, *group.exposed])
@@ -274,7 +274,7 @@ def _compute_us(timeline: Timeline) -> float:
 
 
 def _late_us(group: _AxisSpans, timeline: Timeline) -> float:
-    """How long a rank waits, on average, for other ranks along the axis: measured timelines say. Between
+    """How long a rank waits, on average, for other ranks along the axis, by a measured timeline. Between
     pipeline ranks such waiting is a bubble."""
     if group.axis == PIPELINE or not timeline.busy_us:
         return 0.0
@@ -298,7 +298,7 @@ def _outside_us(group: _AxisSpans, timeline: Timeline) -> tuple[float, float]:
 
 def _latency(group: _AxisSpans, plan: Plan | None) -> float:
     """Share of its communications' time that they would take without a byte, by the plan's costs; 0 where
-    these do not say."""
+    these have none."""
     if plan is None:
         return 0.0
     empty_us = total_us = 0.0

@@ -44,10 +44,10 @@ def points_of(metrics: Sequence[dict[str, Any]], key: str) -> list[Point]:
 
 def draw_loss(metrics: Sequence[dict[str, Any]]) -> str | None:
     """The loss over steps as the text of an SVG; None when fewer than two steps have a loss."""
-    train, held = points_of(metrics, "loss"), points_of(metrics, "held_out_loss")
+    train, held_out = points_of(metrics, "loss"), points_of(metrics, "held_out_loss")
     if len(train) < 2:
         return None
-    steps, values = zip(*train, *held)
+    steps, values = zip(*train, *held_out)
     first, low = min(steps), min(values)
     wide, tall = (max(steps) - first) or 1.0, (max(values) - low) or 1.0
     right, bottom = WIDTH_PX - RIGHT_PX, LOSS_HEIGHT_PX - BOTTOM_PX
@@ -74,11 +74,11 @@ def draw_loss(metrics: Sequence[dict[str, Any]]) -> str | None:
     out += [
         f'<circle class="held" cx="{x(s):.1f}" cy="{y(v):.1f}" r="3.2">'
         f"<title>step {s:g}: {v:.4g}</title></circle>"
-        for s, v in held
+        for s, v in held_out
     ]
     out.append(f'<line class="train" x1="{LEFT_PX}" x2="{LEFT_PX + 18}" y1="18" y2="18"/>')
     out.append(_text(LEFT_PX + 24, 22, "training loss", "start"))
-    if held:
+    if held_out:
         out.append(f'<circle class="held" cx="{LEFT_PX + 128}" cy="18" r="3.2"/>')
         out.append(_text(LEFT_PX + 138, 22, "held-out loss", "start"))
     return _svg(LOSS_HEIGHT_PX, "Loss over steps", out)

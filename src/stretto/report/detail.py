@@ -130,8 +130,8 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[WindowRun, ...], ...]
 def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
     """Lay ops, one after another, over a run's compute spans: (index of the op, start, end) in microseconds.
 
-    The run takes what it took, so all ops are stretched or shrunk alike; one that does not fit before a wait
-    goes on after it, as a second piece. Ops without time are left out.
+    The run takes what it took, so all ops are stretched or shrunk by one factor; one that does not fit before
+    a wait goes on after it, as a second piece. Ops without time are left out.
     """
     total_us = sum(times_us)
     compute_us = sum(span.duration_us for span in spans)

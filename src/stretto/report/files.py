@@ -1,8 +1,8 @@
 """The files of a run that have a version: timelines, what a model observed, and a plan's figures.
 
-A timeline is written so that people can read and other tools can load it: a span is a row (rank, lane, kind,
+A timeline is written so that users can read and other tools can load it: a span is a row (rank, lane, kind,
 name, start_us, end_us, and an object of what else is known of it), one a line. Times are microseconds, memory
-is bytes. Figures are what a report says of a plan beside its timelines: with them a run can be reported when
+is bytes. Figures are what a report has of a plan beside its timelines: with them a run can be reported when
 its plan file is of another version.
 """
 
@@ -26,7 +26,7 @@ CODEC.row(Stall, 4, Layout.ENTRY)
 
 
 def _is_of_its_ranks(timeline: Timeline) -> bool:
-    """Whether all that is told by rank is of the ranks that are counted, so that what is made of it ends."""
+    """Whether all that is given by rank is of the ranks that are counted, so that loops over ranks end."""
     ranks = range(timeline.ranks)
     return (
         len(timeline.peak_bytes) == timeline.ranks

@@ -1,4 +1,4 @@
-"""What a step's figures say, in sentences; and who waits for whom, in a table of a measured run's ranks."""
+"""A step's figures in sentences; and who waits for whom, in a table of a measured run's ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ def findings(
     prediction: Prediction | None, simulated: Timeline | None, measured: Timeline | None
 ) -> tuple[str, ...]:
     """Sentences, the most important first; what is measured goes before what is predicted."""
-    said: list[str] = []
+    sentences: list[str] = []
     shown = measured or simulated
     if prediction is not None:
         step_us = prediction.step_us if measured is None else measured.step_us
         bound_us = prediction.bound_us
         if bound_us:
             word = "step" if measured is None else "measured step"
-            said += [_beside_bound(word, step_us, bound_us), f"What binds the bound: {prediction.binds}."]
+            sentences += [
+                _beside_bound(word, step_us, bound_us),
+                f"What binds the bound: {prediction.binds}.",
+            ]
         if measured is not None:
             change = slower(against(measured.step_us, prediction.step_us) or 0.0)
-            said.append(f"The measured step is {change} predicted ({format_us(prediction.step_us)}).")
+            sentences.append(f"The measured step is {change} predicted ({format_us(prediction.step_us)}).")
     if shown is not None:
-        said += _communication(shown)
-        said += _idle(shown)
-    return tuple(said)
+        sentences += _communication(shown)
+        sentences += _idle(shown)
+    return tuple(sentences)
 
 
 def _beside_bound(word: str, step_us: float, bound_us: float) -> str:
@@ -58,26 +61,26 @@ def _beside_bound(word: str, step_us: float, bound_us: float) -> str:
 
 
 def _communication(timeline: Timeline) -> list[str]:
-    said = []
+    sentences = []
     for axis in axes_of(timeline):
         if not axis.total_us:
             continue
         share = axis.exposed_us / timeline.step_us if timeline.step_us else 0.0
         words = f"{axis.axis}: {format_share(axis.hidden or 0.0)} of {format_us(axis.total_us)} is hidden"
         if share < LEAST_SHARE:
-            said.append(f"{words}; nothing worth mention is exposed.")
+            sentences.append(f"{words}; nothing worth mention is exposed.")
             continue
         rank, kind, most_us = _worst(timeline, axis.axis)
         exposed = f"{format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step"
         if timeline.ranks == 1:
-            said.append(f"{words}; {exposed}, most of it in {kind} ({format_us(most_us)}).")
+            sentences.append(f"{words}; {exposed}, most of it in {kind} ({format_us(most_us)}).")
             continue
-        said.append(
+        sentences.append(
             f"{words}; {exposed} (mean of the {timeline.counted}). "
             f"Most on {timeline.who(rank)}: {format_us(most_us)} of {kind}."
         )
     kind = source_word(timeline.source)
-    return said or [f"Communication, {kind}: none."]
+    return sentences or [f"Communication, {kind}: none."]
 
 
 def _worst(timeline: Timeline, axis: str) -> tuple[int, str, float]:
@@ -112,7 +115,7 @@ MOST_RANKS = 16
 
 
 def stalls_grid(timeline: Timeline, plan: Plan | None, observed: Sequence[Observed] = ()) -> Grid | None:
-    """A row a rank of the run; None for a timeline that does not say, and for one rank."""
+    """A row a rank of the run; None for a timeline without these times, and for one rank."""
     ranks = len(timeline.busy_us)
     if ranks < 2:
         return None
@@ -139,7 +142,7 @@ def stalls_grid(timeline: Timeline, plan: Plan | None, observed: Sequence[Observ
     head = ("", "computes", *(["experts' rows"] if shares else []), "waits", "most for", "waited for")
     caption = (
         "waits: for other ranks, until they begin their part of a communication. waited for: how long all "
-        "others stand for it."
+        "others stall for it."
     )
     if shares:
         caption += " experts' rows: what goes to its experts, of what goes to those of all ranks."

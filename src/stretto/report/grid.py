@@ -106,6 +106,6 @@ def grid_of(
         return form.format(value) if isinstance(form, str) else form(value)
 
     heads = tuple(columns)
-    places = [heads.index(head) for head in words] or [0]
+    columns_of_words = [heads.index(head) for head in words] or [0]
     cells = [[cell(row, of, form) for of, form in columns.values()] for row in rows]
-    return Grid(title, heads, cells, places, caption)
+    return Grid(title, heads, cells, columns_of_words, caption)

@@ -107,7 +107,7 @@ def _count(number: int, what: str, more: str = "s") -> str:
     return f"{number} {what}{more if number != 1 else ''}"
 
 
-# --- the timelines' place, which the scripts fill ------------------------------------------------------
+# --- where the scripts draw the timelines ------------------------------------------------------
 
 
 def _stage(timelines: list[Timeline], titles: list[str]) -> str:
@@ -156,7 +156,7 @@ def _line(timeline: Timeline) -> str:
 
 
 def run_findings(run: Run) -> list[str]:
-    """What a run's figures say, in sentences, the most important first."""
+    """A run's figures in sentences, the most important first."""
     return [
         *findings(run.prediction, run.simulated, run.measured),
         *([] if run.measured is None else stalls_findings(run.measured)),

@@ -25,7 +25,7 @@ from stretto.report.detail import OpRow, op_category, shapes_in, shapes_out, spe
 class OpLine:
     """One op. saved_for: later phases of the stage that read its result; sent: edges that carry it;
     result: what it is beyond the microbatch (`grad w`, `loss`); freed: (value, bytes) that end with it;
-    collective_us: what the communication that it starts takes on its lane, where the costs say."""
+    collective_us: what the communication that it starts takes on its lane, where it is known."""
 
     row: OpRow
     reads: str

@@ -2,7 +2,7 @@
 
 1. Times are whole ticks of `TICK_US`, and a span's start counts from the end of the one before it, so that
    what repeats from microbatch to microbatch is equal text, which compression finds.
-2. The ops of a window are written once; spans say which run of which window they belong to.
+2. The ops of a window are written once; spans name the run of a window that they belong to.
 3. Everything is one JSON object, gzip, base64: browsers unpack it themselves (`DecompressionStream`).
 
 `page/data.js` reads this.
@@ -153,7 +153,7 @@ def _lane(
             },
         )
         before = end
-    # A column that says nothing is not written.
+    # A column without information is not written.
     kept = {name: values for name, values in columns.items() if set(values) != {_EMPTY[name]}}
     return {"rank": rank, "row": row, "count": len(spans), **kept}
 

@@ -46,7 +46,7 @@ MOST_OPS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class OpSlice:
-    """A stretch of a compute span in which an op runs. at: the op's place in its window."""
+    """A stretch of a compute span in which an op runs. at: the op's position in its window."""
 
     row: OpRow
     at: int
@@ -303,7 +303,7 @@ def _details(span: Span) -> Iterator[tuple[str, int | float | str]]:
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans, ascending in start, on as few rows as hold them without overlap."""
+    """Spans, ascending in start, on as few rows as have no overlap."""
     rows: list[list[Span]] = []
     for span in spans:
         for row in rows:

@@ -1,9 +1,9 @@
 """What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
 
-A run directory holds settings.json, plan.json, figures.json, metrics.jsonl, measured.json, simulated.json,
+A run directory has settings.json, plan.json, figures.json, metrics.jsonl, measured.json, simulated.json,
 observed.json and summary.json. Any may be missing, or be of another version than this Stretto writes; the
-report says which. What it says of a step needs no more than timelines and figures, so that a run outlives the
-version of its plan file.
+report states which. Timelines and figures are all that it needs of a step, so that a run outlives the version
+of its plan file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUMMARY = "summary.json"
 
 @dataclass(slots=True)
 class Run:
-    """What is known of a run. `notes` says in words what is missing, or was made up for."""
+    """What is known of a run. `notes` states what is missing, or was created again."""
 
     path: Path
     settings: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ def load_run(path: str | Path) -> Run:
         run.prediction = run.figures.prediction
     if run.prediction is None and run.simulated is not None:
         run.prediction = accounts_of(run.simulated)
-        run.notes.append("The lower bound is not known: neither plan.json nor figures.json says it.")
+        run.notes.append("The lower bound is not known: neither plan.json nor figures.json has it.")
     return run
 
 
@@ -93,7 +93,7 @@ def _load_directory(path: Path) -> Run:
     run = Run(path)
     there = [name for name in FILES if (path / name).is_file()]
     if not there:
-        raise UsageError(f"cannot report on {path}: it holds none of {', '.join(FILES)}")
+        raise UsageError(f"cannot report on {path}: it has none of {', '.join(FILES)}")
     for name, of in FILES.items():
         if name in there:
             try:
@@ -112,7 +112,7 @@ def _load_directory(path: Path) -> Run:
 
 
 def _load_plan(path: Path) -> Plan:
-    """A report says that a plan was edited, and computes nothing of it."""
+    """A report states that a plan was edited, and computes nothing of it."""
     return load_plan(path, edited=True)
 
 
@@ -153,10 +153,10 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """A file of a run directory. what: it holds. read: into the field of `Run` that is called as the file.
+    """A file of a run directory. what: its content. read: into the field of `Run` that is called as the file.
     form: where it has a version; a run whose file is of another one is reported without it. may_lack: whether
     it is made again, or is of some runs only. left_out: what is not in the report without it, where that is
-    more than it holds."""
+    more than its content."""
 
     what: str
     read: Callable[[Path], Any]

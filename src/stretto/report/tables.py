@@ -16,7 +16,7 @@ from stretto.report.traffic import axes_of, traffic_of
 
 
 def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
-    """What the simulation says of the whole step: time, exposed by axis, bubble, bound and gap."""
+    """The simulated step: time, exposed by axis, bubble, bound and gap."""
     step_us, bubble_us = timeline.step_us, _mean(prediction.bubble_us)
     mean = f"(mean of the {timeline.counted})"
     _, parts = prediction.fullest()
@@ -146,8 +146,8 @@ def _mean(values: tuple[float, ...]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _share(part: float, whole: float) -> str:
-    return format_share(part / whole) if whole else "-"
+def _share(part: float, total: float) -> str:
+    return format_share(part / total) if total else "-"
 
 
 PER_S = "_per_s"
