@@ -88,8 +88,8 @@ def test_everything_is_on_the_page(run: Run, outcome: dict[str, Any]) -> None:
     assert run.measured is not None
     spans = [len(run.simulated.spans), len(run.measured.spans)]
     lanes = sum(len(row["lanes"]) for row in drawing_data([run.simulated], [""], run.plan)["timelines"])
-    assert f"Predicted: 4 places, {lanes} lanes, {spans[0]} spans." in outcome["status"]
-    assert f"Measured: 4 places, {lanes} lanes, {spans[1]} spans." in outcome["status"]
+    assert f"Predicted: 4 pipeline ranks, {lanes} lanes, {spans[0]} spans." in outcome["status"]
+    assert f"Measured: 4 pipeline ranks, {lanes} lanes, {spans[1]} spans." in outcome["status"]
     assert outcome["panels"] == 2
     # Aligned: both have one width and one view.
     assert outcome["widths"][0] == outcome["widths"][1]
