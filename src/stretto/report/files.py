@@ -52,7 +52,7 @@ OBSERVED = TypedFile(ObservedRun, "stretto observed", 1, "metrics", "A training 
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PlanFigures:
     """name: of the job. where: on what it runs, in words. costs: where they are from. world: ranks of the
     run. prediction: None for a plan without one. work: of a rank in a step."""
 
@@ -67,9 +67,9 @@ class Figures:
     work: Work
 
     @staticmethod
-    def of(plan: Plan) -> Figures:
+    def of(plan: Plan) -> PlanFigures:
         """Those of a plan."""
-        return Figures(
+        return PlanFigures(
             plan.job.name,
             plan.schedule.family,
             plan.schedule.stages,
@@ -82,4 +82,4 @@ class Figures:
         )
 
 
-FIGURES = TypedFile(Figures, "stretto figures", 2, "figures", "A training run leaves it")
+FIGURES = TypedFile(PlanFigures, "stretto figures", 2, "figures", "A training run leaves it")

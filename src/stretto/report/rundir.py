@@ -23,7 +23,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import FILE as PLAN
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
-from stretto.report.files import FIGURES, OBSERVED, Figures
+from stretto.report.files import FIGURES, OBSERVED, PlanFigures
 from stretto.report.files import FILE as TIMELINE
 from stretto.simulating import predict, simulate
 from stretto.simulating.predict import accounts_of
@@ -39,7 +39,7 @@ class Run:
     path: Path
     settings: dict[str, Any] | None = None
     plan: Plan | None = None
-    figures: Figures | None = None
+    figures: PlanFigures | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
     measured: Timeline | None = None
     simulated: Timeline | None = None
@@ -79,7 +79,7 @@ def load_run(path: str | Path) -> Run:
                 run.notes.append(
                     "The predicted timeline was not saved; it was simulated again from plan.json."
                 )
-        run.figures = Figures.of(run.plan)
+        run.figures = PlanFigures.of(run.plan)
         run.prediction = run.plan.prediction or predict(run.plan, run.simulated)
     elif run.figures is not None:
         run.prediction = run.figures.prediction
