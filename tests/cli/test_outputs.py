@@ -178,7 +178,6 @@ def test_a_reader_that_leaves_is_no_failure_to_tell(command: tuple[str, ...], un
     ("command", "option"),
     [
         (("convert", "--megatron", FLAGS, "--world", "1"), "-o"),
-        (("plan", "CONFIG"), "-o"),
         (("simulate", "PLAN"), "--json"),
         (("report", "PLAN"), "-o"),
         (("cluster", "show", "h100x8"), "--save"),
@@ -190,7 +189,6 @@ def test_a_file_is_written_though_nobody_reads_the_table(
 ) -> None:
     """As in `stretto convert -o F ... | head -1`: the first line that is printed finds no reader."""
     out = tmp_path / ("out.html" if command[0] == "report" else "out.toml")
-    monkeypatch.setattr(plan_command, "make", lambda *_, **__: a_plan())
 
     def closed(*_: object, **__: object) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
