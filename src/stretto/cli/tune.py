@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from stretto.cli.common import Changes, Config, check_output, command, write_and_print
+from stretto.cli.plan import read_cluster
 from stretto.config import TrainSettings, load_settings
 from stretto.convert.written import toml_value
 from stretto.errors import StrettoError, UsageError
@@ -25,7 +26,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.compared import beside_bound
 from stretto.ir.limits import MOST_RANKS
 from stretto.price.calibration import Calibration
-from stretto.price.cluster import Description, describe
+from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 
 if TYPE_CHECKING:
@@ -126,11 +127,8 @@ def tune(
 
 
 def _described(cluster: str) -> Description:
-    try:
-        found = describe(cluster)
-    except UsageError as error:
-        raise UsageError(f"--cluster {cluster}: {error}") from None
-    if found is None:
+    found = read_cluster(cluster)
+    if isinstance(found, str):
         raise UsageError(
             "--cluster local: measuring is for one layout, and a tuning compares hundreds: run `stretto "
             "calibrate` and give its file, or name a cluster, such as h100x64"
