@@ -57,7 +57,7 @@ def report(
     if page is not None:
         with suppress(OSError):  # of a run of somebody else
             write_page(found)
-    files = [] if output is None else [(output, lambda out: writers[output.suffix](found, out))]
+    files = [] if output is None else [(output, lambda out: writers[out.suffix](found, out))]
     write_and_print(
         files,
         lambda: _print(found),

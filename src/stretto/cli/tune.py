@@ -168,8 +168,9 @@ def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
     console = Console(width=140, highlight=False)
     if tuned.planned:
         title = f"The fastest of {len(tuned.planned)} plans, of {tuned.layouts:,} layouts"
-        head = ("layout", "schedule", "step", f"{unit}/s/device", "exposed")
-        head += ("bubble", "peak", "bound", "gap", "order")
+        speed = f"{unit}/s/device"
+        accounts = ("exposed", "bubble", "peak", "bound", "gap", "order")
+        head = ("layout", "schedule", "step", speed, *accounts)
         rows = [_cells(one, a_device) for one in tuned.planned[:top]]
         Grid(title, head, rows, words=(0, 1, 4)).print(console)
         best, own = tuned.planned[0], tuned.own
