@@ -17,7 +17,6 @@ from benchmarks.moe_model import EvenRouter, under_experts
 from benchmarks.tables import moe_table
 from typer.testing import CliRunner
 
-from benchmarks import labs as lab_races
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Op
@@ -167,51 +166,3 @@ def test_races_are_the_documented_work() -> None:
     assert {s.rounds for s in found} == {5}
     assert MoeRace(**asdict(found[0])) == found[0]
     assert {system.cuts for system in SYSTEMS.values()} > {Cuts(), Cuts(chunks=2), Cuts(chunks=4)}
-
-
-def row_of(system: str, step_s: float, **more: Any) -> dict[str, Any]:
-    return {
-        "system": system,
-        "overlap": "window",
-        "chunks": 2,
-        "step_s": step_s,
-        "speedup_vs_serial": 4.0 / step_s,
-        "speedup_vs_mlp_only": 3.0 / step_s,
-        "ratio_to_bound": step_s / 1.6,
-        "bound_s": 1.6,
-        "rounds_s": [step_s] * 3,
-        "planned_s": 1.9,
-        "measured_over_planned": step_s / 1.9,
-        "hidden": 0.923,
-        **more,
-    }
-
-
-def test_the_command_prints_tables_and_writes_what_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, MoeRace, str]] = []
-
-    def in_lab(module: str, setup: MoeRace, kept: str) -> Any:
-        asked.append((module, setup, kept))
-        if kept == "probe":
-            return [{"compute_us": 8e5, "collective_us": 1e4, "wire_bytes": 3.14e7, "message_bytes": 0.0}]
-        more = {"communication_over_compute": 1.0, "bound_s": 1.6, "binds": "compute"}
-        return {"setup": {**asdict(setup), **more}, "rows": [row_of(AUTO, 2.0)]}
-
-    monkeypatch.setattr(lab_races, "in_lab", in_lab)
-    out = tmp_path / "moe.json"
-    done = CliRunner().invoke(bench, ["moe", "--hosts", "4", "--routing", "router", "--json", str(out)])
-    assert done.exception is None
-    for text in ("ep=4, the router's own assignment, 310mbit", "auto (2 chunks, window)"):
-        assert text in done.output, text
-    for text in ("2000", "2.00", "1.50", "92%", "1600", "1.25", "+5.3%"):
-        assert text in done.output, text
-    assert [(module, setup.rate, kept) for module, setup, kept in asked] == [
-        ("moe", "unlimited", "probe"),
-        ("moe", "310mbit", ""),
-    ]
-    read = json.loads(out.read_text())
-    assert read["version"] == VERSION
-    assert read["races"][0]["setup"]["asked_rate"] == "balanced"
-    moe_table(read["races"][0]).print()

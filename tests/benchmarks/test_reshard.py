@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from benchmarks.reshard import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, ReshardRace, cases, planned
-from benchmarks.tables import reshard_table
 
 from tests.benchmarks.small_race import run_small
 
@@ -64,20 +63,3 @@ def test_a_small_race_checks_values_and_says_what_the_page_says(tmp_path: Path) 
         assert row["measured_s"] == sorted(row["rounds_s"])[1]
         assert row["measured_over_predicted"] == pytest.approx(row["measured_s"] / row["predicted_s"])
         assert row["predicted_s"] >= row["bound_s"] * (1 - 1e-9)
-
-
-def test_the_table_names_each_case_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {
-        "case": "one host to 3",
-        "mode": "point_to_point",
-        "choice": "balanced",
-        "bound_s": 1.0,
-        "predicted_s": 3.0,
-        "measured_s": 4.0,
-        "measured_over_predicted": 4.0 / 3.0,
-        "ratio_to_bound": 4.0,
-    }
-    reshard_table({"setup": asdict(ReshardRace()), "rows": [row]}).print()
-    printed = capsys.readouterr().out
-    for word in ("64 MiB at 200mbit", "one host to 3", "point to point", "+33.3%", "4.00"):
-        assert word in printed

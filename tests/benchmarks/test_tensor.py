@@ -7,13 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.labs import balanced_rate, run_races
-from benchmarks.tables import tensor_table, warn_of_noise
-from benchmarks.tensor import MODES, SHAPES, TORCH, WORKER, TensorRace, races
-from benchmarks.work import RankWork
+from benchmarks.tables import tensor_table
+from benchmarks.tensor import MODES, SHAPES, TORCH, TensorRace, races
 
-from benchmarks import labs as lab_races
-from stretto.errors import RunError
 from stretto.report.rundir import load_run
 from tests.benchmarks.small_race import checked_rows
 from tests.benchmarks.small_race import run_small as run_race
@@ -82,27 +78,6 @@ def test_a_probe_finds_the_work_of_every_rank(tmp_path: Path) -> None:
     assert work["collective_us"] > 0
 
 
-def work(compute_us: float, wire_bytes: float, message_bytes: float = 0.0, collective_us: float = 1e4) -> Any:
-    return asdict(RankWork(compute_us, collective_us, wire_bytes, message_bytes))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "rate"),
-    [
-        ([work(8e5, 3.14159e7)], "310mbit"),
-        ([work(8e7, 3.14159e7)], "3.1mbit"),
-        ([work(8e4, 3.14159e7)], "3100mbit"),
-        ([work(8e5, 2e7, 1.14159e7)], "310mbit"),
-        # The rank with most compute counts.
-        ([work(1e5, 3.14159e7), work(8e5, 3.14159e7)], "310mbit"),
-        # Even a network without limit is slower than compute.
-        ([work(8e5, 3.14159e7, collective_us=9e5)], "unlimited"),
-    ],
-)
-def test_the_balanced_rate(ranks: list[dict[str, float]], rate: str) -> None:
-    assert balanced_rate(ranks) == rate
-
-
 def test_races_are_the_documented_work() -> None:
     found = races(["50mbit", "balanced"], [1024, 2048], [1, 2], sequence_parallel=True, rounds=7)
     assert len(found) == 8
@@ -113,56 +88,3 @@ def test_races_are_the_documented_work() -> None:
     assert SHAPES[1024].cuts == ()
     assert {s.cuts for s in found if s.pp == 2} == {(2,), (1,)}
     assert TensorRace(**asdict(found[0])) == found[0]
-
-
-def test_the_table_names_what_was_taken_instead(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {
-        "system": "window",
-        "overlap": "off",
-        "step_s": 2.0,
-        "speedup_vs_off": 1.0,
-        "speedup_vs_torch": 1.5,
-        "ratio_to_bound": 1.25,
-        "rounds_s": [2.0, 2.0, 2.5],
-        "measured_over_predicted": 2.0 / 1.9,
-        "predicted_s": 1.9,
-        "exposed_s": [0.1, 0.3],
-        "hidden": [0.5, None],
-    }
-    setup = {
-        **asdict(TensorRace(pp=2)),
-        "communication_over_compute": 1.0,
-        "bound_s": 1.6,
-        "binds": "compute",
-    }
-    tensor_table({"setup": setup, "rows": [row]}).print()
-    warn_of_noise([row])
-    quick = {**row, "step_s": 1.5, "ratio_to_bound": 1.5 / 1.6}
-    tensor_table({"setup": setup, "rows": [row, quick]}).print()
-    printed = capsys.readouterr()
-    told = " ".join(printed.out.split())
-    assert told.count("below it, as its costs are too high: window") == 1
-    for text in ("window (as off)", "2.000", "1.500", "1.250", "+5.3%", "0.300", "50%,"):
-        assert text in printed.out, text
-    assert "The rounds of window spread by more than 15 %" in printed.err
-
-
-def test_races_that_ended_are_kept_when_a_later_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-
-    def in_lab(module: str, setup: TensorRace, *words: str) -> Any:
-        assert module == WORKER
-        said.extend(words)
-        if setup.hidden == 2048:
-            raise RunError("host 1 failed")
-        return {"setup": {"hidden": setup.hidden}, "rows": []}
-
-    monkeypatch.setattr(lab_races, "in_lab", in_lab)
-    kept: list[Any] = []
-    setups = races(["50mbit"], [1024, 2048], [1], sequence_parallel=False, rounds=3)
-    with pytest.raises(RunError, match="host 1"):
-        run_races(WORKER, setups, lambda _: None, kept.append, tmp_path)
-    assert [race["setup"]["hidden"] for result in kept for race in result["races"]] == [1024]
-    assert said[0] == str(tmp_path / "hidden-1024-pp=1-tp=2-50mbit")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from benchmarks.unet import BLOCKING, SYSTEMS, TORCH, VERSION, UNetRace, squared
 from torch import nn
 from typer.testing import CliRunner
 
-from benchmarks import labs as lab_races
 from benchmarks import racing, unet
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
@@ -109,42 +107,3 @@ def test_without_diffusers_it_is_said_what_to_install(monkeypatch: pytest.Monkey
     result = CliRunner().invoke(bench, ["unet"])
     assert isinstance(result.exception, UsageError)
     assert "pip install 'stretto[diffusion]'" in str(result.exception)
-
-
-def test_the_command_prints_tables_and_writes_what_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, str, str]] = []
-    place = {"compute_us": 1e5, "collective_us": 0.0, "wire_bytes": 0.0, "message_bytes": 1.5e6}
-
-    def in_lab(module: str, setup: UNetRace, kept: str) -> Any:
-        asked.append((module, setup.rate, kept))
-        if kept == "probe":
-            return [place, {**place, "compute_us": 2e5}]
-        row = {
-            "system": "auto",
-            "schedule": "zb-h2",
-            "step_s": 5.0,
-            "speedup_vs_blocking_1f1b": 1.61,
-            "speedup_vs_torch_1f1b": 1.72,
-            "ratio_to_bound": 1.07,
-            "rounds_s": [5.0] * 3,
-            "exposed_s": [0.1, 0.25],
-            "planned_s": 4.85,
-            "measured_over_planned": 5.0 / 4.85,
-        }
-        theirs = {key: row[key] for key in row if "exposed" not in key and "planned" not in key}
-        more = {"forward": [place], "bound_s": 4.67, "binds": "compute"}
-        return {"setup": {**asdict(setup), **more}, "rows": [{**theirs, "system": TORCH}, row]}
-
-    monkeypatch.setattr(lab_races, "in_lab", in_lab)
-    monkeypatch.setattr(unet, "find_spec", lambda name: "there")
-    out = tmp_path / "unet.json"
-    done = CliRunner().invoke(bench, ["unet", "--json", str(out)])
-    assert done.exception is None, done.output
-    for text in ("60mbit", "auto (zb-h2)", "5000", "1.61", "1.72", "1.07", "250", "+3.1%"):
-        assert text in done.output, text
-    assert asked == [("unet", "unlimited", "probe"), ("unet", "60mbit", "")]
-    read = json.loads(out.read_text())
-    assert read["version"] == VERSION
-    assert read["races"][0]["setup"]["asked_rate"] == "balanced"
