@@ -131,10 +131,11 @@ def test_a_full_disk_leaves_the_old_file_and_the_table(
 ) -> None:
     old = tmp_path / f"old{suffix}"
     old.write_text("old")
+    words = words_of(command, saved)
     before = sorted(os.listdir(tmp_path))
     monkeypatch.setattr(plan_command, "make", lambda *_, **__: a_plan())
     monkeypatch.setattr(os, "fsync", full_disk)
-    done = CliRunner().invoke(app, [*words_of(command, saved), str(old)])
+    done = CliRunner().invoke(app, [*words, str(old)])
     assert isinstance(done.exception, StrettoError)
     assert f"{old}: No space left on device" in str(done.exception)
     assert "step" in done.output
