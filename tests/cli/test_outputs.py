@@ -211,7 +211,7 @@ def test_writing_and_printing_do_not_depend_on_each_other(tmp_path: Path) -> Non
 
     with pytest.raises(BrokenPipeError):
         write_and_print([(tmp_path / "one", lambda path: done.append("written"))], fails)
-    with pytest.raises(BrokenPipeError):
+    with pytest.raises(StrettoError, match="cannot write"):
         write_and_print([(tmp_path / "one", lambda path: fails())], lambda: done.append("printed"))
     assert done == ["written", "tried", "tried", "printed"]
 
