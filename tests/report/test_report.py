@@ -208,7 +208,7 @@ def test_half_a_last_line_of_a_killed_run_is_no_error(run_dir: Path) -> None:
 def test_nothing_to_report_on(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such run directory or plan file"):
         load_run(tmp_path / "none")
-    with pytest.raises(UsageError, match=r"holds none of settings\.json"):
+    with pytest.raises(UsageError, match=r"has none of settings\.json"):
         load_run(tmp_path)
 
 
