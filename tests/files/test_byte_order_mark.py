@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stretto.cli.verify import _read
+from stretto.cli.walks import _read
 from stretto.config import TaskSettings, load_settings
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig

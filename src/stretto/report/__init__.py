@@ -22,6 +22,6 @@ SAVERS.update(
     {
         ".perfetto-trace": _saver("perfetto", "save_perfetto"),
         ".svg": _saver("svg", "save_svg"),
-        ".json": _saver("jsonfile", "save_json"),
+        ".json": _saver("files", "save_json"),
     }
 )

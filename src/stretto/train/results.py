@@ -27,12 +27,11 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
 from stretto.measure.measured import measured_costs
-from stretto.report.figures import FIGURES, Figures
+from stretto.report.files import FIGURES, OBSERVED, PlanFigures
+from stretto.report.findings import stalls_grid
 from stretto.report.html import REPORT, lacks_page, write_page
-from stretto.report.jsonfile import OBSERVED
 from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
-from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
 from stretto.schedule.sums import without_sums
@@ -259,7 +258,7 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
 def write_plan(run_dir: Path, plan: Plan) -> None:
     """The plan, and what reports say of it. Raises OSError."""
     plan.save(run_dir / "plan.json")
-    FIGURES.save(Figures.of(plan), run_dir / "figures.json")
+    FIGURES.save(PlanFigures.of(plan), run_dir / "figures.json")
     simulate(plan).save(run_dir / "simulated.json")
 
 
