@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from stretto.config import HuggingFaceSettings, Model
 from stretto.config.huggingface import transformers_for
 from stretto.errors import UsageError
-from stretto.models.hub import weights_folder
+from stretto.models.weight_files import weights_folder
 from stretto.train import tokenizer as bpe
 from stretto.train.checkpoint_files import TOKENIZER
 

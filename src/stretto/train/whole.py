@@ -15,7 +15,7 @@ from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.models.build import build_model
 from stretto.models.fitting import weights_of
-from stretto.models.hub import weights_folder
+from stretto.models.weight_files import weights_folder
 from stretto.runtime.shards import Part
 from stretto.saving.pretrained import read
 from stretto.train.checkpoint import check_tensors, read_tensors
