@@ -10,9 +10,9 @@ import pytest
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job
-from stretto.models.build import huggingface_loss
 from stretto.models.gpt import next_token_loss
 from tests.parallelize.equality import MODELS, TOLERANCE, assert_plain, batch_of, gpt, loss_of
+from tests.runtime.equality import huggingface_loss
 
 TOLERANCES = {"gemma2": 1e-6}
 """Its norms compute in float32, whatever the dtype, so that regrouped sums may differ in its last bit."""
