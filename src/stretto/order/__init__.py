@@ -1,19 +1,17 @@
-"""Orders of ops in a window: what must be kept, policies that choose, and the registry of policies.
+"""Orders of ops in a window: what an order must respect, policies that choose one, and their registry.
 
-`register` makes a policy of one's own known; `docs/overlap.md` shows how.
+`register` adds a policy of the user's; `docs/overlap.md` shows how.
 """
 
-from stretto.order.arrange import Arranger
-from stretto.order.at_once import waits_at_once
-from stretto.order.depend import NOTHING, Node, Outside, Role, WindowGraph, make_graph
-from stretto.order.exact import exact_order
-from stretto.order.follow import Replay, replay
+from stretto.order.depend import ALONE, Node, Outside, Role, WindowGraph, make_graph
 from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
-from stretto.order.storages import Storage
+from stretto.order.storages import WindowStorage
+from stretto.order.walk import Replay, replay
 from stretto.order.window import improve_order, list_order
+from stretto.order.windows import Arranger, waits_at_once
 
 __all__ = [
-    "NOTHING",
+    "ALONE",
     "POLICIES",
     "Arranger",
     "Node",
@@ -21,9 +19,8 @@ __all__ = [
     "Policy",
     "Replay",
     "Role",
-    "Storage",
     "WindowGraph",
-    "exact_order",
+    "WindowStorage",
     "improve_order",
     "legal_order",
     "list_order",

@@ -1,15 +1,15 @@
-"""What an order of a window's items must respect, and what each item costs: the graph that policies order.
+"""The graph of a window that policies order: what an order must respect, and what each item costs.
 
 1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
    for its time on the lane of its axis; a wait for a collective; a message's wait and its send; the start
-   of a sum of gradients, which nothing in the window waits for.
+   of a gradient reduction, which nothing in the window waits for.
 2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
    value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
    before the backward's first op: lower bounds count on actions of a microbatch in this order.
 3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
    their order, and an order of ops must not change numbers. Nothing else is written in place before
    the window's end, and draws of random ops do not depend on when they happen. And one from each op that
-   adds to a gradient to the start of its sum.
+   adds to a gradient to the start of its reduction.
 4. The memory that nodes make and read, so that a policy can keep a limit.
 5. For a backward and a forward that may not begin before it is done with what its own forward saved
    (`frees`), an edge from what the one ends with to what the other begins with.
@@ -17,17 +17,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stretto.ir.action import Phase
+from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
 from stretto.ir.transfers import axis_time, message_us, time_of
-from stretto.order.storages import Storage, find_storages
+from stretto.order.storages import WindowStorage, find_storages
 from stretto.schedule.windows import adding_items
 
 
@@ -42,39 +43,33 @@ class Role(StrEnum):
     SUM = "sum"
 
 
-Ends = Mapping[tuple[int, int], float]
-"""(part, edge) -> microseconds: something about the message of an edge that a part waits for, or sends."""
-
-
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What other ranks do while a window runs: its heads and tails.
+    """What other ranks do while a window runs, in parts of the window's work on the compute lane.
 
-    arrivals: from the window's begin until a message can be used; 0 for those that are not named.
-    tails: how long before the window's end a message should go; 0 for those that are not named.
+    arrival: from the window's begin until messages of other ranks can be used. tail: how long before the
+    window's end messages to other ranks should go.
     """
 
-    arrivals: Ends = field(default_factory=dict)
-    tails: Ends = field(default_factory=dict)
-
-    def key(self) -> tuple[object, ...]:
-        return tuple(sorted(self.arrivals.items())), tuple(sorted(self.tails.items()))
+    arrival: float = 0.0
+    tail: float = 0.0
 
 
-NOTHING = Outside()
+ALONE = Outside()
+"""Nothing is known of other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     """One item. work_us: on the compute lane.
 
-    lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it has its
-        lane for itself, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
-        message's time; for a RECEIVE, and for a FINISH whose start stands in an earlier window, when it can
-        be used, counted from the window's begin.
+    lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it does not
+        share its lane, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
+        message's time; for a RECEIVE, and for a FINISH whose start is in an earlier window, when it can be
+        used, counted from the window's begin. A message between ranks has the lane PIPELINE.
     tail_us: for a SEND, how long before the window's end it should go, because another rank waits for it.
     start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
-    lazy: costs nothing and allocates nothing (waits, views), so it may stand directly before its first user.
+    lazy: costs nothing and allocates nothing (waits, views), so it may come directly before its first user.
     """
 
     item: Item
@@ -100,7 +95,7 @@ class WindowGraph:
     nodes: tuple[Node, ...] = field(repr=False)
     before: tuple[tuple[int, ...], ...] = field(repr=False)
     after: tuple[tuple[int, ...], ...] = field(repr=False)
-    storages: tuple[Storage, ...] = field(repr=False)
+    storages: tuple[WindowStorage, ...] = field(repr=False)
     skew: float = 0.0
 
     def key(self) -> tuple[object, ...]:
@@ -114,9 +109,16 @@ class WindowGraph:
 
     def seen(self, outside: Outside) -> WindowGraph:
         """With what is known of other ranks."""
-        if not outside.arrivals and not outside.tails:
-            return self
-        return replace(self, nodes=tuple(_seen(node, outside) for node in self.nodes))
+        work_us = self.work_us
+
+        def changed(node: Node) -> Node:
+            if node.lane != PIPELINE:
+                return node
+            if node.role is Role.SEND:
+                return replace(node, tail_us=outside.tail * work_us)
+            return replace(node, time_us=outside.arrival * work_us)
+
+        return self if outside == ALONE else replace(self, nodes=tuple(map(changed, self.nodes)))
 
     @property
     def work_us(self) -> float:
@@ -127,15 +129,6 @@ class WindowGraph:
     def communicates(self) -> bool:
         """Whether any collective is started or waited for: without one there is nothing to order for."""
         return any(node.role in (Role.START, Role.FINISH) for node in self.nodes)
-
-
-def _seen(node: Node, outside: Outside) -> Node:
-    item = node.item
-    if node.role is Role.SEND:
-        return replace(node, tail_us=outside.tails.get((item.part, int(item.ref)), 0.0))
-    if node.role is Role.RECEIVE:
-        return replace(node, time_us=outside.arrivals.get((item.part, int(item.ref)), 0.0))
-    return node
 
 
 def make_graph(
@@ -152,10 +145,10 @@ def make_graph(
 
     Raises PlanError for a collective without a cost.
     """
-    return _Maker(job, costs, window, stage_ranks, microbatches, frees).make()
+    return _GraphMaker(job, costs, window, stage_ranks, microbatches, frees).make()
 
 
-class _Maker:
+class _GraphMaker:
     def __init__(
         self,
         job: Job,
@@ -210,19 +203,19 @@ class _Maker:
             else:
                 edge = self.job.edges[int(item.ref)]
                 message = edge.index, self.microbatches[item.part]
+                ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
+                lane = PIPELINE if ends[0] != ends[1] else ""
                 if item.kind is ItemKind.SEND:
                     if (item.part, edge.value) in self.made:
                         need.add(self.made[item.part, edge.value])
                     sent[message] = at
-                    ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
-                    link = self.costs.link(*ends)
-                    us = message_us(link, edge.spec.nbytes) if ends[0] != ends[1] else 0.0
-                    nodes.append(Node(item, Role.SEND, time_us=us))
+                    us = message_us(self.costs.link(*ends), edge.spec.nbytes) if lane else 0.0
+                    nodes.append(Node(item, Role.SEND, lane=lane, time_us=us))
                 else:
                     if message in sent:
                         need.add(sent[message])  # from a part of the same rank
                     self.made[item.part, edge.value] = at
-                    nodes.append(Node(item, Role.RECEIVE, lazy=True))
+                    nodes.append(Node(item, Role.RECEIVE, lane=lane, lazy=True))
             needs.append(need)
         self._forward_first(needs)
         if self.frees:

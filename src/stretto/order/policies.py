@@ -24,7 +24,6 @@ from reprlib import repr as short
 
 from stretto.errors import StrettoError, UsageError, meant
 from stretto.order.depend import WindowGraph
-from stretto.order.exact import exact_order
 from stretto.order.window import improve_order, list_order
 
 Policy = Callable[[WindowGraph], Sequence[int]]
@@ -39,7 +38,6 @@ POLICIES: dict[str, Policy] = {
     "captured": captured_order,
     "list": list_order,
     "improve": improve_order,
-    "exact": exact_order,
 }
 """Every policy by its name: those of Stretto, and what users register."""
 

@@ -20,7 +20,7 @@ from stretto.ir.storage import in_flight, maker_of, makes, owner, reads
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class WindowStorage:
     """Memory that a node allocates (`maker`; -1: it was there before). users: nodes that read it; when the
     last of them is done it is free, unless it is `kept` for later windows."""
 
@@ -36,7 +36,7 @@ def find_storages(
     ops: Sequence[Mapping[str, Op]],
     bytes_in: Mapping[tuple[int, str], int],
     made: Mapping[tuple[int, str], int],
-) -> tuple[Storage, ...]:
+) -> tuple[WindowStorage, ...]:
     """All memory that the window's items touch.
 
     ops: by part, the ops of its stage by name. bytes_in: (stage, value) -> bytes of what edges bring. made:
@@ -60,7 +60,7 @@ def find_storages(
             if not is_external(place[1]):
                 users.setdefault(place, []).append(at)
     kept = memory.kept()
-    found: list[Storage] = []
+    storages: list[WindowStorage] = []
     for (part, root), readers in users.items():
         stage, _ = window.parts[part]
         made_by = maker_of(root)
@@ -69,8 +69,8 @@ def find_storages(
         if nbytes:
             # What arrives was allocated when its receive was posted.
             maker = made.get((part, made_by), -1) if op_of is not None else -1
-            found.append(Storage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
-    return tuple(found)
+            storages.append(WindowStorage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
+    return tuple(storages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,13 @@ class _Places:
         return found
 
 
-class Memory:
-    """Bytes that a window holds above what it held at its begin, item by item. allocates: by node."""
+class WindowMemory:
+    """Bytes of a window above those at its begin, item by item. now, peak: bytes; allocates: by node."""
 
-    __slots__ = ("_freed", "_left", "_touches", "allocates", "held", "peak")
+    __slots__ = ("_freed", "_left", "_touches", "allocates", "now", "peak")
 
-    def __init__(self, count: int, storages: Sequence[Storage]) -> None:
-        self.held = 0
+    def __init__(self, count: int, storages: Sequence[WindowStorage]) -> None:
+        self.now = 0
         self.peak = 0
         self.allocates = [0] * count
         self._touches: list[list[int]] = [[] for _ in range(count)]
@@ -136,20 +136,19 @@ class Memory:
         """Bytes that nobody reads after the node."""
         return sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
 
-    def empty(self) -> Memory:
+    def empty(self) -> WindowMemory:
         """The same window's at its begin."""
         made = copy.copy(self)
-        made.held = made.peak = 0
+        made.now = made.peak = 0
         made._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
         return made
 
     def take(self, index: int) -> None:
         """The node has run."""
-        self.held += self.allocates[index]
-        if self.held > self.peak:
-            self.peak = self.held
+        self.now += self.allocates[index]
+        self.peak = max(self.peak, self.now)
         for at in self._touches[index]:
             left, nbytes = self._left[at]
             self._left[at] = (left - 1, nbytes)
             if left == 1:
-                self.held -= nbytes
+                self.now -= nbytes

@@ -240,7 +240,7 @@ def plan(
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
-    order: the policy that orders ops in windows: "improve", "list", "exact" (needs `ortools`), "captured", or
+    order: the policy that orders ops in windows: "improve", "list", "captured", or
     one of your own (`stretto.order.register`).
     steps: of the run that the plan is for; "improve" searches as long as a shorter step saves over it. 1,000
     are assumed without it. search_s: instead, about how many seconds of a processor core the longest search

@@ -5,8 +5,7 @@
    (`stretto.schedule.urgencies`): the order of each family, input gradients first, the zero-bubble warm-up,
    and a periodic solution of the steady state. They are compared over few microbatches, and the best of them
    over all.
-3. Exact search from the best so far, where the step is small (`stretto.schedule.exact`).
-4. All that was found, the fastest first, with a bound: no family is faster than the first.
+3. All that was found, the fastest first, with a bound: no family is faster than the first.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from functools import partial
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.schedule.exact import best_order
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.least import least_time
 from stretto.schedule.list_schedule import Urgency, list_orders, places_in
 from stretto.schedule.room import Room
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
-from stretto.schedule.urgencies import ROUNDING, backward_first, periodic, warm_up_first
+from stretto.schedule.urgencies import backward_first, periodic, warm_up_first
 
 ENOUGH = 8
 """Microbatches for every rank over which orders are compared first. With 4, orders of 32 ranks and 256
@@ -125,7 +123,7 @@ class Searched:
 
 
 def search(sought: Sought) -> Searched:
-    """Steps 1 to 4. Raises UsageError where no family fits the memory, and for times of other stages."""
+    """Steps 1 to 3. Raises UsageError where no family fits the memory, and for times of other stages."""
     sought.times.check_stages(sought.ranks * sought.virtual_stages)
     families = [*_families(sought)]
     if not families:
@@ -135,18 +133,7 @@ def search(sought: Sought) -> Searched:
         )
     found = [Found(schedule, sought.time(schedule), True) for schedule in families]
     found += _lists(sought, families)
-    best = min(found, key=lambda one: one.time)
     bound = min(sought.least(places) for places in {one.schedule.stage_ranks for one in found})
-    if best.time > bound * (1 + ROUNDING):
-        exact = best_order(
-            best.schedule,
-            sought.times,
-            room=sought.room_of(best.schedule.stage_ranks),
-            max_live=sought.max_live,
-            from_own_begin=sought.from_own_begin,
-        )
-        if exact is not None and sought.fits(exact):
-            found.append(Found(exact, sought.time(exact)))
     # Of equal ones a family comes first: its order is known, and its backward may be whole.
     found.sort(key=lambda one: (one.time, not one.family))
     return Searched(tuple(found), bound)

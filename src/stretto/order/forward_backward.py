@@ -1,17 +1,16 @@
-"""A move of the search for orders (`order.search`): a step is pushed to its end, and back to its begin.
+"""Forward-backward improvement, a move of the search for orders (`order.search`).
 
-Double justification, as for projects with scarce resources (Valls, Ballestin and Quintanilla, "Justification
-and RCPSP: a technique that pays", European Journal of Operational Research 165, 2005):
+As for projects with scarce resources (Valls, Ballestin and Quintanilla, "Justification and RCPSP: a technique
+that pays", European Journal of Operational Research 165, 2005):
 
     1. A step has been walked, so each op's end is known. From the last end to the first, each op is put as
-       late as what needs it and its lane allow, into gaps that later ops have left, too: a step pushed to its
-       end.
-    2. By where ops begin in it, they are ordered, and the step is walked again: in that order
-       (`order.follow`), and with what begins first as the most urgent (`order.listing`).
-    3. Where the last push was in vain, ends are a little off, by another draw for each stretch of ops.
+       late as what needs it and its lane allow, also into gaps that later ops have left: the backward pass.
+    2. By where ops begin in it, they are ordered, and the step is walked again, forward: in that order, and
+       with what begins first as the most urgent.
+    3. Where the last move was in vain, ends are a little off, by another draw for each stretch of ops.
 
-What pushes is rougher than the walk: lanes take one thing at a time, for as long as it took in the walk, and
-nothing slows another. It makes orders; how long they take the walk says.
+The backward pass is rougher than the walk: lanes take one thing at a time, for as long as it took in the
+walk, and nothing slows another. It makes orders; the walk tells how long they take.
 """
 
 from __future__ import annotations
@@ -22,37 +21,34 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from stretto.order.depend import Role
-from stretto.order.scope import Whole
-from stretto.order.search import Point, Search
-from stretto.order.walk import Chosen
+from stretto.order.rank_window import RankWindow
+from stretto.order.search import OrderSearch, SearchPoint
+from stretto.order.walk import WalkResult
 
 OFF = (0.05, 0.25, 0.75, 1.5)
-"""How far ends are off in step 3: standard deviations, as shares of what urgencies are changed by. Measured
-on GPTs over pp=2 tp=2: without the large ones steps are up to 5 % longer, with larger ones as well."""
+"""How far ends are off in step 3: standard deviations, in parts of what urgencies are changed by. Measured on
+GPTs over pp=2 tp=2: without the large ones steps are up to 5 % longer, with larger ones as well."""
 
-Place = tuple[int, int]
+RankNode = tuple[int, int]
 """(rank, node)."""
 
 
-class Pushing:
+class ForwardBackward:
     """The move, for the steps of one scope. What does not change from step to step is prepared once."""
 
-    def __init__(self, wholes: Sequence[Whole]) -> None:
-        self._wholes = wholes
-        self._graphs = [whole.graph for whole in wholes]
-        receives: dict[tuple[int, int], Place] = {}
-        sends: list[tuple[tuple[int, int], Place]] = []
-        for rank, whole in enumerate(wholes):
-            for index, node in enumerate(whole.graph.nodes):
-                message = (
-                    (int(node.item.ref), whole.microbatches[node.item.part])
-                    if node.role in (Role.SEND, Role.RECEIVE)
-                    else None
-                )
-                if message is not None and node.role is Role.RECEIVE:
-                    receives[message] = rank, index
-                elif message is not None:
-                    sends.append((message, (rank, index)))
+    def __init__(self, windows: Sequence[RankWindow]) -> None:
+        self._windows = windows
+        self._graphs = [window.graph for window in windows]
+        receives: dict[tuple[int, int], RankNode] = {}
+        sends: list[tuple[tuple[int, int], RankNode]] = []
+        for rank, window in enumerate(windows):
+            for index, node in enumerate(window.graph.nodes):
+                if node.role in (Role.SEND, Role.RECEIVE):
+                    message = int(node.item.ref), window.microbatches[node.item.part]
+                    if node.role is Role.RECEIVE:
+                        receives[message] = rank, index
+                    else:
+                        sends.append((message, (rank, index)))
         self._arrives = {place: receives[message] for message, place in sends if message in receives}
         """Send -> its receive."""
         self._missing = {
@@ -62,40 +58,38 @@ class Pushing:
         }
         self._sent = {receive: send for send, receive in self._arrives.items()}
 
-    def __call__(self, search: Search) -> Iterator[Point]:
-        """Where the last push was in vain, step 3."""
+    def __call__(self, search: OrderSearch) -> Iterator[SearchPoint]:
+        """Where the last move was in vain, step 3."""
         best, draw = search.best, search.draw
         assert best is not None
-        off: dict[Place, float] = {}
+        off: dict[RankNode, float] = {}
         if search.stale:
-            spread_us = draw.choice(OFF) * search.scope.change_us
+            deviation_us = draw.choice(OFF) * search.scope.change_us
             for rank, group in search.groups:
-                by_us = draw.gauss(0.0, spread_us)
+                by_us = draw.gauss(0.0, deviation_us)
                 off.update({(rank, index): by_us for index in group})
         begins = self.begins_us(best, off)
         # Of ops that begin at one time those that are needed come first: nodes stand behind what they use.
-        mine = zip(self._wholes, begins, strict=True)
-        yield Point(
-            orders=tuple(sorted(one.names(range(len(of))), key=of.__getitem__) for one, of in mine),
-            pairs=search.point.pairs,
+        ranks = zip(self._windows, begins, strict=True)
+        yield SearchPoint(
+            orders=tuple(sorted(window.placed_in(range(len(of))), key=of.__getitem__) for window, of in ranks)
         )
-        urgency = tuple([-us for us in of] for of in begins)
-        yield Point(urgency, (0.0,) * len(self._wholes), search.point.pairs)
+        yield SearchPoint(tuple([-us for us in of] for of in begins), (0.0,) * len(self._windows))
 
-    def begins_us(self, found: Chosen, off_us: Mapping[Place, float]) -> list[list[float]]:
-        """By rank and node, when it begins in the pushed step. off_us: by how much later than in `found` an
-        op is taken to have ended; 0 for others."""
+    def begins_us(self, walked: WalkResult, off_us: Mapping[RankNode, float]) -> list[list[float]]:
+        """By rank and node, when it begins in the backward pass. off_us: by how much later than in `walked`
+        an op is taken to have ended; 0 for others."""
         begins = [[0.0] * len(graph.nodes) for graph in self._graphs]
         missing = dict(self._missing)
         lanes: dict[tuple[int, str], _Lane] = defaultdict(_Lane)
         ready: list[tuple[float, int, int]] = []
 
-        def can_go(place: Place) -> None:
+        def can_go(place: RankNode) -> None:
             rank, index = place
-            end_us = found.timings[rank].ends_us[index] + off_us.get(place, 0.0)
+            end_us = walked.timings[rank].ends_us[index] + off_us.get(place, 0.0)
             heapq.heappush(ready, (-end_us, -index, rank))
 
-        def processed(place: Place) -> None:
+        def processed(place: RankNode) -> None:
             missing[place] -= 1
             if not missing[place]:
                 can_go(place)
@@ -106,7 +100,7 @@ class Pushing:
         while ready:
             _, minus, rank = heapq.heappop(ready)
             index = -minus
-            begins[rank][index] = self._begin_us(rank, index, found, begins, lanes)
+            begins[rank][index] = self._begin_us(rank, index, walked, begins, lanes)
             for needed in self._graphs[rank].before[index]:
                 processed((rank, needed))
             sender = self._sent.get((rank, index))
@@ -118,11 +112,11 @@ class Pushing:
         self,
         rank: int,
         index: int,
-        found: Chosen,
+        walked: WalkResult,
         begins: Sequence[Sequence[float]],
         lanes: dict[tuple[int, str], _Lane],
     ) -> float:
-        graph, timing, end_us = self._graphs[rank], found.timings[rank], found.step_us
+        graph, timing, end_us = self._graphs[rank], walked.timings[rank], walked.step_us
         node, mine = graph.nodes[index], begins[rank]
         lane_end_us = end_us
         for user in graph.after[index]:

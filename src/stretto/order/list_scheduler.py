@@ -1,67 +1,60 @@
 """List scheduling over lanes, of a whole step or of one window: always the most urgent op that can run now.
 
-The contract: a legal order, the same for the same graph and urgencies.
+The order is legal, and the same for the same graph and urgencies.
 
-    1. A send that can go, goes, and so does a gradient's sum; a send that is paired, when its partner can go
-       as well (`whole_step.pairs`). Of the ops whose values are there the most urgent is next, but before
-       those for which the lane would have to wait until the slowest rank of its place has done its part of a
-       collective; and before those that take more memory than there is.
+    1. A send that can go, goes, and so does a gradient reduction. Of the ops whose values exist the most
+       urgent is next, but before those for which the lane would have to wait until the slowest rank of its
+       pipeline rank has done its part of a collective; and before those that take more memory than is left.
     2. Before it, of the starts that can go, the most urgent for every lane that would run dry meanwhile. Not
        more: lanes keep their order, and something more urgent may be ready after the op.
-    3. Not if a start that is more urgent could be made soon after the lane is free: within `patience` times
-       what the first would take. A lane that waits for a moment may be better than one that is taken.
+    3. Not if a start that is more urgent could go soon after the lane is free: within `patience` times what
+       the first would take. A lane that waits for a moment may be better than one that is taken.
     4. If there is nothing to do, the compute lane waits until something arrives.
-    5. Waits, views and ops that take little are placed directly before their first user (`order.scope`).
+    5. Waits, views and ops that take little come directly before their first user (`order.rank_window`).
 
-Source: list scheduling by critical path is Graham's and Hu's; the lanes are those of `docs/overlap.md`. May
-touch this room.
+Source: list scheduling by critical path is Graham's and Hu's; the lanes are those of `docs/overlap.md`.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from stretto.order.depend import Role
-from stretto.order.scope import Whole
-from stretto.order.storages import Memory
-from stretto.order.walk import Rank
-from stretto.order.worlds import World
+from stretto.order.rank_window import RankWindow
+from stretto.order.resources import Resources
+from stretto.order.storages import WindowMemory
+from stretto.order.walk import LaneWalk
 
 AHEAD = 1.25
 """A lane counts as running dry within this many times the next op's time: collectives may be faster than
 predicted. Assumed."""
 
-Meet = Callable[[tuple[int, int], Callable[[], None]], bool]
-"""A message, (edge, microbatch), can go: whether it goes at once; else the function is called later."""
 
-
-class Listing(Rank):
-    """One rank's compute lane, whose ops are chosen as they come."""
+class ListScheduler(LaneWalk):
+    """A compute lane whose next op is chosen when the lane is free."""
 
     def __init__(
         self,
-        world: World,
+        resources: Resources,
         rank: int,
-        whole: Whole,
+        window: RankWindow,
         urgency: Sequence[float],
         patience: float = 0.0,
-        meet: Meet | None = None,
-        memory: Memory | None = None,
+        memory: WindowMemory | None = None,
         limit_bytes: int = 0,
     ) -> None:
         """limit_bytes: of `memory`, if that is counted."""
-        super().__init__(world, rank, whole, memory)
+        super().__init__(resources, rank, window, memory)
         self._limit_bytes = limit_bytes
-        self._meet = meet
         self._urgency = urgency
         self._patience = patience
-        self._missing = list(whole.count)
+        self._missing = list(window.count)
         self._exists = [False] * len(self.graph.nodes)
-        self._to_come = sum(whole.named) + sum(whole.waits)
-        """Of waits and of what stands for itself, how many do not exist yet."""
+        self._to_come = sum(window.placed) + sum(window.waits)
+        """Of waits and of what is placed by itself, how many do not exist yet."""
         self._sends: list[tuple[float, int]] = []
         self._starts: dict[str, list[tuple[float, int]]] = {}
         """Lane -> starts that can go: (-urgency, node)."""
@@ -72,28 +65,21 @@ class Listing(Rank):
 
     def begin(self) -> None:
         # Those that can go at once; what they let go, they let go themselves.
-        whole = self.whole
+        window = self.window
         for index in [n for n, missing in enumerate(self._missing) if not missing]:
-            if whole.named[index] or whole.waits[index]:
+            if window.placed[index] or window.waits[index]:
                 self._can_go(index)
         super().begin()
 
-    # --- what can go ----------------------------------------------------------------------------------
-
     def _can_go(self, index: int) -> None:
         """All that a node needs is there."""
-        if self.whole.waits[index]:
+        if self.window.waits[index]:
             arrival = self._arrival(index)
             if arrival is None:
                 self._there(index)
                 return
             arrival.then(partial(self._arrives, index))
-        elif self.graph.nodes[index].role is Role.SEND:
-            node = self.graph.nodes[index]
-            message = int(node.item.ref), self._microbatch(node)
-            if self._meet is None or self._meet(message, partial(self._met_partner, index)):
-                heapq.heappush(self._sends, (-self._urgency[index], index))
-        elif self.graph.nodes[index].role is Role.SUM:
+        elif self.graph.nodes[index].role in (Role.SEND, Role.SUM):
             heapq.heappush(self._sends, (-self._urgency[index], index))
         else:
             node = self.graph.nodes[index]
@@ -104,24 +90,18 @@ class Listing(Rank):
         self._there(index)
         self._wake(index)
 
-    def _met_partner(self, index: int) -> None:
-        heapq.heappush(self._sends, (-self._urgency[index], index))
-        self._wake(index)
-
     def _there(self, index: int) -> None:
         """The node's value exists from now on."""
         self._exists[index] = True
         self._to_come -= 1
         missing = self._missing
-        for user in self.whole.after[index]:
+        for user in self.window.after[index]:
             missing[user] -= 1
             if not missing[user]:
                 self._can_go(user)
 
-    # --- steps 1 to 5 ---------------------------------------------------------------------------------
-
     def _go_on(self) -> None:
-        placed, needs = self._placed, self.whole.needs
+        placed, needs = self._placed, self.window.needs
         while True:
             if self._sends:
                 index = heapq.heappop(self._sends)[1]
@@ -130,7 +110,7 @@ class Listing(Rank):
             elif (start := self._dry(0.0)) is not None:
                 index = start
             else:
-                self._stand()
+                self._stall()
                 return
             # Step 5: the node, behind all that it needs and that is not placed.
             late_us, work_us = self._put([needed for needed in needs[index] if not placed[needed]])
@@ -145,7 +125,7 @@ class Listing(Rank):
 
     def _soonest(self) -> int:
         """Step 1: not one for which the lane would wait, or that takes more memory than there is, if there is
-        another. Of those that take more, the one after which least is held."""
+        another. Of those that take more, the one after which least is left allocated."""
         aside: list[tuple[float, int]] = []
         while self._ready:
             entry = heapq.heappop(self._ready)
@@ -160,16 +140,16 @@ class Listing(Rank):
         return entry[1]
 
     def _over(self, index: int) -> int:
-        """By how much more is held after the op, where that is more than there is; else 0."""
+        """By how many bytes memory grows over the op, where that is more than is left; else 0."""
         memory = self.memory
-        if memory is None or memory.held + self.whole.held_bytes[index] <= self._limit_bytes:
+        if memory is None or memory.now + self.window.most_bytes[index] <= self._limit_bytes:
             return 0
-        return max(0, self.whole.held_bytes[index] - memory.frees(index))
+        return max(0, self.window.most_bytes[index] - memory.frees(index))
 
     def _late_us(self, index: int) -> float:
-        """How long the lane would wait for the slowest rank of its place before this op."""
+        """How long the lane would wait for the slowest rank of its pipeline rank before this op."""
         landed_us = float("-inf")
-        for needed in self.whole.needs[index]:
+        for needed in self.window.needs[index]:
             start = self.graph.nodes[needed].start
             if start >= 0 and not self._placed[needed]:
                 landed_us = max(landed_us, self._started[start].done_us)
@@ -180,20 +160,20 @@ class Listing(Rank):
         for lane, starts in self._starts.items():
             if starts and self._free(lane) <= self._clock.now_us + AHEAD * work_us:
                 idle = not self._ready and not self._flying[lane]
-                if idle or not self._holds(lane, starts[0][1]):
+                if idle or not self._worth_waiting(lane, starts[0][1]):
                     return heapq.heappop(starts)[1]
         return None
 
     def _free(self, lane: str) -> float:
         return max(self._clock.now_us, self._free_us[lane]) if self._flying[lane] else self._clock.now_us
 
-    def _holds(self, lane: str, index: int) -> bool:
+    def _worth_waiting(self, lane: str, index: int) -> bool:
         """Step 3: whether a more urgent start is worth waiting for."""
         if self._patience <= 0.0:
             return False
         nodes, now_us = self.graph.nodes, self._clock.now_us
         latest_us = self._free(lane) + self._patience * nodes[index].time_us
-        for leads in self.whole.leads:
+        for leads in self.window.leads:
             lead = next((lead for lead in leads if lead.start not in self._started), None)
             if lead is None or nodes[lead.start].lane != lane or not self._missing[lead.start]:
                 continue
@@ -208,7 +188,7 @@ class Listing(Rank):
                 return True
         return False
 
-    def _stand(self) -> None:
+    def _stall(self) -> None:
         """Step 4; at the end, what nobody of this window reads is placed."""
         self._waits_now()
         if not self._to_come and not self.end_us:

@@ -1,9 +1,9 @@
 """What the ranks of a walk share: collectives, messages, and how fast a lane works meanwhile.
 
-1. `StepWorld`, of a step in which each rank has one window, is the simulation's: collectives, messages,
+1. `StepResources`, of a step in which each rank has one window, is the simulation's: collectives, messages,
    shared cards, what they take of processors. So an order takes as long here as it takes when it is
    simulated, but for what follows a step's last window.
-2. `WindowWorld`, of a window by itself, has one rank and the lanes of its collectives, each with its time
+2. `WindowResources`, of a window by itself, has one rank and the lanes of its collectives, each with its time
    for itself; while these take a share of the processor, compute goes slower by that share. Other ranks
    are known by when their messages arrive. What is under way is then known to its end, so time may go on
    op by op, without events.
@@ -19,7 +19,7 @@ from typing import Protocol
 
 from stretto.ir.plan import Plan
 from stretto.order.depend import Node, WindowGraph
-from stretto.order.scope import Whole
+from stretto.order.rank_window import RankWindow
 from stretto.simulate.cards import Cards
 from stretto.simulate.clock import Clock, Moment
 from stretto.simulate.collectives import Collectives
@@ -35,7 +35,7 @@ class Flight(Protocol):
     done_us: float
 
 
-class World(ABC):
+class Resources(ABC):
     """What ranks share."""
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class World(ABC):
 
     @abstractmethod
     def straggler(self) -> Straggler:
-        """Of a rank: by how much the slowest of its place is behind."""
+        """Of a rank: by how much the slowest rank with the same pipeline rank is behind."""
 
     @abstractmethod
-    def start(self, rank: int, whole: Whole, index: int) -> Flight:
+    def start(self, rank: int, window: RankWindow, index: int) -> Flight:
         """A node starts its collective now."""
 
     @abstractmethod
@@ -74,11 +74,11 @@ class World(ABC):
         go_on()
 
     def worked(self, rank: int, straggler: Straggler, work_us: float) -> None:
-        """The place has worked so much."""
+        """The pipeline rank has worked so much."""
         straggler.work(work_us)
 
 
-class StepWorld(World):
+class StepResources(Resources):
     """Step 1: a plan in which each rank has one window."""
 
     def __init__(self, plan: Plan) -> None:
@@ -96,10 +96,10 @@ class StepWorld(World):
     def straggler(self) -> Straggler:
         return Straggler(self.plan.costs.skew)
 
-    def start(self, rank: int, whole: Whole, index: int) -> Flight:
-        call = whole.calls[index]
+    def start(self, rank: int, window: RankWindow, index: int) -> Flight:
+        call = window.calls[index]
         assert call is not None
-        microbatch = whole.microbatches[whole.graph.nodes[index].item.part]
+        microbatch = window.microbatches[window.graph.nodes[index].item.part]
         return self._collectives.start(call, rank, microbatch)
 
     def arrival(self, node: Node, microbatch: int) -> Moment | None:
@@ -128,14 +128,14 @@ class StepWorld(World):
 
 
 @dataclass(slots=True)
-class _Alone:
-    """A collective that has its lane for itself."""
+class _SingleFlight:
+    """A collective that does not share its lane."""
 
     done: Moment
     done_us: float
 
 
-class WindowWorld(World):
+class WindowResources(Resources):
     """Step 2: one rank that knows nothing of others."""
 
     def __init__(self, graph: WindowGraph) -> None:
@@ -148,24 +148,24 @@ class WindowWorld(World):
     def straggler(self) -> Straggler:
         return Straggler(self._skew)
 
-    def start(self, rank: int, whole: Whole, index: int) -> Flight:
-        node = whole.graph.nodes[index]
+    def start(self, rank: int, window: RankWindow, index: int) -> Flight:
+        node = window.graph.nodes[index]
         begin_us = max(self.clock.now_us, self._free_us.get(node.lane, 0.0))
         end_us = self._free_us[node.lane] = begin_us + node.time_us
         if node.load > 0.0 and node.time_us > 0.0:
             self._flights.append((begin_us, end_us, node.load))
-        return _Alone(self._at(end_us), end_us)
+        return _SingleFlight(self._at(end_us), end_us)
 
     def arrival(self, node: Node, microbatch: int) -> Moment | None:
         return self._at(node.time_us)
 
     def _at(self, time_us: float) -> Moment:
         """A moment at that time, or that has been."""
-        found = Moment()
-        found.happened = time_us <= self.clock.now_us
-        if not found.happened:
-            self.clock.at(time_us, partial(found.happen, self.clock))
-        return found
+        moment = Moment()
+        moment.happened = time_us <= self.clock.now_us
+        if not moment.happened:
+            self.clock.at(time_us, partial(moment.happen, self.clock))
+        return moment
 
     def work(self, rank: int, work_us: float, then: Callable[[], None]) -> None:
         end_us = self._end_us(self.clock.now_us, work_us)

@@ -1,7 +1,7 @@
-"""What one rank orders, a window or its whole step, made ready to be walked many times.
+"""What one rank orders, a window or its whole step, prepared to be walked many times.
 
-Waits, views and what takes little have no place of their own: they stand directly before their first user, so
-that what arrives later than predicted stops the lane as late as possible.
+Waits, views and ops that take little are not placed by themselves: they come directly before their first
+user, so that what arrives later than predicted stops the lane as late as possible.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Lead:
 
 
 @dataclass(frozen=True)
-class Whole:
+class RankWindow:
     """One rank's window, and the microbatches of its parts. By node:
 
-    calls: its collective in a plan; () for a window by itself. lazy: whether it stands directly before its
-    first user. waits: whether it waits for what comes over a lane or a link. named: whether it stands for
-    itself: neither lazy nor a wait. needs: what it needs that does not stand for itself, in an order in which
-    it can stand, itself last. count, after: of waits and of what stands for itself, how many of them it
-    needs, directly or through what is lazy, and which of them need it.
+    calls: its collective in a plan; () for a window by itself. lazy: whether it comes directly before its
+    first user. waits: whether it waits for what comes over a lane or a link. placed: whether it is placed by
+    itself: neither lazy nor a wait. needs: what it needs that is not placed by itself, in a legal order,
+    itself last. count, after: of waits and of what is placed by itself, how many of them it needs, directly
+    or through what is lazy, and which of them need it.
 
     leads: its starts by part, in their order.
     """
@@ -44,21 +44,10 @@ class Whole:
     leads: tuple[tuple[Lead, ...], ...]
     lazy: tuple[bool, ...]
     waits: tuple[bool, ...]
-    named: tuple[bool, ...]
+    placed: tuple[bool, ...]
     needs: tuple[tuple[int, ...], ...]
     count: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
-
-    @cached_property
-    def ancestors(self) -> tuple[int, ...]:
-        """By node, all that must stand before it: bit k is node k."""
-        found: list[int] = []
-        for needs in self.graph.before:  # nodes stand behind what they use
-            mask = 0
-            for needed in needs:
-                mask |= found[needed] | 1 << needed
-            found.append(mask)
-        return tuple(found)
 
     @cached_property
     def work_us(self) -> float:
@@ -66,20 +55,20 @@ class Whole:
         return self.graph.work_us
 
     @cached_property
-    def held_bytes(self) -> tuple[int, ...]:
+    def most_bytes(self) -> tuple[int, ...]:
         """By node, what it allocates with all that is placed with it, at most."""
         return tuple(sum(map(self.memory.allocates.__getitem__, needs)) for needs in self.needs)
 
     @cached_property
     def memory(self) -> Memory:
-        """What the window holds, at its begin."""
+        """The window's memory, at its begin."""
         return Memory(len(self.graph.nodes), self.graph.storages)
 
     @cached_property
     def rest(self) -> tuple[int, ...]:
-        """Nodes that no named one needs; they stand at the end."""
-        needed = {index for one, needs in enumerate(self.needs) if self.named[one] for index in needs}
-        return tuple(index for index in range(len(self.named)) if index not in needed)
+        """Nodes that none which is placed by itself needs; they come at the end."""
+        needed = {index for one, needs in enumerate(self.needs) if self.placed[one] for index in needs}
+        return tuple(index for index in range(len(self.placed)) if index not in needed)
 
     @cached_property
     def stretches(self) -> list[list[int]]:
@@ -91,27 +80,28 @@ class Whole:
                 leads[index] = index
             else:
                 leads[index] = min((leads[n] for n in graph.after[index] if leads[n] >= 0), default=-1)
-        found: dict[int, list[int]] = {}
+        groups: dict[int, list[int]] = {}
         for index, node in enumerate(graph.nodes):
             if leads[index] >= 0 or node.work_us:
-                found.setdefault(leads[index] if leads[index] >= 0 else -1 - index, []).append(index)
-        return list(found.values())
+                groups.setdefault(leads[index] if leads[index] >= 0 else -1 - index, []).append(index)
+        return list(groups.values())
 
-    def names(self, order: Iterable[int]) -> list[int]:
-        """Of an order of all nodes, those that stand for themselves."""
-        return [index for index in order if self.named[index]]
+    def placed_in(self, order: Iterable[int]) -> list[int]:
+        """Of an order of all nodes, those that are placed by themselves."""
+        return [index for index in order if self.placed[index]]
 
 
-def make_whole(
+def make_rank_window(
     graph: WindowGraph,
     microbatches: tuple[int, ...] = (),
     calls: tuple[Call | None, ...] = (),
     little: float | None = None,
-) -> Whole:
-    """A window ready to be walked. microbatches: of its parts, where these are known; calls: as in `Whole`.
+) -> RankWindow:
+    """A window ready to be walked. microbatches: of its parts, where these are known; calls: as in
+    `RankWindow`.
 
-    little: of a microbatch's work on a rank, what an op takes at most that stands directly before its first
-        user, as views do; without it only views do.
+    little: the share of a microbatch's work on a rank up to which an op comes directly before its first user,
+        as views do; without it only views do.
     """
     microbatches = microbatches or (0,) * len(graph.window.parts)
     leads: dict[int, list[Lead]] = defaultdict(list)
@@ -120,7 +110,7 @@ def make_whole(
             leads[node.item.part].append(_lead(graph, index))
     lazy = _lazy(graph, microbatches, little)
     waits = tuple(node.role in (Role.FINISH, Role.RECEIVE) for node in graph.nodes)
-    named = tuple(not one and not other for one, other in zip(lazy, waits, strict=True))
+    placed = tuple(not one and not other for one, other in zip(lazy, waits, strict=True))
     needs: list[dict[int, None]] = []
     events: list[dict[int, None]] = []
     after: list[list[int]] = [[] for _ in graph.nodes]
@@ -128,22 +118,22 @@ def make_whole(
         mine: dict[int, None] = {}
         met: dict[int, None] = {}
         for needed in before:
-            mine.update({} if named[needed] else needs[needed])
-            met.update({needed: None} if named[needed] or waits[needed] else events[needed])
+            mine.update({} if placed[needed] else needs[needed])
+            met.update({needed: None} if placed[needed] or waits[needed] else events[needed])
         mine[index] = None
         needs.append(mine)
         events.append(met)
-        if named[index] or waits[index]:
+        if placed[index] or waits[index]:
             for event in met:
                 after[event].append(index)
-    return Whole(
+    return RankWindow(
         graph,
         microbatches,
         calls,
         tuple(map(tuple, leads.values())),
         lazy,
         waits,
-        named,
+        placed,
         tuple(map(tuple, needs)),
         tuple(map(len, events)),
         tuple(map(tuple, after)),
