@@ -24,14 +24,14 @@ from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.order import Arranger, Role, WindowGraph, make_graph
+from stretto.order import Role, WindowGraph, WindowOrders, make_graph
 from stretto.passes.step import Context, Step
 from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import captured_windows
 from stretto.planning.schedules import paired
 from stretto.planning.sums_within import sums_within
 from stretto.planning.windows import lowered
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 Orderer = Callable[[WindowGraph], Sequence[int]]
 
@@ -136,11 +136,11 @@ def planned(job: Job, prices: Prices, order: Orderer) -> Plan:
     if order is megatron:
         step = paired(step, context, ahead=0)
     costs = context.costs_of(job)
-    plain = Arranger(job, costs, step.schedule.stage_ranks)
+    plain = WindowOrders(job, costs, step.schedule.stage_ranks)
     windows = {}
     for name, window in captured_windows(job, step.schedule).items():
         if order is megatron and len(window.parts) == 1:
-            windows[name] = plain.arrange(window)
+            windows[name] = plain.ordered(window)
             continue
         graph = make_graph(job, costs, window, step.schedule.stage_ranks)
         found = order(graph)

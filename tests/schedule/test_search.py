@@ -23,7 +23,7 @@ from stretto.schedule.room import Room, most_held
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
 from stretto.schedule.urgencies import periodic
-from stretto.verify import schedule_faults
+from stretto.verifying import schedule_faults
 from tests.schedule.exact import shortest_time
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "data" / "zero_bubble_table5.csv").open()))

@@ -3,23 +3,21 @@
 `register` adds a policy of the user's; `docs/overlap.md` shows how.
 """
 
-from stretto.order.depend import ALONE, Node, Outside, Role, WindowGraph, make_graph
+from stretto.order.depend import Node, Role, WindowGraph, make_graph
 from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
 from stretto.order.storages import WindowStorage
 from stretto.order.walk import Replay, replay
 from stretto.order.window import improve_order, list_order
-from stretto.order.windows import Arranger, waits_at_once
+from stretto.order.windows import WindowOrders, waits_at_once
 
 __all__ = [
-    "ALONE",
     "POLICIES",
-    "Arranger",
     "Node",
-    "Outside",
     "Policy",
     "Replay",
     "Role",
     "WindowGraph",
+    "WindowOrders",
     "WindowStorage",
     "improve_order",
     "legal_order",

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stretto.ir.action import Phase
-from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
 from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
@@ -44,30 +43,14 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """What other ranks do while a window runs, in parts of the window's work on the compute lane.
-
-    arrival: from the window's begin until messages of other ranks can be used. tail: how long before the
-    window's end messages to other ranks should go.
-    """
-
-    arrival: float = 0.0
-    tail: float = 0.0
-
-
-ALONE = Outside()
-"""Nothing is known of other ranks."""
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
     """One item. work_us: on the compute lane.
 
     lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it does not
         share its lane, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
         message's time; for a RECEIVE, and for a FINISH whose start is in an earlier window, when it can be
-        used, counted from the window's begin. A message between ranks has the lane PIPELINE.
-    tail_us: for a SEND, how long before the window's end it should go, because another rank waits for it.
+        used, counted from the window's begin.
+    crosses: for a RECEIVE, whether another rank sends.
     start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
     lazy: costs nothing and allocates nothing (waits, views), so it may come directly before its first user.
     """
@@ -80,7 +63,7 @@ class Node:
     load: float = 0.0
     start: int = -1
     lazy: bool = False
-    tail_us: float = 0.0
+    crosses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +84,11 @@ class WindowGraph:
     def key(self) -> tuple[object, ...]:
         """Equal for windows that differ in names alone: the same order serves them."""
         nodes = tuple(
-            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy, n.tail_us)
+            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy, n.crosses)
             for n in self.nodes
         )
         storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
         return nodes, self.before, storages, self.skew
-
-    def seen(self, outside: Outside) -> WindowGraph:
-        """With what is known of other ranks."""
-        work_us = self.work_us
-
-        def changed(node: Node) -> Node:
-            if node.lane != PIPELINE:
-                return node
-            if node.role is Role.SEND:
-                return replace(node, tail_us=outside.tail * work_us)
-            return replace(node, time_us=outside.arrival * work_us)
-
-        return self if outside == ALONE else replace(self, nodes=tuple(map(changed, self.nodes)))
 
     @property
     def work_us(self) -> float:
@@ -204,18 +174,18 @@ class _GraphMaker:
                 edge = self.job.edges[int(item.ref)]
                 message = edge.index, self.microbatches[item.part]
                 ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
-                lane = PIPELINE if ends[0] != ends[1] else ""
+                crosses = ends[0] != ends[1]
                 if item.kind is ItemKind.SEND:
                     if (item.part, edge.value) in self.made:
                         need.add(self.made[item.part, edge.value])
                     sent[message] = at
-                    us = message_us(self.costs.link(*ends), edge.spec.nbytes) if lane else 0.0
-                    nodes.append(Node(item, Role.SEND, lane=lane, time_us=us))
+                    us = message_us(self.costs.link(*ends), edge.spec.nbytes) if crosses else 0.0
+                    nodes.append(Node(item, Role.SEND, time_us=us))
                 else:
                     if message in sent:
                         need.add(sent[message])  # from a part of the same rank
                     self.made[item.part, edge.value] = at
-                    nodes.append(Node(item, Role.RECEIVE, lane=lane, lazy=True))
+                    nodes.append(Node(item, Role.RECEIVE, lazy=True, crosses=crosses))
             needs.append(need)
         self._forward_first(needs)
         if self.frees:

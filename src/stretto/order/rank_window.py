@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stretto.order.depend import Role, WindowGraph
-from stretto.order.storages import Memory
-from stretto.simulate.windows import Call
+from stretto.order.storages import WindowMemory
+from stretto.simulating.windows import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class RankWindow:
         return tuple(sum(map(self.memory.allocates.__getitem__, needs)) for needs in self.needs)
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> WindowMemory:
         """The window's memory, at its begin."""
-        return Memory(len(self.graph.nodes), self.graph.storages)
+        return WindowMemory(len(self.graph.nodes), self.graph.storages)
 
     @cached_property
     def rest(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 1. A rank's compute lane does one op after another. A subclass chooses the next: the most urgent
    (`order.list_scheduler`), or the next of a given order (`GivenOrder`).
 2. What ranks share, and how long things take, is in `order.resources`.
-3. A wait for a collective waits for the slowest rank of the pipeline rank too (`simulate.straggler`).
+3. A wait for a collective waits for the slowest rank of the pipeline rank too (`simulating.straggler`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.order.depend import Node, Role, WindowGraph
 from stretto.order.rank_window import RankWindow, make_rank_window
 from stretto.order.resources import Flight, Resources, WindowResources
 from stretto.order.storages import WindowMemory
-from stretto.simulate.clock import Moment
+from stretto.simulating.clock import Moment
 
 STALL_WEIGHT = 0.01
 """What a microsecond of a lane's stall for a collective counts beside a microsecond of the step. Measured on
@@ -36,8 +36,7 @@ class WalkTimes:
 
 @dataclass(frozen=True, slots=True)
 class WalkResult:
-    """How long the step took, or a window with what must follow its messages (`Node.tail_us`) and the sums
-    that it starts; and by rank the order of the window's nodes. exposed_us: of all ranks, how long lanes
+    """How long the step took, or a window with the gradient reductions that it starts; and by rank the order of the window's nodes. exposed_us: of all ranks, how long lanes
     stalled for collectives; timings: by rank; peak_bytes: the most of a rank, where memory is counted."""
 
     step_us: float
@@ -80,8 +79,8 @@ def walk(resources: Resources, ranks: Sequence[LaneWalk], most_us: float = float
 
 
 class LaneWalk(ABC):
-    """One rank's compute lane. order: the nodes so far; late_us: when what must follow its messages
-    (`Node.tail_us`), and the sums that it starts, have ended; worked_us: how long the lane has worked;
+    """One rank's compute lane. order: the nodes so far; late_us: when the gradient reductions
+    that it starts have ended; worked_us: how long the lane has worked;
     memory: of what is held, if any; last_us: the most that the lane may have waited when it goes on."""
 
     last_us: float
@@ -227,7 +226,6 @@ class LaneWalk(ABC):
         if node.role is Role.COMPUTE:
             return
         if node.role is Role.SEND:
-            self.late_us = max(self.late_us, now_us + node.tail_us)
             self._resources.send(node, self._microbatch(node))
         elif node.role is Role.START:
             self._started[index] = self._resources.start(self._rank, self.window, index)
@@ -241,8 +239,7 @@ class Replay:
     """end_us: when the window has ended; stall_us: of that, how long the compute lane waited; peak_bytes: the
     most memory above that at its begin.
 
-    late_us: when the window, what must follow its messages (`Node.tail_us`) and the gradient reductions that
-    it starts have ended; never before `end_us`.
+    late_us: when the window and the gradient reductions that it starts have ended.
     """
 
     end_us: float

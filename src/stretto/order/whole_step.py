@@ -29,7 +29,7 @@ from stretto.order.rank_window import RankWindow, make_rank_window
 from stretto.order.search import OrderSearch, SearchPoint, SearchScope, WalkBudget, new_urgencies
 from stretto.passes.watch import Watch
 from stretto.schedule.windows import make_window, window_name
-from stretto.simulate.windows import Call, make_ready
+from stretto.simulating.windows import Call, make_ready
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""

@@ -48,15 +48,14 @@ WALKS_OF_LAST_RUN = 30
 
 def urgencies(graph: WindowGraph) -> list[float]:
     """How urgent nodes of one window are, in microseconds: the longest path to its end, through lanes as well
-    as compute (critical path), or to the end of what must follow a message. What nothing waits for, as weight
-    gradients, is the least urgent and fills gaps."""
+    as compute (critical path). What nothing waits for, as weight gradients, is the least urgent and fills gaps."""
     path_us = [0.0] * len(graph.nodes)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]
         behind = max((path_us[n] for n in graph.after[index]), default=0.0)
         # What only a later window waits for is in no hurry.
         leads = node.role in (Role.SEND, Role.SUM) or (node.role is Role.START and graph.after[index])
-        on_lane_us = max(node.time_us, node.tail_us) if leads else 0.0
+        on_lane_us = node.time_us if leads else 0.0
         path_us[index] = max(node.work_us, on_lane_us) + behind
     return path_us
 

@@ -20,7 +20,7 @@ from stretto.ir.program import Edge, Job, Stage
 from stretto.ir.storage import makes, owner, reads
 from stretto.ir.transfers import occupancy_us
 from stretto.order.depend import make_graph
-from stretto.order.follow import replay
+from stretto.order.walk import replay
 from stretto.order.window import list_order
 from stretto.planning.variants import communicates
 from stretto.schedule.room import Room

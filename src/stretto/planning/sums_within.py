@@ -1,7 +1,7 @@
 """Sums of gradients within the last backward: the orders of last runs that make the step shortest.
 
 The last run of a window that completes gradients is a window of its own. `lower` gives it the order of the
-other runs; here the orders of `stretto.order.early_sums` are tried, as a whole step has it: where a backward
+other runs; here the orders of `stretto.order.window` are tried, as a whole step has it: where a backward
 sends a message, weight gradients that come first make another rank wait. The step of fewer microbatches
 (`Step.short`) ends as the whole one does, so orders are compared by it.
 """
@@ -17,11 +17,11 @@ from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.transfers import collective_time
 from stretto.order.depend import make_graph
-from stretto.order.early_sums import early_sums
+from stretto.order.window import early_reductions
 from stretto.passes.step import Context, Step
 from stretto.planning.lower import lower
 from stretto.planning.windows import as_short, lowered
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 
 def sums_within(step: Step, context: Context) -> Step:
@@ -89,7 +89,7 @@ def _reordered(plan: Plan) -> dict[str, Window]:
         if len(window.actions) in (0, len(window.parts)):
             continue
         graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
-        items = tuple(graph.nodes[index].item for index in early_sums(graph))
+        items = tuple(graph.nodes[index].item for index in early_reductions(graph))
         if items != window.items:
             found[name] = replace(window, items=items)
     return found

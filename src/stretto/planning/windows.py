@@ -10,15 +10,13 @@ from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
-from stretto.order import Arranger
-from stretto.order.graphs import Frees
-from stretto.order.refine import ROUNDS, Refined, refine
-from stretto.order.whole_step import FEWEST, order_together, walks_allowed
+from stretto.order.whole_step import FEWEST, Frees, order_together, walks_allowed
+from stretto.order.windows import WindowOrders
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import apart, frees
 from stretto.schedule.timing import peak_live
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 BRIEF = 20
 """Steps walked to see whether one window a rank can be held at all, where memory has a limit. Assumed."""
@@ -44,34 +42,33 @@ def as_captured(step: Step, context: Context) -> Step:
 def ordered(step: Step, context: Context) -> Step:
     """Each window in the policy's order, but for those that have one."""
 
-    def arranger() -> Arranger:
+    def orders() -> WindowOrders:
         costs, share = context.costs_of(step.job), context.effort.part(_step_us(step, context))
-        return Arranger(step.job, costs, step.schedule.stage_ranks, context.order, share=share)
+        return WindowOrders(step.job, costs, step.schedule.stage_ranks, context.order, share=share)
 
-    plain = context.once(step.job, ("arranger", context.order, step.schedule.stage_ranks), arranger)
+    plain = context.once(step.job, ("orders", context.order, step.schedule.stage_ranks), orders)
     windows = {
-        name: step.windows[name] if name in step.windows else plain.arrange(window)
+        name: step.windows[name] if name in step.windows else plain.ordered(window)
         for name, window in captured_windows(step.job, step.schedule).items()
     }
     return replace(step, windows=windows)
 
 
 def refined(step: Step, context: Context) -> Step:
-    """Windows ordered for the step as a whole (`stretto.order.refine`), by its short schedule."""
+    """Windows ordered for the step as a whole (`stretto.order.windows`), by its short schedule."""
     found = context.once(step.job, ("refined", step.short, step.overlap), lambda: _refined(step, context))
     if found is None:
         raise LeftOutError
     return ordered(replace(step, windows=found.windows), context)
 
 
-def _refined(step: Step, context: Context) -> Refined | None:
+def _refined(step: Step, context: Context) -> StepWindows | None:
     short = replace(step, schedule=step.short)
-    quick = Arranger(step.job, context.costs_of(step.job), step.short.stage_ranks, rounds=ROUNDS)
-    return refine(
+    quick = WindowOrders(step.job, context.costs_of(step.job), step.short.stage_ranks, walks=WALKS)
+    return for_the_step(
         lambda windows: lowered(replace(short, windows=windows), context),
         captured_windows(short.job, short.schedule),
         quick,
-        context.effort.part(_step_us(step, context)),
         context.watch,
     )
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
-from stretto.order.at_once import waits_at_once
 from stretto.order.depend import make_graph
-from stretto.order.follow import replay
+from stretto.order.walk import replay
 from stretto.order.window import list_order
+from stretto.order.windows import waits_at_once
 from stretto.schedule.windows import make_window
 
 
