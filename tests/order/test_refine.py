@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -10,13 +9,10 @@ import pytest
 from stretto.ir.costs import Costs
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import Job
-from stretto.ir.serialize import plan_to_text
 from stretto.order import NOTHING, Arranger, Outside, list_order, make_graph, refine, replay
-from stretto.planning import tries, windows
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
-from stretto.verify import verify
 from tests.synthetic_comm import make_comm_costs
 from tests.verify.comm_plans import comm_job
 
@@ -61,25 +57,6 @@ def test_a_message_with_a_tail_goes_earlier_and_one_that_arrives_late_is_used_la
     ends = [replay(graph, list_order(graph)).end_us for graph in (soon, late)]
     assert ends[1] == pytest.approx(ends[0] + 500.0)
     assert late.key() != soon.key()
-
-
-def test_the_search_gains_is_proved_and_gives_equal_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = comm_job(2, 6, (("tp", 2),), blocks=3)
-    costs = make_comm_costs(job, collective_us=150.0, latency_us=50.0, shared=("tp",))
-    draw = random.Random(0)
-    costs = replace(costs, op_us={op: us * draw.uniform(0.3, 1.7) for op, us in costs.op_us.items()})
-    # One window a rank is better than any pairs here.
-    monkeypatch.setattr(windows, "order_together", lambda *_: None)
-    plan = make_plan(job, costs, schedule="1f1b", overlap="window")
-    verify(plan)
-    assert plan_to_text(plan) == plan_to_text(make_plan(job, costs, schedule="1f1b", overlap="window"))
-    with monkeypatch.context() as patch:
-        patch.setattr(tries, "PROMISING", 0)
-        without = make_plan(job, costs, schedule="1f1b", overlap="window")
-    assert step_us(plan) < 0.99 * step_us(without)
-    # What gains less than is asked of it is not taken.
-    monkeypatch.setattr(tries, "REFINED", 0.9 * step_us(plan) / step_us(without))
-    assert step_us(make_plan(job, costs, schedule="1f1b", overlap="window")) == step_us(without)
 
 
 def test_no_search_without_messages_or_where_steps_are_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from stretto.order.search import Budget, Point, Scope, Search
 from stretto.order.storages import Memory
 from stretto.order.walk import Chosen
 from stretto.order.whole_step import order_together, point_of
-from stretto.planning import tries, windows
+from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
@@ -568,21 +568,6 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
     monkeypatch.setattr(whole_step, "CLOSE", 100.0)
     planned(10 * peak_bytes(wide))
     assert walks == [windows.BRIEF]
-
-
-def test_where_a_whole_step_is_near_its_bound_nothing_else_is_ordered_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job, costs = job_of(microbatches=4, blocks=1)
-    asked: list[object] = []
-    monkeypatch.setattr(windows, "order_together", lambda plan, us, *_: order_together(plan, us, 10))
-    monkeypatch.setattr(windows, "refine", lambda build, captured, *_: asked.append(captured))
-    monkeypatch.setattr(tries, "AHEAD_OF", 0.0)  # it is not far ahead
-    for near, again in ((0.0, True), (100.0, False)):
-        asked.clear()
-        monkeypatch.setattr(tries, "NEAR", near)
-        make_plan(job, costs, schedule="1f1b", overlap="window")
-        assert bool(asked) is again
 
 
 def virtual_stages(microbatches: int) -> Schedule:

@@ -18,10 +18,9 @@ from stretto.order import search as order_search
 from stretto.order.whole_step import Found, order_together
 from stretto.passes.effort import MOST_US, STEPS, Effort
 from stretto.passes.watch import Watch
+from stretto.planning import choose, windows
 from stretto.planning import make_plan as making
-from stretto.planning import tries, windows
-from stretto.planning.choose import choose_schedule
-from stretto.planning.schedules import one_window
+from stretto.planning.schedules import choose_schedule, one_window
 from stretto.verify import verify
 from tests.order.test_whole_step import job_of
 
@@ -187,8 +186,8 @@ def test_an_interrupt_between_variants_takes_the_best_so_far(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = planned(silent)
-    interrupted = InterruptedAt(tries.least_us, at)
-    monkeypatch.setattr(tries, "least_us", interrupted)
+    interrupted = InterruptedAt(choose.reduced_best, at)
+    monkeypatch.setattr(choose, "reduced_best", interrupted)
     plan = planned(silent)
     assert interrupted.calls == at, "nothing more is tried"
     verify(plan)
@@ -199,13 +198,13 @@ def test_an_interrupt_between_variants_takes_the_best_so_far(
 
 
 def test_an_interrupt_before_there_is_anything_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "least_us", InterruptedAt(tries.least_us, 1))
+    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 1))
     with pytest.raises(KeyboardInterrupt):
         planned(silent)
 
 
 def test_who_is_told_nothing_is_interrupted_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "least_us", InterruptedAt(tries.least_us, 3))
+    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 3))
     with pytest.raises(KeyboardInterrupt):
         planned(None)
 
@@ -241,7 +240,7 @@ def test_an_interrupt_while_a_plan_is_proved_is_for_the_search(monkeypatch: pyte
 
 
 def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "least_us", InterruptedAt(tries.least_us, 3))
+    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 3))
     monkeypatch.setattr(making, "_finished", InterruptedAt(making._finished, 1))
     with pytest.raises(KeyboardInterrupt):
         planned(silent)

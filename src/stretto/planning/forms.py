@@ -16,7 +16,7 @@ from stretto.ir.forms import differing, form, number
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.passes.watch import Watch
-from stretto.planning.tries import Tries
+from stretto.planning.choose import Variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def _ms(us: float, least: bool = False) -> str:
 
 
 def fastest(
-    begun: Sequence[Callable[[], Tries]],
-    make: Callable[[Tries], Plan],
+    begun: Sequence[Callable[[], Variants]],
+    make: Callable[[Variants], Plan],
     watch: Watch,
     *,
     anywhere: bool = False,
@@ -55,16 +55,16 @@ def fastest(
         for begin in begun:
             if made and watch.stopped:
                 break
-            tries = begin()
+            variants = begin()
             try:
                 if made:
-                    best_us, bound_us = min(map(_step_us, made)), tries.bound_us(anywhere)
+                    best_us, bound_us = min(map(_step_us, made)), variants.bound_us(anywhere)
                     if bound_us >= best_us:
-                        others.append(_Other(tries.first.job, bound_us, True))
+                        others.append(_Other(variants.first.job, bound_us, True))
                         continue
-                made.append(make(tries))
+                made.append(make(variants))
             except PlanError as error:  # another form may hold less
-                refused.append((tries.first.job, error))
+                refused.append((variants.first.job, error))
     except KeyboardInterrupt as error:
         if not made:
             raise

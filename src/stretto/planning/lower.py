@@ -35,7 +35,7 @@ from stretto.schedule.windows import last_name, last_run, make_window, window_na
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed, at least. Two keep a saturated link busy (one in transfer,
 one matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator. Where
-many messages make a microbatch's, `stretto.planning.receives` says whether more are worth it."""
+many messages make a microbatch's, `stretto.planning.messages` says whether more are worth it."""
 
 
 def lower(

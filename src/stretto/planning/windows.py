@@ -12,7 +12,6 @@ from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
 from stretto.order import Arranger
 from stretto.order.graphs import Frees
-from stretto.order.refine import ROUNDS, Refined, refine
 from stretto.order.whole_step import FEWEST, order_together, walks_allowed
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
@@ -54,26 +53,6 @@ def ordered(step: Step, context: Context) -> Step:
         for name, window in captured_windows(step.job, step.schedule).items()
     }
     return replace(step, windows=windows)
-
-
-def refined(step: Step, context: Context) -> Step:
-    """Windows ordered for the step as a whole (`stretto.order.refine`), by its short schedule."""
-    found = context.once(step.job, ("refined", step.short, step.overlap), lambda: _refined(step, context))
-    if found is None:
-        raise LeftOutError
-    return ordered(replace(step, windows=found.windows), context)
-
-
-def _refined(step: Step, context: Context) -> Refined | None:
-    short = replace(step, schedule=step.short)
-    quick = Arranger(step.job, context.costs_of(step.job), step.short.stage_ranks, rounds=ROUNDS)
-    return refine(
-        lambda windows: lowered(replace(short, windows=windows), context),
-        captured_windows(short.job, short.schedule),
-        quick,
-        context.effort.part(_step_us(step, context)),
-        context.watch,
-    )
 
 
 def whole_step(step: Step, context: Context) -> Step:

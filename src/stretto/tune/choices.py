@@ -40,6 +40,9 @@ PLAIN, PLAIN_OF_SEVERAL = "1f1b", "interleaved-1f1b"
 VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
 """Stages a rank that are tried in families with any number of them."""
 
+AUTO_STAGES = 2
+"""Stages a rank, at least, from which "auto" chooses: it runs them as one where that is faster."""
+
 RECOMPUTE = ("none", "gathers", "selective", "full")
 """What the backward may compute again, the least first."""
 
@@ -62,6 +65,11 @@ class Layout:
     sequence_parallel: bool
     microbatches: int
     ampipe_degree: int = 1
+
+    @property
+    def sharding(self) -> object:
+        """How layers are sharded and cut; rows beside it make a trace."""
+        return (self.tp, self.ep, self.sequence_parallel, self.ampipe_degree)
 
     @property
     def pieces(self) -> int:
@@ -238,6 +246,15 @@ class Choices:
         each = virtual_stages_of(given.schedule, given.virtual_stages)
         return Candidate(layout, given.schedule, each, given.recompute)
 
+    def with_auto(self, one: Candidate) -> list[Candidate]:
+        """The candidate with the schedule that planning finds, where that may be chosen."""
+        if "schedule" in self.fixed or one.layout.pp == 1 or one.schedule == AUTO:
+            return []
+        auto = replace(one, schedule=AUTO)
+        if "virtual_stages" not in self.fixed and self.several_stages(one.layout, AUTO_STAGES):
+            auto = replace(auto, virtual_stages=max(AUTO_STAGES, one.virtual_stages))
+        return [auto] if self.allowed(auto) else []
+
     @property
     def layers(self) -> int | None:
         """Equal blocks of the model, where its settings say."""
@@ -245,6 +262,10 @@ class Choices:
         if self.settings.task is not None or not isinstance(model, DecoderSettings):
             return None
         return model.layers
+
+    def several_stages(self, layout: Layout, each: int = 2) -> bool:
+        """Whether a rank may have so many stages."""
+        return self.layers is None or self.layers >= each * layout.pp
 
 
 def divisors(number: int) -> tuple[int, ...]:
