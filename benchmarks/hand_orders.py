@@ -30,7 +30,7 @@ from stretto.planning.lower import captured_windows
 from stretto.planning.reductions import reductions_within
 from stretto.planning.schedules import choose_schedule, paired
 from stretto.planning.windows import lowered
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 Orderer = Callable[[WindowGraph], Sequence[int]]
 

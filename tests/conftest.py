@@ -23,7 +23,7 @@ import torch
 from hypothesis import settings
 
 from stretto.backend.collector import RARELY
-from stretto.capture.trace import Traced
+from stretto.capturing.trace import Traced
 from stretto.order import refine, whole_step, window
 from tests.forks import end_server
 from tests.remembered import remembering
@@ -32,15 +32,15 @@ LONG = (
     "train/test_kill.py",
     "parallelize/test_ampipe.py",
     "train/test_own_task.py",
-    "check/test_check.py",
+    "checking/test_check.py",
     "runtime/test_compile.py",
     "train/test_trainer.py",
     "train/test_first_step.py",
     "test_equality.py",
     "order/test_order_equality.py",
-    "capture/test_masks.py",
+    "capturing/test_masks.py",
     "parallelize/test_pipe_experts.py",
-    "capture/test_huggingface.py",
+    "capturing/test_huggingface.py",
     "parallelize/test_experts.py",
     "train/test_evaluation.py",
 )
@@ -92,7 +92,7 @@ def equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[Non
         yield
         return
     # By its module, as the package has a function of this name.
-    room: Any = import_module("stretto.capture.trace")
+    room: Any = import_module("stretto.capturing.trace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "_trace", remembering(room._trace, _traces))
         yield

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job
 from stretto.ir.serialize import load_plan

@@ -18,7 +18,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.stage_maps import PLACES
 from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.runtime.equality import (
     Result,
     assert_equal,

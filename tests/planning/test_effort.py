@@ -21,7 +21,7 @@ from stretto.passes.watch import Watch
 from stretto.planning import choose, windows
 from stretto.planning import make_plan as making
 from stretto.planning.schedules import choose_schedule, one_window
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.order.test_whole_step import job_of
 
 CORES = stretto.Cluster(

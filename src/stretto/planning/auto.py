@@ -50,7 +50,7 @@ from stretto.schedule.room import Room
 from stretto.schedule.search import Found, Sought, search
 from stretto.schedule.timing import PhaseTimes
 from stretto.schedule.windows import make_window
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 TRIED = 16
 """Orders that are simulated at most."""

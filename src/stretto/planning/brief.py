@@ -26,7 +26,7 @@ from stretto.planning.make_plan import variants_of
 from stretto.planning.messages import MOST, sends_waited
 from stretto.planning.windows import lowered
 from stretto.price.cluster import Description
-from stretto.verify.memory import peak_bytes
+from stretto.verifying.memory import peak_bytes
 
 OUTSIDE_BLOCKS = (PP.name, DP.name)
 """Axes of messages between ranks, and of reductions once a step."""

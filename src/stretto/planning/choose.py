@@ -44,7 +44,7 @@ from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.reductions import reduced_best
 from stretto.planning.schedules import moved_across, of_short, one_window, paired, writes_buffers
 from stretto.planning.windows import as_captured, at_once, lowered, ordered, short_bound_us, whole_step
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 Variant = tuple[Pass, ...]
 """Passes, in order."""

@@ -61,9 +61,9 @@ from stretto.price.cluster import Description, describe
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.families import OWN as OWN_FAMILIES
 from stretto.schedule.sums import without_sums
-from stretto.simulate import predict, simulate
-from stretto.verify import verify
-from stretto.verify.memory import memory_faults
+from stretto.simulating import predict, simulate
+from stretto.verifying import verify
+from stretto.verifying.memory import memory_faults
 
 
 def make_plan(

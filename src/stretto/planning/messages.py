@@ -29,8 +29,8 @@ from stretto.ir.timeline import SpanKind, Timeline
 from stretto.passes.step import Context, Step
 from stretto.planning.windows import as_short, lowered
 from stretto.schedule.posting import Message
-from stretto.simulate import simulate
-from stretto.verify.memory import memory_faults
+from stretto.simulating import simulate
+from stretto.verifying.memory import memory_faults
 
 MOST = 3
 """As many microbatches as lowering posts ahead where each has one message (`planning.lower.LOOKAHEAD`)."""

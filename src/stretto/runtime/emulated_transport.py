@@ -3,7 +3,7 @@
 The contract:
 
 1. Lanes, network cards and the other places of the pipeline are those of the simulation, which goes on while
-   this rank really works (`stretto.simulate.live`). The clock is this machine's. A peer that is waited for
+   this rank really works (`stretto.simulating.live`). The clock is this machine's. A peer that is waited for
    answers when the simulation says, given when this rank really started what the peer waits for.
 2. What every lone end does is that of `stretto.runtime.lone`; by it a transfer is known.
 3. What is received is made up: messages are small random numbers; other members of a collective hold what
@@ -23,9 +23,9 @@ import torch
 
 from stretto.ir.plan import Plan
 from stretto.runtime.lone import LoneEnd
-from stretto.simulate.clock import Moment
-from stretto.simulate.collectives import Collective
-from stretto.simulate.live import Live
+from stretto.simulating.clock import Moment
+from stretto.simulating.collectives import Collective
+from stretto.simulating.live import Live
 
 SPIN_US = 150.0
 """The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""

@@ -20,8 +20,8 @@ from stretto.ir.collectives import KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.runtime.transport import not_open
-from stretto.simulate.live import calls_of, messages_of, ready_windows
-from stretto.verify.trace import EventKind
+from stretto.simulating.live import calls_of, messages_of, ready_windows
+from stretto.verifying.trace import EventKind
 
 Under = TypeVar("Under")
 """The handle of a transfer under way."""

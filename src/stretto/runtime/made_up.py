@@ -17,7 +17,7 @@ import torch
 from stretto.ir.leaf_rows import rows_named
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
-from stretto.simulate.memory import bytes_throughout
+from stretto.simulating.memory import bytes_throughout
 
 
 def made_up_parameters(

@@ -41,7 +41,7 @@ from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
 from stretto.runtime.whole_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.whole_tensors import watch
-from stretto.verify import verify
+from stretto.verifying import verify
 
 
 class Runner:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from stretto.capture.captures import traced_by
+from stretto.capturing.captures import traced_by
 from stretto.errors import UsageError
 from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT

@@ -34,7 +34,7 @@ from stretto.train.interrupt import SIGNALS
 from stretto.train.job import captures_of
 from stretto.tune.block import Block, block_of, shares_of
 from stretto.tune.choices import Candidate, Choices
-from stretto.verify.memory import MemoryFault
+from stretto.verifying.memory import MemoryFault
 
 QUICK = "list"
 """The policy that orders ops in steps and plans that are compared."""
