@@ -16,8 +16,8 @@ from stretto.ir.program import Job
 from stretto.passes.effort import Effort
 from stretto.passes.watch import Watch
 from stretto.planning import make_plan as making
-from stretto.planning.auto import balanced_groups, groups_on, loads_of
 from stretto.planning.forms import fastest
+from stretto.planning.loads import balanced_groups, groups_on, loads_of
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import equal_groups, of_stages
 from stretto.schedule.families import FAMILIES, make_schedule

@@ -221,7 +221,6 @@ def test_the_best_and_auto_come_first_and_the_settings_own_last(tmp_path: Path) 
     own = choices.own()
     assert own is not None
     others = [Candidate(TWO.layout, family, 1) for family in ("gpipe", "zb-h1", "zb-h2", "eager-1f1b")]
-    known_us = {own: 9.0, **{one: float(step_us) for step_us, one in enumerate(others, 1)}}
     auto = choices.with_auto(others[0])
     plans = {own: planned(own, "list", 9.0)}
-    assert finalists(plans, known_us, choices) == [others[0], *auto, *others[1:3], own]
+    assert finalists([*others, own], plans, choices) == [others[0], *auto, *others[1:3], own]

@@ -109,7 +109,7 @@ def likely_ways(step: Step, ahead: int | None = AHEAD[-1]) -> list[Variant]:
     one with `ahead` (None: without pairs)."""
     if step.asked == "off" or not communicates(step.job):
         return ways(step)
-    order = [*reversed(AHEAD), None] if may_pair(step) else [None]
+    order: list[int | None] = [*reversed(AHEAD), None] if may_pair(step) else [None]
     order.sort(key=lambda one: one != ahead)
     return [(ordered,) if one is None else (partial(paired, ahead=one), ordered) for one in order]
 

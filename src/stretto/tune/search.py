@@ -1,12 +1,11 @@
 """The search for a layout: estimate all, simulate short steps of the best, plan the best of these.
 
-    1. Every layout that the settings allow has a guess of its step, from the nearest block that is priced
-       (`tune.block`). One block of each way to shard layers is priced before all others.
-    2. The next piece of work is that of the least time. A layout whose own block is not known is priced; one
-       with its block becomes candidates: each schedule, with the least computed again that likely fits, and
-       an estimate (`tune.estimate`). Of a candidate a short step is simulated, and where that is faster than
-       every plan, it is planned at once, quickly: so there is a plan whenever the search ends. One that does
-       not fit comes back with more computed again.
+    1. Every layout that the settings allow has a guess of its step (`tune.layouts`).
+    2. The next piece of work is that of the least time; of two pieces, one at least is a candidate's. A
+       layout whose own block is not known is priced; one with its block becomes candidates: each schedule,
+       with the least computed again that likely fits, and an estimate (`tune.estimate`). Of a candidate a
+       short step is simulated, and where that is faster than every plan, it is planned at once, quickly: so
+       there is a plan whenever the search ends. One that does not fit comes back with more computed again.
     3. What cannot win by its bound is dropped, and what is unlikely to by its estimate (`WITHIN`), once there
        are some to compare it with (`LEAST`).
     4. Where a plan that is the best so far exposes communication in blocks, other numbers of AMPipe's chunks
@@ -24,15 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from stretto.capturing.captures import traced_by
 from stretto.errors import UsageError
 from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT
 from stretto.price.cluster import Description
 from stretto.tune.block import Block
-from stretto.tune.choices import VIRTUAL, Candidate, Choices, Layout
-from stretto.tune.estimate import Estimate, estimate, fastest_us, guess
-from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, ShortStep, Tuned, Workers, limit_of
+from stretto.tune.choices import Candidate, Choices, Layout
+from stretto.tune.layouts import LIKELY_TOO_LARGE, Layouts
+from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, ShortStep, Tuned, Workers
 
 WITHIN = 1.10
 """Times the best step, up to which an estimate lets a candidate be simulated. Measured on GPTs over 32
@@ -41,22 +39,12 @@ devices: plans take 0.8 to 1.07 times as long as estimated, and similar ones are
 LEAST = 6
 """Candidates that are simulated whatever their estimates are. Assumed."""
 
-FITS = 1.10
-"""Times a device's memory, up to which a candidate's likely peak lets it be planned. Assumed: stages are
-uneven, and live memory is freed op by op."""
-
-TURN = 3
-"""Of so many pieces of work one at least is a candidate's, as long as there are some."""
-
 FULL_TIMES, FULL_SHARE = 6.0, 0.5
 """Of the time, what is kept for the plans in full: so many times what a quick one takes, since each takes
 about three times as long and they come in two rounds; and this part of the whole at most. Assumed."""
 
 FINALISTS = 3
 """Candidates that are planned in full. Assumed."""
-
-MOST_STAGES = 2
-"""Stages of a layer at most, of which the shares are asked for: attention and MLP."""
 
 HIDES = 0.02
 """Of a step, what communication in blocks exposes at least where AMPipe's chunks are tried. Assumed."""
@@ -68,26 +56,17 @@ BY_BOUND = "slower by its bound than the best plan"
 BY_ESTIMATE = f"estimated to take {WITHIN:g} times the best step, or more"
 BY_SHORT_STEP = "slower over few microbatches than those that were planned"
 PLAN_TOO_LARGE = "too large: simulated or planned, and a rank holds more than a device has"
-TOO_LARGE = "too large: parameters, gradients and the optimizer's state alone are more than a device holds"
-LIKELY_TOO_LARGE = "too large: with all computed again that can be, likely more than a device holds"
 NOT_REACHED = "not reached in the time"
 
 
 @dataclass(order=True, slots=True)
 class _Open:
-    """A layout with a guess of its step, or a candidate with an estimate. rows: of a microbatch. bound_us: of
-    the layout; key: of its trace; ahead: as in `Estimate`."""
+    """A candidate with an estimate. bound_us: of its layout; ahead: as in `Estimate`."""
 
     step_us: float
-    rows: float
-    what: Layout | Candidate
-    key: str = field(compare=False)
-    bound_us: float = field(default=0.0, compare=False)
-    ahead: int | None = field(default=None, compare=False)
-
-    @property
-    def layout(self) -> Layout:
-        return self.what if isinstance(self.what, Layout) else self.what.layout
+    candidate: Candidate
+    bound_us: float = field(compare=False)
+    ahead: int | None = field(compare=False)
 
 
 class Search:
@@ -99,21 +78,15 @@ class Search:
     ) -> None:
         self.choices = choices
         self.tuned = Tuned()
-        self._found = found
-        self._limit = limit_of(found) or inf
         self._say = say
         self._begun_s = self._said_s = time.monotonic()
         self._end_s = self._begun_s + max_seconds
         self._quick_s = 0.0
         self._running: dict[Asked, float] = {}
-        self._blocks: dict[str, Block] = {}
-        self._by_sharding: dict[object, list[Block]] = {}
-        self._stages: tuple[int, ...] = ()
-        self._shares: Mapping[int, Sequence[float]] = {}
-        self._layouts: list[_Open] = []
+        self._layouts = Layouts(choices, found, self.tuned)
         self._candidates: list[_Open] = []
-        self._seen: dict[Layout | Candidate, _Open] = {}
-        self._prices_since = 0
+        self._seen: dict[Candidate, _Open] = {}
+        self._priced_last = False
         self._short_us: dict[Candidate, float] = {}
         self._plans: dict[Candidate, Planned] = {}
         self._made = 0
@@ -143,8 +116,10 @@ class Search:
         )
         for candidate in self._short_us.keys() - self._plans.keys():
             self._drop(BY_SHORT_STEP, candidate, self._seen[candidate].bound_us)
-        for one in (*self._candidates, *self._layouts):
-            self._drop(NOT_REACHED, one.what, one.bound_us)
+        for one in self._candidates:
+            self._drop(NOT_REACHED, one.candidate, one.bound_us)
+        for layout in self._layouts.open:
+            self._drop(NOT_REACHED, layout.layout, layout.bound_us)
         for message, count in self.choices.refused.items():
             self.tuned.drop(message, count=count)
         self.tuned.unseen_us = None if self._unseen_us == inf else self._unseen_us
@@ -152,7 +127,7 @@ class Search:
 
     def _begin(self) -> None:
         for layout in self.choices.layouts():
-            self._add(layout)
+            self._layouts.add(layout)
             self._progress()
         if not self.tuned.layouts:
             why = "; ".join(text for text, _ in self.choices.refused.most_common(3))
@@ -160,14 +135,10 @@ class Search:
                 f"no layout of {self.choices.devices} devices fits these settings: "
                 f"{why or 'what is fixed does not multiply to as many'}"
             )
-        counts = {one.layout.pp * each for one in self._layouts for each in (1, *VIRTUAL)}
-        most = inf if self.choices.layers is None else MOST_STAGES * self.choices.layers
-        self._stages = tuple(sorted(count for count in counts if count <= most))
         own = self.choices.own()
         if own is not None and self.choices.allowed(own):
-            self._push(own, Estimate(0.0, 0.0), 0.0)
-
-    # The next piece of work.
+            self._seen[own] = _Open(0.0, own, 0.0, None)
+            self._candidates.append(self._seen[own])
 
     def _next(self) -> Asked | None:
         """What a free process does; None where it waits for the others, or nothing is left."""
@@ -178,8 +149,8 @@ class Search:
             if asked is not None or self._running:
                 return asked
         if self._finals is None:
-            self._finals = finalists(self._plans, self._known_us(), self.choices)
-            if late and (self._candidates or self._layouts):
+            self._finals = finalists(self._ranked(), self._plans, self.choices)
+            if late and (self._candidates or self._layouts.open):
                 self.tuned.stopped = "the time was over"
         return Asked(self._finals.pop(0), DEFAULT) if self._finals else None
 
@@ -188,69 +159,38 @@ class Search:
         while True:
             self._prune()
             candidate = min(self._candidates, default=None)
-            pricing = {self._key(asked.candidate.layout) for asked in self._running if asked.order is None}
-            layout = min((one for one in self._layouts if one.key not in pricing), default=None)
-            turn = self._prices_since >= TURN
-            if candidate is None and turn:
-                known = (one for one in self._layouts if one.key in self._blocks)
-                layout = min(known, default=layout)
-            if candidate is not None and (layout is None or turn or candidate.step_us <= layout.step_us):
-                return self._simulated(candidate)
+            layout = self._layouts.first(self._running, candidate is None and self._priced_last)
+            if candidate is not None and (
+                layout is None or self._priced_last or candidate.step_us <= layout.step_us
+            ):
+                self._candidates.remove(candidate)
+                self._priced_last = False
+                if candidate.candidate == self.choices.own():
+                    return Asked(candidate.candidate, QUICK)
+                return Asked(
+                    candidate.candidate, QUICK, short=True, ahead=candidate.ahead, best_us=self._best_us()
+                )
             if layout is None:
                 return None
-            if layout.key not in self._blocks:
-                return self._priced(layout)
-            self._expand(layout)
+            if layout.key not in self._layouts.blocks:
+                self._priced_last = True
+                return self._layouts.to_price(layout)
+            self._layouts.open.remove(layout)
+            for family, each in self.choices.orders(layout.layout):
+                self._push(Candidate(layout.layout, family, each), layout.bound_us)
+                self._progress()
 
-    def _simulated(self, one: _Open) -> Asked:
-        self._candidates.remove(one)
-        self._prices_since = 0
-        assert isinstance(one.what, Candidate)
-        if one.what == self.choices.own():
-            return Asked(one.what, QUICK)
-        return Asked(one.what, QUICK, short=True, ahead=one.ahead, best_us=self._best_us())
-
-    def _priced(self, one: _Open) -> Asked:
-        self._prices_since += 1
-        # How stages share the work is asked once: it is about the same in all layouts.
-        known = self._shares or any(asked.stages for asked in self._running)
-        words, stages = self.choices.again(one.layout), () if known else self._stages
-        return Asked(self.choices.plain(one.layout), None, words, stages)
-
-    def _expand(self, one: _Open) -> None:
-        """The candidates of a layout."""
-        self._layouts.remove(one)
-        for family, each in self.choices.orders(one.layout):
-            self._candidate(Candidate(one.layout, family, each), one.key, one.bound_us)
-            self._progress()
-
-    def _candidate(self, bare: Candidate, key: str, bound_us: float, more_than: object = None) -> None:
-        """With the least computed again that likely fits; more_than: the word that did not."""
-        block = replace(self._blocks[key], shares=self._shares)
-        words = [word for word in self.choices.again(bare.layout) if word in block.again]
-        if more_than in words:
-            words = words[words.index(more_than) + 1 :]
-            if not words:
-                return
-        needed = inf
-        for word in words:
-            candidate = replace(bare, recompute=word)
-            try:
-                result = estimate(candidate, block, block.again[word], self._found, FITS * self._limit)
-            except UsageError as error:
-                self.tuned.drop(str(error), candidate)
-                return
-            if result.peak_bytes <= FITS * self._limit:
-                self._push(candidate, result, bound_us)
-                return
-            needed = min(needed, result.peak_bytes)
-        self._too_large(LIKELY_TOO_LARGE, bare, 0.0 if needed == inf else needed)
-
-    def _push(self, candidate: Candidate, result: Estimate, bound_us: float) -> None:
-        if candidate not in self._seen:
-            one = _Open(result.step_us, 0.0, candidate, self._key(candidate.layout), bound_us, result.ahead)
-            self._seen[candidate] = one
-            self._candidates.append(one)
+    def _push(self, bare: Candidate, bound_us: float, above: object = None) -> None:
+        """A candidate with the least computed again that likely fits; above: the word that did not."""
+        try:
+            found = self._layouts.estimated(bare, above)
+        except UsageError as error:
+            self.tuned.drop(str(error), bare)
+            return
+        if found is not None and found[0] not in self._seen:
+            candidate, result = found
+            self._seen[candidate] = _Open(result.step_us, candidate, bound_us, result.ahead)
+            self._candidates.append(self._seen[candidate])
 
     def _prune(self) -> None:
         """Step 3."""
@@ -258,17 +198,20 @@ class Search:
         best_us = self._best_us()
         most_us = WITHIN * min(known_us.values()) if len(known_us) >= LEAST else inf
 
-        def stays(one: _Open) -> bool:
-            if one.bound_us >= best_us:
-                self.tuned.drop(BY_BOUND, one.what)
-            elif known_us and one.step_us > most_us:
-                self._drop(LIKELY_TOO_LARGE if one.step_us == inf else BY_ESTIMATE, one.what, one.bound_us)
+        def stays(what: Candidate | Layout, step_us: float, bound_us: float) -> bool:
+            if bound_us >= best_us:
+                self.tuned.drop(BY_BOUND, what)
+            elif known_us and step_us > most_us:
+                self._drop(LIKELY_TOO_LARGE if step_us == inf else BY_ESTIMATE, what, bound_us)
             else:
                 return True
             return False
 
-        self._candidates = [one for one in self._candidates if stays(one)]
-        self._layouts = [one for one in self._layouts if stays(one)]
+        self._candidates = [
+            one for one in self._candidates if stays(one.candidate, one.step_us, one.bound_us)
+        ]
+        open_ = self._layouts.open
+        self._layouts.open = [one for one in open_ if stays(one.layout, one.step_us, one.bound_us)]
 
     def _drop(self, reason: str, what: Candidate | Layout, bound_us: float) -> None:
         """Drop what could still be faster than all that was planned."""
@@ -282,60 +225,16 @@ class Search:
         """What a step takes: by its plan, else by its short step."""
         return self._short_us | {candidate: one.step_us for candidate, one in self._plans.items()}
 
-    # Layouts and their guesses.
-
-    def _add(self, layout: Layout) -> None:
-        """One more layout, if it is new."""
-        if layout in self._seen:
-            return
-        rows = self.choices.settings.training.global_batch / layout.pieces
-        one = self._seen[layout] = _Open(0.0, rows, layout, self._key(layout))
-        self.tuned.layouts += 1
-        if layout.sharding not in self._by_sharding or self._guessed(one):
-            self._layouts.append(one)
-
-    def _key(self, layout: Layout) -> str:
-        """Equal for layouts that one trace serves."""
-        if layout in self._seen:
-            return self._seen[layout].key
-        return traced_by(self.choices.settings_of(self.choices.plain(layout)).parallel)
-
-    def _guessed(self, one: _Open) -> bool:
-        """Guess and bound of a layout from the nearest block; False for one that cannot fit."""
-        known = self._blocks.get(one.key)
-        near = min(self._by_sharding[one.layout.sharding], key=lambda block: abs(block.rows - one.rows))
-        block = known or near.scaled(one.rows)
-        # Rates may be better with other rows: then the bound is of arithmetic only.
-        least_us = None if known else fastest_us(block.flops, self._found, self.choices.settings.precision)
-        result = guess(
-            one.layout,
-            block,
-            self.choices.again(one.layout),
-            FITS * self._limit,
-            self.choices.several_stages(one.layout),
-            least_us,
-        )
-        one.step_us, one.bound_us = result.step_us, result.bound_us
-        fixed_bytes = block.fixed_bytes / one.layout.pp
-        if fixed_bytes > self._limit:
-            self._too_large(TOO_LARGE, one.layout, fixed_bytes)
-        elif known is not None and one.step_us == inf:
-            self._too_large(LIKELY_TOO_LARGE, one.layout, result.peak_bytes)
-        else:
-            return True
-        return False
-
-    def _too_large(self, reason: str, what: Candidate | Layout, needs_bytes: float) -> None:
-        self.tuned.drop(reason, what)
-        self.tuned.needs(what, needs_bytes)
-
-    # Answers.
+    def _ranked(self) -> list[Candidate]:
+        """The fastest first."""
+        known_us = self._known_us()
+        return sorted(known_us, key=lambda one: (known_us[one], one))
 
     def _answered(self, asked: Asked, answer: Answer, took_s: float) -> None:
         candidate = asked.candidate
         if asked.order is None:
             assert isinstance(answer, (Block, Refused))
-            self._block_answered(candidate.layout, answer)
+            self._layouts.priced(candidate.layout, answer)
         elif isinstance(answer, ShortStep):
             self._short_us[candidate] = answer.step_us
         elif isinstance(answer, Planned):
@@ -344,21 +243,6 @@ class Search:
                 self._quick_s = max(self._quick_s, took_s)
         elif isinstance(answer, Refused):
             self._refused(answer, asked.order)
-
-    def _block_answered(self, layout: Layout, answer: Block | Refused) -> None:
-        """A block, from which guesses of layouts that shard in the same way follow."""
-        key, sharding = self._key(layout), layout.sharding
-        if isinstance(answer, Refused):
-            gone = [one.what for one in self._layouts if one.key == key]
-            self._layouts = [one for one in self._layouts if one.key != key]
-            self.tuned.drop(answer.why, gone[0] if gone else layout, len(gone))
-            return
-        self._shares = self._shares or answer.shares
-        self._blocks[key] = answer
-        self._by_sharding.setdefault(sharding, []).append(answer)
-        self._layouts = [
-            one for one in self._layouts if one.layout.sharding != sharding or self._guessed(one)
-        ]
 
     def _planned(self, plan: Planned) -> None:
         candidate, best_us = plan.candidate, self._best_us()
@@ -373,7 +257,7 @@ class Search:
         chunks = plan.order == QUICK and plan.step_us < best_us and exposed_us >= HIDES * plan.step_us
         if chunks and candidate.layout.ampipe_degree == 1:
             for degree in self.choices.degrees(candidate.layout):
-                self._add(replace(candidate.layout, ampipe_degree=degree))
+                self._layouts.add(replace(candidate.layout, ampipe_degree=degree))
 
     def _refused(self, answer: Refused, order: str) -> None:
         candidate = answer.candidate
@@ -384,14 +268,13 @@ class Search:
             if candidate == self.choices.own():
                 self.tuned.own = answer
             self.tuned.needs(candidate, answer.bytes_needed)
-            one = self._seen[candidate]
-            if answer.by_memory and one.key in self._blocks:
-                self._candidate(candidate, one.key, one.bound_us, candidate.recompute)
+            if answer.by_memory and self._layouts.key(candidate.layout) in self._layouts.blocks:
+                self._push(candidate, self._seen[candidate].bound_us, candidate.recompute)
         elif known != (None, None) and self._finals is not None:
             # What is written is planned in full wherever it is used: one more takes its place.
             full = {one.candidate for one in self._plans.values() if one.order == DEFAULT}
             full |= {asked.candidate for asked in self._running} | {*self._finals}
-            self._finals += [one for one in ranked(self._known_us()) if one not in full][:1]
+            self._finals += [one for one in self._ranked() if one not in full][:1]
 
     def _progress(self) -> None:
         now_s = time.monotonic()
@@ -399,25 +282,21 @@ class Search:
             return
         self._said_s = now_s
         best = min(self._plans.values(), key=lambda one: one.step_us, default=None)
+        open_, priced = len(self._layouts.open), len(self._layouts.blocks)
         self._say(
-            f"{now_s - self._begun_s:.0f} s: {len(self._blocks)} blocks priced, {len(self._short_us)} short "
-            f"steps simulated, {self._made} plans made; left {len(self._layouts)} of {self.tuned.layouts} "
+            f"{now_s - self._begun_s:.0f} s: {priced} blocks priced, {len(self._short_us)} short "
+            f"steps simulated, {self._made} plans made; left {open_} of {self.tuned.layouts} "
             f"layouts, {len(self._candidates)} candidates; "
             + (f"best {best.step_us / 1e3:,.1f} ms: {best.candidate}" if best else "no plan yet")
         )
 
 
-def ranked(known_us: Mapping[Candidate, float]) -> list[Candidate]:
-    """The fastest first."""
-    return sorted(known_us, key=lambda one: (known_us[one], one))
-
-
 def finalists(
-    planned: Mapping[Candidate, Planned], known_us: Mapping[Candidate, float], choices: Choices
+    ranked: Sequence[Candidate], planned: Mapping[Candidate, Planned], choices: Choices
 ) -> list[Candidate]:
-    """What is planned in full, what wins most likely first, as the time may be over before the last. The
-    settings' own is there, so that the gain is told of plans of one kind."""
-    best, others = ranked(known_us)[:1], ranked(known_us)[1:FINALISTS]
-    chosen = [*best, *(auto for one in best for auto in choices.with_auto(one)), *others]
+    """What is planned in full, of candidates from the fastest: what wins most likely first, as the time may
+    be over before the last. The settings' own is there, so that the gain is told of plans of one kind."""
+    chosen = [*ranked[:1], *(auto for one in ranked[:1] for auto in choices.with_auto(one))]
+    chosen += ranked[1:FINALISTS]
     own = choices.own()
     return [*chosen, own] if own in planned and own not in chosen else chosen
