@@ -130,7 +130,7 @@ def test_what_is_tried_is_told() -> None:
     lines: list[str] = []
     making.make_plan(job, costs, schedule="1f1b", overlap="window", say=lines.append)
     assert lines[0] == "variant 1, at_once"
-    assert any(line.endswith(" of the bound") and ", one_window, whole_step; best" in line for line in lines)
+    assert any(line.endswith(" of the bound") and "one_window, whole_step; best" in line for line in lines)
     assert lines[-1].endswith(": messages and proof")
 
 

@@ -44,7 +44,7 @@ class Brief:
 
 @rarely_collected()
 def brief(
-    job: Job, found: Description, order: str, ahead: int | None, fits: Callable[[Sequence[int]], bool]
+    job: Job, cluster: Description, order: str, ahead: int | None, fits: Callable[[Sequence[int]], bool]
 ) -> Brief:
     """What a plan of the job would about take, with the schedule that it wishes, which is not "auto". order:
     of ops. ahead: of pairs (`AHEAD`), that are simulated first; None for no pairs. fits: whether so many
@@ -52,7 +52,7 @@ def brief(
 
     Raises PlanError for a step that cannot be made, and where no way can order it.
     """
-    variants = variants_of(job, found, order)
+    variants = variants_of(job, cluster, order)
     before, context = variants.step(begins()[0]), variants.context
     count = before.short.microbatches
     missing: list[object] = []

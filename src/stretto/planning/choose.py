@@ -209,9 +209,9 @@ class Variants:
             try:
                 before = self.step(variant[:-1])
                 plain &= before.schedule is self.first.schedule
-                place = id(before.job), before.schedule, variant[-1]
-                if place not in seen:
-                    seen.add(place)
+                key = id(before.job), before.schedule, variant[-1]
+                if key not in seen:
+                    seen.add(key)
                     self._simulate(variant, begin_count, context, f"variant {len(self._tried) + 1}, ")
             except LeftOutError as error:
                 self._miss(str(error))
@@ -324,7 +324,7 @@ class Variants:
 
 def lighter(result: Sequence[Tried]) -> Tried:
     """Of variants, the fastest first, that which is to come first: another that overlaps where the first
-    needs much more memory for a gain that costs cannot tell."""
+    needs much more memory for a gain that is within the error of costs."""
     first = result[0]
     close = (one for one in result[1:] if one.step_us * WORTH <= first.step_us and one.overlap != "off")
     return next((one for one in close if HEAVY * one.peak_bytes <= first.peak_bytes), first)

@@ -79,7 +79,7 @@ def make_plan(
     say: Say | None = None,
 ) -> Plan:
     """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order,
-    steps, search_s, say: as in `plan`. max_bytes: the most that a rank may hold.
+    steps, search_s, say: as in `plan`. max_bytes: the most bytes of a rank.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
@@ -119,9 +119,9 @@ def _fastest(
 def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_bytes: int | None) -> Variants:
     """What step 1 has chosen, and the variants of step 2."""
     asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
-    policy_of(wished.order)  # an unknown name is told even where there is nothing to order
+    policy_of(wished.order)  # an unknown name is refused even where there is nothing to order
     if job.trains:
-        verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
+        verify(chosen)  # on its own, so that a schedule's faults are described as such
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=asked)
@@ -129,12 +129,12 @@ def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_byte
     return Variants(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
 
 
-def variants_of(job: Job, found: Description, order: str) -> Variants:
+def variants_of(job: Job, cluster: Description, order: str) -> Variants:
     """Steps 1 and 2 for a description: of the schedule that the job wishes, which is not "auto"."""
     job = without_sums(job)
     chosen = choose_schedule(job)
     wished = _Wished(None, order, _effort(None, None), Watch(None))
-    return _begun(job, chosen, pricing((job,), (chosen,), found)(job), wished, memory_limit(found, job))
+    return _begun(job, chosen, pricing((job,), (chosen,), cluster)(job), wished, memory_limit(cluster, job))
 
 
 def _made(variants: Variants) -> Plan:
@@ -185,7 +185,7 @@ def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
             short.append(one)
     for apply in min(short, key=lambda one: one.timeline.step_us).way:
         step = apply(step, context)
-    # Of a step at even speed: one by chance holds the same, and a promise would take twelve of them.
+    # Of a step at even speed: one by chance needs as many bytes, and a promise would take twelve of them.
     return simulate(lowered(sends_waited(step, context), context)).peak_bytes
 
 
@@ -244,9 +244,9 @@ def plan(
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, rank 0 plans for all, and all must call). A name (`h100x64`), a cluster file (.toml), a
-    calibration (.json) or a `stretto.Cluster(...)` stands for one that is not at hand.
-    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is
-    found; the job's own wish by default.
+    calibration (.json) or a `stretto.Cluster(...)` describes one that is not at hand.
+    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that the search
+    comes to; the job's own wish by default.
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
@@ -256,7 +256,7 @@ def plan(
     are assumed without it. search_s: instead, about how many seconds of a processor core the longest search
     takes. It is counted in orders walked, so that equal jobs get equal plans on all machines.
     say: takes lines of what is tried; an interrupt (Ctrl-C) then takes the best so far, where there is one.
-    kept: with "local", where costs and plans of earlier runs are found, and kept.
+    kept: with "local", where costs and plans of earlier runs are kept.
     optimizer: whose state counts in a rank's memory: "adamw", which is what a captured job has, "momentum" or
     "sgd" (`stretto.ir.parameters.STATES`).
 
@@ -265,8 +265,10 @@ def plan(
     """
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
-    found = describe(cluster)
-    _overlap_mode(job.overlap if overlap is None else overlap)  # names are told before anything is measured
+    description = describe(cluster)
+    _overlap_mode(
+        job.overlap if overlap is None else overlap
+    )  # names are checked before anything is measured
     policy_of(order)
     job = without_sums(job)
     wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
@@ -275,13 +277,13 @@ def plan(
         if optimizer not in STATES:
             raise UsageError(f"optimizer is {optimizer!r}; choose one of: {', '.join(STATES)}")
         jobs = [replace(one, optimizer=optimizer) for one in jobs]
-    if found is None:
+    if description is None:
         return _planned_here(jobs, chosen, schedule, wished, kept)
-    priced = pricing(jobs, chosen, found)
+    priced = pricing(jobs, chosen, description)
 
     def begun(one: Job, schedule: Schedule) -> Variants:
         wished.watch.tell("what its ops and messages take")
-        return _begun(one, schedule, priced(one), wished, memory_limit(found, one))
+        return _begun(one, schedule, priced(one), wished, memory_limit(description, one))
 
     begins = [partial(begun, one, schedule) for one, schedule in zip(jobs, chosen, strict=True)]
     return _fastest(begins, job, schedule, wished.watch)
@@ -321,7 +323,7 @@ def _planned_here(
     def make() -> Plan:
         return _fastest(begun, job, schedule, wished.watch)
 
-    # What a policy of the user's does today, nothing tells, nor what a family among which "auto" chooses.
+    # Nothing shows whether a policy of the user's has changed, nor a family among which "auto" chooses.
     own = wished.order not in OWN or (auto and FAMILIES.keys() > OWN_FAMILIES)
     known = None if own else kept
     return plan_on_first(ranks, wishes, make, known, wished.watch)

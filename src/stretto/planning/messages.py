@@ -9,7 +9,7 @@ live longer. So:
        1, ... `MOST` microbatches ahead. Where that changes nothing, as of one message a microbatch, the step
        stays as it is (and with one edge between any two ranks, none of it is done).
     2. The most buffers make the fastest step. Of those that take about as long (`WORTH`), the one with the
-       fewest is taken; simulations tell.
+       fewest is taken, by simulations.
     3. Where it needs more than the step may, so do those with more buffers; step 2 is done for the others.
 
 A receive that is posted earlier never makes a rank wait: what could pass still can, whether or not sends are
@@ -36,13 +36,13 @@ MOST = 3
 """As many microbatches as lowering posts ahead where each has one message (`planning.lower.LOOKAHEAD`)."""
 
 WORTH = 0.995
-"""Of a step's time, what it takes at most with more buffers. Assumed: less is within what costs can tell, and
+"""Of a step's time, what it takes at most with more buffers. Assumed: less is within the error of costs, and
 whoever needs the memory for a larger model or batch gains more by it."""
 
 
 SENT_MARGIN = 2.0
 """A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
-a message that is twice as slow as predicted still does not hold up its sender."""
+a message that is twice as slow as predicted still does not stop its sender."""
 
 
 def receives_ahead(step: Step, context: Context) -> Step:
@@ -120,7 +120,7 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
         for action in slot.actions
         for phase in action.phase.parts
     }
-    found: dict[Message, int] = {}
+    result: dict[Message, int] = {}
     for span in timeline.spans:
         if span.edge is not None:
             assert span.microbatch is not None
@@ -132,5 +132,5 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
             later = (k for k in range(first, len(starts[span.sender])) if starts[span.sender][k] > safe)
             at_run = next(later, None)
             if at_run is not None:
-                found[span.edge, span.microbatch] = at_run
-    return found
+                result[span.edge, span.microbatch] = at_run
+    return result

@@ -10,7 +10,7 @@ slot, (F;B)OVERLAP_F_B, and their ops are ordered together.
        of the time. With one more forward for every stage behind it, they need not wait.
     2. Every forward joins the backward actions directly before it; I and W of one microbatch become B.
 
-A few microbatches more are live on a stage that pairs: `stretto.schedule.timing.peak_live` says how many.
+A few microbatches more are live on a stage that pairs: `stretto.schedule.timing.peak_live` counts them.
 Backwards keep their order, so gradients are summed as they were. That no pair waits for itself by way of
 other ranks is proved on the lowered plan.
 

@@ -3,7 +3,7 @@
 The last run of a window that completes gradients is a window of its own. `lower` gives it the order of the
 other runs; here the orders of `stretto.order.early_sums` are tried in a step: where a backward sends a
 message, weight gradients that come first make another rank wait. The step of fewer microbatches
-(`Step.short`) ends as the whole one does, so orders are compared by it.
+(`Step.short`) ends as the full one does, so orders are compared by it.
 """
 
 from __future__ import annotations

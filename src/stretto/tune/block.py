@@ -110,7 +110,7 @@ class Block:
 def block_of(
     captures: Captures,
     parallel: ParallelSettings,
-    found: Description,
+    cluster: Description,
     words: tuple[str | int, ...],
     rows: float,
     layers: int | None = None,
@@ -123,7 +123,7 @@ def block_of(
     job = _cut(captures, parallel, layers)
     ranks = job.pp or 1
     schedule = make_schedule(PLAIN_OF_SEVERAL, ranks, ranks, virtual_stages=len(job.stages) // ranks)
-    costs, pricer = described(job, schedule, found)
+    costs, pricer = described(job, schedule, cluster)
     prices = Prices(job, costs, pricer, keep=False)
     again: dict[str | int, BlockWork] = {}
     for word in words:
@@ -149,7 +149,7 @@ def block_of(
 
 
 def shares_of(
-    captures: Captures, parallel: ParallelSettings, found: Description, counts: Collection[int]
+    captures: Captures, parallel: ParallelSettings, cluster: Description, counts: Collection[int]
 ) -> dict[int, tuple[float, ...]]:
     """By each of these numbers of stages that the model can be cut in, what each stage has of all work. They
     are about the same in all layouts, so that those of one serve."""
@@ -159,7 +159,7 @@ def shares_of(
             job = captures.job(
                 parallel.model_copy(update={**_few(parallel), "pp": 1, "virtual_stages": count})
             )
-            costs, _ = described(job, make_schedule(PLAIN_OF_SEVERAL, 1, 1, virtual_stages=count), found)
+            costs, _ = described(job, make_schedule(PLAIN_OF_SEVERAL, 1, 1, virtual_stages=count), cluster)
             work_us = [
                 sum(
                     costs.op_us.get((stage.index, op.name), 0.0)

@@ -90,12 +90,12 @@ def bound_us(layout: Layout, work: BlockWork, virtual: bool = True) -> float:
     return max(even_us, filled_us) * (1 - ROUNDING)
 
 
-def fastest_us(flops: float, found: Description, dtype: str) -> float:
+def fastest_us(flops: float, cluster: Description, dtype: str) -> float:
     """What so many flops take at least on a device; 0 where the description names no rate."""
-    if isinstance(found, Cluster):
-        return flops / found.flops_per_us
-    if isinstance(found, Hardware):
-        reach = found.roof.flops_per_us * found.roof.efficiency.matmul
+    if isinstance(cluster, Cluster):
+        return flops / cluster.flops_per_us
+    if isinstance(cluster, Hardware):
+        reach = cluster.roof.flops_per_us * cluster.roof.efficiency.matmul
         return flops / (reach if dtype == "bf16" else reach / TF32)
     return 0.0
 
@@ -126,7 +126,7 @@ def guess(
 
 
 def estimate(
-    candidate: Candidate, block: Block, work: BlockWork, found: Description, limit_bytes: float = inf
+    candidate: Candidate, block: Block, work: BlockWork, cluster: Description, limit_bytes: float = inf
 ) -> Estimate:
     """Of a candidate, with stages as the automatic cut makes them. limit_bytes: the memory of a rank; where
     the candidate needs more whatever it overlaps, the step is infinite.
@@ -154,9 +154,9 @@ def estimate(
         return Estimate(inf, least)
     message_us = 0.0
     if p > 1:
-        link = place_link(found, mesh_of(layout))
+        link = place_link(cluster, mesh_of(layout))
         message_us = link.latency_us + occupancy_us(link, int(block.message_bytes))
-    reduction_us = _reduction_us(layout, block, found, sum(work.phases_us[1:]) / p)
+    reduction_us = _reduction_us(layout, block, cluster, sum(work.phases_us[1:]) / p)
     steps: list[Estimate] = []
     for ahead, schedule in fitting:
         try:
@@ -198,16 +198,16 @@ def _period(timing: ScheduleTiming, microbatches: int, fullest: float) -> float:
     return max(work, (done(last) - done(first)) / (last - first))
 
 
-def _reduction_us(layout: Layout, block: Block, found: Description, backward_us: float) -> float:
+def _reduction_us(layout: Layout, block: Block, cluster: Description, backward_us: float) -> float:
     """What gradient reductions over data-parallel copies take beyond what they can run under."""
     mesh = mesh_of(layout)
     total_us = 0.0
     for axis in ("dp", "ep"):
         if mesh.size(axis) > 1:
             try:
-                total_us += sum_cost(found, mesh, axis).curve.us(block.gradient_bytes / layout.pp)
+                total_us += sum_cost(cluster, mesh, axis).curve.us(block.gradient_bytes / layout.pp)
             except UsageError:
-                return inf  # the plan would be refused for it, and says why
+                return inf  # the plan would be refused for it, and describes why
     return max(0.0, total_us - backward_us)
 
 
@@ -215,7 +215,7 @@ def _reduction_us(layout: Layout, block: Block, found: Description, backward_us:
 def _short(
     family: str, ranks: int, virtual_stages: int, microbatches: int, ahead: int | None
 ) -> Schedule | None:
-    """The family over so many microbatches, in pairs where `ahead` says so; None where it has none."""
+    """The family over so many microbatches, in pairs where `ahead` is given; None where it has none."""
     made = make_schedule(family, ranks, microbatches, virtual_stages=virtual_stages)
     return made if ahead is None else pair(made, ahead=ahead)
 
@@ -229,7 +229,7 @@ def _split(schedule: Schedule) -> bool:
 def _live(
     family: str, ranks: int, virtual_stages: int, microbatches: int, short: int, ahead: int | None
 ) -> int:
-    """The most microbatches' stages that are live on a rank. Those of a family that holds all microbatches of
+    """The most microbatches' stages that are live on a rank. Those of a family that keeps all microbatches of
     a short step grow with the whole one."""
     schedule = _short(family, ranks, virtual_stages, short, ahead)
     assert schedule is not None

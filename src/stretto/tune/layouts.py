@@ -43,13 +43,13 @@ class OpenLayout:
 class Layouts:
     """The layouts of one tuning. What is dropped is noted in `tuned`."""
 
-    def __init__(self, choices: Choices, found: Description, tuned: Tuned) -> None:
+    def __init__(self, choices: Choices, cluster: Description, tuned: Tuned) -> None:
         self.open: list[OpenLayout] = []
         self.blocks: dict[str, Block] = {}
         self._choices = choices
-        self._found = found
+        self._cluster = cluster
         self._tuned = tuned
-        self._limit = limit_of(found) or inf
+        self._limit = limit_of(cluster) or inf
         self._by_sharding: dict[object, list[Block]] = {}
         self._seen: dict[Layout, OpenLayout] = {}
         self._shares_asked = False
@@ -110,7 +110,7 @@ class Layouts:
         near = min(self._by_sharding[one.layout.sharding], key=lambda block: abs(block.rows - one.rows))
         block = known or near.scaled(one.rows)
         # Rates may be better with other rows: then the bound is of arithmetic only.
-        least_us = None if known else fastest_us(block.flops, self._found, self._choices.settings.precision)
+        least_us = None if known else fastest_us(block.flops, self._cluster, self._choices.settings.precision)
         words, several = self._choices.again(one.layout), self._choices.several_stages(one.layout)
         result = guess(one.layout, block, words, FITS * self._limit, several, least_us)
         one.step_us, one.bound_us = result.step_us, result.bound_us
@@ -134,7 +134,7 @@ class Layouts:
         needs: list[float] = []
         for word in words:
             candidate = replace(bare, recompute=word)
-            result = estimate(candidate, block, block.again[word], self._found, FITS * self._limit)
+            result = estimate(candidate, block, block.again[word], self._cluster, FITS * self._limit)
             if result.peak_bytes <= FITS * self._limit:
                 return candidate, result
             needs.append(result.peak_bytes)

@@ -74,7 +74,7 @@ class Search:
     seconds."""
 
     def __init__(
-        self, choices: Choices, found: Description, max_seconds: float, say: Callable[[str], None]
+        self, choices: Choices, cluster: Description, max_seconds: float, say: Callable[[str], None]
     ) -> None:
         self.choices = choices
         self.tuned = Tuned()
@@ -83,7 +83,7 @@ class Search:
         self._end_s = self._begun_s + max_seconds
         self._quick_s = 0.0
         self._running: dict[Asked, float] = {}
-        self._layouts = Layouts(choices, found, self.tuned)
+        self._layouts = Layouts(choices, cluster, self.tuned)
         self._candidates: list[_Open] = []
         self._seen: dict[Candidate, _Open] = {}
         self._priced_last = False
@@ -183,12 +183,12 @@ class Search:
     def _push(self, bare: Candidate, bound_us: float, above: object = None) -> None:
         """A candidate with the least computed again that likely fits; above: the word that did not."""
         try:
-            found = self._layouts.estimated(bare, above)
+            made = self._layouts.estimated(bare, above)
         except UsageError as error:
             self.tuned.drop(str(error), bare)
             return
-        if found is not None and found[0] not in self._seen:
-            candidate, result = found
+        if made is not None and made[0] not in self._seen:
+            candidate, result = made
             self._seen[candidate] = _Open(result.step_us, candidate, bound_us, result.ahead)
             self._candidates.append(self._seen[candidate])
 

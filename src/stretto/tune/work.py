@@ -13,10 +13,11 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from traceback import extract_tb
 from typing import Any
@@ -73,7 +74,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class ShortStep:
-    """What a candidate's plan would about take and hold, by a step of few microbatches."""
+    """What a candidate's plan would about take and need, by a step of few microbatches."""
 
     candidate: Candidate
     step_us: float
@@ -129,13 +130,13 @@ class Work:
     """What a process does, for one tuning."""
 
     def __init__(
-        self, settings: TrainSettings, devices: int, found: Description, fixed: Mapping[str, Any]
+        self, settings: TrainSettings, devices: int, cluster: Description, fixed: Mapping[str, Any]
     ) -> None:
         self._settings = settings
         self._choices = Choices(settings, devices, fixed)
-        self._found = found
-        self._captures = captures_of(settings, found)
-        self._limit = limit_of(found)
+        self._cluster = cluster
+        self._captures = captures_of(settings, cluster)
+        self._limit = limit_of(cluster)
 
     def do(self, asked: Asked) -> Answer:
         """One piece. A refusal comes back with its words."""
@@ -151,7 +152,7 @@ class Work:
                 return self._plan(asked.candidate, asked.order)
             except StrettoError as error:
                 return refused(asked.candidate, error)
-            except Exception as error:  # of this candidate alone; the others go on
+            except Exception as error:  # of this candidate only; the others go on
                 last = extract_tb(error.__traceback__)[-1]
                 where = f"{last.filename}, line {last.lineno}"
                 return Refused(
@@ -162,8 +163,8 @@ class Work:
         layout = asked.candidate.layout
         parallel = self._choices.settings_of(asked.candidate).parallel  # of which the layout counts
         rows = self._settings.training.global_batch / layout.pieces
-        block = block_of(self._captures, parallel, self._found, asked.words, rows, self._choices.layers)
-        return replace(block, shares=shares_of(self._captures, parallel, self._found, asked.stages))
+        block = block_of(self._captures, parallel, self._cluster, asked.words, rows, self._choices.layers)
+        return replace(block, shares=shares_of(self._captures, parallel, self._cluster, asked.stages))
 
     def _short(self, asked: Asked) -> ShortStep | Refused:
         job = self._captures.job(self._choices.settings_of(asked.candidate).parallel)
@@ -172,7 +173,7 @@ class Work:
             return self._limit is None or max(peaks) <= self._limit
 
         assert asked.order is not None
-        short = brief(job, self._found, asked.order, asked.ahead, fits)
+        short = brief(job, self._cluster, asked.order, asked.ahead, fits)
         peak_bytes = max(short.peak_bytes)
         if not fits(short.peak_bytes):
             return Refused(asked.candidate, "a rank holds more than a device has", True, peak_bytes)
@@ -183,7 +184,7 @@ class Work:
         job = self._captures.job(self._choices.settings_of(candidate).parallel)
         made = plan(
             job,
-            self._found,
+            self._cluster,
             order=order,
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
@@ -201,9 +202,9 @@ class Work:
         )
 
 
-def limit_of(found: Description) -> int | None:
+def limit_of(cluster: Description) -> int | None:
     """Bytes of a device, where the description says."""
-    return found.memory_bytes if isinstance(found, (Cluster, Hardware)) else None
+    return cluster.memory_bytes if isinstance(cluster, (Cluster, Hardware)) else None
 
 
 def refused(candidate: Candidate, error: StrettoError) -> Refused:
@@ -226,18 +227,19 @@ class Workers:
         count: int,
         settings: TrainSettings,
         devices: int,
-        found: Description,
+        cluster: Description,
         fixed: Mapping[str, Any],
     ) -> None:
         self._count = count
-        self._of = (settings, devices, found, dict(fixed))
+        self._of = (settings, devices, cluster, dict(fixed))
+        self._all: list[_Process] = []
         self._free: list[_Process] = []
         self._busy: dict[Future[Answer], tuple[Asked, _Process]] = {}
 
     def __enter__(self) -> Workers:
         try:
-            while len(self._free) < self._count:
-                self._free.append(_Process(self._of))
+            while len(self._all) < self._count:
+                self._start()
         except BaseException:
             self.__exit__()
             raise
@@ -245,8 +247,14 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         """End all of them, whatever they do."""
-        for process in (*self._free, *(process for _, process in self._busy.values())):
-            process.end()
+        for process in self._all:
+            process.ours.close()
+        for process in self._all:
+            process.pool.shutdown(cancel_futures=True)
+
+    def _start(self) -> None:
+        self._all.append(_Process(self._of))
+        self._free.append(self._all[-1])
 
     @property
     def free(self) -> bool:
@@ -268,23 +276,23 @@ class Workers:
         answers: list[tuple[Asked, Answer]] = []
         for future in wait(self._busy, timeout_s, FIRST_COMPLETED).done:
             asked, process = self._busy.pop(future)
-            self._free.append(process)
             try:
                 answers.append((asked, future.result()))
+                self._free.append(process)
             except BrokenProcessPool:
-                process.end()
-                self._free[-1] = _Process(self._of)
+                self._start()
                 why = "its process was ended from outside; this machine's memory may be too small"
                 answers.append((asked, Refused(asked.candidate, why)))
         return answers
 
 
 class _Process:
-    """One process, which is an executor of its own: where it is killed, only its piece is lost."""
+    """One process, which is an executor of its own: where it is killed, only its piece is lost. It ends when
+    `ours` is closed, whatever it does."""
 
     def __init__(self, of: tuple[object, ...]) -> None:
         context = multiprocessing.get_context("spawn")
-        self._ours, theirs = context.Pipe()
+        self.ours, theirs = context.Pipe()
         # Blocked signals stay so in what is started: Ctrl-C, and what a scheduler sends to all processes, is
         # for the one that asks.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -295,19 +303,14 @@ class _Process:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
-    def end(self) -> None:
-        """End it, whatever it does."""
-        self._ours.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
 
-
-_tuning: tuple[Any, ...] = ()
-"""In a process: what `Work` is made of, and from the first piece on its `Work`."""
+_work: Callable[[], Work]
+"""Of a process; made for its first piece, so that a refusal goes to the one that asks."""
 
 
 def _begin(pipe: Connection, *of: Any) -> None:
-    global _tuning
-    _tuning = of
+    global _work
+    _work = cache(partial(Work, *of))
     torch.set_num_threads(1)
     threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
 
@@ -319,7 +322,4 @@ def _end_with(pipe: Connection) -> None:
 
 
 def _do(asked: Asked) -> Answer:
-    global _tuning
-    if len(_tuning) > 1:
-        _tuning = (Work(*_tuning),)
-    return _tuning[0].do(asked)  # type: ignore[no-any-return]
+    return _work().do(asked)
