@@ -245,8 +245,8 @@ def plan(
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, rank 0 plans for all, and all must call). A name (`h100x64`), a cluster file (.toml), a
     calibration (.json) or a `stretto.Cluster(...)` describes one that is not at hand.
-    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that the search
-    comes to; the job's own wish by default.
+    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that the
+    search comes to; the job's own wish by default.
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
