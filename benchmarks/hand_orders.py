@@ -26,10 +26,9 @@ from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.order import Role, WindowGraph, WindowOrders, make_graph
 from stretto.passes.step import Context, Step
-from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import captured_windows
-from stretto.planning.schedules import paired
-from stretto.planning.sums_within import sums_within
+from stretto.planning.reductions import reductions_within
+from stretto.planning.schedules import choose_schedule, paired
 from stretto.planning.windows import lowered
 from stretto.simulating import simulate
 
@@ -146,7 +145,7 @@ def planned(job: Job, prices: Prices, order: Orderer) -> Plan:
         found = order(graph)
         assert sorted(found) == list(range(len(graph.nodes)))
         windows[name] = replace(window, items=tuple(graph.nodes[index].item for index in found))
-    return lowered(sums_within(replace(step, windows=windows), context), context)
+    return lowered(reductions_within(replace(step, windows=windows), context), context)
 
 
 def steady_us(timeline: Timeline) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op
 from stretto.passes.merged_messages import ALIGNED, merged_messages
-from stretto.planning import variants
+from stretto.planning import choose
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
@@ -173,9 +173,9 @@ def test_values_of_all_dtypes_go_as_bytes() -> None:
 
 def without(monkeypatch: pytest.MonkeyPatch, plan_of: Callable[[], Plan]) -> Plan:
     """A plan for which the pass is not tried."""
-    left = tuple(one for one in variants.STEP_PASSES if one.apply is not merged_messages)
+    left = tuple(one for one in choose.STEP_PASSES if one.apply is not merged_messages)
     with monkeypatch.context() as patched:
-        patched.setattr(variants, "STEP_PASSES", left)
+        patched.setattr(choose, "STEP_PASSES", left)
         return plan_of()
 
 

@@ -21,9 +21,9 @@ from stretto.ir.costs import Link
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import PLACES
 from stretto.passes.placed_sums import placed_sums
-from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 from stretto.verifying import verify
 from tests.passes.steps import after
 from tests.passes.test_handed_on import BATCH, MICROBATCHES, WIDTH, decoder, loss_of

@@ -19,8 +19,8 @@ from stretto.ir.serialize import CODEC
 from stretto.passes.recompute import forget, is_repeated, repeat
 from stretto.passes.recompute_blocks import Blocks, numbered
 from stretto.passes.recompute_choice import recompute
-from stretto.planning.choose import choose_schedule
 from stretto.planning.costs import listed
+from stretto.planning.schedules import choose_schedule
 from tests.passes.test_recompute_numbers import changed, job_of
 from tests.runtime.equality import made_up_costs
 

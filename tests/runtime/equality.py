@@ -24,9 +24,9 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 from stretto.runtime import Runner, run_threads
 
 torch.set_num_threads(1)

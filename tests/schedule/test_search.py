@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedule.exact import shortest_time
 
 from stretto.errors import UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.stage_maps import loop, v
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.least import least_time
 from stretto.schedule.list_schedule import list_orders
 from stretto.schedule.room import Room, most_held
 from stretto.schedule.search import Searched, Sought, search
-from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
+from stretto.schedule.timing import PhaseTimes, time_schedule
 from stretto.schedule.urgencies import periodic
 from stretto.verifying import schedule_faults
-from tests.schedule.exact import shortest_time
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "data" / "zero_bubble_table5.csv").open()))
 """Zero Bubble Pipeline Parallelism, Tables 9 and 5."""

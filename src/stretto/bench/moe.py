@@ -46,8 +46,8 @@ from stretto.ir.program import Job
 from stretto.measure.measured import measured_costs
 from stretto.order.policies import register
 from stretto.parallelize.expert_plan import experts_in
-from stretto.planning.choose import choose_schedule
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:

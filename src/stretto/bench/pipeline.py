@@ -30,8 +30,8 @@ from stretto.errors import RunError
 from stretto.ir.plan import Plan
 from stretto.ir.stage_maps import AUTO, places_of
 from stretto.measure.measured import measured_costs
-from stretto.planning.choose import choose_schedule
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:

@@ -32,8 +32,8 @@ from stretto.bench.work import Batch, work_of
 from stretto.errors import RunError
 from stretto.measure.measured import measured_costs
 from stretto.models.gpt import GPT, next_token_loss
-from stretto.planning.choose import choose_schedule
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 
 
 def run_worker(setup: Setup, kept: str = "") -> Any:

@@ -36,8 +36,8 @@ class WalkTimes:
 
 @dataclass(frozen=True, slots=True)
 class WalkResult:
-    """How long the step took, or a window with the gradient reductions that it starts; and by rank the order of the window's nodes. exposed_us: of all ranks, how long lanes
-    stalled for collectives; timings: by rank; peak_bytes: the most of a rank, where memory is counted."""
+    """How long the step took, or a window with the gradient reductions that it starts; and by rank the order
+    of the window's nodes. exposed_us: of all ranks, how long lanes stalled for collectives; timings: by rank; peak_bytes: the most of a rank, where memory is counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]
@@ -221,7 +221,7 @@ class LaneWalk(ABC):
 
     def _done(self, index: int) -> None:
         """The node's work is done: what it starts or sends goes."""
-        now_us = self._ends_us[index] = self._clock.now_us
+        self._ends_us[index] = self._clock.now_us
         node = self.graph.nodes[index]
         if node.role is Role.COMPUTE:
             return

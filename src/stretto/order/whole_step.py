@@ -41,9 +41,6 @@ EFFORT = 12.0
 """Items walked for each microsecond of what the step is worth (`passes.effort`): of a run of 1,000 steps,
 planning takes about as long as 50."""
 
-LEAST = 60_000
-"""Items walked for even the shortest run. Measured: 0.25 s on one core."""
-
 FEWEST = 20
 """Walks that are worth a search: with fewer, step 2 does not come to single ranks. Assumed."""
 
@@ -132,7 +129,7 @@ def order_together(
 
 def walks_allowed(items: int, worth_us: float) -> int:
     """How often a step of so many items may be walked, at least once. worth_us: as in `order_together`."""
-    return max(1, int(max(LEAST, EFFORT * worth_us)) // max(1, items))
+    return max(1, int(EFFORT * worth_us) // max(1, items))
 
 
 def _search(plan: Plan, bound_us: float, budget: WalkBudget, frees: Frees, less: bool) -> None:

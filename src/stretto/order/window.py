@@ -48,7 +48,8 @@ WALKS_OF_LAST_RUN = 30
 
 def urgencies(graph: WindowGraph) -> list[float]:
     """How urgent nodes of one window are, in microseconds: the longest path to its end, through lanes as well
-    as compute (critical path). What nothing waits for, as weight gradients, is the least urgent and fills gaps."""
+    as compute (critical path). What nothing waits for, as weight gradients, is the least urgent and fills
+    gaps."""
     path_us = [0.0] * len(graph.nodes)
     for index in reversed(range(len(graph.nodes))):
         node = graph.nodes[index]

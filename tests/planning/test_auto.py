@@ -17,12 +17,13 @@ from stretto.passes.effort import Effort
 from stretto.passes.watch import Watch
 from stretto.planning import make_plan as making
 from stretto.planning.forms import fastest
-from stretto.planning.groups import balanced_groups, equal_groups, groups_on, loads_of, of_stages
+from stretto.planning.loads import balanced_groups, groups_on, loads_of
 from stretto.planning.make_plan import make_plan
+from stretto.planning.pair import equal_groups, of_stages
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
 from stretto.verifying import schedule_faults, verify
-from tests.planning.test_receives import skips_job
+from tests.planning.test_messages import skips_job
 from tests.synthetic import ACTIVATION, WEIGHT, make_costs, make_job
 
 
@@ -108,7 +109,7 @@ def test_ranks_are_balanced_where_stages_are_finer_than_they() -> None:
     slow = {key: us * (6.0 if key[0] == 0 else 1.0) for key, us in costs.op_us.items()}
     loads = loads_of(job, replace(costs, op_us=slow), (0, 1) * 4)
     assert loads.forward_us[0] == pytest.approx(600.0)
-    assert loads.whole_bytes[3] > 0
+    assert loads.saved_bytes[3] > 0
     groups = balanced_groups(loads, 2, None)
     assert groups == ((0,), (1, 2, 3, 4, 5, 6, 7))
     assert balanced_groups(loads, 2, [1.0, 1.0]) is None
@@ -141,15 +142,15 @@ def test_ranks_may_have_unequally_many_stages() -> None:
 def test_the_bound_of_any_places_is_below_every_plan(seed: int) -> None:
     job = replace(make_job(4, 5), pp=2)
     costs = uneven(job, seed)
-    tries = making._begun(
+    variants = making._begun(
         job,
         make_schedule("interleaved-1f1b", 2, 5),
         making.listed(job, costs),
         making._Wished("window", "list", Effort(), Watch()),
         None,
     )
-    least_us = tries.bound_us(anywhere=True)
-    assert least_us > 0.5 * tries.bound_us()
+    least_us = variants.bound_us(anywhere=True)
+    assert least_us > 0.5 * variants.bound_us()
     for family in ("interleaved-1f1b", "zb-v", "auto"):
         assert step_us(make_plan(job, costs, schedule=family)) >= least_us * (1 - 1e-9)
 
@@ -205,12 +206,12 @@ def test_one_interrupt_ends_the_search_in_other_numbers_of_chunks_too() -> None:
         begun.append(chunks)
         return OneOfSeveral(chunks)
 
-    def search_ended(tries: OneOfSeveral) -> Plan:
+    def search_ended(one: OneOfSeveral) -> Plan:
         watch.stop(KeyboardInterrupt())
         return plan
 
-    def before_any(tries: OneOfSeveral) -> Plan:
-        if tries.chunks == 1:
+    def before_any(one: OneOfSeveral) -> Plan:
+        if one.chunks == 1:
             return plan
         raise KeyboardInterrupt
 

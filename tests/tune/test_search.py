@@ -1,8 +1,7 @@
-"""The funnel finds what planning everything finds, ends when it is told to, and says why."""
+"""The search picks what planning everything picks, ends at any time with what it has, and reports why."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.price.cluster import Description
-from stretto.tune.choices import Candidate, Choices
-from stretto.tune.funnel import NOT_REACHED, PLAN_TOO_LARGE, Funnel
-from stretto.tune.outcome import Planned, Refused, Tuned
-from stretto.tune.work import Answer, Asked
+from stretto.tune.choices import Candidate, Choices, Layout
+from stretto.tune.search import NOT_REACHED, PLAN_TOO_LARGE, Search, finalists
+from stretto.tune.work import Answer, Asked, Planned, Refused, Tuned
 from tests.tune.here import Here
 from tests.tune.small import CLUSTER, settings
 
@@ -28,10 +26,10 @@ def tuned(
     given: TrainSettings, devices: int, found: Description, fixed: dict[str, Any], **more: Any
 ) -> tuple[Tuned, Here]:
     """A tuning to its end."""
-    funnel = Funnel(Choices(given, devices, fixed), found, 600.0, lambda text: None)
+    search = Search(Choices(given, devices, fixed), found, 600.0, lambda text: None)
     here = Here(given, devices, found, **more)
-    funnel.run(here)  # type: ignore[arg-type]
-    return funnel.result(), here
+    search.run(here)  # type: ignore[arg-type]
+    return search.result(), here
 
 
 def everything(
@@ -79,20 +77,21 @@ def test_the_winner_is_within_a_percent_of_planning_everything(tmp_path: Path) -
 
 def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
     given = settings(tmp_path, layers=2)
-    funnel = Funnel(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
-    plans = itertools.count()
+    search = Search(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
 
     class StopError(Exception):
         pass
 
     def before(asked: Asked) -> None:
-        # A short step, and a plan of it.
-        if asked.order is not None and next(plans) == 2:
+        # The first candidate is planned at once; the second is in progress.
+        if asked.order is not None and any(one.order is not None for one in here.done):
             raise StopError
 
+    here = Here(given, 4, CLUSTER, before)
+
     with pytest.raises(StopError):
-        funnel.run(Here(given, 4, CLUSTER, before))  # type: ignore[arg-type]
-    found = funnel.result()
+        search.run(here)  # type: ignore[arg-type]
+    found = search.result()
     assert len(found.planned) == 1
     assert found.dropped[NOT_REACHED] > 0
     assert found.unseen_us is not None
@@ -111,10 +110,10 @@ def test_what_cannot_be_planned_in_full_is_not_chosen(tmp_path: Path) -> None:
                 answer = Refused(asked.candidate, "too large", True)
             return [(asked, answer)]
 
-    funnel = Funnel(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
+    search = Search(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
     here = TooLarge(given, 4, CLUSTER)
-    funnel.run(here)  # type: ignore[arg-type]
-    found = funnel.result()
+    search.run(here)  # type: ignore[arg-type]
+    found = search.result()
     (gone,) = refused
     assert gone not in [one.candidate for one in found.planned]
     assert found.planned[0].order == "improve"
@@ -124,27 +123,26 @@ def test_what_cannot_be_planned_in_full_is_not_chosen(tmp_path: Path) -> None:
 def test_a_full_plan_that_the_time_cut_off_is_told(tmp_path: Path) -> None:
     given = settings(tmp_path, layers=2)
     fixed = {**FEW, "pp": 2, "dp": 1, "tp": 1}
-    funnel = Funnel(Choices(given, 2, fixed), CLUSTER, 600.0, lambda text: None)
+    search = Search(Choices(given, 2, fixed), CLUSTER, 600.0, lambda text: None)
 
     class CutOff(Here):
         def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
-            (one,) = self.all
-            assert one.busy is not None
-            if one.busy.order == "improve":
-                funnel._end_s = 0.0
+            assert self.busy is not None
+            if self.busy.order == "improve":
+                search._end_s = 0.0
                 return []
             return super().answers(timeout_s)
 
-    funnel.run(CutOff(given, 2, CLUSTER))  # type: ignore[arg-type]
-    assert [one.order for one in funnel.result().planned] == ["list"]
-    assert funnel.result().stopped == "the time was over"
+    search.run(CutOff(given, 2, CLUSTER))  # type: ignore[arg-type]
+    assert [one.order for one in search.result().planned] == ["list"]
+    assert search.result().stopped == "the time was over"
 
 
 def test_no_time_is_no_plan(tmp_path: Path) -> None:
     given = settings(tmp_path, layers=2)
-    funnel = Funnel(Choices(given, 4, FEW), CLUSTER, 0.0, lambda text: None)
-    funnel.run(Here(given, 4, CLUSTER))  # type: ignore[arg-type]
-    found = funnel.result()
+    search = Search(Choices(given, 4, FEW), CLUSTER, 0.0, lambda text: None)
+    search.run(Here(given, 4, CLUSTER))  # type: ignore[arg-type]
+    found = search.result()
     assert found.planned == []
     assert found.stopped == "the time was over"
 
@@ -187,3 +185,42 @@ def test_nothing_is_captured_that_the_settings_refuse(tmp_path: Path) -> None:
     given = settings(tmp_path)
     with pytest.raises(UsageError, match=r"no layout of 7 devices fits these settings: .*multiple of"):
         tuned(given, 7, CLUSTER, {})
+
+
+TWO = Candidate(Layout(2, 1, 1, 1, False, 4), "1f1b", 1)
+FOUR = Candidate(Layout(4, 1, 1, 1, False, 4), "1f1b", 1)
+COPIES = Candidate(Layout(1, 2, 1, 1, False, 4), "1f1b", 1)
+
+
+def planned(candidate: Candidate, order: str, step_us: float) -> Planned:
+    return Planned(candidate, order, step_us, 0.0, "", {}, 0.0, 0)
+
+
+def test_auto_has_several_stages_a_rank_to_choose_from(tmp_path: Path) -> None:
+    choices = Choices(settings(tmp_path), 2)
+    (found,) = choices.with_auto(TWO)
+    assert (found.schedule, found.virtual_stages) == ("auto", 2)
+    more = Candidate(TWO.layout, "interleaved-1f1b", 4)
+    (found,) = Choices(settings(tmp_path, layers=8), 2).with_auto(more)
+    assert found.virtual_stages == 4
+
+
+def test_auto_is_not_where_it_may_not_be_or_has_nothing_to_choose(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    assert Choices(given, 2).with_auto(COPIES) == []
+    assert Choices(given, 2, {"schedule": "1f1b"}).with_auto(TWO) == []
+    (found,) = Choices(given, 2, {"virtual_stages": 1}).with_auto(TWO)
+    assert found.virtual_stages == 1
+    # Of four layers on four ranks each has one stage.
+    (found,) = Choices(given, 4).with_auto(FOUR)
+    assert found.virtual_stages == 1
+
+
+def test_the_best_and_auto_come_first_and_the_settings_own_last(tmp_path: Path) -> None:
+    choices = Choices(settings(tmp_path), 2)
+    own = choices.own()
+    assert own is not None
+    others = [Candidate(TWO.layout, family, 1) for family in ("gpipe", "zb-h1", "zb-h2", "eager-1f1b")]
+    auto = choices.with_auto(others[0])
+    plans = {own: planned(own, "list", 9.0)}
+    assert finalists([*others, own], plans, choices) == [others[0], *auto, *others[1:3], own]

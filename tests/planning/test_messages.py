@@ -16,7 +16,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.ir.timeline import Timeline
-from stretto.planning import receives
+from stretto.planning import messages as waiting
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
@@ -90,7 +90,7 @@ def test_messages_of_the_next_microbatch_travel_under_this_ones_work(
     job = skips_job(stages, 16)
     found, held = figures(make_plan(job, costs_of(job), schedule=family))
     with monkeypatch.context() as patched:
-        patched.setattr(receives, "MOST", 0)
+        patched.setattr(waiting, "MOST", 0)
         before, least = figures(make_plan(job, costs_of(job), schedule=family))
     assert before == pytest.approx(before_us, abs=0.1)
     assert found == pytest.approx(after_us, abs=0.1)
@@ -106,10 +106,10 @@ def test_buffers_are_counted_and_taken_only_where_they_pay(messages: float) -> N
     step_us, held = figures(plan)
     proved = max(peak_bytes(plan, rank) for rank in range(plan.ranks))
     assert held <= proved <= held + VALUES * ACTIVATION.nbytes
-    drafts = [lower(job, plan.schedule, costs, ahead=ahead) for ahead in range(receives.MOST + 1)]
+    drafts = [lower(job, plan.schedule, costs, ahead=ahead) for ahead in range(waiting.MOST + 1)]
     times = [stretto.simulate(draft).step_us for draft in drafts]
     assert step_us <= min(times) * 1.005
-    pays = times[0] > min(times) / receives.WORTH
+    pays = times[0] > min(times) / waiting.WORTH
     assert pays is (messages == MESSAGES), "quick messages need no buffers, and of slow ones the link is full"
     assert (posted(plan) != posted(drafts[0])) is pays
 
@@ -140,14 +140,14 @@ def test_a_long_step_is_not_walked_to_choose(monkeypatch: pytest.MonkeyPatch) ->
         walked.append(plan.job.microbatches)
         return stretto.simulate(plan)
 
-    monkeypatch.setattr(receives, "simulate", simulated)
+    monkeypatch.setattr(waiting, "simulate", simulated)
     plan = make_plan(job, costs, schedule="1f1b")
     assert walked
     assert max(walked) < 16
-    drafts = [lower(job, plan.schedule, costs, ahead=ahead) for ahead in range(receives.MOST + 1)]
+    drafts = [lower(job, plan.schedule, costs, ahead=ahead) for ahead in range(waiting.MOST + 1)]
     times = [stretto.simulate(draft).step_us for draft in drafts]
-    assert times[0] > min(times) / receives.WORTH
-    enough = next(at for at, us in enumerate(times) if us <= min(times) / receives.WORTH)
+    assert times[0] > min(times) / waiting.WORTH
+    enough = next(at for at, us in enumerate(times) if us <= min(times) / waiting.WORTH)
     assert posted(plan) == posted(drafts[enough])
 
 
@@ -156,7 +156,7 @@ def test_one_message_a_microbatch_is_as_it_was() -> None:
     costs = make_costs(job, bytes_per_us=5000.0)
     for family in ONE_STAGE:
         schedule = make_schedule(family, 3, 8)
-        for ahead in range(1, receives.MOST + 1):
+        for ahead in range(1, waiting.MOST + 1):
             assert lower(job, schedule, costs, ahead=ahead) == lower(job, schedule, costs)
 
 
@@ -172,7 +172,7 @@ def test_no_rank_waits_for_ever(job_of: Callable[[int, int], Job], stages: int) 
         costs = make_costs(job)
         for family in ONE_STAGE:
             schedule = make_schedule(family, stages, microbatches)
-            for ahead in range(receives.MOST + 1):
+            for ahead in range(waiting.MOST + 1):
                 assert plan_faults(lower(job, schedule, costs, ahead=ahead)) == []
 
 

@@ -14,9 +14,9 @@ from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import Timeline
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order.depend import make_graph
-from stretto.order.early_sums import early_sums
-from stretto.order.follow import replay
-from stretto.planning import sums_within as within
+from stretto.order.walk import replay
+from stretto.order.window import early_reductions
+from stretto.planning import reductions
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
@@ -99,7 +99,7 @@ def test_an_order_keeps_the_memory_of_the_one_that_it_replaces(job: Job) -> None
     plan = stretto.plan(job, cluster(102.0), order="captured")
     [window] = windows_with_sums(plan)
     graph = make_graph(plan.job, plan.costs, window, (0,))
-    order = early_sums(graph)
+    order = early_reductions(graph)
     places = {index: at for at, index in enumerate(order)}
     assert sorted(order) == list(range(len(graph.nodes)))
     assert all(places[n] < places[index] for index, needs in enumerate(graph.before) for n in needs)
@@ -160,13 +160,13 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
         walked.append(plan)
         return stretto.simulate(plan)
 
-    monkeypatch.setattr(within, "simulate", simulated)
+    monkeypatch.setattr(reductions, "simulate", simulated)
     draft = lower(local.job, local.schedule, local.costs, overlap="local")
-    early = within._with(draft, within._reordered(draft))
+    early = reductions._with(draft, reductions._reordered(draft))
     early_us = stretto.simulate(early).step_us
-    late_us = within.least_us(early)
+    late_us = reductions.reduced_best(early).step_us
     assert late_us < early_us
     assert len(walked) == 2
-    assert within.least_us(early, than_us=0.999 * early_us) == late_us
-    assert within.least_us(early, than_us=0.01 * early_us) == early_us, "as fast as that no order of sums is"
+    assert reductions.reduced_best(early, than_us=0.999 * early_us).step_us == late_us
+    assert reductions.reduced_best(early, than_us=0.01 * early_us).step_us == early_us
     assert len(walked) == 5
