@@ -37,7 +37,8 @@ class WalkTimes:
 @dataclass(frozen=True, slots=True)
 class WalkResult:
     """How long the step took, or a window with the gradient reductions that it starts; and by rank the order
-    of the window's nodes. exposed_us: of all ranks, how long lanes stalled for collectives; timings: by rank; peak_bytes: the most of a rank, where memory is counted."""
+    of the window's nodes. exposed_us: of all ranks, how long lanes stalled for collectives; timings: by
+    rank; peak_bytes: the most of a rank, where memory is counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]

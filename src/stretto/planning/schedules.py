@@ -17,9 +17,8 @@ from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.across import across, split_stages
 from stretto.planning.pair import apart, equal_groups, of_stages, pair, whole
 from stretto.schedule.csv import read_csv
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import forward_schedule, make_schedule
 from stretto.schedule.family import first_microbatches
-from stretto.schedule.forward import forward_schedule
 from stretto.schedule.timing import peak_live
 
 ANY = "interleaved-1f1b"

@@ -10,18 +10,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.least import least_time
 from stretto.schedule.list_schedule import Urgency, list_orders, places_in
 from stretto.schedule.room import Room
-from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
+from stretto.schedule.timing import PhaseTimes, hops_of, peak_live, time_schedule
 from stretto.schedule.urgencies import backward_first, periodic, warm_up_first
 
 ENOUGH = 8
@@ -289,3 +290,48 @@ def _listed(
     if orders is None:
         return None
     return Schedule(name, len(places), sought.microbatches, places, orders)
+
+
+def least_time(
+    stage_ranks: Sequence[int],
+    microbatches: int,
+    times: PhaseTimes,
+    *,
+    room: Room | None = None,
+    max_live: int | None = None,
+    from_own_begin: bool = False,
+) -> float:
+    """No order of these stages ends sooner, in the unit of `times`.
+
+    A rank begins when the first of its stages can, and works for all microbatches. A microbatch goes through
+    all stages and back. It takes memory of a rank from the begin of its F to the end of I, and some until the
+    end of W; what all take for their time fits under the rank's limit. from_own_begin: of a step's cost,
+    which counts each rank from its own begin.
+    """
+    stages, ranks = len(stage_ranks), max(stage_ranks) + 1
+    least = min(1.0, times.overlapped)
+    forward, into, weight = (
+        [least * times.of(Action(stage, phase, 0)) for stage in range(stages)]
+        for phase in (Phase.F, Phase.I, Phase.W)
+    )
+    hops = hops_of(stage_ranks, times)
+    # When each stage can begin.
+    heads = [*accumulate((f + hop for f, hop in zip(forward, hops, strict=False)), initial=0.0)]
+    # From the begin of a stage's F to the end of its I.
+    alive = [
+        math.fsum(forward[stage:]) + math.fsum(into[stage:]) + 2 * math.fsum(hops[stage:])
+        for stage in range(stages)
+    ]
+    found = [alive[0] + weight[0]]
+    for rank in range(ranks):
+        mine = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
+        if not mine:
+            continue
+        begin = 0.0 if from_own_begin else min(heads[stage] for stage in mine)
+        found.append(begin + microbatches * math.fsum(forward[s] + into[s] + weight[s] for s in mine))
+        if max_live is not None:
+            found += [begin + microbatches * (alive[s] + weight[s]) / max_live for s in mine]
+        if room is not None and room.limits[rank] > 0:
+            holds = math.fsum(room.whole[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
+            found.append(begin + microbatches * holds / room.limits[rank])
+    return max(found)
