@@ -37,7 +37,7 @@ from stretto.planning.pair import Groups, equal_groups, of_stages, pair
 from stretto.planning.schedules import ENOUGH, of_short, shorter
 from stretto.planning.windows import lowered
 from stretto.schedule.room import Room
-from stretto.schedule.search import Found, Sought, search
+from stretto.schedule.search import Sought, TimedOrder, search
 from stretto.simulating import simulate
 
 TRIED = 16
@@ -104,7 +104,7 @@ def _tried(step: Step, context: Context) -> list[_TriedOrder]:
     limits = None if step.max_bytes is None else [float(step.max_bytes)] * ranks
     seen: dict[object, _TriedOrder] = {}
     for _ in range(ROUNDS):
-        promising: dict[object, Found] = {}
+        promising: dict[object, TimedOrder] = {}
         for groups in _ways(loads, ranks, limits):
             for one in _promising(step, loads, groups, limits):
                 fine = replace(one, schedule=of_stages(one.schedule, groups))
@@ -146,7 +146,7 @@ def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[
         yield from dict.fromkeys(one for one in ways if one is not None)
 
 
-def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[Found]:
+def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[TimedOrder]:
     """Orders of these groups by the clock of schedules; none where no family fits."""
     ranks = step.schedule.ranks
 
@@ -167,7 +167,7 @@ def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float]
         return []
 
 
-def _enough(job: Job, promising: list[Found]) -> list[Found]:
+def _enough(job: Job, promising: list[TimedOrder]) -> list[TimedOrder]:
     """Those that are simulated, the first family among them."""
     promising.sort(key=lambda one: (one.time, not one.family))
     some = promising[: max(2, min(TRIED, RUNS // _runs(job)))]
@@ -182,7 +182,7 @@ def _runs(job: Job) -> int:
     return max(1, ops * min(job.microbatches, ENOUGH * ranks))
 
 
-def _simulated(step: Step, context: Context, order: Found) -> _TriedOrder | None:
+def _simulated(step: Step, context: Context, order: TimedOrder) -> _TriedOrder | None:
     """Step 2; None for an order that cannot be."""
     short = _shortest(step, context)
     if short is None:

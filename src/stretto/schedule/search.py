@@ -98,7 +98,7 @@ class Sought:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TimedOrder:
     """One order. time: what it takes, in the unit of the times. family: whether a family made it."""
 
     schedule: Schedule
@@ -110,11 +110,11 @@ class Found:
 class Searched:
     """All orders that were found, the fastest first. bound: no order with any of their maps takes less."""
 
-    found: tuple[Found, ...]
+    found: tuple[TimedOrder, ...]
     bound: float
 
     @property
-    def best(self) -> Found:
+    def best(self) -> TimedOrder:
         return self.found[0]
 
     @property
@@ -132,7 +132,7 @@ def search(sought: Sought) -> Searched:
             f"no schedule of {sought.ranks} ranks and {sought.virtual_stages} stages each fits the memory: "
             "allow more, or give smaller microbatches"
         )
-    found = [Found(schedule, sought.time(schedule), True) for schedule in families]
+    found = [TimedOrder(schedule, sought.time(schedule), True) for schedule in families]
     found += _lists(sought, families)
     bound = min(sought.least(places) for places in {one.schedule.stage_ranks for one in found})
     # Of equal ones a family comes first: its order is known, and its backward may be whole.
@@ -180,7 +180,7 @@ def _fitting(sought: Sought, family: str, groups: bool) -> Schedule | None:
     return best
 
 
-def _lists(sought: Sought, families: Sequence[Schedule]) -> list[Found]:
+def _lists(sought: Sought, families: Sequence[Schedule]) -> list[TimedOrder]:
     """Step 2."""
     few = min(sought.microbatches, ENOUGH * sought.ranks)
     short = replace(sought, microbatches=few)
@@ -194,7 +194,7 @@ def _lists(sought: Sought, families: Sequence[Schedule]) -> list[Found]:
     for _, make in tried[:KEPT]:
         schedule = make(sought)
         if schedule is not None and sought.fits(schedule):
-            found.append(Found(schedule, sought.time(schedule)))
+            found.append(TimedOrder(schedule, sought.time(schedule)))
     return found
 
 
