@@ -48,9 +48,8 @@ class Node:
 
     lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it does not
         share its lane, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
-        message's time; for a RECEIVE, and for a FINISH whose start is in an earlier window, when it can be
-        used, counted from the window's begin.
-    crosses: for a RECEIVE, whether another rank sends.
+        message's time; for a FINISH whose start is in an earlier window, when its collective ends, counted
+        from the window's begin.
     start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
     lazy: costs nothing and allocates nothing (waits, views), so it may come directly before its first user.
     """
@@ -63,7 +62,6 @@ class Node:
     load: float = 0.0
     start: int = -1
     lazy: bool = False
-    crosses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class WindowGraph:
     def key(self) -> tuple[object, ...]:
         """Equal for windows that differ in names alone: the same order serves them."""
         nodes = tuple(
-            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy, n.crosses)
+            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy)
             for n in self.nodes
         )
         storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
@@ -173,19 +171,18 @@ class _GraphMaker:
             else:
                 edge = self.job.edges[int(item.ref)]
                 message = edge.index, self.microbatches[item.part]
-                ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
-                crosses = ends[0] != ends[1]
                 if item.kind is ItemKind.SEND:
                     if (item.part, edge.value) in self.made:
                         need.add(self.made[item.part, edge.value])
                     sent[message] = at
-                    us = message_us(self.costs.link(*ends), edge.spec.nbytes) if crosses else 0.0
+                    ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
+                    us = message_us(self.costs.link(*ends), edge.spec.nbytes) if ends[0] != ends[1] else 0.0
                     nodes.append(Node(item, Role.SEND, time_us=us))
                 else:
                     if message in sent:
                         need.add(sent[message])  # from a part of the same rank
                     self.made[item.part, edge.value] = at
-                    nodes.append(Node(item, Role.RECEIVE, lazy=True, crosses=crosses))
+                    nodes.append(Node(item, Role.RECEIVE, lazy=True))
             needs.append(need)
         self._forward_first(needs)
         if self.frees:

@@ -11,13 +11,9 @@ from dataclasses import replace
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job
-from stretto.order.depend import Role, WindowGraph, make_graph
+from stretto.order.depend import make_graph
 from stretto.order.policies import DEFAULT, legal_order
 from stretto.order.window import improve_order
-
-ARRIVAL = 0.6
-"""When messages of other ranks arrive, in parts of the window's work from its begin. A window by itself knows
-nothing of other ranks: with 0, what waits for a message would come before what could run. TODO measured"""
 
 
 class WindowOrders:
@@ -54,7 +50,6 @@ class WindowOrders:
         graph = make_graph(self._job, self._costs, window, self._stage_ranks)
         if not graph.communicates:
             return window
-        graph = _with_arrivals(graph)
         key = graph.key()
         if key not in self._orders:
             improves = self._policy == DEFAULT
@@ -62,16 +57,6 @@ class WindowOrders:
                 improve_order(graph, share=self._share) if improves else legal_order(self._policy, graph)
             )
         return replace(window, items=tuple(graph.nodes[index].item for index in self._orders[key]))
-
-
-def _with_arrivals(graph: WindowGraph) -> WindowGraph:
-    """The graph with messages of other ranks at ARRIVAL."""
-    arrival_us = ARRIVAL * graph.work_us
-    nodes = (
-        replace(node, time_us=arrival_us) if node.role is Role.RECEIVE and node.crosses else node
-        for node in graph.nodes
-    )
-    return replace(graph, nodes=tuple(nodes))
 
 
 def waits_at_once(job: Job, window: Window) -> Window:

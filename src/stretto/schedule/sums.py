@@ -1,4 +1,4 @@
-"""Gradient reductions: what is reduced once a step, over which ranks, in which buckets (programs REDUCE_GRAD).
+"""Gradient reductions: what is reduced once a step, over which ranks, in which buckets (REDUCE_GRAD).
 
 A gradient may have to be reduced for three reasons, in this order: its parts along an axis
 (`Parameter.partial`), its copies on several pipeline ranks (ties), the data-parallel copies. Ties are reduced
@@ -39,9 +39,9 @@ from stretto.ir.program import (
 from stretto.ir.transfers import summed_bytes, tied_ranks
 
 LARGE_BYTES = 4 * 2**20
-"""Gradients of at least so many bytes are reduced by themselves. Assumed: their transfer takes far longer than
-a collective's latency on any link, and a copy into a bucket would cost memory and time. A bucket that has
-grown to it is closed, for the same reason: more would only start later."""
+"""Gradients of at least so many bytes are reduced by themselves. Assumed: their transfer takes far longer
+than a collective's latency on any link, and a copy into a bucket would cost memory and time. A bucket that
+has grown to it is closed, for the same reason: more would only start later."""
 
 
 @dataclass(slots=True)
