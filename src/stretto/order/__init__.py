@@ -4,11 +4,18 @@
 """
 
 from stretto.order.depend import Node, Role, WindowGraph, make_graph
-from stretto.order.policies import POLICIES, Policy, legal_order, policy_of, register
+from stretto.order.policies import (
+    POLICIES,
+    Policy,
+    WindowOrders,
+    legal_order,
+    policy_of,
+    register,
+    waits_at_once,
+)
 from stretto.order.storages import WindowStorage
 from stretto.order.walk import Replay, replay
 from stretto.order.window import improve_order, list_order
-from stretto.order.windows import WindowOrders, waits_at_once
 
 __all__ = [
     "POLICIES",

@@ -27,7 +27,7 @@ from stretto.ir.action import ONCE, Phase, Schedule, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op, OverlapMode
-from stretto.order.windows import waits_at_once
+from stretto.order.policies import waits_at_once
 from stretto.schedule.posting import Message, latest_posts, post_positions
 from stretto.schedule.sums import communicators_of, with_sums
 from stretto.schedule.windows import last_name, last_run, make_window, window_name

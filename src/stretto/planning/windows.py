@@ -10,8 +10,8 @@ from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
+from stretto.order.policies import WindowOrders
 from stretto.order.whole_step import FEWEST, Frees, order_together, walks_allowed
-from stretto.order.windows import WindowOrders
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import apart, frees
