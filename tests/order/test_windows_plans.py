@@ -13,7 +13,7 @@ from stretto.ir.action import Overlap, Phase, Schedule
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Job, Op, OverlapMode, Ref, TensorSpec
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import legal_order, list_order, register, windows
+from stretto.order import legal_order, list_order, policies, register
 from stretto.order.depend import WindowGraph
 from stretto.planning.across import across, split_stages
 from stretto.planning.choose import Tried, why_less
@@ -137,7 +137,7 @@ def test_each_kind_of_window_is_ordered_once(monkeypatch: pytest.MonkeyPatch) ->
         calls.append(name)
         return legal_order(name, graph)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(windows, "legal_order", counted)
+    monkeypatch.setattr(policies, "legal_order", counted)
     counts = []
     for stages, microbatches in ((4, 8), (4, 24), (6, 24)):
         calls.clear()
