@@ -271,6 +271,8 @@ def _ends(
         chain: dict[str, tuple[ReductionTime, ...]] = defaultdict(tuple)
         for stage in where.stages_of(rank):
             for op in reducing.stages[stage].ops.get(Phase.REDUCE_GRAD, ()):
+                if not op.sums:  # a wait
+                    continue
                 assert op.collective is not None
                 communicator = communicators[op.lane]
                 time = collective_time(costs, job, communicator, op.collective)
