@@ -138,8 +138,8 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     for edge in order:
         source = stages[edge.source]
         leaves_us[edge.index] = source.leaving_us(edge, source.distances.from_start)
-        for arriving, found in zip(source.edges_in, source.distances.from_arrival, strict=True):
-            time_us = leaves_us[arriving.index] + travel_us[arriving.index] + source.leaving_us(edge, found)
+        for arriving, since in zip(source.edges_in, source.distances.from_arrival, strict=True):
+            time_us = leaves_us[arriving.index] + travel_us[arriving.index] + source.leaving_us(edge, since)
             leaves_us[edge.index] = max(leaves_us[edge.index], time_us)
 
     # 2 and 4. Backward along the messages.
@@ -174,8 +174,8 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     for stage in stages:
         inside = stage.distances
         head, tail = inside.from_start, inside.to_end
-        for edge, found in zip(stage.edges_in, inside.from_arrival, strict=True):
-            head = np.maximum(head, leaves_us[edge.index] + travel_us[edge.index] + found)
+        for edge, since in zip(stage.edges_in, inside.from_arrival, strict=True):
+            head = np.maximum(head, leaves_us[edge.index] + travel_us[edge.index] + since)
         for to_sink, rest_us in zip(inside.to_sink, rests_us(stage), strict=True):
             tail = np.maximum(tail, to_sink + rest_us)
         # Both count the op itself; a head or a tail is without it.
@@ -244,7 +244,7 @@ def _edge_order(job: Job, stages: list[StageReach]) -> list[Edge]:
     for edge in job.edges:
         source = stages[edge.source]
         arrivals = zip(source.edges_in, source.distances.from_arrival, strict=True)
-        needed = (e.index for e, found in arrivals if source.leaving_us(edge, found) > NEVER)
+        needed = (e.index for e, since in arrivals if source.leaving_us(edge, since) > NEVER)
         sorter.add(edge.index, *needed)
     try:
         return [job.edges[index] for index in sorter.static_order()]

@@ -13,7 +13,7 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
    over lanes, in which stretches of compute count with their load, each for the least time that it takes on
    its lane (`stretto.processor.pace`).
 
-Equal stages have equal shapes, and their distances are found once. Cost is quadratic in a stage's ops with
+Equal stages have equal shapes, and their distances are computed once. Cost is quadratic in a stage's ops with
 matrix products, times its collectives.
 """
 

@@ -195,7 +195,7 @@ class _GraphMaker:
             self.window,
             tuple(nodes),
             tuple(tuple(sorted(need)) for need in needs),
-            tuple(tuple(found) for found in after),
+            tuple(map(tuple, after)),
             find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
             self.costs.skew,
         )
@@ -234,15 +234,15 @@ class _GraphMaker:
                     ends.setdefault(part, []).append(at)
                 leads.update(own)
         for backward, forward in self.frees:
-            # A stage may hold nothing, and its forwards begin with no op.
+            # A stage may be empty, and its forwards begin with no op.
             for at in begins.get(forward, ()):
                 needs[at].update(ends.get(backward, ()))
 
     def _maker(self, part: int, value: str) -> int:
         """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""
-        for place in (part, *self.earlier[part]):
-            if (place, value) in self.made:
-                return self.made[place, value]
+        for earlier in (part, *self.earlier[part]):
+            if (earlier, value) in self.made:
+                return self.made[earlier, value]
         return -1
 
     def _op(self, item: Item, op: Op) -> Node:
@@ -268,10 +268,10 @@ class _GraphMaker:
 
     def _adds(self) -> dict[tuple[int, str], list[int]]:
         """(part, value) -> the parameters to whose gradients it is added, by index."""
-        found: dict[tuple[int, str], list[int]] = {}
+        adds: dict[tuple[int, str], list[int]] = {}
         for index, parameter in enumerate(self.job.parameters):
             for stage, phase, value in parameter.grads:
                 for part, (at, runs) in enumerate(self.window.parts):
                     if at == stage and phase in runs.parts:
-                        found.setdefault((part, value), []).append(index)
-        return found
+                        adds.setdefault((part, value), []).append(index)
+        return adds

@@ -49,7 +49,7 @@ class ForwardBackward:
                         receives[message] = rank, index
                     else:
                         sends.append((message, (rank, index)))
-        self._arrives = {place: receives[message] for message, place in sends if message in receives}
+        self._arrives = {key: receives[message] for message, key in sends if message in receives}
         """Send -> its receive."""
         self._missing = {
             (rank, index): len(users) + ((rank, index) in self._arrives)
@@ -69,7 +69,7 @@ class ForwardBackward:
                 by_us = draw.gauss(0.0, deviation_us)
                 off.update({(rank, index): by_us for index in group})
         begins = self.begins_us(best, off)
-        # Of ops that begin at one time those that are needed come first: nodes stand behind what they use.
+        # Of ops that begin at one time those that are needed come first: nodes come behind what they use.
         ranks = zip(self._windows, begins, strict=True)
         yield SearchPoint(
             orders=tuple(sorted(window.placed_in(range(len(of))), key=of.__getitem__) for window, of in ranks)
@@ -84,19 +84,19 @@ class ForwardBackward:
         lanes: dict[tuple[int, str], _Lane] = defaultdict(_Lane)
         ready: list[tuple[float, int, int]] = []
 
-        def can_go(place: RankNode) -> None:
-            rank, index = place
-            end_us = walked.timings[rank].ends_us[index] + off_us.get(place, 0.0)
+        def can_go(key: RankNode) -> None:
+            rank, index = key
+            end_us = walked.timings[rank].ends_us[index] + off_us.get(key, 0.0)
             heapq.heappush(ready, (-end_us, -index, rank))
 
-        def processed(place: RankNode) -> None:
-            missing[place] -= 1
-            if not missing[place]:
-                can_go(place)
+        def processed(key: RankNode) -> None:
+            missing[key] -= 1
+            if not missing[key]:
+                can_go(key)
 
-        for place, users in missing.items():
+        for key, users in missing.items():
             if not users:
-                can_go(place)
+                can_go(key)
         while ready:
             _, minus, rank = heapq.heappop(ready)
             index = -minus

@@ -83,23 +83,23 @@ def legal_order(name: str, graph: WindowGraph) -> tuple[int, ...]:
     """What the policy `name` makes of the graph.
 
     Raises UsageError when it is no legal order: no numbers of nodes, a node that is missing or there twice,
-    or one that stands before what it needs. Of a user's policy that fails as well.
+    or one that comes before what it needs. Also for a user's policy that fails.
     """
     where = f"policy {name!r}, window {graph.window.name}"
     count = len(graph.nodes)
     order = tuple(_index(where, given, count) for given in _given(name, graph, where))
-    places = {index: at for at, index in enumerate(order)}
-    if len(places) < len(order):
-        twice = next(index for at, index in enumerate(order) if places[index] != at)
+    positions = {index: at for at, index in enumerate(order)}
+    if len(positions) < len(order):
+        twice = next(index for at, index in enumerate(order) if positions[index] != at)
         raise UsageError(f"{where}: {_called(graph, twice)} is there twice; name every node once")
     if len(order) < count:
-        missing = next(index for index in range(count) if index not in places)
+        missing = next(index for index in range(count) if index not in positions)
         raise UsageError(f"{where}: {_called(graph, missing)} is missing; name every node once")
     for index, needs in enumerate(graph.before):
         for needed in needs:
-            if places[needed] > places[index]:
+            if positions[needed] > positions[index]:
                 raise UsageError(
-                    f"{where}: {_called(graph, index)} stands before {_called(graph, needed)}, which it "
+                    f"{where}: {_called(graph, index)} comes before {_called(graph, needed)}, which it "
                     "needs; keep every node behind all of `graph.before`"
                 )
     return order
@@ -114,7 +114,7 @@ def _given(name: str, graph: WindowGraph, where: str) -> list[object]:
             return list(islice(given, len(graph.nodes) + 1))
     except Exception as error:
         if name in OWN or isinstance(error, StrettoError):
-            raise  # of a policy that says itself what is wrong, or of a defect here
+            raise  # of a policy with a message of its own, or of a defect here
         raise UsageError(
             f"{where}: the policy fails with {type(error).__name__}: {error}; correct it, for it has to "
             "order every window"

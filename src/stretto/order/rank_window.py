@@ -114,7 +114,7 @@ def make_rank_window(
     needs: list[dict[int, None]] = []
     events: list[dict[int, None]] = []
     after: list[list[int]] = [[] for _ in graph.nodes]
-    for index, before in enumerate(graph.before):  # nodes stand behind what they use
+    for index, before in enumerate(graph.before):  # nodes come behind what they use
         mine: dict[int, None] = {}
         met: dict[int, None] = {}
         for needed in before:
@@ -147,7 +147,7 @@ def _lazy(graph: WindowGraph, microbatches: tuple[int, ...], little: float | Non
     little_us = little * sum(node.work_us for node in graph.nodes) / len(set(microbatches))
     lazy = [node.lazy for node in graph.nodes]
     leads = [False] * len(lazy)
-    for index in reversed(range(len(lazy))):  # users stand behind what they use
+    for index in reversed(range(len(lazy))):  # users come behind what they use
         node = graph.nodes[index]
         leads[index] = any(not lazy[user] or leads[user] for user in graph.after[index])
         if node.role is Role.COMPUTE and node.work_us <= little_us:

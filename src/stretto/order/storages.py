@@ -42,7 +42,7 @@ def find_storages(
     ops: by part, the ops of its stage by name. bytes_in: (stage, value) -> bytes of what edges bring. made:
     (part, value) -> the item that makes it.
     """
-    memory = _Places(job, window, ops, made)
+    roots = _Roots(job, window, ops, made)
     users: dict[tuple[int, str], list[int]] = {}
     for at, item in enumerate(window.items):
         if window.parts[item.part][1] is Phase.REDUCE_GRAD:
@@ -56,10 +56,10 @@ def find_storages(
                 start = ops[item.part].get(op.uses[0])
                 names = (*names, *(in_flight(start) if start is not None else ()))
         for name in names:
-            place = memory.place(item.part, name)
-            if not is_external(place[1]):
-                users.setdefault(place, []).append(at)
-    kept = memory.kept()
+            key = roots.root(item.part, name)
+            if not is_external(key[1]):
+                users.setdefault(key, []).append(at)
+    kept = roots.kept()
     storages: list[WindowStorage] = []
     for (part, root), readers in users.items():
         stage, _ = window.parts[part]
@@ -74,13 +74,13 @@ def find_storages(
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _Roots:
     job: Job
     window: Window
     ops: Sequence[Mapping[str, Op]]
     made: Mapping[tuple[int, str], int]
 
-    def place(self, part: int, name: str) -> tuple[int, str]:
+    def root(self, part: int, name: str) -> tuple[int, str]:
         """Steps 1 and 2: (part, value) in whose memory a part's value lies; the first part that has it."""
         if is_external(name):
             return part, name
@@ -98,18 +98,18 @@ class _Places:
 
     def kept(self) -> set[tuple[int, str]]:
         """Step 3."""
-        found: set[tuple[int, str]] = set()
+        kept: set[tuple[int, str]] = set()
         for part in self.window.actions:
             stage, phase = self.window.parts[part]
             here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].parts}
             for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
                 if sub not in here:
-                    found.update(
-                        self.place(part, name) for op in self.job.stages[stage].ops[sub] for name in reads(op)
+                    kept.update(
+                        self.root(part, name) for op in self.job.stages[stage].ops[sub] for name in reads(op)
                     )
             leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
-            found.update(self.place(part, value) for value in leaves)
-        return found
+            kept.update(self.root(part, value) for value in leaves)
+        return kept
 
 
 class WindowMemory:

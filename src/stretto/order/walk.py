@@ -82,7 +82,7 @@ def walk(resources: Resources, ranks: Sequence[LaneWalk], most_us: float = float
 class LaneWalk(ABC):
     """One rank's compute lane. order: the nodes so far; late_us: when the gradient reductions
     that it starts have ended; worked_us: how long the lane has worked;
-    memory: of what is held, if any; last_us: the most that the lane may have waited when it goes on."""
+    memory: of the rank, if it is counted; last_us: the most that the lane may have waited when it goes on."""
 
     last_us: float
 
@@ -128,7 +128,7 @@ class LaneWalk(ABC):
 
     @abstractmethod
     def _go_on(self) -> None:
-        """The lane is free: place what comes next, until the lane works or waits."""
+        """The lane is free: put what comes next, until the lane works or waits."""
 
     def _microbatch(self, node: Node) -> int:
         return self.window.microbatches[node.item.part]
