@@ -269,12 +269,12 @@ def run_example(family: str, stages: int, microbatches: int) -> tuple[Plan, set[
 @pytest.mark.parametrize(
     ("family", "stages", "microbatches", "window"),
     [
-        ("1f1b", 2, 4, "0B+0B+0B"),
+        ("1f1b", 2, 4, "0F+0B"),
         ("eager-1f1b", 2, 3, "1F+1B"),
         ("gpipe", 2, 4, "0B"),
         ("zb-h1", 2, 4, "1F+1I+1W"),
         ("zb-h2", 2, 6, "1F+1I+1W"),
-        ("1f1b", 1, 4, "0B+0B"),
+        ("1f1b", 1, 4, "0F+0B"),
     ],
 )
 def test_the_documented_policy_is_legal_in_all_windows(
