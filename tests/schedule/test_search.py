@@ -6,7 +6,6 @@ import csv
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from stretto.schedule.list_schedule import list_orders
 from stretto.schedule.room import Room, most_held
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, time_schedule
-from stretto.schedule.urgencies import periodic
 from stretto.verifying import schedule_faults
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "data" / "zero_bubble_table5.csv").open()))
@@ -186,27 +184,6 @@ def test_it_comes_close_to_the_best_order(seed: int, max_live: int | None) -> No
     shortest = shortest_time(tuple(range(stages)), microbatches, times, max_live=max_live)
     found = search(Sought(stages, 1, microbatches, times, max_live=max_live))
     assert found.bound - 1e-9 <= shortest <= found.best.time <= 1.1 * shortest
-
-
-def test_a_periodic_solution_leaves_no_rank_idle_in_the_steady_state() -> None:
-    for stage_ranks in (loop(4, 1), loop(3, 2), v(4, 2)):
-        times = PhaseTimes(1.0, 1.3, 0.6, 0.2)
-        urgency = periodic(stage_ranks, times)
-        assert urgency is not None
-        stages, ranks = len(stage_ranks), max(stage_ranks) + 1
-        period = stages // ranks * 2.9
-        for rank in range(ranks):
-            spans = sorted(
-                (urgency(Action(stage, phase, k)), times.of(Action(stage, phase, k)))
-                for stage in range(stages)
-                if stage_ranks[stage] == rank
-                for phase in (Phase.F, Phase.I, Phase.W)
-                for k in range(30)
-            )
-            for (begin, us), (after, _) in pairwise(spans):
-                assert begin + us <= after + 1e-6
-            steady = [us for begin, us in spans if 15 * period <= begin < 16 * period - 1e-6]
-            assert sum(steady) == pytest.approx(period)
 
 
 def test_times_of_other_stages_and_no_memory_are_refused() -> None:

@@ -2,9 +2,8 @@
 
 1. Every family that can have so many stages a rank, with as many live microbatches as memory allows.
 2. List scheduling (`stretto.schedule.list_schedule`) with the backward split and several urgencies
-   (`stretto.schedule.urgencies`): the order of each family, input gradients first, the zero-bubble warm-up,
-   and a periodic solution of the steady state. They are compared over few microbatches, and the best of them
-   over all.
+   (`stretto.schedule.urgencies`): the order of each family, input gradients first, and the zero-bubble
+   warm-up. They are compared over few microbatches, and the best of them over all.
 3. All that was found, the fastest first, with a bound: no family is faster than the first.
 """
 
@@ -23,7 +22,7 @@ from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.list_schedule import Urgency, list_orders, places_in
 from stretto.schedule.room import Room
 from stretto.schedule.timing import PhaseTimes, hops_of, peak_live, time_schedule
-from stretto.schedule.urgencies import backward_first, periodic, warm_up_first
+from stretto.schedule.urgencies import backward_first, warm_up_first
 
 ENOUGH = 8
 """Microbatches for every rank over which orders are compared first. With 4, orders of 32 ranks and 256
@@ -35,9 +34,6 @@ KEPT = 4
 GIVEN_UP = ((0.0, False), (0.25, False), (0.5, False), (0.0, True))
 """(part of a forward that is given up, whether the last input gradient is spared) of the zero-bubble warm-up.
 Assumed; chosen on the table of arXiv 2401.10241."""
-
-LONGER = (1.0, 1.02, 1.05)
-"""Times the shortest period, of periodic solutions. Assumed."""
 
 MEMORIES = (1, 2)
 """Times the memory of 1F1B, in which lists are made where nothing limits it: more is hardly faster (ZB-2p of
@@ -213,10 +209,6 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[So
                 lambda s: backward_first(s.ranks * s.virtual_stages, s.microbatches),
                 memory=memory,
             )
-            for longer in LONGER:
-                period = periodic(places, sought.times, longer)
-                if period is not None:
-                    yield partial(_listed, places, "periodic", _always(period), memory=memory)
             if sought.virtual_stages == 1:
                 for given_up, spare_last in GIVEN_UP:
                     yield partial(
@@ -228,10 +220,6 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[So
                         in_turn=True,
                         spare_last=spare_last,
                     )
-
-
-def _always(urgency: Urgency) -> Callable[[Sought], Urgency]:
-    return lambda sought: urgency
 
 
 def _warm_up(sought: Sought, *, memory: int | None, given_up: float) -> Urgency:
@@ -257,7 +245,7 @@ def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
             return at
         return place[replace(action, phase=Phase.B)] + (0.5 if action.phase is Phase.W else 0.0)
 
-    return _always(urgency)
+    return lambda sought: urgency
 
 
 def _room(sought: Sought, places: tuple[int, ...], memory: int | None) -> Room | None:
