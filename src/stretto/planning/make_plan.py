@@ -266,9 +266,8 @@ def plan(
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     description = describe(cluster)
-    _overlap_mode(
-        job.overlap if overlap is None else overlap
-    )  # names are checked before anything is measured
+    # Names are checked before anything is measured.
+    _overlap_mode(job.overlap if overlap is None else overlap)
     policy_of(order)
     job = without_sums(job)
     wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
