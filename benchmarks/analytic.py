@@ -54,7 +54,7 @@ class Transformer:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TrainLayout:
     """How a step is laid out; `recompute`: activations of every layer are computed again in the backward."""
 
     tp: int
@@ -93,54 +93,54 @@ def megatron_flops(model: Transformer, batch: int, *, recompute: bool = True) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class OpBytes:
     """An op on one rank: bytes moved, and the shape if it is a matmul."""
 
     nbytes: float
     dims: Matmul | None = None
 
 
-def layer_forward(model: Transformer, tp: int, micro_batch: int) -> list[Work]:
+def layer_forward(model: Transformer, tp: int, micro_batch: int) -> list[OpBytes]:
     """Step 1: the ops of a layer's forward on one of `tp` ranks."""
     t, h = micro_batch * model.seq, model.hidden
     head = h // model.heads
     heads = micro_batch * max(1, model.heads // tp)
     stream, scores = t * h, heads * model.seq**2
     return [
-        Work(2 * HALF * stream),  # norm
+        OpBytes(2 * HALF * stream),  # norm
         _matmul(t, 3 * h // tp, h),
-        Work(2 * HALF * 3 * stream / tp),  # heads apart
+        OpBytes(2 * HALF * 3 * stream / tp),  # heads apart
         _matmul(model.seq, model.seq, head, heads),
-        Work(2 * HALF * scores),  # scale and mask
-        Work(2 * HALF * scores),  # softmax
-        Work((2 * HALF + 1) * scores),  # dropout and its mask
+        OpBytes(2 * HALF * scores),  # scale and mask
+        OpBytes(2 * HALF * scores),  # softmax
+        OpBytes((2 * HALF + 1) * scores),  # dropout and its mask
         _matmul(model.seq, head, model.seq, heads),
-        Work(2 * HALF * stream / tp),  # heads together
+        OpBytes(2 * HALF * stream / tp),  # heads together
         _matmul(t, h, h // tp),
-        Work((3 * HALF + 1) * stream),  # bias, dropout, add
-        Work(2 * HALF * stream),  # norm
+        OpBytes((3 * HALF + 1) * stream),  # bias, dropout, add
+        OpBytes(2 * HALF * stream),  # norm
         _matmul(t, 4 * h // tp, h),
-        Work(2 * HALF * 4 * stream / tp),  # bias, GELU
+        OpBytes(2 * HALF * 4 * stream / tp),  # bias, GELU
         _matmul(t, h, 4 * h // tp),
-        Work((3 * HALF + 1) * stream),
+        OpBytes((3 * HALF + 1) * stream),
     ]
 
 
-def backward_of(forward: list[Work]) -> list[Work]:
+def backward_of(forward: list[OpBytes]) -> list[OpBytes]:
     """The ops of the backward: two matmuls for each, and gradients as well as values for the others."""
-    found: list[Work] = []
+    found: list[OpBytes] = []
     for work in reversed(forward):
         if work.dims is None:
-            found.append(Work(1.5 * work.nbytes))
+            found.append(OpBytes(1.5 * work.nbytes))
         else:
             d = work.dims
-            found.append(Work(work.nbytes, Matmul(d.m, d.k, d.n, d.batch)))  # input gradient
-            found.append(Work(work.nbytes, Matmul(d.k, d.n, d.m, d.batch)))  # weight gradient
+            found.append(OpBytes(work.nbytes, Matmul(d.m, d.k, d.n, d.batch)))  # input gradient
+            found.append(OpBytes(work.nbytes, Matmul(d.k, d.n, d.m, d.batch)))  # weight gradient
     return found
 
 
-def _matmul(m: int, n: int, k: int, batch: int = 1) -> Work:
-    return Work(HALF * batch * (m * k + k * n + m * n), Matmul(m, n, k, batch))
+def _matmul(m: int, n: int, k: int, batch: int = 1) -> OpBytes:
+    return OpBytes(HALF * batch * (m * k + k * n + m * n), Matmul(m, n, k, batch))
 
 
 def padded_vocab(vocab: int, tp: int) -> int:
@@ -185,7 +185,7 @@ class StepTime:
 
 def step_time(
     model: Transformer,
-    layout: Layout,
+    layout: TrainLayout,
     roof: Roof,
     links: CollectiveModel,
     software: Software = MEGATRON_DEEPSPEED,
@@ -252,9 +252,9 @@ def _ends_us(model: Transformer, words: int, micro_batch: int, roof: Roof) -> tu
     """F + B of the embedding, and of the logits with their loss; `words` are those of one rank."""
     t, h = micro_batch * model.seq, model.hidden
     logits = [_matmul(t, words, h)]
-    head = [*logits, *backward_of(logits), Work(LOSS_BYTES * t * words)]
-    return _sum_us([Work(3 * HALF * t * h)] * 2, roof), _sum_us(head, roof)
+    head = [*logits, *backward_of(logits), OpBytes(LOSS_BYTES * t * words)]
+    return _sum_us([OpBytes(3 * HALF * t * h)] * 2, roof), _sum_us(head, roof)
 
 
-def _sum_us(ops: list[Work], roof: Roof) -> float:
+def _sum_us(ops: list[OpBytes], roof: Roof) -> float:
     return sum(op_us(0.0, work.nbytes, work.dims, roof) for work in ops)

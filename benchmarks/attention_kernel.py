@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from benchmarks.compute import VOCABULARY, Setup
+from benchmarks.compute import VOCABULARY, ComputeCell
 from stretto.models.build import build_model, counted_loss_function
 
 MODEL = "llama 512"
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--turns", type=int, default=3)
     wished = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    settings = Setup(MODEL, 1, sequence=wished.tokens).settings
+    settings = ComputeCell(MODEL, 1, sequence=wished.tokens).settings
     model = build_model(settings, VOCABULARY, seed=0)
     counted = counted_loss_function(settings)
     batch = torch.randint(0, VOCABULARY, (1, wished.tokens + 1))

@@ -120,7 +120,7 @@ def described(job: Job, reduce_us: float) -> Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class BraidTable:
     """The closed forms for p ranks and m microbatches; reduce_us: an all-reduce. Times in microseconds."""
 
     p: int
@@ -150,7 +150,7 @@ class Table:
         return 6 * self.m * CHUNK_US + (self.p - 1) * (CHUNK_US + self.ar_us) + self.braid_us
 
 
-def planned(table: Table, family: str, overlap: OverlapMode, *, more_live: int | None = None) -> Plan:
+def planned(table: BraidTable, family: str, overlap: OverlapMode, *, more_live: int | None = None) -> Plan:
     """more_live: of live microbatches, how many more than in the family's order a stage may hold; None is any
     number."""
     schedule: Schedule = make_schedule(family, table.p, table.m)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str]) -> None:
         flush=True,
     )
     for p in map(int, arguments or (2, 4, 8)):
-        table = Table(p, 4 * p, UNIT_US / 2)
+        table = BraidTable(p, 4 * p, UNIT_US / 2)
         others = planned(table, "interleaved-1f1b", "local"), planned(table, "zb-v", "off")
         cells = [_cell(table, exposed_us(plan), simulated_us(plan)) for plan in others]
         cells.append(_cell(table, table.braid_us, table.braid_step_us))
@@ -206,5 +206,5 @@ def simulated_us(plan: Plan) -> float:
     return simulate(plan).step_us
 
 
-def _cell(table: Table, waits_us: float, step_us: float) -> str:
+def _cell(table: BraidTable, waits_us: float, step_us: float) -> str:
     return f"{waits_us / table.ar_us:.1f} AR, {step_us / table.braid_step_us:.3f}"

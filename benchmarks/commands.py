@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from benchmarks import tables
+from stretto.cli.common import check_output, write_and_print
 from stretto.cli.main import StoppableGroup
-from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import StrettoError, UsageError, meant
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.program import OVERLAP_MODES
@@ -76,7 +76,7 @@ def compute(
             sequence=sequence,
             say=progress.print,
         )
-    _write_and_tell(result, json_out, tables.compute_table(result))
+    _write_and_print(result, json_out, tables.compute_table(result))
 
 
 @bench.command()
@@ -96,19 +96,18 @@ def reshard(
 
     Each host has two ranks.
     """
-    from benchmarks.in_lab import result_of
-    from benchmarks.reshard import Setup, link_bytes_per_s
-    from benchmarks.reshard_cases import HOSTS, RANKS_PER_HOST, cases
+    from benchmarks.labs import result_of
+    from benchmarks.reshard import HOSTS, RANKS_PER_HOST, ReshardRace, cases, link_bytes_per_s
     from stretto.lab import Lab
 
     _begin(rounds, 3, json_out)
     link_bytes_per_s(rate)  # before the lab is up
     chosen = tuple(_words(parts))
     cases(chosen)
-    setup = Setup(rate, mib, rounds, chosen, in_flight_mib << 20)
+    setup = ReshardRace(rate, mib, rounds, chosen, in_flight_mib << 20)
     lab = Lab(hosts=HOSTS, rate=rate, ranks_per_host=RANKS_PER_HOST)
     result = result_of(lab, "reshard", asdict(setup))
-    _write_and_tell(result, json_out, tables.reshard_table(result))
+    _write_and_print(result, json_out, tables.reshard_table(result))
 
 
 @bench.command()
@@ -124,19 +123,14 @@ def pipeline(
     keep_out: KeepOut = None,
 ) -> None:
     """PyTorch's pipelining against families of ours: 8 blocks of hidden 512, one or two stages a rank."""
-    from benchmarks.pipeline_setup import HOSTS, WORKER, chosen, races
-    from benchmarks.races import run_races
+    from benchmarks.pipeline import HOSTS, WORKER, chosen, races
     from stretto.lab.rates import parse_rate
 
     _begin(rounds, 5, json_out)
     parse_rate(rate)  # before the first lab is up
     setups = races(rate, _numbers("--hosts", hosts, HOSTS), chosen(_words(families)), rounds=rounds)
 
-    def keep(result: dict[str, Any]) -> None:
-        last = result["races"][-1]
-        _write_and_tell(result, json_out, tables.pipeline_table(last), last["rows"])
-
-    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
+    _run(WORKER, setups, tables.pipeline_table, json_out, keep_out)
 
 
 @bench.command()
@@ -152,8 +146,7 @@ def tensor(
     keep_out: KeepOut = None,
 ) -> None:
     """PyTorch's eager tensor parallelism against ours, with overlap off, local and window: tp = 2."""
-    from benchmarks.races import run_races
-    from benchmarks.tensor_race import SHAPES, WORKER, races
+    from benchmarks.tensor import SHAPES, WORKER, races
 
     _begin(rounds, 3, json_out)
     setups = races(
@@ -164,11 +157,7 @@ def tensor(
         rounds=rounds,
     )
 
-    def keep(result: dict[str, Any]) -> None:
-        last = result["races"][-1]
-        _write_and_tell(result, json_out, tables.tensor_table(last), last["rows"])
-
-    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
+    _run(WORKER, setups, tables.tensor_table, json_out, keep_out)
 
 
 @bench.command()
@@ -186,9 +175,8 @@ def moe(
     keep_out: KeepOut = None,
 ) -> None:
     """What hides the all-to-alls of experts: serial, under experts alone, AMPipe, pipe-experts, windows."""
+    from benchmarks.moe import SHAPES, VERSION, WORKER, races
     from benchmarks.moe_model import ROUTINGS
-    from benchmarks.moe_race import SHAPES, VERSION, WORKER, races
-    from benchmarks.races import run_races
 
     _begin(rounds, 3, json_out)
     rates = _rates(rate)
@@ -198,11 +186,7 @@ def moe(
     routings = [known for word in chosen for known in ROUTINGS if known == word]
     setups = races(rates, _numbers("--hosts", hosts, SHAPES), routings, rounds=rounds)
 
-    def keep(result: dict[str, Any]) -> None:
-        last = result["races"][-1]
-        _write_and_tell({"version": VERSION, **result}, json_out, tables.moe_table(last), last["rows"])
-
-    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
+    _run(WORKER, setups, tables.moe_table, json_out, keep_out, {"version": VERSION})
 
 
 @bench.command()
@@ -219,18 +203,13 @@ def unet(
     keep_out: KeepOut = None,
 ) -> None:
     """A U-Net whose skips cross two hosts: messages waited for, early, and PyTorch's pipelining."""
-    from benchmarks.races import run_races
-    from benchmarks.unet import VERSION, WORKER, Setup, check_installed
+    from benchmarks.unet import VERSION, WORKER, UNetRace, check_installed
 
     _begin(rounds, 3, json_out)
-    setups = [Setup(rate=one, rounds=rounds) for one in _rates(rate)]
+    setups = [UNetRace(rate=one, rounds=rounds) for one in _rates(rate)]
     check_installed()
 
-    def keep(result: dict[str, Any]) -> None:
-        last = result["races"][-1]
-        _write_and_tell({"version": VERSION, **result}, json_out, tables.unet_table(last), last["rows"])
-
-    run_races(WORKER, setups, progress.print, keep, _folder(keep_out))
+    _run(WORKER, setups, tables.unet_table, json_out, keep_out, {"version": VERSION})
 
 
 @bench.command()
@@ -267,7 +246,7 @@ def predict(
     with tempfile.TemporaryDirectory() as temporary:
         folder = _folder(keep_out) or Path(temporary)
         result = run_grid(cells, rounds, folder.resolve(), progress.print, keep)
-    _write_and_tell(result, json_out, tables.predict_table(result))
+    _write_and_print(result, json_out, tables.predict_table(result))
 
 
 @bench.command()
@@ -279,7 +258,7 @@ def published(
 
     check_output("--json", json_out)
     result = compare()
-    _write_and_tell(result, json_out, tables.published_table(result))
+    _write_and_print(result, json_out, tables.published_table(result))
 
 
 SCRIPTS = {
@@ -307,6 +286,24 @@ for _name, _text in SCRIPTS.items():
     _add_script(_name, _text)
 
 
+def _run(
+    module: str,
+    setups: Sequence[Any],
+    table: Callable[[Row], Grid],
+    json_out: Path | None,
+    keep_out: Path | None,
+    more: Row | None = None,
+) -> None:
+    """Run races; after each its table is printed and all so far are written, with `more`."""
+    from benchmarks.labs import run_races
+
+    def keep(result: Row) -> None:
+        last = result["races"][-1]
+        _write_and_print({**(more or {}), **result}, json_out, table(last), last["rows"])
+
+    run_races(module, setups, progress.print, keep, _folder(keep_out))
+
+
 def _begin(rounds: int, least: int, json_out: Path | None) -> None:
     """What is looked at before any work."""
     if rounds < least:
@@ -316,7 +313,7 @@ def _begin(rounds: int, least: int, json_out: Path | None) -> None:
 
 def _rates(text: str) -> list[str]:
     """Rates of races, looked at before the first lab is up."""
-    from benchmarks.races import BALANCED
+    from benchmarks.labs import BALANCED
     from stretto.lab.rates import parse_rate
 
     found = _words(text)
@@ -360,11 +357,11 @@ def write_json(result: Any, out: Path | None) -> None:
         progress.print(f"wrote {out}")
 
 
-def _write_and_tell(result: Any, out: Path | None, table: Grid, rows: Sequence[Row] = ()) -> None:
+def _write_and_print(result: Any, out: Path | None, table: Grid, rows: Sequence[Row] = ()) -> None:
     """The figures, as a file and as a table; rows: where noise is looked for."""
 
-    def tell() -> None:
+    def show() -> None:
         table.print()
         tables.warn_of_noise(rows)
 
-    write_and_tell(lambda: write_json(result, out), tell)
+    write_and_print([(out, lambda path: write_file(path, json.dumps(result, indent=1) + "\n"))], show)

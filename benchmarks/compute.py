@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from benchmarks.in_lab import worker_command
-from benchmarks.race import compare, fresh, race, timed
+from benchmarks.labs import worker_command
+from benchmarks.racing import compare, fresh, race, timed
 from stretto.config import GPTSettings, HuggingFaceSettings
 from stretto.errors import RunError, UsageError, meant
 from stretto.models.build import build_model, counted_loss_function
@@ -49,7 +49,7 @@ CONTEXTS = ("max_position_embeddings", "n_positions")
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class ComputeCell:
     """One place of the grid. model: a name of `MODELS`."""
 
     model: str
@@ -111,7 +111,7 @@ MODELS: Mapping[str, GPTSettings | HuggingFaceSettings] = {
 """Hidden sizes at which a step takes about a second on one core."""
 
 
-def run_worker(cell: Setup) -> dict[str, Any]:
+def run_worker(cell: ComputeCell) -> dict[str, Any]:
     """Steps 2 and 3 in this process: {"cell": ..., "rows": [...]}. Raises RunError when systems disagree."""
     torch.manual_seed(0)
     model = build_model(cell.settings, VOCABULARY, seed=0)
@@ -203,7 +203,7 @@ def compute(
     found: list[dict[str, Any]] = []
     for count in threads:
         for model in models:
-            cell = Setup(model, count, rounds=rounds, compile=compile, sequence=sequence)
+            cell = ComputeCell(model, count, rounds=rounds, compile=compile, sequence=sequence)
             say(f"{model}, {count} {'thread' if count == 1 else 'threads'}")
             out = folder / f"{len(found)}.json"
             command = worker_command("compute", asdict(cell), out)
@@ -222,3 +222,7 @@ def compute(
         "rounds": rounds,
     }
     return {"setup": setup, "cells": found}
+
+
+SETUP = ComputeCell
+"""What a worker of this module takes."""

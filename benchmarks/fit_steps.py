@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks.analytic import MEGATRON_DEEPSPEED
-from benchmarks.published_steps import STEP_DEVICE, Row, errors, step_rows
+from benchmarks.published import STEP_DEVICE, MeasuredStep, errors, step_rows
 from stretto.price.devices import device
 
 FACTORS: Mapping[str, tuple[float, float]] = {
@@ -47,7 +47,7 @@ def shipped() -> Factors:
     return {name: getattr(MEGATRON_DEEPSPEED, name) if v is None else v for name, v in found.items()}
 
 
-def mean_error(rows: Sequence[Row], values: Factors) -> float:
+def mean_error(rows: Sequence[MeasuredStep], values: Factors) -> float:
     """With these factors, applied to the device and the software that they belong to."""
     roof = device(STEP_DEVICE).roof()
     of_device = {name: v for name, v in values.items() if hasattr(roof.efficiency, name)}
@@ -60,7 +60,7 @@ def mean_error(rows: Sequence[Row], values: Factors) -> float:
     return statistics.fmean(map(abs, found))
 
 
-def fit(rows: Sequence[Row], start: Factors = START) -> Factors:
+def fit(rows: Sequence[MeasuredStep], start: Factors = START) -> Factors:
     """The factors of least mean error on `rows`: one at a time up and down by a part that is halved when
     nothing helps, until it is under 1 %. Deterministic."""
     values, part = dict(start), 0.4

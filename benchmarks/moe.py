@@ -14,43 +14,227 @@ The MLP-only pipeline is `under_experts`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 import stretto
-from benchmarks.kept import keep_run, prediction_of, with_costs
-from benchmarks.moe_model import Stack, squared_error
-from benchmarks.moe_result import (
-    AUTO,
-    AUTO_CHUNKS,
-    AXIS,
-    SERIAL,
-    SYSTEMS,
-    UNDER_EXPERTS,
-    WHOLE,
-    Cuts,
-    Setup,
-    System,
-    make_result,
+from benchmarks.labs import PROBE
+from benchmarks.moe_model import Routing, Stack, squared_error, under_experts
+from benchmarks.racing import (
+    Times,
+    check_loss,
+    compare,
+    exposed_s,
+    hidden,
+    is_first,
+    keep_runs,
+    one_step,
+    own_parts,
+    plain_step,
+    plans_of,
+    prediction_of,
+    race_json,
+    say_on_first,
+    take_turns,
+    with_costs,
 )
-from benchmarks.race import compare, is_first, say_on_first
-from benchmarks.raced import check_loss, one_step, own_parts, plain_step, plans_of, take_turns
-from benchmarks.races import PROBE
-from benchmarks.under_experts import under_experts
-from benchmarks.work import Batch, work_of
-from stretto.ir.costs import Costs
+from benchmarks.work import Batch, RankWork, work_of
+from stretto.ir.axes import EP
+from stretto.ir.collectives import ALL_TO_ALL
+from stretto.ir.costs import Costs, Prediction
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job
+from stretto.ir.program import Job, OverlapMode
+from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
-from stretto.order.policies import register
+from stretto.models.moe import MoEConfig
+from stretto.order.policies import DEFAULT, register
 from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
 
+AXIS = EP.name
 
-def run_worker(setup: Setup, kept: str = "") -> Any:
+SERIAL, MLP_ONLY, AUTO = "serial", "MLP-only", "auto"
+
+UNDER_EXPERTS = "under experts"
+"""The policy of `benchmarks.moe_model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """chunks: of the sequence (AMPipe). slices: of what experts get (pipe-experts)."""
+
+    chunks: int = 1
+    slices: int = 1
+
+
+WHOLE = Cuts()
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSystem:
+    """How it cuts, what may hide communication, and the policy that orders ops."""
+
+    cuts: Cuts
+    overlap: OverlapMode
+    order: str = DEFAULT
+
+
+SYSTEMS: Mapping[str, MoeSystem] = {
+    SERIAL: MoeSystem(WHOLE, "off"),
+    f"{MLP_ONLY} 2": MoeSystem(Cuts(slices=2), "local", UNDER_EXPERTS),
+    f"{MLP_ONLY} 4": MoeSystem(Cuts(slices=4), "local", UNDER_EXPERTS),
+    "pipe-experts 2": MoeSystem(Cuts(slices=2), "local"),
+    "AMPipe 2": MoeSystem(Cuts(chunks=2), "local"),
+    "AMPipe 4": MoeSystem(Cuts(chunks=4), "local"),
+    "AMPipe 2, pipe-experts 2": MoeSystem(Cuts(chunks=2, slices=2), "local"),
+    "windows": MoeSystem(WHOLE, "window"),
+}
+"""All but `AUTO`: of windows over `AUTO_CHUNKS` and over whole sequences the fastest by prediction."""
+
+AUTO_CHUNKS = (2, 4)
+"""Beside whole sequences: what `ampipe_degree = "auto"` tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoeRace:
+    """One race. Shapes are those of the whole model and of one microbatch of a rank. rate: as the lab takes
+    it. expert_ratio: width of an expert over `hidden`."""
+
+    rate: str = "unlimited"
+    ep: int = 2
+    routing: Routing = "balanced"
+    hidden: int = 512
+    heads: int = 8
+    layers: int = 2
+    sequence: int = 1024
+    experts: int = 8
+    top_k: int = 2
+    expert_ratio: float = 2.0
+    microbatch: int = 1
+    microbatches: int = 4
+    ep_buffer: float = 1.5
+    rounds: int = 3
+    threads_per_rank: int = 1
+    dtype: str = "float32"
+
+    @property
+    def world(self) -> int:
+        return self.ep
+
+    def __str__(self) -> str:
+        return f"ep={self.ep}, {self.routing}, {self.rate}"
+
+    def build(self) -> tuple[Stack, Batch]:
+        """The model and the whole batch, equal in all processes."""
+        torch.manual_seed(0)
+        config = MoEConfig(
+            vocab_size=1,
+            layers=self.layers,
+            hidden=self.hidden,
+            heads=self.heads,
+            context=self.sequence,
+            positions="learned",
+            experts=self.experts,
+            top_k=self.top_k,
+            expert_ratio=self.expert_ratio,
+            capacity_factor=1.0 if self.routing == "balanced" else None,
+        )
+        size = (self.microbatch * self.microbatches * self.ep, self.sequence, self.hidden)
+        return Stack(config, self.routing), {name: torch.randn(size) for name in ("x", "target")}
+
+    def capture(self, model: Stack, batch: Batch, **how: Any) -> Job:
+        """The step as a job. how: more of `stretto.Parallel`."""
+        if self.routing == "router":
+            how["ep_buffer"] = self.ep_buffer
+        parallel = stretto.Parallel(dp=self.ep, ep=self.ep, microbatches=self.microbatches, **how)
+        return stretto.capture(model, batch, loss=squared_error, parallel=parallel)
+
+
+def make_result(
+    setup: MoeRace,
+    plans: Mapping[str, Plan],
+    times: Mapping[str, Times],
+    timelines: Mapping[str, Sequence[Timeline]],
+    work: RankWork,
+    known: Prediction,
+    **more: Any,
+) -> dict[str, Any]:
+    """The JSON of the race.
+
+    work: of a microbatch. known: what is predicted of `SERIAL` by costs that are measured again after the
+    race, from which the bound is: of the step that is not cut, as cuts add work.
+    """
+    fastest_s = min(took.median_s for name, took in times.items() if name.startswith(MLP_ONLY))
+    bases_s = {"serial": times[SERIAL].median_s, "mlp_only": fastest_s}
+    exposed = {name: _all_to_all_s(plans[name], lines) for name, lines in timelines.items()}
+    own = {}
+    for name, plan in plans.items():
+        planned_s = prediction_of(plan).step_us / 1e6
+        own[name] = {
+            "bound_s": known.bound_us / 1e6,
+            "overlap": plan.overlap,
+            "overlap_why": plan.overlap_why,
+            "chunks": plan.job.chunks,
+            "planned_s": planned_s,
+            "measured_over_planned": times[name].median_s / planned_s,
+            "exposed_s": exposed[name],
+            "hidden": hidden([exposed[name]], [exposed[SERIAL]])[0],
+            "peak_bytes": max(timelines[name][-1].peak_bytes),
+        }
+    return race_json(
+        setup,
+        times,
+        bases_s,
+        known,
+        own,
+        microbatch_work=asdict(work),
+        communication_over_compute=work.ratio,
+        costs=plans[SERIAL].costs.source,
+        **more,
+    )
+
+
+def _all_to_all_s(plan: Plan, lines: Sequence[Timeline]) -> float:
+    """Exposed, of the only pipeline rank."""
+    labels = {
+        op.label
+        for stage in plan.job.stages
+        for ops in stage.ops.values()
+        for op in ops
+        if op.kind is ALL_TO_ALL
+    }
+    (found,) = exposed_s(lines, lambda span: span.name in labels)
+    return found
+
+
+WORKER = "moe"
+"""The module of this room that every rank runs."""
+
+VERSION = 2
+"""Of the JSON: it goes up when a key changes its meaning or is gone."""
+
+SHAPES = {2: MoeRace(ep=2), 4: MoeRace(ep=4, sequence=512)}
+"""Hosts, a rank on each -> the race. Four have half a core each, so their sequences are half as long: a race
+of either takes as long."""
+
+
+def races(
+    rates: Sequence[str], hosts: Sequence[int], routings: Sequence[Routing], *, rounds: int
+) -> list[MoeRace]:
+    """The races of all combinations, hosts outermost."""
+    return [
+        replace(SHAPES[ranks], rate=rate, routing=routing, rounds=rounds)
+        for ranks in hosts
+        for routing in routings
+        for rate in rates
+    ]
+
+
+def run_worker(setup: MoeRace, kept: str = "") -> Any:
     """One rank of the race. kept: where rank 0 keeps what ran, a folder for each system; or `PROBE`, where
     the work of a microbatch is all that is wanted. Raises RunError when gradients disagree."""
     say_on_first("capturing, and measuring this network")
@@ -78,14 +262,12 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
     if not is_first():
         return None
     work = work_of(jobs[WHOLE], costs[WHOLE], [0], AXIS)
-    result = make_result(setup, plans_of(runners), times, timelines, work, prediction_of(again))
-    result["setup"]["worst_error_vs_plain"] = error
-    for name, plan in plans.items() if kept else ():
-        keep_run(Path(kept) / name.replace(",", "").replace(" ", "-"), plan, plan, timelines[name])
-    return result
+    keep_runs(kept, runners, timelines)
+    bound, error_of = prediction_of(again), {"worst_error_vs_plain": error}
+    return make_result(setup, plans_of(runners), times, timelines, work, bound, **error_of)
 
 
-def _captured(setup: Setup, model: Stack, batch: Batch) -> dict[Cuts, Job]:
+def _captured(setup: MoeRace, model: Stack, batch: Batch) -> dict[Cuts, Job]:
     """The step in every way in which a system cuts it. Those in chunks are what "auto" captures."""
     auto = setup.capture(model, batch, ampipe_degree="auto")
     found = {WHOLE: replace(auto, forms=())} | {Cuts(job.chunks): job for job in auto.forms}
@@ -103,20 +285,20 @@ def _measured(job: Job) -> Costs:
 def _planned(model: Stack, jobs: Mapping[Cuts, Job], costs: Mapping[Cuts, Costs]) -> dict[str, Plan]:
     """By name, `SERIAL` first."""
 
-    def plan(system: System) -> Plan:
+    def plan(system: MoeSystem) -> Plan:
         job = jobs[system.cuts]
         if system.order == UNDER_EXPERTS:
             register(UNDER_EXPERTS, under_experts(job, experts_in(model)))
         return make_plan(job, costs[system.cuts], overlap=system.overlap, order=system.order)
 
     found = {name: plan(system) for name, system in SYSTEMS.items()}
-    windows = [found["windows"], *(plan(System(Cuts(chunks), "window")) for chunks in AUTO_CHUNKS)]
+    windows = [found["windows"], *(plan(MoeSystem(Cuts(chunks), "window")) for chunks in AUTO_CHUNKS)]
     # As planning chooses, from the costs that all have.
     found[AUTO] = min(windows, key=lambda one: prediction_of(one).step_us)
     return found
 
 
-def _check_equal(setup: Setup, model: Stack, batch: Batch, runners: Mapping[str, stretto.Runner]) -> float:
+def _check_equal(setup: MoeRace, model: Stack, batch: Batch, runners: Mapping[str, stretto.Runner]) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
     loss, whole = plain_step(model, batch, squared_error, setup.microbatches * setup.ep)
     plain = own_parts(runners[SERIAL], whole)
@@ -126,3 +308,7 @@ def _check_equal(setup: Setup, model: Stack, batch: Batch, runners: Mapping[str,
         worst = max(worst, compare(name, grads, plain, "the plain model"))
         check_loss(name, found, loss)
     return worst
+
+
+SETUP = MoeRace
+"""What a worker of this module takes."""

@@ -22,9 +22,16 @@ from typing import Any
 import torch
 
 import stretto
-from benchmarks.in_lab import CORES, lab_of, result_of
-from benchmarks.kept import keep_run, prediction_of, with_costs
-from benchmarks.race import drop_gradients, is_first, say_on_first, timed
+from benchmarks.labs import CORES, lab_of, result_of
+from benchmarks.racing import (
+    drop_gradients,
+    is_first,
+    keep_run,
+    prediction_of,
+    say_on_first,
+    timed,
+    with_costs,
+)
 from benchmarks.work import GPTWork
 from stretto.ir.compared import against, signed
 from stretto.ir.plan import Plan
@@ -43,7 +50,7 @@ MOST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Cell(GPTWork):
+class GridCell(GPTWork):
     """One place of the grid. overlap: as in `stretto.plan`."""
 
     name: str = ""
@@ -58,7 +65,7 @@ class Cell(GPTWork):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CellResult:
     """A cell's figures. Shares are of the step, the mean over places; peaks by place.
 
     planned_ms: what the plan said when it was made; predicted_ms: with costs measured again after the steps;
@@ -98,7 +105,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class GridLab:
     """What the ranks of a lab are asked. cells: as data; folder: what ran is kept there."""
 
     cells: list[dict[str, Any]]
@@ -107,11 +114,11 @@ class Setup:
     world: int
     threads_per_rank: int = 1
 
-    def made(self) -> list[Cell]:
-        return [Cell(**data) for data in self.cells]
+    def made(self) -> list[GridCell]:
+        return [GridCell(**data) for data in self.cells]
 
 
-_SHAPE = Cell(microbatch=1, microbatches=4)
+_SHAPE = GridCell(microbatch=1, microbatches=4)
 SHAPES = (
     replace(_SHAPE, name="wide", hidden=1024, layers=2, heads=16, sequence=128, vocab=2048),
     replace(_SHAPE, name="deep", hidden=512, layers=6, heads=8, sequence=128, vocab=1024),
@@ -124,7 +131,7 @@ RATES = ("50mbit", "100mbit", "200mbit", "1gbit", "unlimited")
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (2, 2))
 
 
-def grid(rates: tuple[str, ...] = RATES, overlap: OverlapMode = "window") -> list[Cell]:
+def grid(rates: tuple[str, ...] = RATES, overlap: OverlapMode = "window") -> list[GridCell]:
     """All cells; one rank alone has no network, and one rate. Every other shape has sequence parallelism."""
     return [
         replace(shape, pp=pp, tp=tp, rate=rate, sequence_parallel=tp > 1 and number % 2 == 1, overlap=overlap)
@@ -137,7 +144,7 @@ def grid(rates: tuple[str, ...] = RATES, overlap: OverlapMode = "window") -> lis
 # --- the worker: step 2 --------------------------------------------------------------------------------
 
 
-def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]]:
+def run_cell(cell: GridCell, rounds: int) -> tuple[CellResult, Plan, Plan, list[Timeline]]:
     """Step 2 on one rank; every rank of the cell calls it. Returns its figures, the plan as it was made, the
     plan with the costs after its steps, and all counted steps."""
     model, batch = cell.build()
@@ -163,7 +170,7 @@ def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))
         for timeline in timelines
     ]
-    found = Found(
+    found = CellResult(
         cell=str(cell),
         planned_ms=prediction_of(plan).step_us / 1e3,
         predicted_ms=prediction.step_us / 1e3,
@@ -177,7 +184,7 @@ def run_cell(cell: Cell, rounds: int) -> tuple[Found, Plan, Plan, list[Timeline]
     return found, plan, again, timelines
 
 
-def run_worker(setup: Setup) -> list[dict[str, Any]]:
+def run_worker(setup: GridLab) -> list[dict[str, Any]]:
     """Step 2 of all cells of a lab; rank 0 keeps what ran of each."""
     figures = []
     for cell in setup.made():
@@ -193,7 +200,7 @@ def run_worker(setup: Setup) -> list[dict[str, Any]]:
 
 
 def run_grid(
-    cells: Sequence[Cell],
+    cells: Sequence[GridCell],
     rounds: int,
     folder: Path,
     say: Callable[[str], None],
@@ -205,20 +212,20 @@ def run_grid(
     much after each lab, of the cells so far, so that an end before the last loses none. Raises RunError when
     a lab's ranks fail.
     """
-    labs: dict[tuple[int, int, str], list[Cell]] = defaultdict(list)
+    labs: dict[tuple[int, int, str], list[GridCell]] = defaultdict(list)
     for cell in cells:
         labs[cell.pp, cell.tp, cell.rate].append(cell)
-    done: dict[Cell, Found] = {}
+    done: dict[GridCell, CellResult] = {}
     for number, ((pp, tp, rate), together) in enumerate(labs.items(), 1):
         say(f"lab {number} of {len(labs)}: pp={pp} tp={tp} {rate}, {len(together)} shapes")
-        setup = Setup([asdict(cell) for cell in together], rounds, str(folder), pp * tp)
+        setup = GridLab([asdict(cell) for cell in together], rounds, str(folder), pp * tp)
         figures = result_of(lab_of(pp * tp, rate), "predict", asdict(setup), what=str(together[0]))
-        done |= {cell: Found(**one) for cell, one in zip(together, figures, strict=True)}
+        done |= {cell: CellResult(**one) for cell, one in zip(together, figures, strict=True)}
         keep(_result(done, rounds))
     return _result({cell: done[cell] for cell in cells}, rounds)
 
 
-def _result(done: Mapping[Cell, Found], rounds: int) -> dict[str, Any]:
+def _result(done: Mapping[GridCell, CellResult], rounds: int) -> dict[str, Any]:
     shapes = {cell.name: asdict(cell) for cell in SHAPES}
     return {
         "setup": {
@@ -233,7 +240,7 @@ def _result(done: Mapping[Cell, Found], rounds: int) -> dict[str, Any]:
     }
 
 
-def _row(found: Found) -> dict[str, Any]:
+def _row(found: CellResult) -> dict[str, Any]:
     return {
         "cell": found.cell,
         "measured_ms": found.measured_ms,
@@ -247,7 +254,7 @@ def _row(found: Found) -> dict[str, Any]:
     }
 
 
-def _summary(rows: Sequence[Found]) -> dict[str, float]:
+def _summary(rows: Sequence[CellResult]) -> dict[str, float]:
     """Mean and worst magnitudes, in percent (of the step, of the peak) and in points of exposed share."""
     figures: dict[str, list[float]] = {
         "step_difference_pct": [100.0 * found.difference for found in rows],
@@ -261,3 +268,7 @@ def _summary(rows: Sequence[Found]) -> dict[str, float]:
         summary[f"mean_{name}"] = statistics.mean(map(abs, values))
         summary[f"worst_{name}"] = max(values, key=abs)
     return summary
+
+
+SETUP = GridLab
+"""What a worker of this module takes."""

@@ -2,7 +2,7 @@
 
     collectives   the all-reduce sweeps: a curve fitted on every second size predicts the others, both ways
                   round; and the topology model, whose few constants all sweeps share
-    steps         vTrain's measured steps (`benchmarks.published_steps`)
+    steps         vTrain's measured steps (`benchmarks.published`)
     rates         Megatron's count of arithmetic gives the rates that its papers print, to their digits
 
 Reads the files of `data/`, touches no device.
@@ -10,19 +10,93 @@ Reads the files of `data/`, touches no device.
 
 from __future__ import annotations
 
+import csv
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from benchmarks.analytic import megatron_flops
-from benchmarks.published_steps import Row, errors, records, sizes, steps_report
+from benchmarks.analytic import (
+    MEGATRON_DEEPSPEED,
+    Software,
+    TrainLayout,
+    Transformer,
+    megatron_flops,
+    step_time,
+)
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.compared import against
 from stretto.ir.curve import Curve
-from stretto.price.collectives import collective_curve
-from stretto.price.devices import device
+from stretto.price.collectives import CollectiveModel, collective_curve
+from stretto.price.devices import GB_PER_S, device
+from stretto.price.efficiency import Roof
 from stretto.price.fabric import Group
+
+STEP_DEVICE = "a100-80gb"
+"""vTrain says A100 and no more; its 39.1B rows with 16 stages of tp 1 hold 44 GB of parameters, gradients and
+optimizer state on a device, which 40 GB do not."""
+
+MULTI_NIC_GBIT = 100.0
+"""vTrain's multi-node cluster: 800 Gb/s for a node of 8."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A measured step."""
+
+    model: Transformer
+    layout: TrainLayout
+    us: float
+
+
+def records(name: str) -> Iterator[dict[str, str]]:
+    """The rows of a file of `data/`."""
+    text = (Path(__file__).parent / "data" / name).read_text(encoding="utf-8")
+    return csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+
+
+def sizes(record: Mapping[str, str]) -> tuple[Transformer, TrainLayout]:
+    """The model and the layout that a row names."""
+    model = Transformer(*(int(record[key]) for key in ("layers", "hidden", "heads", "seq", "vocab")))
+    keys = ("tp", "pp", "dp", "micro_batch", "global_batch")
+    tp, pp, dp, micro_batch, global_batch = (int(record[key]) for key in keys)
+    return model, TrainLayout(tp, pp, dp, micro_batch, global_batch, recompute=True)
+
+
+def step_rows(which: str) -> list[MeasuredStep]:
+    """vTrain's rows, `single` or `multi`."""
+    return [
+        MeasuredStep(*sizes(r), float(r["ms"]) * 1000.0) for r in records("steps.csv") if r["set"] == which
+    ]
+
+
+def errors(
+    rows: Iterable[MeasuredStep],
+    nic_gbit: float | None = None,
+    roof: Roof | None = None,
+    software: Software = MEGATRON_DEEPSPEED,
+) -> list[float]:
+    """Predicted over measured time, less 1, of each row; nic_gbit: network of a device, and roof: the
+    catalogue's by default."""
+    fabric = device(STEP_DEVICE).fabric()
+    if nic_gbit is not None:
+        fabric = replace(fabric, nic_bytes_per_us=nic_gbit / 8 * GB_PER_S)
+    links, roof = CollectiveModel(fabric, {}), roof or device(STEP_DEVICE).roof()
+    return [step_time(row.model, row.layout, roof, links, software).total_us / row.us - 1 for row in rows]
+
+
+def mean_error(rows: Iterable[MeasuredStep], nic_gbit: float | None = None) -> float:
+    """Mean absolute error: 0.05 is 5 %."""
+    return statistics.fmean(map(abs, errors(rows, nic_gbit)))
+
+
+def steps_report() -> dict[str, object]:
+    """Errors on the single-node rows that were not fitted, and on the multi-node rows, in percent."""
+    return {
+        "single_held_out_percent": 100 * mean_error(step_rows("single")[1::2]),
+        "multi_percent": 100 * mean_error(step_rows("multi"), MULTI_NIC_GBIT),
+    }
 
 
 def sweeps() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
@@ -121,7 +195,7 @@ def table1_differences() -> dict[str, float]:
         if r["source"] == "table1" and r["interleaved"] == "0":
             model, layout = sizes(r)
             us = megatron_flops(model, layout.global_batch) / (float(r["tflops"]) * 1e6 * layout.devices)
-            (error,) = errors([Row(model, layout, us)])
+            (error,) = errors([MeasuredStep(model, layout, us)])
             difference = against(us, us * (1.0 + error)) or 0.0
             found[f"{model.layers} x {model.hidden} on {layout.devices}"] = 100 * difference
     return found

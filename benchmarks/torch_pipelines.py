@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,13 +23,15 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.pipeline_setup import Batch, Blocks, Setup
-from benchmarks.race import Step
+from benchmarks.racing import Batch, RaceStep
 from stretto.ir.stage_maps import loop, v
+
+if TYPE_CHECKING:
+    from benchmarks.pipeline import Blocks, PipelineRace
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TorchSchedule:
     """A schedule of PyTorch's, and where it has its stages. listed: whether it takes a list of them."""
 
     schedule: Any
@@ -41,19 +43,19 @@ class Kind:
 TORCH_1F1B = "torch 1f1b"
 
 KINDS = {
-    "torch gpipe": Kind(ScheduleGPipe, listed=False),
-    TORCH_1F1B: Kind(Schedule1F1B, listed=False),
-    "torch zero bubble": Kind(ScheduleInterleavedZeroBubble),
-    "torch looped bfs": Kind(ScheduleLoopedBFS, 2),
-    "torch interleaved 1f1b": Kind(ScheduleInterleaved1F1B, 2),
-    "torch interleaved zero bubble": Kind(ScheduleInterleavedZeroBubble, 2),
-    "torch zb-v": Kind(ScheduleZBVZeroBubble, 2, v),
-    "torch dualpipev": Kind(ScheduleDualPipeV, 2, v),
+    "torch gpipe": TorchSchedule(ScheduleGPipe, listed=False),
+    TORCH_1F1B: TorchSchedule(Schedule1F1B, listed=False),
+    "torch zero bubble": TorchSchedule(ScheduleInterleavedZeroBubble),
+    "torch looped bfs": TorchSchedule(ScheduleLoopedBFS, 2),
+    "torch interleaved 1f1b": TorchSchedule(ScheduleInterleaved1F1B, 2),
+    "torch interleaved zero bubble": TorchSchedule(ScheduleInterleavedZeroBubble, 2),
+    "torch zb-v": TorchSchedule(ScheduleZBVZeroBubble, 2, v),
+    "torch dualpipev": TorchSchedule(ScheduleDualPipeV, 2, v),
 }
 """By the names under which they race."""
 
 
-def torch_step(kind: Kind, setup: Setup, model: Blocks, batch: Batch, rank: int) -> Step:
+def torch_step(kind: TorchSchedule, setup: PipelineRace, model: Blocks, batch: Batch, rank: int) -> RaceStep:
     """One step of a schedule on this rank's blocks; on the rank of the last stage it gives the loss, which is
     the mean over microbatches."""
     stages = setup.world * kind.virtual_stages

@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from benchmarks.race import Step
+from benchmarks.racing import RaceStep
 
 CUT = "up_blocks.1.resnets.1"
 """The module that begins the second stage: three of the eight skips are used up before it."""
@@ -102,11 +102,11 @@ def _attends(block: Any) -> bool:
 
 def torch_steps(
     unet: nn.Module, batch: Mapping[str, Tensor], microbatches: int, rank: int
-) -> dict[str, Step]:
+) -> dict[str, RaceStep]:
     """By name of the schedule, one step of this rank, on the parameters of the model itself; on the second
     rank it gives the loss, which is the mean over microbatches."""
     half = Before(unet) if rank == 0 else After(unet)
-    found: dict[str, Step] = {}
+    found: dict[str, RaceStep] = {}
     for name, kind in SCHEDULES.items():
         stage = PipelineStage(half, rank, 2, torch.device("cpu"))
         schedule = kind(

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +21,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stretto
-from benchmarks.kept import keep_run, prediction_of, with_costs
-from benchmarks.race import Step, Times, compare, drop_gradients, fresh, is_first, say_on_first
-from benchmarks.raced import check_loss, one_step, own_parts, plain_step, plans_of, take_turns
-from benchmarks.races import PROBE
-from benchmarks.rows import exposed_s, time_row, versions
+from benchmarks.labs import PROBE
+from benchmarks.racing import (
+    RaceStep,
+    Times,
+    check_loss,
+    compare,
+    drop_gradients,
+    exposed_s,
+    fresh,
+    is_first,
+    keep_runs,
+    one_step,
+    own_parts,
+    plain_step,
+    plans_of,
+    prediction_of,
+    race_json,
+    say_on_first,
+    take_turns,
+    with_costs,
+)
 from benchmarks.torch_unet import CUT, torch_steps
-from benchmarks.work import Batch, PlaceWork, work_of
+from benchmarks.work import Batch, RankWork, work_of
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Prediction
@@ -50,21 +65,21 @@ VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class UNetSystem:
     """A schedule's name, and what may hide its messages: with "off" each is waited for at once."""
 
     schedule: str
     overlap: OverlapMode = "window"
 
 
-SYSTEMS: Mapping[str, System] = {
-    BLOCKING: System("1f1b", "off"),
-    "1f1b": System("1f1b"),
-    "eager-1f1b": System("eager-1f1b"),
-    "eager-1f1b-split": System("eager-1f1b-split"),
-    "zb-h1": System("zb-h1"),
-    "zb-h2": System("zb-h2"),
-    "auto": System("auto"),
+SYSTEMS: Mapping[str, UNetSystem] = {
+    BLOCKING: UNetSystem("1f1b", "off"),
+    "1f1b": UNetSystem("1f1b"),
+    "eager-1f1b": UNetSystem("eager-1f1b"),
+    "eager-1f1b-split": UNetSystem("eager-1f1b-split"),
+    "zb-h1": UNetSystem("zb-h1"),
+    "zb-h2": UNetSystem("zb-h2"),
+    "auto": UNetSystem("auto"),
 }
 """In the order in which they are made, the one that waits for all first."""
 
@@ -74,7 +89,7 @@ norm are small sums of large numbers; what was found is in the JSON (`worst_erro
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class UNetRace:
     """One race. Shapes are those of the whole model and of one microbatch. rate: as the lab takes it.
     channels: of the first of four levels, which have c, 2c, 4c and 8c: so both halves take about as long."""
 
@@ -135,7 +150,7 @@ def squared_error(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return nn.functional.mse_loss(said, batch["noise"])
 
 
-def run_worker(setup: Setup, kept: str = "") -> Any:
+def run_worker(setup: UNetRace, kept: str = "") -> Any:
     """One rank of the race. kept: where rank 0 keeps what ran, a folder for each system; or `PROBE`, where
     what a forward of each stage asks is all that is wanted. Raises RunError when gradients disagree."""
     say_on_first("capturing, and measuring this network")
@@ -161,16 +176,13 @@ def run_worker(setup: Setup, kept: str = "") -> Any:
     again = with_costs(base, measured_costs(base.job, base.schedule))
     if not is_first():
         return None
-    plans = plans_of(runners)
-    result = make_result(setup, plans, times, timelines, prediction_of(again))
-    result["setup"]["worst_error_vs_plain"] = error
-    result["setup"]["forward"] = [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
-    for name, plan in plans.items() if kept else ():
-        keep_run(Path(kept) / name.replace(" ", "-"), plan, plan, timelines[name])
-    return result
+    keep_runs(kept, runners, timelines)
+    forward = [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
+    more = {"worst_error_vs_plain": error, "forward": forward}
+    return make_result(setup, plans_of(runners), times, timelines, prediction_of(again), **more)
 
 
-def forward_of(job: Job, costs: Costs, stage: int) -> PlaceWork:
+def forward_of(job: Job, costs: Costs, stage: int) -> RankWork:
     """What a forward of one microbatch takes, with what its stage sends for one: so the balanced rate
     (`races`) is the one at which a microbatch's messages take as long as the longer forward."""
     forward_us = sum(time_of(costs, stage, op) for op in job.stages[stage].ops[Phase.F])
@@ -178,11 +190,11 @@ def forward_of(job: Job, costs: Costs, stage: int) -> PlaceWork:
 
 
 def _check_equal(
-    setup: Setup,
+    setup: UNetRace,
     model: nn.Module,
     batch: Batch,
     runners: Mapping[str, stretto.Runner],
-    theirs: Mapping[str, Step],
+    theirs: Mapping[str, RaceStep],
 ) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
     loss, whole = plain_step(model, batch, squared_error, setup.microbatches)
@@ -205,40 +217,29 @@ def _check_equal(
 
 
 def make_result(
-    setup: Setup,
+    setup: UNetRace,
     plans: Mapping[str, Plan],
     times: Mapping[str, Times],
     timelines: Mapping[str, Sequence[Timeline]],
     known: Prediction,
+    **more: Any,
 ) -> dict[str, Any]:
-    """The JSON of the race: {"setup": ..., "rows": [...]}, medians, with every round's time beside them.
-
-    known: what is predicted of `BLOCKING` by costs that are measured again after the race, from which the
-    bound is.
-    """
-    bound_s = known.bound_us / 1e6
+    """The JSON of the race. known: what is predicted of `BLOCKING` by costs that are measured again after the
+    race, from which the bound is."""
     bases_s = {name.replace(" ", "_"): times[name].median_s for name in (BLOCKING, TORCH)}
-    rows = []
-    for name, found in times.items():
-        row = time_row(name, found, bases_s, bound_s)
-        if name in plans:
-            planned_s = prediction_of(plans[name]).step_us / 1e6
-            row |= {
-                "schedule": plans[name].schedule.family,
-                "overlap": plans[name].overlap,
-                "planned_s": planned_s,
-                "measured_over_planned": found.median_s / planned_s,
-                "exposed_s": exposed_s(timelines[name], lambda span: True),
-                "peak_bytes": list(timelines[name][-1].peak_bytes),
-            }
-        rows.append(row)
-    return {
-        "setup": {
-            **asdict(setup),
-            **versions(),
-            "bound_s": bound_s,
-            "binds": known.binds,
-            "costs": plans[BLOCKING].costs.source,
-        },
-        "rows": rows,
-    }
+    own = {}
+    for name, plan in plans.items():
+        planned_s = prediction_of(plan).step_us / 1e6
+        own[name] = {
+            "schedule": plan.schedule.family,
+            "overlap": plan.overlap,
+            "planned_s": planned_s,
+            "measured_over_planned": times[name].median_s / planned_s,
+            "exposed_s": exposed_s(timelines[name]),
+            "peak_bytes": list(timelines[name][-1].peak_bytes),
+        }
+    return race_json(setup, times, bases_s, known, own, costs=plans[BLOCKING].costs.source, **more)
+
+
+SETUP = UNetRace
+"""What a worker of this module takes."""

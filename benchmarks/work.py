@@ -86,10 +86,10 @@ class GPTWork:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceWork:
-    """What one microbatch asks of a place. compute_us: of ops; collective_us: of an axis's collectives that
-    have their links for themselves; wire_bytes: what these move, each way; message_bytes: what messages
-    take from it to other places."""
+class RankWork:
+    """What one microbatch asks of a pipeline rank. compute_us: of ops; collective_us: of an axis's
+    collectives that have their links for themselves; wire_bytes: what these move, each way; message_bytes:
+    what messages take from it to other ranks."""
 
     compute_us: float
     collective_us: float
@@ -102,8 +102,8 @@ class PlaceWork:
         return self.collective_us / self.compute_us if self.compute_us else 0.0
 
 
-def work_of(job: Job, costs: Costs, stages: Iterable[int], axis: str = AXIS) -> PlaceWork:
-    """The work of one microbatch on a place that holds `stages`, and what it communicates over `axis`."""
+def work_of(job: Job, costs: Costs, stages: Iterable[int], axis: str = AXIS) -> RankWork:
+    """The work of one microbatch on a pipeline rank of `stages`, and what it communicates over `axis`."""
     stages = frozenset(stages)
     compute_us = collective_us = wire_bytes = 0.0
     for index in sorted(stages):
@@ -115,4 +115,4 @@ def work_of(job: Job, costs: Costs, stages: Iterable[int], axis: str = AXIS) -> 
                 assert op.kind is not None
                 wire_bytes += op.kind.moved(asked.size) * asked.nbytes
     leaving = [edge for edge in job.edges if edge.source in stages and edge.target not in stages]
-    return PlaceWork(compute_us, collective_us, wire_bytes, float(sum(edge.spec.nbytes for edge in leaving)))
+    return RankWork(compute_us, collective_us, wire_bytes, float(sum(edge.spec.nbytes for edge in leaving)))

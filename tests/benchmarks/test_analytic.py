@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.analytic import (
-    Layout,
     StepTime,
+    TrainLayout,
     Transformer,
     backward_of,
     layer_forward,
@@ -21,10 +21,10 @@ from stretto.price.collectives import CollectiveModel
 from stretto.price.devices import device
 
 MODEL = Transformer(24, 2048, 16, 1024, 50304)
-LAYOUT = Layout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=32, recompute=True)
+LAYOUT = TrainLayout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=32, recompute=True)
 
 
-def predict(model: Transformer = MODEL, layout: Layout = LAYOUT) -> StepTime:
+def predict(model: Transformer = MODEL, layout: TrainLayout = LAYOUT) -> StepTime:
     a100 = device("a100-80gb")
     return step_time(model, layout, a100.roof(), CollectiveModel(a100.fabric(), {}))
 
@@ -69,7 +69,7 @@ def test_the_bubble_shrinks_with_microbatches() -> None:
 
 
 def test_only_axes_of_more_than_one_communicate() -> None:
-    alone = predict(layout=Layout(1, 1, 1, 2, 32, True))
+    alone = predict(layout=TrainLayout(1, 1, 1, 2, 32, True))
     assert (alone.tp_us, alone.dp_us) == (0.0, 0.0)
     both = predict()
     assert both.tp_us > 0
@@ -78,7 +78,7 @@ def test_only_axes_of_more_than_one_communicate() -> None:
 
 def test_tensor_parallelism_across_nodes_is_dear() -> None:
     big = Transformer(30, 3072, 32, 2048, 50257)
-    within, across = (predict(big, Layout(tp, 1, 64 // tp, 16, 512, True)) for tp in (8, 16))
+    within, across = (predict(big, TrainLayout(tp, 1, 64 // tp, 16, 512, True)) for tp in (8, 16))
     assert across.tp_us > 1.5 * within.tp_us
     assert across.total_us > 1.5 * within.total_us
 

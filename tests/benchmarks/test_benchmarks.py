@@ -12,7 +12,7 @@ from benchmarks.commands import bench, write_json
 from typer.testing import CliRunner
 
 from benchmarks import moe_described
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, UsageError
 from tests.files.test_whole_file import full_disk
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,43 @@ def test_a_refusal_is_a_message_and_a_status(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("stretto: --json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pipeline", "--rounds", "2"], "--rounds 2: a median on a noisy machine wants 5 rounds"),
+        (["pipeline", "--hosts", "3"], "--hosts 3: '3' is none of 2, 4"),
+        (["pipeline", "--families", "zb-v,other"], "choose all, or of gpipe, 1f1b,"),
+        (["pipeline", "--families", ""], "choose all, or of gpipe"),
+        (["pipeline", "--rate", "fast"], "fast"),
+        (["tensor", "--rounds", "2"], "wants 3 rounds"),
+        (["tensor", "--rate", "balanced,fast"], "--rate 'fast'"),
+        (["tensor", "--hidden", "512"], "'512' is none of 1024, 2048"),
+        (["tensor", "--pp", "1,3"], "'3' is none of 1, 2"),
+        (["moe", "--rate", ""], "give rates"),
+        (["moe", "--hosts", "3"], "'3' is none of 2, 4"),
+        (["moe", "--routing", "even"], "choose of balanced, router"),
+        (["moe", "--routing", ""], "choose of balanced, router"),
+        (["unet", "--rounds", "2"], "wants 3 rounds"),
+        (["unet", "--rate", "fast"], "--rate 'fast'"),
+        (["reshard", "--rounds", "2"], "wants 3 rounds"),
+        (["reshard", "--rate", "unlimited"], "give a rate such as 200mbit"),
+        (["reshard", "--cases", "fan-in"], "choose of fan-out, devices, layouts, meshes"),
+        (["compute", "--rounds", "2"], "wants 5 rounds"),
+        (["compute", "--threads", "1,none"], "give numbers from 1 on"),
+        (["predict", "--pp", "3"], "'3' is none of 1, 2"),
+        *(
+            ([name, "--json", "/no/such/folder/x.json"], "does not exist")
+            for name in ("pipeline", "tensor", "moe", "unet", "reshard", "compute", "predict", "published")
+        ),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+)
+def test_wrong_usage_is_refused_before_a_lab_is_up(arguments: list[str], message: str) -> None:
+    error = CliRunner().invoke(bench, arguments).exception
+    assert isinstance(error, UsageError)
+    assert message in str(error)
 
 
 def test_figures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.commands import bench as commands
-from benchmarks.race import SAME, fresh
+from benchmarks.racing import SAME, fresh
 from benchmarks.tables import compute_table
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from benchmarks import compute as bench
 from stretto.config import GPTSettings
@@ -27,7 +25,8 @@ def test_a_cell_compares_and_times_both(
     monkeypatch.setattr(
         bench, "MODELS", {"tiny": GPTSettings(layers=2, hidden=32, heads=2, context=bench.SEQUENCE)}
     )
-    found = bench.run_worker(bench.Setup("tiny", 1, microbatches=2, rounds=3, compile=False, sequence=48))
+    cell = bench.ComputeCell("tiny", 1, microbatches=2, rounds=3, compile=False, sequence=48)
+    found = bench.run_worker(cell)
     assert found["cell"]["sequence"] == 48
     assert [row["system"] for row in found["rows"]] == [bench.EAGER, bench.OURS]
     eager, ours = found["rows"]
@@ -61,7 +60,7 @@ def test_systems_that_disagree_void_the_race() -> None:
 def test_models_have_room_for_the_sequence() -> None:
     for name in bench.MODELS:
         with torch.device("meta"), torch.no_grad():
-            model = build_model(bench.Setup(name, 1, sequence=320).settings, 16, seed=0)
+            model = build_model(bench.ComputeCell(name, 1, sequence=320).settings, 16, seed=0)
             out = model(torch.zeros(1, 320, dtype=torch.int64))
         assert getattr(out, "logits", out).shape[:2] == (1, 320)
 
@@ -69,17 +68,3 @@ def test_models_have_room_for_the_sequence() -> None:
 def test_an_unknown_model_is_told_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown model 'bert'; known are gpt 512"):
         bench.compute(["bert"], [1], 5, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--rounds", "2"], "wants 5 rounds or more"),
-        (["--threads", "1,none"], "give numbers from 1 on"),
-        (["--json", "/nowhere/at/all.json"], "does not exist"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], text: str) -> None:
-    result = CliRunner().invoke(commands, ["compute", *arguments])
-    assert isinstance(result.exception, UsageError)
-    assert text in str(result.exception)

@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.commands import bench
-from benchmarks.moe_model import EvenRouter
-from benchmarks.moe_race import SHAPES, VERSION, races
-from benchmarks.moe_result import AUTO, SERIAL, SYSTEMS, Cuts, Setup
+from benchmarks.moe import AUTO, SERIAL, SHAPES, SYSTEMS, VERSION, Cuts, MoeRace, races
+from benchmarks.moe_model import EvenRouter, under_experts
 from benchmarks.tables import moe_table
-from benchmarks.under_experts import under_experts
 from typer.testing import CliRunner
 
-from benchmarks import races as lab_races
-from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Op
@@ -31,7 +27,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.report.rundir import load_run
-from tests.benchmarks.small_race import run_small
+from tests.benchmarks.small_race import checked_rows, run_small
 
 SMALL: dict[str, Any] = {
     "hidden": 32,
@@ -44,19 +40,11 @@ SMALL: dict[str, Any] = {
 
 
 def check(result: Any) -> None:
-    rows = {row["system"]: row for row in result["rows"]}
-    assert list(rows) == [*SYSTEMS, AUTO]
-    setup = result["setup"]
-    assert 0 < setup["worst_error_vs_plain"] < 1e-5
-    serial = rows[SERIAL]["step_s"]
-    mlp_only = min(row["step_s"] for name, row in rows.items() if name.startswith("MLP-only"))
+    steps_s = {row["system"]: row["step_s"] for row in result["rows"]}
+    mlp_only = min((name for name in steps_s if name.startswith("MLP-only")), key=lambda name: steps_s[name])
+    rows = checked_rows(result, [*SYSTEMS, AUTO], {"serial": SERIAL, "mlp_only": mlp_only})
     for name, row in rows.items():
-        assert row["step_s"] == sorted(row["rounds_s"])[1]
-        assert row["speedup_vs_serial"] == serial / row["step_s"]
-        assert row["speedup_vs_mlp_only"] == mlp_only / row["step_s"]
-        assert row["ratio_to_bound"] == row["step_s"] / row["bound_s"]
         assert row["hidden"] == pytest.approx(1 - row["exposed_s"] / rows[SERIAL]["exposed_s"])
-        assert 0 <= row["exposed_s"] <= row["step_s"]
         if name in SYSTEMS:
             assert row["overlap"] == SYSTEMS[name].overlap or row["overlap_why"]
             assert row["chunks"] == SYSTEMS[name].cuts.chunks
@@ -87,7 +75,7 @@ def test_a_probe_finds_the_work_of_a_microbatch(tmp_path: Path) -> None:
 @pytest.mark.lab
 @pytest.mark.slow
 def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, 2, Setup(ep=2, **SMALL))
+    monkeypatch.setitem(SHAPES, 2, MoeRace(ep=2, **SMALL))
     out = tmp_path / "moe.json"
     done = CliRunner().invoke(
         bench, ["moe", "--rate", "200mbit", "--routing", "balanced", "--json", str(out)]
@@ -115,7 +103,7 @@ def test_the_even_router_gives_each_expert_of_every_chunk_the_same() -> None:
 @functools.cache
 def mlp_only(slices: int, routing: str = "balanced") -> tuple[Plan, dict[str, Op], tuple[str, ...]]:
     """A plan of two blocks, its ops by name, and the modules with experts."""
-    setup = Setup(**{**SMALL, "layers": 2, "routing": routing})
+    setup = MoeRace(**{**SMALL, "layers": 2, "routing": routing})
     model, batch = setup.build()
     job = setup.capture(model, batch, pipe_experts_multi_data=slices)
     modules = experts_in(model)
@@ -176,71 +164,5 @@ def test_races_are_the_documented_work() -> None:
     assert {(s.hidden, s.experts, s.top_k, s.dtype) for s in found} == {(512, 8, 2, "float32")}
     assert {(s.ep, s.sequence) for s in found} == {(2, 1024), (4, 512)}
     assert {s.rounds for s in found} == {5}
-    assert Setup(**asdict(found[0])) == found[0]
+    assert MoeRace(**asdict(found[0])) == found[0]
     assert {system.cuts for system in SYSTEMS.values()} > {Cuts(), Cuts(chunks=2), Cuts(chunks=4)}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "2"], "--rounds 2: a median on a noisy machine wants 3 rounds or more"),
-        (["--json", "/no/such/folder/x.json"], "the folder /no/such/folder does not exist"),
-        (["--rate", "balanced,fast"], "--rate 'fast': expected a number and kbit, mbit or gbit"),
-        (["--rate", ""], "--rate '': give rates, as 100mbit, or balanced"),
-        (["--hosts", "3"], "--hosts 3: '3' is none of 2, 4"),
-        (["--routing", "even"], "--routing even: choose of balanced, router"),
-        (["--routing", ""], "--routing : choose of balanced, router"),
-    ],
-)
-def test_wrong_usage(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(bench, ["moe", *arguments])
-    assert isinstance(result.exception, UsageError)
-    assert message in str(result.exception)
-
-
-def row_of(system: str, step_s: float, **more: Any) -> dict[str, Any]:
-    return {
-        "system": system,
-        "overlap": "window",
-        "chunks": 2,
-        "step_s": step_s,
-        "speedup_vs_serial": 4.0 / step_s,
-        "speedup_vs_mlp_only": 3.0 / step_s,
-        "ratio_to_bound": step_s / 1.6,
-        "bound_s": 1.6,
-        "rounds_s": [step_s] * 3,
-        "planned_s": 1.9,
-        "measured_over_planned": step_s / 1.9,
-        "hidden": 0.923,
-        **more,
-    }
-
-
-def test_the_command_prints_tables_and_writes_what_can_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, Setup, str]] = []
-
-    def in_lab(module: str, setup: Setup, kept: str) -> Any:
-        asked.append((module, setup, kept))
-        if kept == "probe":
-            return [{"compute_us": 8e5, "collective_us": 1e4, "wire_bytes": 3.14e7, "message_bytes": 0.0}]
-        more = {"communication_over_compute": 1.0, "bound_s": 1.6, "binds": "compute"}
-        return {"setup": {**asdict(setup), **more}, "rows": [row_of(AUTO, 2.0)]}
-
-    monkeypatch.setattr(lab_races, "in_lab", in_lab)
-    out = tmp_path / "moe.json"
-    done = CliRunner().invoke(bench, ["moe", "--hosts", "4", "--routing", "router", "--json", str(out)])
-    assert done.exception is None
-    for text in ("ep=4, the router's own assignment, 310mbit", "auto (2 chunks, window)"):
-        assert text in done.output, text
-    for text in ("2000", "2.00", "1.50", "92%", "1600", "1.25", "+5.3%"):
-        assert text in done.output, text
-    assert [(module, setup.rate, kept) for module, setup, kept in asked] == [
-        ("moe", "unlimited", "probe"),
-        ("moe", "310mbit", ""),
-    ]
-    read = json.loads(out.read_text())
-    assert read["version"] == VERSION
-    assert read["races"][0]["setup"]["asked_rate"] == "balanced"
-    moe_table(read["races"][0]).print()

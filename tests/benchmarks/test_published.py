@@ -9,8 +9,14 @@ from typing import Any
 
 import pytest
 from benchmarks.commands import bench
-from benchmarks.published import collectives_report, rates, table1_differences
-from benchmarks.published_steps import MULTI_NIC_GBIT, mean_error, step_rows
+from benchmarks.published import (
+    MULTI_NIC_GBIT,
+    collectives_report,
+    mean_error,
+    rates,
+    step_rows,
+    table1_differences,
+)
 from typer.testing import CliRunner
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

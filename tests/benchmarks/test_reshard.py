@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from benchmarks.commands import bench
-from benchmarks.in_lab import worker_command
-from benchmarks.reshard import Setup
-from benchmarks.reshard_cases import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, cases, planned
-from benchmarks.tables import reshard_table
-from typer.testing import CliRunner
+from benchmarks.reshard import COLUMNS, HOSTS, ITEMSIZE_BYTES, RANKS_PER_HOST, ReshardRace, cases, planned
 
-from stretto.errors import UsageError
+from tests.benchmarks.small_race import run_small
 
 ROWS = 4096
 BYTES_PER_S = 25e6
@@ -62,23 +53,8 @@ def test_what_is_predicted_of_each_case() -> None:
 
 @pytest.mark.slow
 def test_a_small_race_checks_values_and_says_what_the_page_says(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out = tmp_path / "race.json"
-    setup = asdict(Setup(mib=1, rounds=3))
-    command = worker_command("reshard", setup, out)
-    world = HOSTS * RANKS_PER_HOST
-    base = {**os.environ, "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            command, env={**base, "RANK": str(r), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
-        )
-        for r in range(world)
-    ]
-    errors = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * world, errors
-    result = json.loads(out.read_text())
+    setup = asdict(ReshardRace(mib=1, rounds=3))
+    result = run_small("reshard", setup, HOSTS * RANKS_PER_HOST, tmp_path / "race.json")
     assert [f"{row['case']}, {row['mode']}, {row['choice']}" for row in result["rows"]] == list(
         predicted_units()
     )
@@ -87,34 +63,3 @@ def test_a_small_race_checks_values_and_says_what_the_page_says(tmp_path: Path) 
         assert row["measured_s"] == sorted(row["rounds_s"])[1]
         assert row["measured_over_predicted"] == pytest.approx(row["measured_s"] / row["predicted_s"])
         assert row["predicted_s"] >= row["bound_s"] * (1 - 1e-9)
-
-
-def test_the_table_names_each_case_with_its_error(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {
-        "case": "one host to 3",
-        "mode": "point_to_point",
-        "choice": "balanced",
-        "bound_s": 1.0,
-        "predicted_s": 3.0,
-        "measured_s": 4.0,
-        "measured_over_predicted": 4.0 / 3.0,
-        "ratio_to_bound": 4.0,
-    }
-    reshard_table({"setup": asdict(Setup()), "rows": [row]}).print()
-    printed = capsys.readouterr().out
-    for word in ("64 MiB at 200mbit", "one host to 3", "point to point", "+33.3%", "4.00"):
-        assert word in printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--rounds", "2"), "3 rounds or more"),
-        (("--rate", "unlimited"), "give a rate such as 200mbit"),
-        (("--cases", "fan-in"), "choose of fan-out, devices, layouts, meshes"),
-        (("--json", "/nowhere/at/all.json"), "does not exist"),
-    ],
-)
-def test_wrong_usage_is_refused_before_the_lab_is_up(arguments: tuple[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        CliRunner().invoke(bench, ["reshard", *arguments], catch_exceptions=False)

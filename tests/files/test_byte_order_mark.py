@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from stretto.cli.verify import _read
+from stretto.cli.walks import _read
 from stretto.config import load_settings
 from stretto.config.task import TaskSettings
 from stretto.ir.serialize import load_plan

@@ -18,7 +18,7 @@ from stretto.price.calibration import load_calibration
 from stretto.price.cluster_file import load_cluster
 from stretto.price.nccl_tests import read_nccl_tests
 from stretto.price.profiler_trace import read_trace
-from stretto.report.jsonfile import load_timeline
+from stretto.report.files import load_timeline
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import read_state
 from tests.capturing.zoo import Chain, mean_square, rows

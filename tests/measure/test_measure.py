@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.moe_result import Setup
+from benchmarks.moe import MoeRace
 from typer.testing import CliRunner
 
 import stretto
 from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
-from stretto.cli.cost import cost as cost_app
+from stretto.cli.ops import cost as cost_app
 from stretto.errors import StrettoError
 from stretto.files.typed_file import from_text
 from stretto.ir.action import Phase
@@ -241,7 +241,7 @@ def test_others_are_taken_to_send_as_many_rows() -> None:
 def test_dropless_experts_are_measured_with_rows_for_all() -> None:
     """And with a buffer that made-up routing may not fit."""
     ep = 4
-    setup = Setup(
+    setup = MoeRace(
         ep=ep, routing="router", hidden=32, heads=2, layers=1, sequence=256, microbatches=1, ep_buffer=1.0
     )
     job = setup.capture(*setup.build())

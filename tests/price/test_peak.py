@@ -12,7 +12,7 @@ from stretto.ir.work import work_of
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.price.devices import devices
 from stretto.price.peak import CALLED, FP32_PART, device_peak, named_peak
-from stretto.report.rates import rates_grid
+from stretto.report.tables import rates_grid
 
 
 def job_of(precision: str, recompute: str = "none") -> Job:

@@ -13,13 +13,13 @@ from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.costliest import costliest_ops
 from stretto.report.detail import RECOMPUTATION, laid_over, op_category, runs_of, window_ops
 from stretto.report.findings import findings
+from stretto.report.grid import format_us
+from stretto.report.ops import costliest_ops
 from stretto.report.tables import traffic_grid
 from stretto.report.text import timeline_text
 from stretto.report.traffic import axes_of, communication_of, traffic_of
-from stretto.report.words import format_us
 from stretto.schedule.families import make_schedule
 from stretto.simulating import predict, simulate
 from tests.simulating.test_engine import schedule
@@ -140,7 +140,7 @@ def test_the_costliest_ops_come_first_and_shares_are_of_everything() -> None:
     costs = {key: us * (5 if key[1].startswith("dw") else 1) for key, us in plan.costs.op_us.items()}
     plan = replace(plan, costs=replace(plan.costs, op_us=costs))
     found = costliest_ops(plan, most=100)
-    assert found[0].made == "float32[512,256]"
+    assert found[0].makes == "float32[512,256]"
     assert found[0].phases == "W"
     # Two stages of two blocks, four microbatches.
     assert found[0].calls == 2 * 2 * 4
@@ -148,7 +148,7 @@ def test_the_costliest_ops_come_first_and_shares_are_of_everything() -> None:
     assert sum(group.share for group in found) == pytest.approx(1.0)
     assert [group.total_us for group in found] == sorted((d.total_us for d in found), reverse=True)
     merged = costliest_ops(plan, most=100, by_inputs=False)
-    assert len({(d.target, d.made) for d in merged}) == len(merged) < len(found)
+    assert len({(d.target, d.makes) for d in merged}) == len(merged) < len(found)
 
 
 def test_findings_say_what_is_exposed_where() -> None:
@@ -179,7 +179,16 @@ def test_text_timeline_keeps_its_width_and_names_every_lane() -> None:
     lines = timeline_text(timeline, 100).plain.split("\n")
     assert all(len(line) <= 100 for line in lines)
     labels = [line[:13].strip() for line in lines]
-    assert labels[1:9] == ["ranks 0-1", "pp 1>0", "sums", "tp", "ranks 2-3", "pp 0>1", "sums", "tp"]
+    assert labels[1:9] == [
+        "ranks 0-1",
+        "pp 1>0",
+        "reductions",
+        "tp",
+        "ranks 2-3",
+        "pp 0>1",
+        "reductions",
+        "tp",
+    ]
     compute = next(line for line in lines if line.startswith("ranks 2-3"))
     assert len(compute) == 100
     assert "1F0" in compute

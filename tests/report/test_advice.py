@@ -12,9 +12,8 @@ from stretto.ir.costs import Peak
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.ir.work import Work, work_of
-from stretto.report.advice import advice_grid
-from stretto.report.help import SEQUENCE, Reason, help_for
-from stretto.report.rates import rates_grid
+from stretto.report.advice import SEQUENCE, Reason, advice_grid, help_for
+from stretto.report.tables import rates_grid
 from stretto.report.traffic import Traffic
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
@@ -80,35 +79,46 @@ def test_sequence_parallelism_is_told_apart_from_tp() -> None:
     assert list(said) == [SEQUENCE, "tp"]
 
 
-def test_what_is_after_the_last_op_cannot_be_hidden() -> None:
-    why, helps = told(timeline_of(compute(0, 80), *waited("dp 0.0", 80, 100)))["dp"]
-    assert why == "20 us of it is after a rank's last op, with nothing left to hide it"
-    assert "more microbatches to a step" in helps
-
-
-def test_what_is_before_the_first_op_fills_the_pipeline() -> None:
-    why, helps = told(timeline_of(*waited("pp 0>1 e0:0", 0, 20), compute(20, 100)), plan_of())["pp"]
-    assert why == "20 us of it is before a rank's first op: the pipeline fills"
-    assert helps.startswith("more microbatches (now 4)")
-
-
-def test_more_communication_than_compute_is_the_networks() -> None:
-    why, helps = told(timeline_of(compute(0, 20), *waited("ep all_to_all x", 20, 80), compute(80, 100)))["ep"]
-    assert why == "it takes 60 us, and all compute that could hide it 40 us"
-    assert helps.endswith("links 1.5 times as fast, which compute could hide")
-
-
-def test_late_ranks_are_told_from_slow_networks() -> None:
-    late = timeline_of(
-        compute(0, 40),
-        *waited("tp all_reduce m", 40, 60),
-        compute(60, 100),
-        busy_us=(80.0, 90.0),
-        stalls=(Stall("tp", 0, 1, 30.0),),
-    )
-    why, helps = told(late)["tp"]
-    assert why == "15 us a rank is spent until the last rank has begun its part"
-    assert "who waits for whom" in helps
+@pytest.mark.parametrize(
+    ("axis", "timeline", "why", "helps"),
+    [
+        (
+            "dp",
+            timeline_of(compute(0, 80), *waited("dp 0.0", 80, 100)),
+            "20 us of it is after",
+            "microbatches",
+        ),
+        (
+            "pp",
+            timeline_of(*waited("pp 0>1 e0:0", 0, 20), compute(20, 100)),
+            "20 us of it is before",
+            "microbatches (now 4)",
+        ),
+        (
+            "ep",
+            timeline_of(compute(0, 20), *waited("ep all_to_all x", 20, 80), compute(80, 100)),
+            "it takes 60 us, and all compute that could hide it 40 us",
+            "links 1.5 times as fast",
+        ),
+        (
+            "tp",
+            timeline_of(
+                compute(0, 40),
+                *waited("tp all_reduce m", 40, 60),
+                compute(60, 100),
+                busy_us=(80.0, 90.0),
+                stalls=(Stall("tp", 0, 1, 30.0),),
+            ),
+            "15 us a rank is spent until the last rank",
+            "who waits for whom",
+        ),
+    ],
+    ids=["after the last op", "before the first", "a slow network", "late ranks"],
+)
+def test_the_reason_and_what_helps(axis: str, timeline: Timeline, why: str, helps: str) -> None:
+    said = told(timeline, plan_of())[axis]
+    assert said[0].startswith(why)
+    assert helps in said[1]
 
 
 def test_latency_is_told_by_the_plans_costs() -> None:

@@ -1,23 +1,22 @@
-"""Timelines as files: JSON there and back, Perfetto parsed again, SVG as XML with what must be seen."""
+"""Timelines as files: JSON there and back, and refused; SVG as XML with what must be seen."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 
 import stretto.report as report
 from stretto.errors import UsageError
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.report.curve import draw_loss
+from stretto.report.charts import draw_loss
+from stretto.report.grid import format_us
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
-from tests.simulating.test_engine import NBYTES, ONE_F_ONE_B, RATE
+from tests.simulating.test_engine import ONE_F_ONE_B, RATE
 from tests.synthetic import make_plan
 from tests.synthetic_comm import make_comm_plan
 
@@ -40,12 +39,9 @@ def test_json_there_and_back(timeline: Timeline, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "line 1, column 2: not JSON"),
-        ("[]", r"expected an object, found \[\]"),
-        ("{}", 'not a timeline file: expected "format": "stretto timeline"'),
-        (
-            '{"format": "stretto timeline", "version": 9}',
-            "version 9 cannot be read: this Stretto reads version 3",
-        ),
+        ("[]", r"expected an object"),
+        ("{}", "not a timeline file"),
+        ('{"format": "stretto timeline", "version": 9}', "version 9 cannot be read"),
         ('{"format": "stretto timeline", "version": 3}', "the key 'source' is missing"),
     ],
 )
@@ -57,68 +53,34 @@ def test_a_wrong_timeline_file_is_refused(text: str, message: str, tmp_path: Pat
     assert str(path) in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 10**9}, "of as many ranks as"),
+        ({"ranks": 0}, "of as many ranks as"),
+        ({"members": 10**9}, "of as many ranks as"),
+        ({"memory": [[]]}, "of as many ranks as"),
+        ({"step_us": "inf"}, "step_us: expected a number"),
+        ({"busy_us": ["nan"]}, r"busy_us\[0\]: expected a number"),
+    ],
+    ids=str,
+)
+def test_a_timeline_of_other_ranks_or_times(
+    timeline: Timeline, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({**json.loads(report.files.to_json(timeline)), **change}))
+    with pytest.raises(UsageError, match=message):
+        report.load_timeline(path)
+
+
+def test_a_time_that_is_no_number_has_words() -> None:
+    assert [format_us(us) for us in (float("inf"), float("nan"), 1.5)] == ["inf", "nan", "1.5 us"]
+
+
 def test_an_unknown_suffix_is_refused(timeline: Timeline, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"known suffixes are \.json, \.perfetto-trace, \.svg"):
         timeline.save(tmp_path / "t.png")
-
-
-def test_perfetto_parsed_again(timeline: Timeline, tmp_path: Path) -> None:
-    path = tmp_path / "t.perfetto-trace"
-    timeline.save(path)
-    trace = Trace()
-    trace.ParseFromString(path.read_bytes())
-    tracks = {
-        p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")
-    }
-    processes = [t.process.process_name for t in tracks.values() if t.HasField("process")]
-    assert processes == ["rank 0 (simulated)", "rank 1 (simulated)"]
-
-    slices: dict[str, list[tuple[str, str, int, int]]] = defaultdict(list)
-    flows: dict[int, list[tuple[int, str]]] = defaultdict(list)
-    counters: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    open_: dict[int, list[tuple[str, str, int]]] = defaultdict(list)
-    for packet in trace.packet:
-        if not packet.HasField("track_event"):
-            continue
-        event = packet.track_event
-        track = tracks[event.track_uuid]
-        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
-            # One slice at a time on a track, or the viewer would nest them.
-            assert not open_[event.track_uuid]
-            open_[event.track_uuid].append((event.name, event.categories[0], packet.timestamp))
-            for flow in event.flow_ids:
-                flows[flow].append((packet.timestamp, event.name))
-        elif event.type == TrackEvent.TYPE_SLICE_END:
-            name, category, start = open_[event.track_uuid].pop()
-            rank = tracks[track.parent_uuid].process.pid - 1
-            slices[f"{rank} {track.name}"].append((name, category, start, packet.timestamp))
-        else:
-            rank = tracks[track.parent_uuid].process.pid - 1
-            counters[rank].append((packet.timestamp, event.counter_value))
-    assert not any(open_.values())
-
-    assert slices["0 compute"][:2] == [("0F0", "F", 0, 90_000), ("0F1", "F", 90_000, 180_000)]
-    assert ("pp 0>1 e0:0", "message", 90_000, 120_000) in slices["1 pp 0>1"]
-    assert {category for rows in slices.values() for _, category, _, _ in rows} == {
-        "F",
-        "B",
-        "exposed",
-        "bubble",
-        "message",
-    }
-    # Sender's slice, message, receiver's slice.
-    chains = [[name for _, name in sorted(chain)] for chain in flows.values()]
-    assert ["0F0", "pp 0>1 e0:0", "1F0"] in chains
-    assert ["1B0", "pp 1>0 e1:0", "0B0"] in chains
-    assert [held for _, held in counters[0]] == [held for _, held in timeline.memory[0]]
-
-
-def test_perfetto_puts_pipelined_messages_on_tracks_of_their_own() -> None:
-    timeline = simulate(make_plan(ONE_F_ONE_B, f_us=90, latency_us=500, bytes_per_us=NBYTES / 20))
-    trace = Trace()
-    trace.ParseFromString(report.perfetto.to_perfetto(timeline))
-    names = [p.track_descriptor.name for p in trace.packet if p.HasField("track_descriptor")]
-    assert names.count("pp 0>1") == 2
 
 
 def texts(svg: str) -> list[str]:
@@ -168,8 +130,10 @@ def test_svg_has_every_lane_that_carries_something() -> None:
     )
     timeline = simulate(plan)
     words = texts(report.draw([timeline]))
-    wanted = {"sums" if lane == "loss" or lane.startswith("tied") else lane for lane in lanes_of(timeline)}
-    assert wanted >= {"pp 0>1", "pp 1>0", "tp", "dp", "sums"}
+    wanted = {
+        "reductions" if lane == "loss" or lane.startswith("tied") else lane for lane in lanes_of(timeline)
+    }
+    assert wanted >= {"pp 0>1", "pp 1>0", "tp", "dp", "reductions"}
     assert wanted <= set(words)
     told = " ".join(title for title, _ in boxes_of(report.draw([timeline])))
     assert all(span.name in told for span in timeline.spans if span.kind is MESSAGE)
@@ -201,7 +165,7 @@ def test_loss_curve() -> None:
 
 
 def test_json_is_one_span_a_line(timeline: Timeline) -> None:
-    text = report.jsonfile.to_json(timeline)
+    text = report.files.to_json(timeline)
     assert len(json.loads(text)["spans"]) == len(timeline.spans)
     spans = text[text.index('"spans"') : text.index('"peak_bytes"')]
     assert sum(line.startswith("    [") for line in spans.splitlines()) == len(timeline.spans)

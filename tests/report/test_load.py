@@ -15,12 +15,12 @@ from stretto.ir.timeline import Stall, Timeline
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
+from stretto.report.charts import draw_loads
+from stretto.report.files import OBSERVED, load_timeline, save_json
+from stretto.report.findings import stalls_findings, stalls_grid
 from stretto.report.html import render
-from stretto.report.jsonfile import OBSERVED, load_timeline, save_json
 from stretto.report.load import dropped_words, load_findings, load_grid, loads_of, others_grid
-from stretto.report.load_picture import draw_loads
 from stretto.report.rundir import Run
-from stretto.report.stalls import stalls_findings, stalls_grid
 from tests.capturing.zoo import Chain, mean_square, rows
 
 

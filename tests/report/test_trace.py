@@ -1,9 +1,12 @@
-"""Traces with a plan: ops inside actions, their shapes, and flows around collectives, decoded again."""
+"""Traces decoded again: slices, counters and flows; with a plan, ops inside actions and their shapes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,11 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report import perfetto
-from stretto.report.flows import count_ops
-from stretto.report.perfetto import ops_left_out, to_perfetto
+from stretto.report.perfetto import count_ops, ops_left_out, to_perfetto
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
+from tests.simulating.test_engine import NBYTES, ONE_F_ONE_B, RATE
+from tests.synthetic import make_plan
 from tests.synthetic_comm import make_comm_plan
 
 
@@ -40,6 +44,7 @@ class Decoded:
         tracks: dict[int, Any] = {}
         self.slices: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        self.counters: dict[str, list[int]] = defaultdict(list)
         open_: dict[int, list[dict[str, Any]]] = defaultdict(list)
         last: dict[int, int] = {}
         for packet in trace.packet:
@@ -67,13 +72,49 @@ class Decoded:
                     self.flows[flow].append(found)
             elif event.type == TrackEvent.TYPE_SLICE_END:
                 open_[event.track_uuid].pop()["end"] = packet.timestamp
+            else:
+                process = tracks[tracks[event.track_uuid].parent_uuid].process.process_name
+                self.counters[process].append(event.counter_value)
         assert not any(open_.values())
+        self.tracks = [track.name for track in tracks.values()]
         self.processes = [t.process.process_name for t in tracks.values() if t.HasField("process")]
 
 
 def _value(annotation: Any) -> int | float | str:
     found: int | float | str = getattr(annotation, annotation.WhichOneof("value"))
     return found
+
+
+def test_slices_counters_and_flows_of_a_file(tmp_path: Path) -> None:
+    timeline = simulate(make_plan(ONE_F_ONE_B, f_us=90, latency_us=10, bytes_per_us=RATE))
+    timeline.save(tmp_path / "t.perfetto-trace")
+    decoded = Decoded((tmp_path / "t.perfetto-trace").read_bytes())
+    assert decoded.processes == ["rank 0 (simulated)", "rank 1 (simulated)"]
+    shown = {
+        lane: [(s["name"], s["category"], s["start"], s["end"]) for s in slices]
+        for lane, slices in decoded.slices.items()
+    }
+    compute = shown["rank 0 (simulated) compute"]
+    assert compute[:2] == [("0F0", "F", 0, 90_000), ("0F1", "F", 90_000, 180_000)]
+    assert ("pp 0>1 e0:0", "message", 90_000, 120_000) in shown["rank 1 (simulated) pp 0>1"]
+    categories = {category for slices in shown.values() for _, category, _, _ in slices}
+    assert categories == {"F", "B", "exposed", "bubble", "message"}
+    # Sender's slice, message, receiver's slice.
+    chains = [[s["name"] for s in sorted(c, key=lambda s: s["start"])] for c in decoded.flows.values()]
+    assert ["0F0", "pp 0>1 e0:0", "1F0"] in chains
+    assert ["1B0", "pp 1>0 e1:0", "0B0"] in chains
+    assert decoded.counters["rank 0 (simulated)"] == [nbytes for _, nbytes in timeline.memory[0]]
+
+
+def test_pipelined_messages_are_on_tracks_of_their_own() -> None:
+    timeline = simulate(make_plan(ONE_F_ONE_B, f_us=90, latency_us=500, bytes_per_us=NBYTES / 20))
+    assert Decoded(to_perfetto(timeline)).tracks.count("pp 0>1") == 2
+
+
+def test_perfetto_is_imported_where_a_trace_is_written() -> None:
+    code = "import sys, stretto; stretto.simulate; assert 'stretto.report' in sys.modules; "
+    code += "assert not any(name.startswith('perfetto') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_ops_lie_inside_their_actions(plan: Plan, timeline: Timeline) -> None:
@@ -83,14 +124,8 @@ def test_ops_lie_inside_their_actions(plan: Plan, timeline: Timeline) -> None:
     # F of two blocks: two products, two additions, y; B has the same backward and three weight gradients.
     assert [s["name"] for s in ops if s["in"] == "0F0"] == ["fm0.0", "fy0.0", "fm0.1", "fy0.1", "y0"]
     assert {s["in"] for s in ops} == {f"0{phase}{mb}" for phase in "FB" for mb in range(3)}
-    assert len(
-        [
-            s
-            for who in ("ranks 0-1", "ranks 2-3")
-            for s in decoded.slices[f"{who} (simulated) compute"]
-            if s["category"] == "op"
-        ]
-    ) == count_ops(plan, [timeline])
+    every = [s for slices in decoded.slices.values() for s in slices if s["category"] == "op"]
+    assert len(every) == count_ops(plan, [timeline])
     product = next(s for s in ops if s["name"] == "fm0.0")
     assert product["details"] == {
         "op": "made_up.work.default",

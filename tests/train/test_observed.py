@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.train.tiny import run, write_settings
 
-from stretto.report.jsonfile import OBSERVED
+from stretto.report.files import OBSERVED
 from stretto.report.load import loads_of
 from stretto.report.rundir import load_run
 

@@ -23,7 +23,7 @@ from stretto.ir.program import Job
 from stretto.ir.timeline import Timeline
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
-from stretto.report.figures import FIGURES
+from stretto.report.files import FIGURES
 from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
 from stretto.train.checkpoint_files import latest_in

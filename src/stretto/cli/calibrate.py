@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stretto.cli.calibration_tables import print_communication
-from stretto.cli.outputs import check_output
+from stretto.cli.cluster import print_communication
+from stretto.cli.common import check_output, command
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job
 
@@ -29,11 +29,9 @@ SHOWN = 12
 KEEP_S = 10.0
 """The file is written about so often, so that a run that is killed has lost little. Assumed."""
 
-calibrate = typer.Typer(add_completion=False)
 
-
-@calibrate.command()
-def run(
+@command
+def calibrate(
     inputs: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -77,7 +75,7 @@ def job_of(path: Path) -> Job:
         from stretto.verifying import verify
 
         plan = load_plan(path)
-        verify(plan)  # its ops are run, with the shapes that it says
+        verify(plan)  # its ops are run, with its shapes
         return plan.job
     if path.suffix != ".toml":
         raise UsageError(f"{path}: give a plan (.json) or settings (.toml)")
@@ -106,9 +104,9 @@ def _calibrate(
     from stretto.price.profiler_trace import read_trace
 
     found = [read_trace(trace) for trace in traces]
-    # A trace alone is an input as good as a plan. Nothing is measured then: it may be of another machine.
-    alone = bool(found) and not jobs
-    captured_for = [one.kind for one in found if alone] + [job.device for job in jobs]
+    # A trace by itself is an input as good as a plan. Nothing is measured then: it may be of another machine.
+    traces_only = bool(traces) and not jobs
+    captured_for = [one.kind for one in found if traces_only] + [job.device for job in jobs]
     kind = kind or next(iter(captured_for), "cuda" if torch.cuda.is_available() else "cpu")
     for trace, name in zip(found, traces, strict=True):
         if trace.kind != kind:
@@ -116,12 +114,12 @@ def _calibrate(
                 f"--from-profile {name}: was recorded on a {trace.kind} device, and the rest is for {kind}: "
                 "give each kind a file of its own"
             )
-    if kind == "cuda" and not torch.cuda.is_available() and not alone:
+    if kind == "cuda" and not torch.cuda.is_available() and not traces_only:
         raise UsageError(
             "the ops are for cuda, and this machine has no such device: run it where there is one"
         )
     started = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
-    on = torch.device("cpu" if alone else kind)
+    on = torch.device("cpu" if traces_only else kind)
     if on.type == "cuda":
         on = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(on)
@@ -130,10 +128,10 @@ def _calibrate(
     rank = dist.get_rank() if dist.is_initialized() else 0
     console = Console(stderr=True)
     machine = machine_of(on)
-    if alone and kind == "cuda":
+    if traces_only and kind == "cuda":
         machine = Machine(found[0].device, machine.torch, machine.threads, kind)
     traced = {op.key: op.us for trace in found for op in trace.ops}
-    outcome = Outcome(_begun(path, machine, fresh, rank, alone))
+    outcome = Outcome(_begun(path, machine, fresh, rank, traces_only))
     outcome.calibration.traced.update(traced)
     stopped = False
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -153,9 +151,9 @@ def _calibrate(
                 keep()
 
         try:
-            if not alone:
+            if not traces_only:
                 calibrate_ops(outcome, jobs, on, progress)
-            if not alone and not ops_only:
+            if not traces_only and not ops_only:
                 calibrate_communication(outcome, jobs, on, progress)
         except KeyboardInterrupt:
             stopped = True
@@ -166,15 +164,15 @@ def _calibrate(
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if stopped:
         raise StrettoError(
-            f"stopped before the end: {path} holds what was measured; run the same command to go on"
+            f"stopped before the end: {path} has what was measured; run the same command to go on"
         )
     if started:
         dist.destroy_process_group()
 
 
-def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) -> Calibration:
-    """What a run before this one has found on the same machine, the same on all ranks. alone: a trace is
-    added, which may say no more of its machine than the kind of its device."""
+def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bool) -> Calibration:
+    """What a run before this one has measured on the same machine, the same on all ranks. traces_only: a
+    trace is added, which may name no more of its machine than the kind of its device."""
     import torch.distributed as dist
 
     from stretto.price.calibration import Calibration, load_calibration
@@ -182,7 +180,7 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, alone: bool) ->
     found = Calibration(machine, path.name)
     if rank == 0 and path.exists() and not fresh:
         before = load_calibration(path)
-        if before.machine != machine and not (alone and before.machine.kind == machine.kind):
+        if before.machine != machine and not (traces_only and before.machine.kind == machine.kind):
             raise UsageError(
                 f"{path} is of another machine ({before.machine}; this is {machine}): give another file, or "
                 "--fresh to write it anew"

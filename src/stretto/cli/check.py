@@ -5,27 +5,22 @@ Ranks are threads of this process and the batch is made up: no cluster and no da
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import stretto
+from stretto.cli.common import Changes, Config, command
 from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
 
 ROWS = 2
 """Rows of a microbatch, at most: one row is a special case, and more show no more."""
 
-check = typer.Typer(add_completion=False)
 
-
-@check.command()
-def run(
-    config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as model.layers=2."),
-    ] = None,
+@command
+def check(
+    config: Config,
+    changes: Changes = None,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -52,9 +47,9 @@ def make(settings: TrainSettings, tolerance: float | None = None) -> stretto.Che
         return stretto.check(
             task.model(), task.train(0, rows), task.loss, settings.parallel, tolerance=tolerance
         )
-    given = settings.model.config if isinstance(settings.model, HuggingFaceSettings) else {}
+    sizes = settings.model.config if isinstance(settings.model, HuggingFaceSettings) else {}
     # The tokenizer would need the text; any vocabulary will do that the model can be built with.
-    asked = given.get("vocab_size") or getattr(settings.model, "vocab_size", None)
+    asked = sizes.get("vocab_size") or getattr(settings.model, "vocab_size", None)
     vocab_size = int(asked) if asked else settings.data.vocab_size
     model = build_model(settings.model, vocab_size, settings.training.seed)
     generator = torch.Generator().manual_seed(settings.training.seed)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.calibration_tables import print_communication
-from stretto.cli.outputs import check_output, write_and_tell
+from stretto.cli.common import check_output, write_and_print
 from stretto.errors import UsageError
 from stretto.price.cluster_file import Hardware, find_cluster, save_cluster
 from stretto.price.devices import GB_PER_S, Device, Figure, devices
@@ -72,13 +71,7 @@ def show(
         _print_other(console, name, found)
         return
 
-    def write() -> None:
-        if save is not None:
-            save_cluster(found, save)
-
-    write_and_tell(write, lambda: _print_cluster(console, found))
-    if save is not None:
-        Console(stderr=True).print(f"wrote {save}")
+    write_and_print([(save, lambda path: save_cluster(found, path))], lambda: _print_cluster(console, found))
 
 
 def _print_cluster(console: Console, found: Hardware) -> None:
@@ -125,6 +118,43 @@ def _print_other(console: Console, name: str, found: Cluster | Calibration) -> N
     console.print(f"{name}: measured on {found.machine}", highlight=False, markup=False)
     console.print(f"{len(found.ops)} ops measured, {len(found.traced)} traced", highlight=False)
     print_communication(console, found)
+
+
+def print_communication(console: Console, calibration: Calibration) -> None:
+    """Collectives and messages, as far as they were measured."""
+    collectives = [
+        (
+            one.kind,
+            str(one.members),
+            str(one.stride),
+            str(one.hosts),
+            f"{one.cost.curve.us(2**20) / 1000:.2f} ms",
+            f"{one.cost.lost_us(10**6) / 1000:.2f} ms"
+            + (f", {100 * one.cost.slowdown:.0f} %" if one.cost.slowdown else ""),
+            f"{100 * one.spread:.0f} %",
+        )
+        for one in calibration.collectives
+    ]
+    messages = []
+    for link in calibration.links:
+        ways = (link.link,) if link.back is None else (link.link, link.back)
+        messages.append(
+            (
+                f"{link.stride} apart",
+                str(link.hosts),
+                " / ".join(f"{way.latency_us + way.start_us:.0f}" for way in ways) + " us",
+                " / ".join(f"{way.start_us:.0f}" for way in ways) + " us",
+                " / ".join(f"{way.bytes_per_us:.1f}" for way in ways) + " MB/s",
+                f"{link.link.processor_us_per_mb / 1000:.2f} ms",
+                f"{100 * link.spread:.0f} %",
+            )
+        )
+    for head, rows in (
+        (("collective", "ranks", "apart", "hosts", "1 MiB", "compute loses, 1 MB", "noise"), collectives),
+        (("messages", "hosts", "latency", "each more", "rate", "compute loses, 1 MB", "noise"), messages),
+    ):
+        if rows:
+            Grid("", head, rows).print(console)
 
 
 def _headline(found: Hardware) -> str:

@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output, echo_file, write_and_tell
+from stretto.cli.common import check_output, command, echo_file, write_and_print
 from stretto.convert.megatron import Conversion
 from stretto.convert.megatron import convert as of_texts
 from stretto.errors import StrettoError, UsageError
 from stretto.files.typed_file import read_text
-from stretto.files.whole_file import saving, write_file
+from stretto.files.whole_file import write_file
 from stretto.ir.limits import MOST_RANKS
 from stretto.report.grid import WIDTH, Grid
 
@@ -25,19 +25,17 @@ FATES = {
     "lacking": "what happens without",
     "unknown": "what it may be",
 }
-"""What became of a flag, and what is said of it, in the order of the listing."""
-
-convert = typer.Typer(add_completion=False)
+"""What became of a flag, and what is printed of it, in the order of the list."""
 
 
-@convert.command()
-def run(
+@command
+def convert(
     megatron: Annotated[
         list[str] | None,
         typer.Option(
             "--megatron",
             metavar="ARGS",
-            help="A command line, or its flags alone; the last of a flag counts.",
+            help="A command line, or only its flags; the last of a flag counts.",
             show_default=False,
         ),
     ] = None,
@@ -53,7 +51,7 @@ def run(
     world: Annotated[
         int | None,
         typer.Option(
-            "--world", min=1, max=MOST_RANKS, help="Ranks of the run; without it, what the launcher is told."
+            "--world", min=1, max=MOST_RANKS, help="Ranks of the run; without it, what the launcher has."
         ),
     ] = None,
     var: Annotated[
@@ -69,7 +67,7 @@ def run(
         Path | None,
         typer.Option("--out", "-o", help="The settings file to write; without it, standard output."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write --out in the place of a file there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write --out over a file that is there.")] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Write nothing where a flag is lacking or unknown.")
     ] = False,
@@ -89,18 +87,15 @@ def run(
     missed = len(made.of("lacking")) + len(made.of("unknown"))
     refused = strict and missed > 0
 
-    def write() -> None:
-        if out is not None and not refused:
-            with saving(out):
-                write_file(out, made.text)
-
-    write_and_tell(write, partial(_list, made, to_error=out is None))
+    write_and_print(
+        [(None if refused else out, lambda path: write_file(path, made.text))],
+        partial(_list, made, to_error=out is None),
+        lambda path: f"; train with: stretto train {path}",
+    )
     if refused:
         raise StrettoError(f"--strict: {missed} flags are lacking or unknown; nothing was written")
     if out is None:
         echo_file(made.text)
-        return
-    typer.echo(f"wrote {out}; train with: stretto train {out}")
 
 
 def _text(path: Path) -> str:

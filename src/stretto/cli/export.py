@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
+from stretto.cli.common import command
 from stretto.train.export import export as write
 
-export = typer.Typer(add_completion=False)
 
-
-@export.command()
-def run(
+@command
+def export(
     checkpoint: Annotated[
         Path,
         typer.Argument(help="A checkpoint, or a run's folder, whose newest is taken.", show_default=False),
@@ -31,5 +30,5 @@ def run(
 ) -> None:
     """Write a checkpoint as config.json, model.safetensors and (of text) tokenizer.json, for other tools to
     read."""
-    found = write(checkpoint, output, task)
-    typer.echo(f"wrote {found} as safetensors into {output}")
+    written = write(checkpoint, output, task)
+    typer.echo(f"wrote {written} as safetensors into {output}")

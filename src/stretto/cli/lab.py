@@ -1,4 +1,4 @@
-"""`stretto lab`: run a command on an emulated cluster, or say what this machine can emulate. Thin."""
+"""`stretto lab`: run a command on an emulated cluster, or list what this machine can emulate. Thin."""
 
 from __future__ import annotations
 

@@ -17,18 +17,17 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stretto.cli.outputs import printable
-from stretto.cli.signals import Stops
+from stretto.cli.common import Stops, printable
 from stretto.errors import StoppedError, StrettoError
 from stretto.train.launched import is_launched
 
 COMMANDS = {
-    "train": "Train a model as a settings file says.",
+    "train": "Train a model as a settings file describes.",
     "plan": "Plan a training step and save the plan.",
     "tune": "Choose layout and schedule for a cluster, and write the settings.",
     "check": "Compare one step with the plain model's, in this process.",
     "verify": "Prove a plan or a schedule free of faults.",
-    "simulate": "Walk a plan with no device and say how long it takes.",
+    "simulate": "Walk a plan with no device: how long it takes.",
     "rehearse": "Run one rank of a plan alone, its communication emulated.",
     "schedule": "Print, draw or time a schedule.",
     "calibrate": "Measure this machine or cluster for later planning.",
@@ -41,7 +40,10 @@ COMMANDS = {
     "convert": "Make settings of a Megatron-LM command line.",
     "export": "Write a checkpoint as safetensors.",
 }
-"""Name -> one line of help. The command is the app of this name in the module of this name."""
+"""Name -> one line of help. The command is the program of this name in the module of this name, or in that
+of `MODULES`."""
+
+MODULES = {"simulate": "walks", "rehearse": "walks", "verify": "walks", "show": "ops", "cost": "ops"}
 
 
 class StoppableGroup(TyperGroup):
@@ -55,7 +57,7 @@ class StoppableGroup(TyperGroup):
             return super().main(*given, **named)
 
     def invoke(self, ctx: Any) -> Any:
-        if is_launched():  # its launcher ends a rank, which then has nothing to say, at once
+        if is_launched():  # its launcher ends a rank, which then prints nothing, at once
             return super().invoke(ctx)
         with Stops() as stops:
             try:
@@ -67,30 +69,31 @@ class StoppableGroup(TyperGroup):
 class LazyGroup(StoppableGroup):
     """Loads a command's module only when that command is asked for."""
 
-    listing = False
+    names_only = False
     """Whether names alone are asked for, as where a shell completes one."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
-        self.listing = True
+        self.names_only = True
         try:
             return super().shell_complete(ctx, incomplete)
         finally:
-            self.listing = False
+            self.names_only = False
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        if self.listing:
+        if self.names_only:
             return TyperCommand(cmd_name, help=COMMANDS[cmd_name])
-        command: Any = typer.main.get_command(getattr(import_module(f"stretto.cli.{cmd_name}"), cmd_name))
+        module = import_module(f"stretto.cli.{MODULES.get(cmd_name, cmd_name)}")
+        command: Any = typer.main.get_command(getattr(module, cmd_name))
         command.name = cmd_name
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        # The listing must not import every command's module, so it is written from the table.
+        # The list must not import every command's module, so it is written from the table.
         wide = max(map(len, COMMANDS))
         typer.echo("Usage: stretto [--version] COMMAND [ARGS]...\n\nCommands:")
         for name, text in COMMANDS.items():
@@ -109,7 +112,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What a failed write of standard output may say. Files that commands write name themselves."""
+"""What a failed write of standard output may be. Files that commands write name themselves."""
 
 
 def main(program: typer.Typer = app, name: str = "stretto") -> None:
@@ -144,7 +147,7 @@ def main(program: typer.Typer = app, name: str = "stretto") -> None:
 
 
 def _stopped(error: StoppedError) -> int:
-    """The status of what the user stopped, with its message. A rank that is not yet one of the run's says
+    """The status of what the user stopped, with its message. A rank that is not yet one of the run's prints
     nothing: Ctrl-C reaches all of them, and their launcher has one message."""
     if not is_launched():
         print(f"stretto: {error}", file=sys.stderr)
@@ -153,9 +156,9 @@ def _stopped(error: StoppedError) -> int:
 
 def _ended(error: Exception | SystemExit, status: Any) -> Any:
     """The status for what the user cannot mend in the settings; raises what nobody foresaw."""
-    told = _of_user(error)
-    if told is not None:
-        print(f"stretto: {told}", file=sys.stderr)
+    message = _of_user(error)
+    if message is not None:
+        print(f"stretto: {message}", file=sys.stderr)
         return 1
     if isinstance(error, BrokenPipeError):  # a reader that has seen enough, as `head`, is no failure
         return status or 1
@@ -166,13 +169,13 @@ def _ended(error: Exception | SystemExit, status: Any) -> Any:
 
 
 def _of_user(error: Exception | SystemExit) -> str | None:
-    """What to say of an error of a task's own code, if a task was read at all."""
+    """The message of an error of a task's own code, if a task was read at all."""
     task = sys.modules.get("stretto.train.task")
     return None if task is None else task.of_user(error)
 
 
 def _drop(stream: TextIO | None) -> None:
-    """Let go what a stream's buffer still holds and cannot write, else the interpreter's end complains."""
+    """Let go what a stream's buffer still has and cannot write, else the interpreter's end complains."""
     if stream is None:
         return
     try:

@@ -18,33 +18,26 @@ import typer
 from rich.console import Console
 
 import stretto
-from stretto.cli.options import RENEW, Fresh
-from stretto.cli.outputs import check_output, write_and_tell
-from stretto.cli.signals import Stops
+from stretto.cli.common import RENEW, Changes, Config, Fresh, Stops, check_output, command, write_and_print
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
 from stretto.train.starting import Starting
 
-plan = typer.Typer(add_completion=False)
 
-
-@plan.command()
-def run(
-    config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
+@command
+def plan(
+    config: Config,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Where the plan is saved; without it, it is only printed."),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as parallel.pp=4."),
-    ] = None,
+    changes: Changes = None,
     cluster: Annotated[
         str,
         typer.Option(
             help='"local" measures this machine; a name such as h100x64, a cluster file (.toml) or a '
-            "calibration (.json) stands for another."
+            "calibration (.json) describes another."
         ),
     ] = "local",
     overlap: Annotated[
@@ -84,18 +77,12 @@ def run(
             why = "interrupted before there was a plan; nothing was written"
             raise StoppedError(why, stops.status) from None
 
-        def save() -> None:
-            if output is not None:
-                made.save(output)
-
-        def tell() -> None:
+        def show() -> None:
             if stops.received:
                 typer.echo("interrupted: this is the best plan so far", err=True)
             typer.echo(str(made))
 
-        write_and_tell(save, tell)
-        if output is not None:
-            typer.echo(f"wrote {output}")
+        write_and_print([(output, made.save)], show)
     if stops.received:
         sys.stdout.flush()
         raise typer.Exit(stops.status)
@@ -116,7 +103,7 @@ def make(
     say: Callable[[str], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> stretto.Plan:
-    """The plan of one training step. say: as in `stretto.plan`. note: takes lines of what is found again,
+    """The plan of one training step. say: as in `stretto.plan`. note: takes lines of what is reused,
     which go to the errors' stream without it.
 
     Raises UsageError, CaptureError and PlanError as its parts do.
@@ -152,7 +139,7 @@ def make(
 
 
 def read_cluster(cluster: str) -> str | Description:
-    """What --cluster stands for. Raises UsageError that names the option, the file and the key."""
+    """The cluster that --cluster names. Raises UsageError that names the option, the file and the key."""
     try:
         return describe(cluster) or "local"
     except UsageError as error:

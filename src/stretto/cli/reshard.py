@@ -11,14 +11,14 @@ import torch
 import typer
 from rich.console import Console
 
+from stretto.cli.common import AsJson, command
 from stretto.errors import UsageError
 from stretto.files.parse import LARGEST
 from stretto.lab.rates import parse_rate
-from stretto.report.grid import WIDTH, Columns, Grid, Row, grid_of
-from stretto.report.words import format_bytes, format_us
+from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import MODES
+from stretto.tensor.reshard.modes import MODES, Mode
 from stretto.tensor.reshard.notation import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
 
@@ -28,12 +28,10 @@ SHOWN = 64
 CHOICES: tuple[Choice, ...] = ("naive", "balanced")
 NAMES = {"broadcast": "broadcast", "point_to_point": "point to point"}
 
-reshard = typer.Typer(add_completion=False)
 
-
-@reshard.command()
-def run(
-    shape: Annotated[str, typer.Option(help="Of the whole tensor: 1024,1024,512.", show_default=False)],
+@command
+def reshard(
+    shape: Annotated[str, typer.Option(help="Of the full tensor: 1024,1024,512.", show_default=False)],
     src: Annotated[
         str, typer.Option(help="Mesh and layout before: hosts x devices, a letter a dim.", show_default=False)
     ],
@@ -46,11 +44,11 @@ def run(
     latency_us: Annotated[float, typer.Option(min=0, help="Between hosts, microseconds.")] = 0.0,
     mode: Annotated[str | None, typer.Option(help=f"List this mode's transfers: {', '.join(MODES)}.")] = None,
     piece_kib: Annotated[int, typer.Option(min=1, help="Size of pieces along a chain.")] = PIECE_BYTES >> 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in the place of tables.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan a tensor's way from one mesh to another: tasks, bytes, makespan and bound in each mode.
 
-    Times are also given in units of the whole tensor over the link of one host.
+    Times are also given in units of the full tensor over the link of one host.
     """
     sizes, itemsize_bytes = _shape(shape), _itemsize(dtype)
     for option, text in (("--src", src), ("--dst", dst)):
@@ -65,24 +63,15 @@ def run(
         raise UsageError("--rate unlimited: nothing would take time; give a rate such as 100gbit")
     source, target, hosts = between_meshes(src, dst, Hosts((), bits_per_s / 8, latency_us))
 
-    plans = [
-        (
-            choice,
-            plan_reshard(
-                sizes,
-                itemsize_bytes,
-                source,
-                target,
-                hosts,
-                name,
-                choice=choice,
-                piece_bytes=piece_kib << 10,
-            ),
+    def planned(mode: Mode, choice: Choice) -> ReshardPlan:
+        return plan_reshard(
+            *(sizes, itemsize_bytes, source, target, hosts, mode),
+            choice=choice,
+            piece_bytes=piece_kib << 10,
         )
-        for name in MODES
-        if mode in (None, name)
-        for choice in CHOICES
-    ]
+
+    modes = [known for known in MODES if mode in (None, known)]
+    plans = [(choice, planned(name, choice)) for name in modes for choice in CHOICES]
     rows = [{"choice": choice, **{name: getattr(plan, name) for name in FIGURES}} for choice, plan in plans]
     if as_json:
         document = {
@@ -101,8 +90,8 @@ def run(
     title = f"{shape} {dtype}: {src} to {dst}"
     grid_of(title, COLUMNS, rows, words=("mode", "senders, order"), absent="-").print(console)
     console.print(
-        f"A unit is the whole tensor over the link of one host: {format_us(rows[0]['whole_us'])}. "
-        f"Ranks need {format_bytes(rows[0]['needed_bytes'])} that they do not hold.",
+        f"A unit is the full tensor over the link of one host: {format_us(rows[0]['whole_us'])}. "
+        f"Ranks need {format_bytes(rows[0]['needed_bytes'])} that they do not have.",
         style="dim",
         highlight=False,
     )

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.outputs import check_output, echo_file
+from stretto.cli.common import check_output, command, echo_file
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
@@ -25,8 +25,6 @@ from stretto.schedule.room import Room
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 
-schedule = typer.Typer(add_completion=False)
-
 
 class Format(StrEnum):
     """The forms in which a schedule can be printed."""
@@ -37,15 +35,15 @@ class Format(StrEnum):
     JSON = "json"
 
 
-@schedule.command()
-def run(
+@command
+def schedule(
     family: Annotated[
         str | None,
         typer.Option(help="Family of schedules, or auto for the fastest found; --list shows them."),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of pipeline ranks.")] = None,
     stages: Annotated[
-        int | None, typer.Option(help="Number of stages of all ranks together, in place of --ranks.")
+        int | None, typer.Option(help="Number of stages of all ranks together, instead of --ranks.")
     ] = None,
     virtual_stages: Annotated[
         int | None, typer.Option(help="Stages on each rank; without it, what the family needs.")
@@ -69,7 +67,7 @@ def run(
     ] = None,
     weight_share: Annotated[
         float,
-        typer.Option(help="Memory of a microbatch that waits for W alone, as a share of one's (auto)."),
+        typer.Option(help="Memory of a microbatch that waits only for W, as a share of one's (auto)."),
     ] = 1.0,
     csv: Annotated[
         Path | None,
@@ -104,38 +102,24 @@ def run(
         "--group": group,
     }
     if list_families:
-        others = (
-            *numbers.values(),
-            family,
-            csv,
-            times,
-            form,
-            output,
-            memory,
-            blocking or None,
-            None if weight_share == 1.0 else 1,
-        )
-        if any(other is not None for other in others):
-            raise UsageError("--list stands alone: drop the other options")
+        others = (*numbers.values(), family, csv, times, form, output, *_of_auto(memory, weight_share))
+        if blocking or any(other is not None for other in others):
+            raise UsageError("--list takes no other options: drop them")
         _list_families()
         return
     check_output("--output", output)
     form = form or _form_of(output)
-    # CSV needs no clock: a schedule that cannot be timed can still be rewritten.
     if blocking and times is None:
         raise UsageError("--blocking is about messages: give --times with message=..., or drop it")
-    clock = (
-        replace(parse_times(times), blocking=blocking)
-        if times is not None
-        else (UNIT_TIMES if form is not Format.CSV else None)
-    )
+    clock = UNIT_TIMES if times is None else replace(parse_times(times), blocking=blocking)
     searched = None
     if family == AUTO and csv is None:
-        searched = _search(numbers, clock or UNIT_TIMES, memory, weight_share)
+        searched = _search(numbers, clock, memory, weight_share)
         chosen = searched.best.schedule
     else:
-        chosen = _choose(family, csv, numbers, _only_auto(memory, weight_share))
-    timing = None if clock is None else time_schedule(chosen, clock)
+        chosen = _choose(family, csv, numbers, _of_auto(memory, weight_share))
+    # A CSV without times needs no clock: a schedule that cannot be timed can still be rewritten.
+    timing = None if times is None and form is Format.CSV else time_schedule(chosen, clock)
     asked = timing if times is not None else None
     summary = "" if asked is None else describe_timing(asked)
     if searched is not None:
@@ -158,20 +142,15 @@ def run(
         with saving(output):
             write_file(output, text)
         typer.echo(summary, nl=False)
+    elif form is Format.ASCII:
+        typer.echo(text, nl=False)
     else:
-        if form is Format.ASCII:
-            typer.echo(text, nl=False)
-        else:
-            echo_file(text)
-        if form is not Format.ASCII:
-            typer.echo(summary, nl=False, err=True)
+        echo_file(text)
+        typer.echo(summary, nl=False, err=True)
 
 
 def _choose(
-    family: str | None,
-    csv: Path | None,
-    numbers: Mapping[str, int | None],
-    others: Sequence[str],
+    family: str | None, csv: Path | None, numbers: Mapping[str, int | None], others: Sequence[str]
 ) -> Schedule:
     """The schedule that the options name. Raises UsageError if they name none, or more than one. others:
     given options that only `auto` has."""
@@ -180,59 +159,59 @@ def _choose(
     if family is not None and csv is not None:
         raise UsageError("--family and --csv both name a schedule: give one of them")
     if csv is not None:
-        extra = [name for name, value in numbers.items() if value is not None]
-        extra += others
+        extra = [*(name for name, value in numbers.items() if value is not None), *others]
         if extra:
             raise UsageError(f"{', '.join(extra)} cannot change a CSV file: drop it, or use --family")
         return read_csv(csv)
     assert family is not None
     if others:
         raise UsageError(f"{', '.join(others)} is of --family auto: drop it, or use that")
-    ranks, stages, microbatches = numbers["--ranks"], numbers["--stages"], numbers["--microbatches"]
-    if family in FAMILIES and ((ranks is None and stages is None) or microbatches is None):
-        raise UsageError(f"--family {family} needs --ranks N (or --stages N) and --microbatches M")
-    each = virtual_stages_of(family, numbers["--virtual-stages"])
-    if stages is not None:
-        if ranks is not None and stages != ranks * each:
-            raise UsageError(
-                f"--ranks {ranks} with {each} stages each are {ranks * each} stages, not {stages}: give "
-                "one of --ranks and --stages"
-            )
-        if each > 0 and stages % each:
-            raise UsageError(
-                f"--stages {stages} is no multiple of the {each} stages that {family} has on each rank: give "
-                f"--stages {each * max(1, stages // each)}"
-            )
-        ranks = stages // max(each, 1)
+    ranks, each, microbatches = _sizes(family, numbers)
     return make_schedule(
         family,
-        ranks or 0,
-        microbatches or 0,
+        ranks,
+        microbatches,
         virtual_stages=each,
         max_live=numbers["--max-live"],
         group=numbers["--group"],
     )
 
 
-def _only_auto(memory: float | None, weight_share: float) -> list[str]:
+def _of_auto(memory: float | None, weight_share: float) -> list[str]:
     """Given options that only `auto` has."""
     return ["--memory"] * (memory is not None) + ["--weight-share"] * (weight_share != 1.0)
+
+
+def _sizes(family: str, numbers: Mapping[str, int | None]) -> tuple[int, int, int]:
+    """Ranks, stages on each, and microbatches. Raises UsageError for numbers that do not fit."""
+    ranks, stages, microbatches = numbers["--ranks"], numbers["--stages"], numbers["--microbatches"]
+    if family in (AUTO, *FAMILIES) and ((ranks is None and stages is None) or microbatches is None):
+        raise UsageError(f"--family {family} needs --ranks N (or --stages N) and --microbatches M")
+    for name, value in numbers.items():
+        if name != "--max-live" and value is not None and value < 1:
+            raise UsageError(f"{name} is {value}; a schedule needs at least 1")
+    given = numbers["--virtual-stages"]
+    each = (given or 1) if family == AUTO else virtual_stages_of(family, given)
+    if stages is not None:
+        if ranks is not None and stages != ranks * each:
+            raise UsageError(
+                f"--ranks {ranks} with {each} stages each are {ranks * each} stages, not {stages}: give "
+                "one of --ranks and --stages"
+            )
+        if stages % each:
+            raise UsageError(
+                f"--stages {stages} is no multiple of the {each} stages that {family} has on each rank: give "
+                f"--stages {each * max(1, stages // each)}"
+            )
+        ranks = stages // each
+    return ranks or 0, each, microbatches or 0
 
 
 def _search(
     numbers: Mapping[str, int | None], times: PhaseTimes, memory: float | None, weight_share: float
 ) -> Searched:
-    """What is found for the options. Raises UsageError for numbers that do not fit."""
-    ranks, stages, microbatches = numbers["--ranks"], numbers["--stages"], numbers["--microbatches"]
-    if (ranks is None and stages is None) or microbatches is None:
-        raise UsageError("--family auto needs --ranks N (or --stages N) and --microbatches M")
-    each = 1 if numbers["--virtual-stages"] is None else numbers["--virtual-stages"]
-    ranks = (stages or 0) // max(each, 1) if ranks is None else ranks
-    for name, value in {"--ranks": ranks, "--microbatches": microbatches, "--virtual-stages": each}.items():
-        if value < 1:
-            raise UsageError(f"{name} is {value}; a schedule needs at least 1")
-    if stages is not None and stages != ranks * each:
-        raise UsageError(f"{ranks} ranks with {each} stages each are {ranks * each} stages, not {stages}")
+    """The search's result for the options. Raises UsageError for numbers that do not fit."""
+    ranks, each, microbatches = _sizes(AUTO, numbers)
     check_count(ranks * each, microbatches)
     if not 0.0 <= weight_share <= 1.0:
         raise UsageError(f"--weight-share {weight_share} must be from 0 to 1")
@@ -240,7 +219,7 @@ def _search(
     return search(
         Sought(
             *(ranks, each, microbatches, times),
-            room=lambda places: Room.even(ranks, len(places), limit, weight_share),
+            room=lambda stage_ranks: Room.even(ranks, len(stage_ranks), limit, weight_share),
             max_live=numbers["--max-live"],
             group=numbers["--group"],
             from_own_begin=True,
@@ -259,5 +238,5 @@ def _list_families() -> None:
     typer.echo(
         f"{AUTO.ljust(wide)}  the fastest of all families and of a search, for the times given with --times"
     )
-    for found in FAMILIES.values():
-        typer.echo(f"{found.name.ljust(wide)}  {found.description} ({found.source})")
+    for one in FAMILIES.values():
+        typer.echo(f"{one.name.ljust(wide)}  {one.description} ({one.source})")

@@ -1,4 +1,4 @@
-"""`stretto train`: train a model as a settings file says. Thin: everything is done in `stretto.train`."""
+"""`stretto train`: train a model as a settings file describes. Thin: `stretto.train` does it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,21 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.options import RENEW, Fresh
+from stretto.cli.common import RENEW, Changes, Config, Fresh, command
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
 from stretto.train.starting import Starting
 from stretto.train.stopped import watch_launcher
 
-train = typer.Typer(add_completion=False)
 
-
-@train.command()
-def run(
-    config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
+@command
+def train(
+    config: Config,
     named: Annotated[
         list[str] | None,
         typer.Argument(metavar="KEY=VALUE", help="Settings to change, as with --set.", show_default=False),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, such as optimizer.lr=1e-3."),
-    ] = None,
+    changes: Changes = None,
     resume: Annotated[
         bool | None,
         typer.Option(
@@ -44,7 +39,7 @@ def run(
     ] = None,
     fresh: Fresh = False,
 ) -> None:
-    """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
+    """Train a model as a settings file describes, on all ranks of this machine or as a rank of torchrun's."""
     watch_launcher()
     starting = Starting(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]

@@ -1,4 +1,4 @@
-"""`stretto tune`: choose how a run is spread over a cluster, by plans of what is most promising. Thin.
+"""`stretto tune`: choose how a run is laid out on a cluster, by plans of what is most promising. Thin.
 
 The choice is made in `stretto.tune`; here are its options, its tables, and the settings that are written.
 """
@@ -15,26 +15,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from stretto.cli.outputs import check_output, write_and_tell
+from stretto.cli.common import Changes, Config, check_output, command, write_and_print
+from stretto.cli.plan import read_cluster
 from stretto.config import TrainSettings, load_settings
 from stretto.convert.written import toml_value
 from stretto.errors import StrettoError, UsageError
 from stretto.files.edit_toml import edited
 from stretto.files.typed_file import read_text
-from stretto.files.whole_file import saving, write_file
+from stretto.files.whole_file import write_file
 from stretto.ir.compared import beside_bound
 from stretto.ir.limits import MOST_RANKS
 from stretto.price.calibration import Calibration
-from stretto.price.cluster import Description, describe
+from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 
 if TYPE_CHECKING:
     from stretto.tune.work import Planned, Tuned
 
-tune = typer.Typer(add_completion=False)
 
-TELL_S = 30.0
-"""How long it may take to tell and write what there is after Ctrl-C."""
+PRINT_S = 30.0
+"""How long it may take to print and write what there is after Ctrl-C. Assumed."""
 
 SEEN = 1e-4
 """Of a step, what an axis exposes at least to be shown."""
@@ -43,9 +43,9 @@ REASONS = 12
 """Reasons that are listed; the rest are counted."""
 
 
-@tune.command()
-def run(
-    config: Annotated[Path, typer.Argument(help="The settings, a TOML file.", show_default=False)],
+@command
+def tune(
+    config: Config,
     cluster: Annotated[
         str,
         typer.Option(
@@ -68,14 +68,9 @@ def run(
         list[str] | None,
         typer.Option("--fix", metavar="KEY=VALUE", help="What is not to be chosen, such as tp=8."),
     ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a setting, such as training.global_batch=512."
-        ),
-    ] = None,
+    changes: Changes = None,
     max_seconds: Annotated[
-        float, typer.Option(min=1.0, help="How long it may take; what it has by then is told and written.")
+        float, typer.Option(min=1.0, help="How long it may take; what it has by then is printed and written.")
     ] = 840.0,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that capture and plan; two without it, if cores are.")
@@ -104,30 +99,26 @@ def run(
     many = processes or min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     ended: Interrupted | None = None
     with Interrupts(end_at_once) as interrupts:
-        interrupts.stuck_s = TELL_S
+        interrupts.stuck_s = PRINT_S
         try:
             with Workers(many, settings, count, found, fixed) as workers:
                 search.run(workers)
         except Interrupted as error:
             ended = error
-        # What was asked for is told and written, however often one asks.
+        # What there is is printed and written, however often one interrupts.
         interrupts.ending()
         tuned = search.result()
         if ended is not None:
             tuned.stopped = "it was interrupted"
 
-        def write() -> None:
-            if tuned.planned and output is not None:
-                changed = {
-                    f"parallel.{key}": value for key, value in tuned.planned[0].candidate.changes().items()
-                }
-                with saving(output):
-                    write_file(output, _written(text, settings, changes or [], changed))
+        def write(path: Path) -> None:
+            chosen = tuned.planned[0].candidate.changes().items()
+            changed = {f"parallel.{key}": value for key, value in chosen}
+            write_file(path, _written(text, settings, changes or [], changed))
 
         a_device = of.size * settings.training.global_batch / count
-        write_and_tell(write, partial(_tell, tuned, of.unit, a_device, top))
-        if tuned.planned and output is not None:
-            typer.echo(f"wrote {output}")
+        files = [(output if tuned.planned else None, write)]
+        write_and_print(files, partial(_print, tuned, of.unit, a_device, top))
     if ended is not None:
         sys.stdout.flush()
         raise typer.Exit(ended.status)
@@ -136,11 +127,8 @@ def run(
 
 
 def _described(cluster: str) -> Description:
-    try:
-        found = describe(cluster)
-    except UsageError as error:
-        raise UsageError(f"--cluster {cluster}: {error}") from None
-    if found is None:
+    found = read_cluster(cluster)
+    if isinstance(found, str):
         raise UsageError(
             "--cluster local: measuring is for one layout, and a tuning compares hundreds: run `stretto "
             "calibrate` and give its file, or name a cluster, such as h100x64"
@@ -149,7 +137,7 @@ def _described(cluster: str) -> Description:
 
 
 def _devices(cluster: str, found: Description, asked: int | None, settings: TrainSettings) -> int:
-    """How many to spread over."""
+    """How many devices to use."""
     there = found.count if isinstance(found, Hardware) else None
     if asked is None:
         return there or settings.parallel.world
@@ -172,59 +160,24 @@ def _written(text: str, settings: TrainSettings, overrides: Sequence[str], chang
     return edited(text, {**given, **changes}, toml_value)
 
 
-def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
+def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
     """The ranked table, and why others are not in it. a_device: units of a step, a device."""
-    from stretto.report.grid import grid_of
-    from stretto.report.words import format_bytes, format_us
+    from stretto.report.grid import Grid, format_us
     from stretto.tune.work import Planned
 
     console = Console(width=140, highlight=False)
-
-    def speed(one: Planned) -> str:
-        return f"{a_device / one.step_us * 1e6:,.{0 if a_device > one.step_us / 1e5 else 3}f}"
-
-    def exposed(one: Planned) -> str:
-        seen = {axis: us for axis, us in one.exposed_us.items() if us >= SEEN * one.step_us}
-        return " ".join(f"{axis} {format_us(us)}" for axis, us in seen.items()) or "nothing"
-
-    columns = {
-        "layout": ("layout", "{}"),
-        "schedule": ("schedule", "{}"),
-        "step": ("step", "{}"),
-        f"{unit}/s/device": ("speed", "{}"),
-        "exposed": ("exposed", "{}"),
-        "bubble": ("bubble", "{}"),
-        "peak": ("peak", "{}"),
-        "bound": ("bound", "{}"),
-        "gap": ("gap", "{}"),
-        "order": ("order", "{}"),
-    }
-    rows = [
-        {
-            "layout": str(one.candidate.layout),
-            "schedule": str(one.candidate).removeprefix(f"{one.candidate.layout} "),
-            "step": format_us(one.step_us),
-            "speed": speed(one),
-            "exposed": exposed(one),
-            "bubble": format_us(one.bubble_us),
-            "peak": format_bytes(one.peak_bytes),
-            "bound": format_us(one.bound_us),
-            "gap": beside_bound(one.step_us, one.bound_us),
-            "order": one.order,
-        }
-        for one in tuned.planned[:top]
-    ]
-    if rows:
+    if tuned.planned:
         title = f"The fastest of {len(tuned.planned)} plans, of {tuned.layouts:,} layouts"
-        grid_of(title, columns, rows, words=("layout", "schedule", "exposed")).print(console)
-        best = tuned.planned[0]
+        speed = f"{unit}/s/device"
+        accounts = ("exposed", "bubble", "peak", "bound", "gap", "order")
+        head = ("layout", "schedule", "step", speed, *accounts)
+        rows = [_cells(one, a_device) for one in tuned.planned[:top]]
+        Grid(title, head, rows, words=(0, 1, 4)).print(console)
+        best, own = tuned.planned[0], tuned.own
         console.print(f"The fastest is bound by {best.binds}.")
-        own = tuned.own
         if isinstance(own, Planned):
-            console.print(
-                f"As the settings are: {format_us(own.step_us)}, "
-                f"{own.step_us / best.step_us:.2f} times the fastest."
-            )
+            times = f"{own.step_us / best.step_us:.2f} times the fastest"
+            console.print(f"As the settings are: {format_us(own.step_us)}, {times}.")
         elif own is not None:
             console.print(f"As the settings are, it is refused: {own.why}")
         if tuned.unseen_us == 0.0:
@@ -239,20 +192,36 @@ def _tell(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
     if tuned.stopped:
         console.print(f"The search ended early: {tuned.stopped}.")
     if tuned.dropped:
-        columns = {"count": ("count", "{:,}"), "why dropped": ("why", "{}"), "such as": ("example", "{}")}
         dropped = [
-            {"count": count, "why": why, "example": tuned.examples.get(why, "")}
+            (f"{count:,}", why, tuned.examples.get(why, ""))
             for why, count in tuned.dropped.most_common(REASONS)
         ]
         more = len(tuned.dropped) - len(dropped)
         caption = f"and {more} more reasons" if more > 0 else ""
-        words = ("why dropped", "such as")
-        grid_of("Dropped", columns, dropped, words=words, caption=caption).print(console)
+        Grid("Dropped", ("count", "why dropped", "such as"), dropped, (1, 2), caption).print(console)
+
+
+def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
+    from stretto.report.grid import format_bytes, format_us
+
+    seen = {axis: us for axis, us in one.exposed_us.items() if us >= SEEN * one.step_us}
+    return (
+        str(one.candidate.layout),
+        str(one.candidate).removeprefix(f"{one.candidate.layout} "),
+        format_us(one.step_us),
+        f"{a_device / one.step_us * 1e6:,.{0 if a_device > one.step_us / 1e5 else 3}f}",
+        " ".join(f"{axis} {format_us(us)}" for axis, us in seen.items()) or "nothing",
+        format_us(one.bubble_us),
+        format_bytes(one.peak_bytes),
+        format_us(one.bound_us),
+        beside_bound(one.step_us, one.bound_us),
+        one.order,
+    )
 
 
 def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
     """Why there is no plan at all."""
-    from stretto.report.words import format_bytes
+    from stretto.report.grid import format_bytes
     from stretto.tune.work import limit_of
 
     if tuned.stopped:

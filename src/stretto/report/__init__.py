@@ -4,7 +4,7 @@ Importing this room teaches `Timeline.save` its file suffixes.
 """
 
 from stretto.ir.timeline import SAVERS
-from stretto.report.jsonfile import load_timeline, save_json
+from stretto.report.files import load_timeline, save_json
 from stretto.report.perfetto import save_perfetto
 from stretto.report.svg import draw, save_svg
 

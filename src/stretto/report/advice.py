@@ -1,35 +1,203 @@
 """Why communication is exposed, and what would help: a row an axis, sequence parallelism apart from tp.
 
 A reason is read off a timeline and its plan, in the order of `_why`: the first that explains half of what is
-exposed. What helps against it is told with the plan's own numbers (`stretto.report.help`). Reads spans by
-their names, so that predicted and measured steps are judged alike.
+exposed. What helps against it has the plan's own numbers; settings are named as in a settings file. Spans are
+read by their names, so that predicted and measured steps are judged in one way.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from stretto.ir.axes import AXES, PIPELINE, TENSOR
+from stretto.ir.axes import AXES, CP, DP, EP, PIPELINE, PP, TENSOR, TP
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
 from stretto.report.findings import LEAST_SHARE
-from stretto.report.grid import Grid
-from stretto.report.help import SEQUENCE, Reason, help_for
+from stretto.report.grid import Grid, format_bytes, format_share, format_us
 from stretto.report.traffic import Traffic, communication_of, traffic_among
-from stretto.report.words import format_bytes, format_share, format_us
+
+SEQUENCE = "sequence parallelism"
+"""Instead of an axis: what tp ranks gather and scatter, as they share the sequence."""
 
 OF_SEQUENCE = (ALL_GATHER.name, REDUCE_SCATTER.name)
 """Kinds along tp by which its ranks share the sequence."""
-
 MOST = 0.5
 """A reason that explains this share of what is exposed is given as the reason."""
 
 
+class Reason(StrEnum):
+    """late: ranks begin their parts late. off: nothing is to be hidden. end, begin: it is after a rank's last
+    op, or before its first. network: it takes longer than all compute. latency: of its messages. order: the
+    ops around it leave nothing to run meanwhile."""
+
+    LATE = "late"
+    OFF = "off"
+    END = "end"
+    BEGIN = "begin"
+    NETWORK = "network"
+    LATENCY = "latency"
+    ORDER = "order"
+
+
+def help_for(reason: Reason, name: str, plan: Plan | None, compute_us: float, traffic: Traffic) -> str:
+    """In words: one thing after another, of which each would help."""
+    return "; ".join(_help(reason, name, plan, compute_us, traffic))
+
+
+def _help(reason: Reason, name: str, plan: Plan | None, compute_us: float, traffic: Traffic) -> Iterator[str]:
+    if reason is Reason.LATE and name == EP.name:
+        yield "ranks with less uneven experts: a loss that balances the router, or a capacity"
+    elif reason is Reason.LATE:
+        yield "ranks that compute equally long: the table of who waits for whom names the slow ones"
+    elif reason is Reason.OFF and plan is not None and plan.overlap_why:
+        yield f"nothing by order alone: {plan.overlap_why}"
+    elif reason is Reason.OFF:
+        yield 'parallel.overlap = "window"'
+    elif reason is Reason.LATENCY:
+        yield from _larger(name, plan)
+    elif reason is Reason.ORDER:
+        yield from _more_to_run(name, plan)
+    else:
+        if reason is Reason.BEGIN:
+            yield f"more microbatches{_now(plan)}: the pipeline fills once for all of them"
+        yield from _less(name, plan)
+        if reason is Reason.NETWORK and compute_us:
+            yield f"links {traffic.total_us / compute_us:.1f} times as fast, which compute could hide"
+
+
+def _less(name: str, plan: Plan | None) -> Iterator[str]:
+    """Less to communicate for the same compute."""
+    if plan is not None and _in_float32(name, plan):
+        yield 'precision = "bf16", which halves its bytes'
+    size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(_axis(name))
+    now = f" (now {size})" if size else ""
+    if name == PP.name:
+        yield f"fewer pipeline ranks{now}, or neighbours on faster links"
+    elif name == DP.name:
+        yield (
+            f"more microbatches to a step{_now(plan)}, which share one gradient reduction, or more tp and "
+            "pp, with which a rank has fewer gradients"
+        )
+    elif name == CP.name:
+        yield (
+            f"fewer cp ranks{now}, or longer sequences: attention's compute grows with the square of their "
+            "length, its messages with the length"
+        )
+    elif name == EP.name:
+        yield f"experts shared by fewer ranks{now} or within a node"
+        yield "a smaller capacity or parallel.ep_buffer"
+    elif size == 2:
+        yield "tp = 1 where the model fits, or tp within a node"
+    elif size > 2:
+        half = (size // 2 - 1) / (size // 2) * size / (size - 1)
+        yield (
+            f"a smaller tp{now}: {size // 2}, at which a rank computes twice as much for {half:.2f} of the "
+            "bytes each, or tp within a node"
+        )
+    else:
+        yield f"a smaller tp{now}, or tp within a node"
+
+
+def _larger(name: str, plan: Plan | None) -> Iterator[str]:
+    """Fewer and larger messages."""
+    if name == DP.name:
+        yield "fewer reductions: more layers to a stage, or more microbatches to a step, which share them"
+        return
+    if name == EP.name and plan is not None and plan.job.chunks > 1:
+        yield f"fewer chunks (parallel.ampipe_degree, now {plan.job.chunks})"
+    if plan is not None and plan.job.microbatches == 1:
+        yield "a larger batch to a rank, so that each message carries more"
+    else:
+        yield f"fewer and larger microbatches{_now(plan)}: half as many have half the messages"
+
+
+def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
+    """Other ops to run meanwhile."""
+    if name == PP.name:
+        yield from _ahead(plan)
+        return
+    if plan is None:
+        yield 'parallel.overlap = "window" and two microbatches or more: one computes, another communicates'
+        return
+    if plan.overlap != "window" and plan.job.overlap != "window":
+        now = f'(now "{plan.job.overlap}")'
+        yield f'parallel.overlap = "window" {now}, which has ops of two microbatches to choose from'
+    if name == DP.name:
+        yield (
+            "more compute in the last backward, which alone can hide gradient reductions: larger "
+            f"microbatches (now {plan.job.microbatches}), or fewer gradients to a rank by more tp and pp"
+        )
+        return
+    if plan.job.microbatches == 1:
+        yield "two microbatches or more (now 1): one computes while another communicates"
+    if name == EP.name and plan.job.chunks == 1:
+        yield 'parallel.ampipe_degree = "auto": one chunk of the sequence computes while another communicates'
+    if name in (TP.name, SEQUENCE) and not plan.job.split_ops:
+        yield "parallel.split_ops = true: a product and its communication in parts, which hide each other"
+    if plan.overlap_why:
+        yield f"planning found: {plan.overlap_why}"
+    yield from _less(name, plan)
+
+
+def _ahead(plan: Plan | None) -> Iterator[str]:
+    """Microbatches further ahead, in pipelines."""
+    if plan is None:
+        yield "a schedule that keeps more microbatches ahead of what needs them, such as eager-1f1b"
+        return
+    schedule = plan.schedule
+    if schedule.stages > plan.ranks:
+        yield (
+            f"one stage a pipeline rank: with {schedule.stages} stages each microbatch crosses "
+            f"{schedule.stages - 1} borders each way, with {plan.ranks} it crosses {plan.ranks - 1}"
+        )
+    if schedule.family in ("gpipe", "1f1b"):
+        now = f'(now "{schedule.family}")'
+        yield f'parallel.schedule = "eager-1f1b" {now}, which is a microbatch further ahead'
+    elif not plan.schedule_why:
+        yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
+    if plan.job.max_live is not None:
+        yield f"a higher parallel.max_live (now {plan.job.max_live}): more microbatches may be under way"
+    yield from _less(PP.name, plan)
+
+
+def _axis(name: str) -> str:
+    return TP.name if name == SEQUENCE else name
+
+
+def _now(plan: Plan | None) -> str:
+    """How many microbatches there are."""
+    return "" if plan is None else f" (now {plan.job.microbatches})"
+
+
+def _in_float32(name: str, plan: Plan) -> bool:
+    """Whether most of what the axis carries is in float32, which `precision = "bf16"` would halve: gradients
+    of parameters are reduced in the parameters' own dtype, and in a job of that precision what is left in
+    float32, as the reduction of a loss, stays."""
+    if name == DP.name or plan.job.param_dtype is not None:
+        return False
+    if name == PP.name:
+        carried = [edge.spec for edge in plan.job.edges]
+    else:
+        carried = [
+            made
+            for stage in plan.job.stages
+            for ops in stage.ops.values()
+            for op in ops
+            if op.collective is not None and op.collective.axis == _axis(name)
+            for made in op.outputs
+            if made is not None
+        ]
+    wide_bytes = sum(one.nbytes for one in carried if one.dtype == "float32")
+    return 2 * wide_bytes > sum(one.nbytes for one in carried)
+
+
 @dataclass(slots=True)
-class _Group:
+class _AxisSpans:
     """The communication of an axis, or of sequence parallelism."""
 
     name: str
@@ -37,15 +205,11 @@ class _Group:
     exposed: list[Span] = field(default_factory=list)
     messages: list[Span] = field(default_factory=list)
 
-    @property
-    def exposed_us(self) -> float:
-        return sum(span.duration_us for span in self.exposed)
-
 
 def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
     """A row for each axis with exposed communication that is worth a reader's time; None where there is none.
 
-    Without a plan only what the timeline tells is judged."""
+    Without a plan only the timeline is judged."""
     rows = []
     for group in _groups(timeline):
         traffic = traffic_among(timeline, group.axis, group.name, [*group.messages, *group.exposed])
@@ -53,10 +217,9 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
         if share < LEAST_SHARE:
             continue
         reason, words = _why(group, traffic, timeline, plan)
-        told = f"{format_us(traffic.exposed_us)} ({format_share(share)})"
-        rows.append(
-            (group.name, told, words, help_for(reason, group.name, plan, _compute_us(timeline), traffic))
-        )
+        helps = help_for(reason, group.name, plan, _compute_us(timeline), traffic)
+        exposed = f"{format_us(traffic.exposed_us)} ({format_share(share)})"
+        rows.append((group.name, exposed, words, helps))
     if not rows:
         return None
     head = ("", "exposed", "why", "what would help")
@@ -64,20 +227,20 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
     return Grid("Why communication is exposed", head, rows, (0, 2, 3), caption)
 
 
-def _groups(timeline: Timeline) -> list[_Group]:
+def _groups(timeline: Timeline) -> list[_AxisSpans]:
     """In the order of axes."""
-    found: dict[tuple[str, str], _Group] = {}
+    found: dict[tuple[str, str], _AxisSpans] = {}
     for span in timeline.spans:
         if span.kind not in (SpanKind.MESSAGE, SpanKind.EXPOSED):
             continue
         axis, kind = communication_of(span.name)
         name = SEQUENCE if axis == TENSOR and kind in OF_SEQUENCE else axis
-        group = found.setdefault((axis, name), _Group(name, axis))
+        group = found.setdefault((axis, name), _AxisSpans(name, axis))
         (group.messages if span.kind is SpanKind.MESSAGE else group.exposed).append(span)
     return sorted(found.values(), key=lambda group: (AXES.index(group.axis), group.name))
 
 
-def _why(group: _Group, traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[Reason, str]:
+def _why(group: _AxisSpans, traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[Reason, str]:
     """The reason, and it in words."""
     exposed_us, compute_us = traffic.exposed_us, _compute_us(timeline)
     late_us = _late_us(group, timeline)
@@ -85,13 +248,12 @@ def _why(group: _Group, traffic: Traffic, timeline: Timeline, plan: Plan | None)
         return Reason.LATE, f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
     if plan is not None and plan.overlap == "off":
         return Reason.OFF, "the plan waits for each as soon as it is started (overlap = off)"
-    after_us = _after_us(group, timeline) / timeline.ranks
+    before_us, after_us = _outside_us(group, timeline)
     if after_us >= MOST * exposed_us:
         return (
             Reason.END,
             f"{format_us(after_us)} of it is after a rank's last op, with nothing left to hide it",
         )
-    before_us = _before_us(group, timeline) / timeline.ranks
     if before_us >= MOST * exposed_us:
         return Reason.BEGIN, f"{format_us(before_us)} of it is before a rank's first op: the pipeline fills"
     if traffic.total_us > compute_us:
@@ -111,42 +273,35 @@ def _compute_us(timeline: Timeline) -> float:
     return sum(timeline.by_rank(SpanKind.COMPUTE)) / timeline.ranks
 
 
-def _late_us(group: _Group, timeline: Timeline) -> float:
-    """How long a rank waits, on average, for other ranks along the axis: measured timelines say. Between
-    places such waiting is a bubble."""
+def _late_us(group: _AxisSpans, timeline: Timeline) -> float:
+    """How long a rank waits, on average, for other ranks along the axis, by a measured timeline. Between
+    pipeline ranks such waiting is a bubble."""
     if group.axis == PIPELINE or not timeline.busy_us:
         return 0.0
     return sum(stall.us for stall in timeline.stalls if stall.axis == group.axis) / len(timeline.busy_us)
 
 
-def _ends(timeline: Timeline) -> dict[int, tuple[float, float]]:
-    """Rank -> when its first op begins, and its last ends."""
-    found: dict[int, tuple[float, float]] = {}
+def _outside_us(group: _AxisSpans, timeline: Timeline) -> tuple[float, float]:
+    """What is exposed before a rank's first op, and after its last: means over ranks."""
+    ends: dict[int, tuple[float, float]] = {}
     for span in timeline.spans:
         if span.lane == COMPUTE_LANE and span.kind is SpanKind.COMPUTE:
-            first, last = found.get(span.rank, (span.start_us, span.end_us))
-            found[span.rank] = min(first, span.start_us), max(last, span.end_us)
-    return found
+            first, last = ends.get(span.rank, (span.start_us, span.end_us))
+            ends[span.rank] = min(first, span.start_us), max(last, span.end_us)
+    before_us = after_us = 0.0
+    for span in group.exposed:
+        first, last = ends.get(span.rank, (0.0, timeline.step_us))
+        before_us += span.duration_us if span.end_us <= first else 0.0
+        after_us += span.duration_us if span.start_us >= last else 0.0
+    return before_us / timeline.ranks, after_us / timeline.ranks
 
 
-def _after_us(group: _Group, timeline: Timeline) -> float:
-    ends = _ends(timeline)
-    never = (0.0, timeline.step_us)
-    return sum(s.duration_us for s in group.exposed if s.start_us >= ends.get(s.rank, never)[1])
-
-
-def _before_us(group: _Group, timeline: Timeline) -> float:
-    ends = _ends(timeline)
-    never = (0.0, timeline.step_us)
-    return sum(s.duration_us for s in group.exposed if s.end_us <= ends.get(s.rank, never)[0])
-
-
-def _latency(group: _Group, plan: Plan | None) -> float:
+def _latency(group: _AxisSpans, plan: Plan | None) -> float:
     """Share of its communications' time that they would take without a byte, by the plan's costs; 0 where
-    these do not say."""
+    these have none."""
     if plan is None:
         return 0.0
-    empty_us, whole_us = 0.0, 0.0
+    empty_us = total_us = 0.0
     counted: dict[tuple[str, int, int, int], int] = defaultdict(int)
     for span in group.messages:
         kind = communication_of(span.name)[1]
@@ -155,10 +310,10 @@ def _latency(group: _Group, plan: Plan | None) -> float:
         if sender >= 0:
             link = plan.costs.link(sender, receiver)
             empty_us += count * message_us(link, 0)
-            whole_us += count * message_us(link, nbytes)
+            total_us += count * message_us(link, nbytes)
             continue
         cost = plan.costs.collectives.get((group.axis, kind)) or plan.costs.collectives.get((group.axis, SUM))
         if cost is not None:
             empty_us += count * cost.curve.us(0)
-            whole_us += count * cost.curve.us(nbytes)
-    return empty_us / whole_us if whole_us else 0.0
+            total_us += count * cost.curve.us(nbytes)
+    return empty_us / total_us if total_us else 0.0

@@ -1,4 +1,4 @@
-"""What is inside an action: the ops of each window, and which spans of a timeline are one run of it.
+"""What drawings of a timeline share: its rows, the ops of each window, and which spans are one run of it.
 
 A window is written once, however often it runs: a drawing lays its ops over the compute spans of a run, each
 op's share of the run's compute time being its share of the window's.
@@ -7,7 +7,7 @@ op's share of the run's compute time being its share of the window's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.action import Phase
@@ -19,6 +19,24 @@ from stretto.ir.transfers import time_of
 
 RECOMPUTATION = "R"
 """Category of a forward op that the backward repeats."""
+
+Rows = dict[str, list[Span]]
+"""Name -> spans, ascending in time; the compute lane first, the others by name."""
+
+
+def rows_of(timeline: Timeline, row_of: Callable[[str], str] = str) -> list[Rows]:
+    """By rank, the rows on which its spans are drawn. row_of: the row of a lane; its own by default."""
+    found: list[Rows] = [defaultdict(list) for _ in range(timeline.ranks)]
+    for rows in found:
+        rows[COMPUTE_LANE] = []
+    for span in sorted(timeline.spans, key=lambda span: (span.start_us, span.end_us)):
+        found[span.rank][row_of(span.lane)].append(span)
+    return [dict(sorted(rows.items(), key=lambda item: (item[0] != COMPUTE_LANE, item[0]))) for rows in found]
+
+
+def with_reductions_together(lane: str) -> str:
+    """The row of a lane where small reductions, once a step each, share one."""
+    return "reductions" if lane == "loss" or lane.startswith("tied ") else lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +56,7 @@ class OpRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class WindowRun:
     """One run of a window on a rank: its compute spans in order."""
 
     window: str
@@ -84,7 +102,7 @@ def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
     return found
 
 
-def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
+def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[WindowRun, ...], ...]:
     """By rank, the runs of windows in a timeline of `plan`; spans that no run of the plan explains are left
     out."""
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
@@ -101,7 +119,7 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
                 spans[span.rank, at].append(span)
     return tuple(
         tuple(
-            Run(str(run.ref), run.microbatches, tuple(spans[rank, at]))
+            WindowRun(str(run.ref), run.microbatches, tuple(spans[rank, at]))
             for at, (_, run, _) in enumerate(plan.runs(rank))
             if (rank, at) in spans
         )
@@ -112,8 +130,8 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[Run, ...], ...]:
 def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
     """Lay ops, one after another, over a run's compute spans: (index of the op, start, end) in microseconds.
 
-    The run takes what it took, so all ops are stretched or shrunk alike; one that does not fit before a wait
-    goes on after it, as a second piece. Ops without time are left out.
+    The run takes what it took, so all ops are stretched or shrunk by one factor; one that does not fit before
+    a wait goes on after it, as a second piece. Ops without time are left out.
     """
     total_us = sum(times_us)
     compute_us = sum(span.duration_us for span in spans)

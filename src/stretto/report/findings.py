@@ -1,12 +1,18 @@
-"""What a step's figures say, in sentences: how long, how far from the best and why, what is hidden."""
+"""A step's figures in sentences; and who waits for whom, in a table of a measured run's ranks."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from stretto.ir.axes import EP
 from stretto.ir.compared import SHOWN, against, slower
 from stretto.ir.costs import Prediction
+from stretto.ir.metrics import ROWS, Observed
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.report.grid import Grid, format_share, format_us, source_word
 from stretto.report.traffic import axes_of, communication_of
-from stretto.report.words import KINDS, format_share, format_us
 
 LEAST_SHARE = 0.005
 """Exposed time below this share of the step is not worth a reader's time."""
@@ -16,21 +22,24 @@ def findings(
     prediction: Prediction | None, simulated: Timeline | None, measured: Timeline | None
 ) -> tuple[str, ...]:
     """Sentences, the most important first; what is measured goes before what is predicted."""
-    said: list[str] = []
+    sentences: list[str] = []
     shown = measured or simulated
     if prediction is not None:
         step_us = prediction.step_us if measured is None else measured.step_us
         bound_us = prediction.bound_us
         if bound_us:
             word = "step" if measured is None else "measured step"
-            said += [_beside_bound(word, step_us, bound_us), f"What binds the bound: {prediction.binds}."]
+            sentences += [
+                _beside_bound(word, step_us, bound_us),
+                f"What binds the bound: {prediction.binds}.",
+            ]
         if measured is not None:
             change = slower(against(measured.step_us, prediction.step_us) or 0.0)
-            said.append(f"The measured step is {change} predicted ({format_us(prediction.step_us)}).")
+            sentences.append(f"The measured step is {change} predicted ({format_us(prediction.step_us)}).")
     if shown is not None:
-        said += _communication(shown)
-        said += _idle(shown)
-    return tuple(said)
+        sentences += _communication(shown)
+        sentences += _idle(shown)
+    return tuple(sentences)
 
 
 def _beside_bound(word: str, step_us: float, bound_us: float) -> str:
@@ -52,26 +61,26 @@ def _beside_bound(word: str, step_us: float, bound_us: float) -> str:
 
 
 def _communication(timeline: Timeline) -> list[str]:
-    said = []
+    sentences = []
     for axis in axes_of(timeline):
         if not axis.total_us:
             continue
         share = axis.exposed_us / timeline.step_us if timeline.step_us else 0.0
         words = f"{axis.axis}: {format_share(axis.hidden or 0.0)} of {format_us(axis.total_us)} is hidden"
         if share < LEAST_SHARE:
-            said.append(f"{words}; nothing worth mention is exposed.")
+            sentences.append(f"{words}; nothing worth mention is exposed.")
             continue
         rank, kind, most_us = _worst(timeline, axis.axis)
         exposed = f"{format_us(axis.exposed_us)} is exposed, {format_share(share)} of the step"
         if timeline.ranks == 1:
-            said.append(f"{words}; {exposed}, most of it in {kind} ({format_us(most_us)}).")
+            sentences.append(f"{words}; {exposed}, most of it in {kind} ({format_us(most_us)}).")
             continue
-        said.append(
+        sentences.append(
             f"{words}; {exposed} (mean of the {timeline.counted}). "
             f"Most on {timeline.who(rank)}: {format_us(most_us)} of {kind}."
         )
-    kind = KINDS.get(timeline.source, timeline.source)
-    return said or [f"Communication, {kind}: none."]
+    kind = source_word(timeline.source)
+    return sentences or [f"Communication, {kind}: none."]
 
 
 def _worst(timeline: Timeline, axis: str) -> tuple[int, str, float]:
@@ -99,3 +108,87 @@ def _idle(timeline: Timeline) -> list[str]:
         f"Bubbles take {format_share(share)} of the {timeline.counted}' time, "
         f"most on {timeline.who(rank)} ({format_us(bubble[rank])})."
     ]
+
+
+MOST_RANKS = 16
+"""Rows of the table; of more ranks, those for which others wait longest."""
+
+
+def stalls_grid(timeline: Timeline, plan: Plan | None, observed: Sequence[Observed] = ()) -> Grid | None:
+    """A row a rank of the run; None for a timeline without these times, and for one rank."""
+    ranks = len(timeline.busy_us)
+    if ranks < 2:
+        return None
+    by_rank, for_rank = [0.0] * ranks, [0.0] * ranks
+    pairs: dict[int, dict[tuple[str, int], float]] = defaultdict(dict)
+    for stall in timeline.stalls:
+        by_rank[stall.rank] += stall.us
+        for_rank[stall.on] += stall.us
+        pairs[stall.rank][stall.axis, stall.on] = stall.us
+    shares = _rows_of_ranks(plan, observed) if plan is not None else {}
+    shown = sorted(sorted(range(ranks), key=lambda rank: -for_rank[rank])[:MOST_RANKS])
+    rows = []
+    for rank in shown:
+        longest = max(pairs[rank].items(), key=lambda item: item[1], default=None)
+        row = [f"rank {rank}", _with_share(timeline.busy_us[rank], timeline.step_us)]
+        if shares:
+            row.append(format_share(shares[rank]) if rank in shares else "-")
+        row += [
+            _with_share(by_rank[rank], timeline.step_us),
+            "-" if longest is None else f"rank {longest[0][1]} ({longest[0][0]})",
+            _with_share(for_rank[rank], timeline.step_us),
+        ]
+        rows.append(tuple(row))
+    head = ("", "computes", *(["experts' rows"] if shares else []), "waits", "most for", "waited for")
+    caption = (
+        "waits: for other ranks, until they begin their part of a communication. waited for: how long all "
+        "others stall for it."
+    )
+    if shares:
+        caption += " experts' rows: what goes to its experts, of what goes to those of all ranks."
+    return Grid("Who waits for whom", head, rows, (0,), caption)
+
+
+def stalls_findings(timeline: Timeline) -> list[str]:
+    """The worst of it, in a sentence; nothing where it is not worth one."""
+    if not timeline.stalls or not timeline.step_us:
+        return []
+    worst = max(timeline.stalls, key=lambda stall: stall.us)
+    if worst.us < LEAST_SHARE * timeline.step_us:
+        return []
+    busy = timeline.busy_us
+    longer = ""
+    if busy[worst.on] > busy[worst.rank]:
+        longer = f", which computes for {format_us(busy[worst.on])} and it for {format_us(busy[worst.rank])}"
+    return [
+        f"Rank {worst.rank} waits {format_us(worst.us)} ({format_share(worst.us / timeline.step_us)} of the "
+        f"step) on {worst.axis} for rank {worst.on}{longer}."
+    ]
+
+
+def _rows_of_ranks(plan: Plan, observed: Sequence[Observed]) -> Mapping[int, float]:
+    """Rank -> share of the rows of its layers that goes to its experts, where ranks share experts;
+    consecutive ones are of one rank."""
+    size = plan.job.size(EP.name)
+    stages = {(metric.module, metric.name): metric.stage for metric in plan.job.metrics}
+    found: dict[int, float] = {}
+    for rank in range(plan.world if size > 1 else 0):
+        at = plan.mesh.coordinates(rank)[EP.name]
+        layers = [
+            one.mean
+            for one in observed
+            if one.name == ROWS
+            and len(one.mean) % size == 0
+            and plan.rank_of(stages[one.module, one.name]) == plan.mesh.place(rank)
+        ]
+        total = sum(map(sum, layers))
+        if total:
+            here = (len(mean) // size for mean in layers)
+            found[rank] = (
+                sum(sum(mean[at * n : (at + 1) * n]) for mean, n in zip(layers, here, strict=True)) / total
+            )
+    return found
+
+
+def _with_share(us: float, step_us: float) -> str:
+    return f"{format_us(us)} ({format_share(us / step_us)})" if step_us else format_us(us)

@@ -1,4 +1,4 @@
-"""A table as text, made once for terminal and page, so that the two cannot differ."""
+"""Numbers in words, and a table as text: made once for terminal and page, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -8,6 +8,42 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from stretto.bounds.words import format_us
+
+KIB = 1024
+
+__all__ = ["format_bytes", "format_flops", "format_share", "format_us", "source_word"]
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes in binary units: `512 B`, `12.0 MiB`, `1.50 GiB`."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < KIB - 0.5 or unit == "GiB":
+            # Three digits, and never the exponent that `g` would write for a thousand.
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 999.5 else f"{size:.3g} {unit}"
+        size /= KIB
+    raise AssertionError("unreachable")
+
+
+def format_flops(flops: float) -> str:
+    """Floating-point operations: `3.1 GFLOP`."""
+    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if flops >= 0.9995 * size:
+            return f"{flops / size:.3g} {unit}"
+    return f"{flops:.0f} FLOP"
+
+
+def source_word(source: str) -> str:
+    """What a timeline of this source shows: predicted, measured."""
+    return "predicted" if source == "simulated" else source
+
+
+def format_share(share: float) -> str:
+    """A share of a whole: `6.5%`."""
+    return f"{100 * share:.1f}%"
+
 
 WIDTH = 120
 """Columns of the tables of commands, wherever they are printed."""
@@ -70,6 +106,6 @@ def grid_of(
         return form.format(value) if isinstance(form, str) else form(value)
 
     heads = tuple(columns)
-    places = [heads.index(head) for head in words] or [0]
+    columns_of_words = [heads.index(head) for head in words] or [0]
     cells = [[cell(row, of, form) for of, form in columns.values()] for row in rows]
-    return Grid(title, heads, cells, places, caption)
+    return Grid(title, heads, cells, columns_of_words, caption)

@@ -6,7 +6,7 @@ the page, from data that is packed into it (`stretto.report.pack`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -15,18 +15,21 @@ from typing import Any
 from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
-from stretto.report.costliest import costliest_ops
-from stretto.report.curve import draw_loss
-from stretto.report.findings import findings
-from stretto.report.grid import Grid
+from stretto.report.charts import draw_loads, draw_loss
+from stretto.report.findings import findings, stalls_findings, stalls_grid
+from stretto.report.grid import Grid, format_us, source_word
 from stretto.report.load import load_findings, load_grid, others_grid
-from stretto.report.load_picture import draw_loads
+from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
-from stretto.report.rates import rates_grid
 from stretto.report.rundir import SUMMARY, Run
-from stretto.report.stalls import stalls_findings, stalls_grid
-from stretto.report.tables import comparison_grid, costliest_grid, ranks_grid, summary_grid, traffic_grid
-from stretto.report.words import KINDS, format_us
+from stretto.report.tables import (
+    comparison_grid,
+    costliest_grid,
+    ranks_grid,
+    rates_grid,
+    summary_grid,
+    traffic_grid,
+)
 
 REPORT = "report.html"
 """The page's name in a run's folder."""
@@ -44,20 +47,19 @@ def render(run: Run) -> str:
     """The page as text. What the run does not have is left out, and listed at the end."""
     name = run.figures.name if run.figures else run.path.name
     body = [f"<h1>{escape(name)}</h1>", f'<p class="where">{escape(_subtitle(run))}</p>']
-    told = [*findings(run.prediction, run.simulated, run.measured), *more_findings(run)]
-    said = "".join(f"<li>{escape(words)}</li>" for words in told)
+    said = "".join(f"<li>{escape(words)}</li>" for words in run_findings(run))
     body.append(f'<ul class="findings">{said}</ul>')
-    timelines = [t for t in (run.simulated, run.measured) if t is not None]
+    timelines = run.timelines
     script = ""
     if timelines:
-        titles = [KINDS.get(t.source, t.source).capitalize() for t in timelines]
+        titles = [source_word(timeline.source).capitalize() for timeline in timelines]
         body.append(f"<h2>Timelines</h2>\n{_stage(timelines, titles)}")
         data = packed(timelines, titles, run.plan)
         code = "\n".join(_page_file(script) for script in SCRIPTS)
         script = (
             f'<script type="text/plain" id="data">{data}</script>\n<script>(() => {{\n{code}}})();</script>\n'
         )
-    body += _tables(run, timelines)
+    body += _tables(run)
     curve = draw_loss(run.metrics)
     if curve is not None:
         body.append(f'<h2>Loss</h2><div class="scroll">{curve}</div>')
@@ -105,7 +107,7 @@ def _count(number: int, what: str, more: str = "s") -> str:
     return f"{number} {what}{more if number != 1 else ''}"
 
 
-# --- the timelines' place, which the scripts fill ------------------------------------------------------
+# --- where the scripts draw the timelines ------------------------------------------------------
 
 
 def _stage(timelines: list[Timeline], titles: list[str]) -> str:
@@ -150,59 +152,58 @@ def _line(timeline: Timeline) -> str:
     )
 
 
-def more_findings(run: Run) -> list[str]:
-    """What ranks and routers did, in sentences."""
-    said = [] if run.measured is None else stalls_findings(run.measured)
-    return said + ([] if run.observed is None else load_findings(run.observed))
+# --- what a report has, for the page and the terminal --------------------------------------------------
 
 
-def advice_of(run: Run) -> Grid | None:
-    """Why communication is exposed: in the measured step, or else in the predicted one."""
-    shown = run.measured or run.simulated
-    return None if shown is None else advice_grid(shown, run.plan)
+def run_findings(run: Run) -> list[str]:
+    """A run's figures in sentences, the most important first."""
+    return [
+        *findings(run.prediction, run.simulated, run.measured),
+        *([] if run.measured is None else stalls_findings(run.measured)),
+        *([] if run.observed is None else load_findings(run.observed)),
+    ]
 
 
-def rates_of(run: Run) -> Grid | None:
-    """How fast ranks compute, predicted and measured."""
-    timelines = [t for t in (run.simulated, run.measured) if t is not None]
-    known = run.figures
-    return None if known is None else rates_grid(known.work, timelines, known.world, run.summary)
+def accounts_grid(run: Run) -> Grid | None:
+    """Measured against predicted; of a plan what is predicted."""
+    if run.prediction is not None and run.measured is not None:
+        return comparison_grid(run.prediction, run.measured)
+    if run.prediction is not None and run.simulated is not None:
+        return summary_grid(run.simulated, run.prediction)
+    return None
 
 
-def grids_of_ranks(run: Run) -> list[Grid]:
-    """Tables of who waits for whom, and of what the model let see."""
-    seen = run.observed
-    found = [
+def run_grids(run: Run, timelines: Sequence[Timeline]) -> list[Grid]:
+    """Communication, why it is exposed, speed, who waits for whom, and what the model let see. timelines:
+    those whose communication is listed."""
+    shown, known, seen = run.measured or run.simulated, run.figures, run.observed
+    grids = [
+        traffic_grid(timelines) if timelines else None,
+        None if shown is None else advice_grid(shown, run.plan),
+        None if known is None else rates_grid(known.work, run.timelines, known.world, run.summary),
         None if run.measured is None else stalls_grid(run.measured, run.plan, seen.end if seen else ()),
         None if seen is None else others_grid(seen),
         None if seen is None else load_grid(seen),
     ]
-    return [grid for grid in found if grid is not None]
+    return [grid for grid in grids if grid is not None and grid.rows]
 
 
-# --- tables ------------------------------------------------------------------------------------------
+# --- the page's tables -------------------------------------------------------------------------------
 
 
-def _tables(run: Run, timelines: list[Timeline]) -> list[str]:
-    body: list[str] = []
-    left = ""
-    if run.prediction is not None and run.measured is not None:
-        left = _section(comparison_grid(run.prediction, run.measured))
-    elif run.prediction is not None and run.simulated is not None:
-        left = _section(summary_grid(run.simulated, run.prediction))
-    right = "".join(_section(ranks_grid(timeline)) for timeline in timelines)
+def _tables(run: Run) -> list[str]:
+    accounts = accounts_grid(run)
+    left = "" if accounts is None else _section(accounts)
+    right = "".join(_section(ranks_grid(timeline)) for timeline in run.timelines)
     sides = "".join(f"<div>{side}</div>" for side in (left, right) if side)
-    body.append(f'<div class="pair">{sides}</div>')
-    grids = [traffic_grid(timelines) if timelines else None, advice_of(run), rates_of(run)]
-    body += [_section(grid) for grid in grids if grid is not None and grid.rows]
-    body += [_section(grid) for grid in grids_of_ranks(run)]
+    body = [f'<div class="pair">{sides}</div>']
+    body += [_section(grid) for grid in run_grids(run, run.timelines)]
     picture = None if run.observed is None else draw_loads(run.observed)
     if picture is not None:
         body.append(f'<div class="scroll">{picture}</div>')
-    if run.plan is not None:
-        costliest = costliest_ops(run.plan)
-        if costliest:
-            body.append(_section(costliest_grid(costliest, reads=True)))
+    costliest = [] if run.plan is None else costliest_ops(run.plan)
+    if costliest:
+        body.append(_section(costliest_grid(costliest, reads=True)))
     return body
 
 

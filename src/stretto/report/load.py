@@ -1,7 +1,6 @@
 """What a model let see of its steps, in tables and sentences: loads by expert, and whatever else it observes.
 
 Of a layer with experts (a module that observes `rows`) tables show shares, of any other metric its numbers.
-Touches `stretto.ir` only.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.ir.metrics import BUFFER, DROPPED, ROWS, Observed, ObservedRun
-from stretto.report.grid import Grid
-from stretto.report.words import format_share
+from stretto.report.grid import Grid, format_share
 
 MOST_NAMED = 6
 """Experts that a cell names."""
@@ -82,13 +80,13 @@ def load_grid(run: ObservedRun) -> Grid | None:
     loads = loads_of(run.end)
     if not loads:
         return None
-    whole = {load.module: load for load in loads_of(run.all)}
+    of_all_steps = {load.module: load for load in loads_of(run.all)}
     rows = []
     for load in loads:
         without = ", ".join(map(str, load.without[:MOST_NAMED]))
         if len(load.without) > MOST_NAMED:
             without += f" and {len(load.without) - MOST_NAMED} more"
-        buffer = whole[load.module].buffer
+        buffer = of_all_steps[load.module].buffer
         rows.append(
             (
                 load.module,
@@ -108,7 +106,7 @@ def load_grid(run: ObservedRun) -> Grid | None:
     )
     if any(load.dropped is not None for load in loads):
         caption += " dropped: rows that found no room."
-    if any(load.buffer is not None for load in whole.values()):
+    if any(load.buffer is not None for load in of_all_steps.values()):
         caption += (
             " buffer: rows for the rank that was sent most, over the mean, in any of "
             f"{loads_of(run.all)[0].steps} steps; an ep_buffer of as much has room for them."

@@ -2,7 +2,7 @@
 
 1. Times are whole ticks of `TICK_US`, and a span's start counts from the end of the one before it, so that
    what repeats from microbatch to microbatch is equal text, which compression finds.
-2. The ops of a window are written once; spans say which run of which window they belong to.
+2. The ops of a window are written once; spans name the run of a window that they belong to.
 3. Everything is one JSON object, gzip, base64: browsers unpack it themselves (`DecompressionStream`).
 
 `page/data.js` reads this.
@@ -14,21 +14,22 @@ import base64
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
-    Run,
+    WindowRun,
+    rows_of,
     runs_of,
     shapes_in,
     shapes_out,
     span_category,
     specs_of,
     window_ops,
+    with_reductions_together,
 )
-from stretto.report.lanes import rows_of, with_sums_together
 
 TICK_US = 0.01
 """Finer than any clock that measures ops, and small enough that whole numbers are exact."""
@@ -76,29 +77,33 @@ def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Pla
 def _ops(plan: Plan, texts: _Texts) -> dict[str, Any]:
     """Columns of all ops, and for every window its first op's number and how many there are."""
     specs = specs_of(plan.job)
-    rows: list[tuple[int, ...]] = []
+    columns: dict[str, list[int]] = defaultdict(list)
     windows: dict[str, list[int]] = {}
     for name, ops in window_ops(plan).items():
-        windows[name] = [len(rows), len(ops)]
+        windows[name] = [len(columns["name"]), len(ops)]
         for row in ops:
             op = row.op
-            rows.append(
-                (
-                    texts(op.name),
-                    texts(op.target),
-                    texts(op.module),
-                    texts(shapes_in(op, specs)),
-                    texts(shapes_out(op)),
-                    op.nbytes,
-                    op.flops,
-                    CATEGORIES.index(row.category),
-                    row.part,
-                    _ticks(row.us),
-                )
+            _append(
+                columns,
+                {
+                    "name": texts(op.name),
+                    "target": texts(op.target),
+                    "module": texts(op.module),
+                    "in": texts(shapes_in(op, specs)),
+                    "out": texts(shapes_out(op)),
+                    "bytes": op.nbytes,
+                    "flops": op.flops,
+                    "category": CATEGORIES.index(row.category),
+                    "part": row.part,
+                    "us": _ticks(row.us),
+                },
             )
-    names = ("name", "target", "module", "in", "out", "bytes", "flops", "category", "part", "us")
-    columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    return {"windows": windows, **{n: list(c) for n, c in zip(names, columns, strict=True)}}
+    return {"windows": windows, **columns}
+
+
+def _append(columns: dict[str, list[int]], values: Mapping[str, int]) -> None:
+    for name, value in values.items():
+        columns[name].append(value)
 
 
 # --- step 1: spans -----------------------------------------------------------------------------------
@@ -117,46 +122,40 @@ def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: _Texts) 
         "runs": [[[run.window, *run.microbatches] for run in of_rank] for of_rank in runs],
         "lanes": [
             _lane(rank, row, spans, texts, runs[rank] if row == COMPUTE_LANE else ())
-            for rank, rows in enumerate(rows_of(timeline, with_sums_together))
+            for rank, rows in enumerate(rows_of(timeline, with_reductions_together))
             for row, spans in rows.items()
         ],
     }
 
 
-def _lane(rank: int, row: str, spans: Sequence[Span], texts: _Texts, runs: Sequence[Run]) -> dict[str, Any]:
+def _lane(
+    rank: int, row: str, spans: Sequence[Span], texts: _Texts, runs: Sequence[WindowRun]
+) -> dict[str, Any]:
     run_of = {id(span): number for number, run in enumerate(runs) for span in run.spans}
-    columns: dict[str, list[int]] = {
-        name: []
-        for name in ("start", "took", "category", "name", "microbatch", "run", "bytes", "sender", "sent")
-    }
+    columns: dict[str, list[int]] = defaultdict(list)
     before = 0
     for span in spans:
         start, end = _ticks(span.start_us), _ticks(span.end_us)
-        sent = start if span.sent_us is None else _ticks(span.sent_us)
-        for name, value in (
-            ("start", start - before),
-            ("took", end - start),
-            ("category", _category(span)),
-            ("name", texts(span.name)),
-            ("microbatch", -1 if span.microbatch is None else span.microbatch),
-            ("run", run_of.get(id(span), -1)),
-            ("bytes", span.nbytes),
-            ("sender", -1 if span.sender is None else span.sender),
-            ("sent", start - sent),
-        ):
-            columns[name].append(value)
+        category = span_category(span)
+        _append(
+            columns,
+            {
+                "start": start - before,
+                "took": end - start,
+                # Compute of unknown phase has the first's colour.
+                "category": CATEGORIES.index(category) if category in CATEGORIES else 0,
+                "name": texts(span.name),
+                "microbatch": -1 if span.microbatch is None else span.microbatch,
+                "run": run_of.get(id(span), -1),
+                "bytes": span.nbytes,
+                "sender": -1 if span.sender is None else span.sender,
+                "sent": 0 if span.sent_us is None else start - _ticks(span.sent_us),
+            },
+        )
         before = end
-    # A column that says nothing is not written.
-    kept = {
-        name: values for name, values in columns.items() if any(value != _EMPTY[name] for value in values)
-    }
+    # A column without information is not written.
+    kept = {name: values for name, values in columns.items() if set(values) != {_EMPTY[name]}}
     return {"rank": rank, "row": row, "count": len(spans), **kept}
-
-
-def _category(span: Span) -> int:
-    """Compute of unknown phase has the first's colour."""
-    found = span_category(span)
-    return CATEGORIES.index(found) if found in CATEGORIES else 0
 
 
 _EMPTY = defaultdict(int, {"microbatch": -1, "run": -1, "sender": -1})
@@ -165,11 +164,8 @@ _EMPTY = defaultdict(int, {"microbatch": -1, "run": -1, "sender": -1})
 def _steps(steps: Sequence[tuple[float, int]]) -> list[list[int]]:
     """Memory as two columns of differences: ticks, bytes."""
     times = [_ticks(at) for at, _ in steps]
-    held = [nbytes for _, nbytes in steps]
-    return [
-        [b - a for a, b in zip([0, *times], times)],
-        [b - a for a, b in zip([0, *held], held)],
-    ]
+    sizes = [nbytes for _, nbytes in steps]
+    return [[after - before for before, after in zip([0, *of], of)] for of in (times, sizes)]
 
 
 def _ticks(us: float) -> int:

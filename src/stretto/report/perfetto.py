@@ -1,38 +1,162 @@
 """Timelines as native Perfetto traces, which ui.perfetto.dev opens: a process a rank, a track a lane.
 
-Slices carry a category (F, I, W, B, exposed, bubble, message,
-op) by which the viewer can filter and colour; with a plan, the ops of an action are slices inside it, with
-their shapes; flows follow messages and collectives (`stretto.report.flows`); memory is a counter. Several
-timelines are in one trace rank by rank, the predicted above the measured.
+Slices carry a category (F, I, W, B, exposed, bubble, message, op) by which the viewer can filter and colour.
+With a plan, the ops of an action are slices inside it, with their shapes. Flows lead from a message's sender
+to its receiver, and from a collective's start to what runs after its wait; a flow is a number that several
+slices carry, and they must begin in the order of the flow. Memory is a counter. Several timelines are in one
+trace rank by rank, the predicted above the measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-
-from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import (
-    CounterDescriptor,
-    TracePacket,
-    TrackDescriptor,
-    TrackEvent,
-)
-from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+from typing import Any
 
 from stretto.files.whole_file import write_file
 from stretto.ir.plan import Plan
-from stretto.ir.program import TensorSpec
-from stretto.ir.timeline import Span, SpanKind, Timeline
-from stretto.report.detail import shapes_in, shapes_out, span_category, specs_of
-from stretto.report.flows import OpSlice, count_ops, flows_of, nested_ops
-from stretto.report.lanes import rows_of
+from stretto.ir.program import WAIT, TensorSpec
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.report.detail import (
+    OpRow,
+    laid_over,
+    rows_of,
+    runs_of,
+    shapes_in,
+    shapes_out,
+    span_category,
+    specs_of,
+    window_ops,
+)
 
 NS_PER_US = 1000
-SEQUENCE = 1
+START = attrgetter("start_us")
+FIELDS = {int: "int_value", float: "double_value", str: "string_value"}
+"""Where a trace keeps a value of a type."""
+WRITER = 1
 """All packets are of one writer; any number but 0 will do."""
 
 MOST_OPS = 100_000
 """More op slices than this are written only when they are asked for. Measured: 234 bytes each, so 23 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpSlice:
+    """A stretch of a compute span in which an op runs. at: the op's position in its window."""
+
+    row: OpRow
+    at: int
+    start_us: float
+    end_us: float
+
+
+Nested = Mapping[int, list[OpSlice]]
+"""Identity of a compute span -> the ops within it, in order."""
+
+Flows = Mapping[int, list[int]]
+"""Identity of a span or an op's slice -> the flows through it."""
+
+
+def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
+    """How many op slices `nested_ops` would make of the timelines, about."""
+    timed = {name: sum(row.us > 0 for row in rows) for name, rows in window_ops(plan).items()}
+    return sum(timed[run.window] for t in timelines for runs in runs_of(plan, t) for run in runs)
+
+
+def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
+    """The ops of every run, laid over its compute spans."""
+    found: dict[int, list[OpSlice]] = {}
+    windows = window_ops(plan)
+    times_us = {name: [row.us for row in rows] for name, rows in windows.items()}
+    for runs in runs_of(plan, timeline):
+        for run in runs:
+            spans = iter(run.spans)
+            span = next(spans)
+            inside = found.setdefault(id(span), [])
+            for at, start_us, end_us in laid_over(times_us[run.window], run.spans):
+                while start_us >= span.end_us:
+                    span = next(spans)
+                    inside = found.setdefault(id(span), [])
+                inside.append(OpSlice(windows[run.window][at], at, start_us, end_us))
+    return found
+
+
+def flows_of(timeline: Timeline, first_flow: int, plan: Plan | None, nested: Nested) -> dict[int, list[int]]:
+    """The flows of a timeline, numbered from `first_flow`; with `nested` ops, collectives lead to those."""
+    compute = [
+        [span for span in rows[COMPUTE_LANE] if span.kind is SpanKind.COMPUTE] for rows in rows_of(timeline)
+    ]
+    ops = {} if plan is None or not nested else _ops_around(plan, timeline, nested)
+    flows: dict[int, list[int]] = defaultdict(list)
+    messages = [span for span in timeline.spans if span.kind is SpanKind.MESSAGE]
+    for flow, message in enumerate(messages, start=first_flow):
+        own = compute[message.rank]
+        ends: Sequence[Span | OpSlice]
+        if message.sender is None:
+            called = (message.rank, message.stage, message.microbatch, message.name)
+            ends = ops.get(called) or _around(message, own)
+        else:
+            ends = _between(message, compute[message.sender], own)
+        flows[id(message)].append(flow)
+        for end in ends:
+            flows[id(end)].append(flow)
+    return flows
+
+
+def _running(spans: Sequence[Span], at_us: float) -> int:
+    """The compute span that runs at a time, or ran last; -1 when none did."""
+    at = bisect_right(spans, at_us, key=START) - 1
+    # What leaves as its op ends may be found in the slice that begins then.
+    return at - 1 if at > 0 and spans[at - 1].end_us >= at_us else at
+
+
+def _between(message: Span, sends: Sequence[Span], receives: Sequence[Span]) -> list[Span]:
+    """The sender's slice that made a message, and the receiver's that first runs with it."""
+    at = _running(sends, message.start_us if message.sent_us is None else message.sent_us)
+    ends = [sends[at]] if at >= 0 else []
+    for span in receives[bisect_right(receives, message.start_us, key=START) :]:
+        if span.microbatch == message.microbatch and span.end_us > message.end_us:
+            return [*ends, span]
+    return ends
+
+
+def _around(message: Span, spans: Sequence[Span]) -> list[Span]:
+    """The slice in which a collective starts, and the first one that begins after it has ended."""
+    at = _running(spans, message.start_us)
+    ends = [spans[at]] if at >= 0 else []
+    after = bisect_right(spans, message.end_us - 1e-6, key=START)
+    return [*ends, spans[after]] if after < len(spans) and after != at else ends
+
+
+Called = tuple[int, int | None, int | None, str]
+"""A collective: rank, stage, microbatch, label."""
+
+
+def _ops_around(plan: Plan, timeline: Timeline, nested: Nested) -> dict[Called, list[OpSlice]]:
+    """Of each collective, the last op before its start and the first after its wait."""
+    found: dict[Called, list[OpSlice]] = {}
+    windows = window_ops(plan)
+    for rank, runs in enumerate(runs_of(plan, timeline)):
+        for run in runs:
+            # In the order of their ops.
+            slices = [piece for span in run.spans for piece in nested.get(id(span), ())]
+            rows = windows[run.window]
+            starts = {
+                (row.part, row.op.name): at for at, row in enumerate(rows) if row.op.collective is not None
+            }
+            for waited, row in enumerate(rows):
+                started = starts.get((row.part, str(row.op.alias))) if row.op.target == WAIT else None
+                if started is None:
+                    continue
+                before = bisect_right(slices, started, key=attrgetter("at"))
+                after = bisect_right(slices, waited, key=attrgetter("at"))
+                called = (rank, row.stage, run.microbatches[row.part], rows[started].op.label)
+                found.setdefault(called, [*slices[before - 1 : before], *slices[after : after + 1]])
+    return found
 
 
 def save_perfetto(timeline: Timeline | Sequence[Timeline], path: Path, plan: Plan | None = None) -> None:
@@ -63,6 +187,8 @@ def to_perfetto(timeline: Timeline | Sequence[Timeline], plan: Plan | None = Non
 class _Writer:
     def __init__(self, timelines: Sequence[Timeline], plan: Plan | None) -> None:
         """plan: what the ops are of that are written."""
+        from perfetto.trace_builder.proto_builder import TraceProtoBuilder
+
         self.timelines = timelines
         self.plan = plan
         self.builder = TraceProtoBuilder()
@@ -81,73 +207,55 @@ class _Writer:
         self.flows = flows_of(timeline, self.next_flow, self.plan, self.nested)
         self.next_flow += len(timeline.spans)
         for rank, lanes in enumerate(rows_of(timeline)):
-            process = self._process(timeline, rank, at)
-            for position, (lane, spans) in enumerate(lanes.items()):
+            position = rank * len(self.timelines) + at
+            process = self._track(position)
+            process.process.pid = position + 1  # 0 is the idle process in the viewer
+            process.process.process_name = f"{timeline.who(rank)} ({timeline.source})"
+            process.child_ordering = process.EXPLICIT
+            for number, (lane, spans) in enumerate(lanes.items()):
                 # Latency is pipelined, so messages of one lane may overlap; slices of one track may not.
                 for row in _rows(spans):
-                    track = self._track(process, lane, position)
+                    track = self._track(number, lane, process.uuid)
                     for span in row:
-                        self._slice(track, span)
+                        self._slice(track.uuid, span)
             if rank < len(timeline.memory) and timeline.memory[rank]:
-                self._memory(process, timeline.memory[rank], len(lanes))
+                memory = self._track(len(lanes), "memory", process.uuid)
+                memory.counter.unit = memory.counter.UNIT_SIZE_BYTES
+                for at_us, nbytes in timeline.memory[rank]:
+                    event = self._event(memory.uuid, at_us, "TYPE_COUNTER")
+                    event.counter_value = nbytes
 
-    # --- tracks -------------------------------------------------------------------------------------
-
-    def _uuid(self) -> int:
+    def _track(self, position: int, name: str = "", parent: int = 0) -> Any:
+        """The descriptor of a new track; of a process without a parent."""
+        descriptor = self._packet(0).track_descriptor
         self.next_uuid += 1
-        return self.next_uuid
-
-    def _process(self, timeline: Timeline, rank: int, at: int) -> int:
-        uuid = self._uuid()
-        packet = self._packet(0)
-        descriptor = packet.track_descriptor
-        descriptor.uuid = uuid
-        number = rank * len(self.timelines) + at
-        descriptor.process.pid = number + 1  # 0 is the idle process in the viewer
-        descriptor.process.process_name = f"{timeline.who(rank)} ({timeline.source})"
-        descriptor.child_ordering = TrackDescriptor.ChildTracksOrdering.EXPLICIT
-        descriptor.sibling_order_rank = number
-        return uuid
-
-    def _track(self, parent: int, name: str, position: int) -> int:
-        uuid = self._uuid()
-        descriptor = self._packet(0).track_descriptor
-        descriptor.uuid = uuid
-        descriptor.parent_uuid = parent
-        descriptor.name = name
+        descriptor.uuid = self.next_uuid
         descriptor.sibling_order_rank = position
-        return uuid
+        if parent:
+            descriptor.parent_uuid = parent
+            descriptor.name = name
+        return descriptor
 
-    def _memory(self, parent: int, steps: Sequence[tuple[float, int]], position: int) -> None:
-        uuid = self._uuid()
-        descriptor = self._packet(0).track_descriptor
-        descriptor.uuid = uuid
-        descriptor.parent_uuid = parent
-        descriptor.name = "memory"
-        descriptor.sibling_order_rank = position
-        descriptor.counter.unit = CounterDescriptor.Unit.UNIT_SIZE_BYTES
-        for at_us, held in steps:
-            event = self._packet(at_us).track_event
-            event.type = TrackEvent.TYPE_COUNTER
-            event.track_uuid = uuid
-            event.counter_value = held
-
-    # --- events -------------------------------------------------------------------------------------
-
-    def _packet(self, time_us: float) -> TracePacket:
+    def _packet(self, time_us: float) -> Any:
         packet = self.builder.add_packet()
         packet.timestamp = round(time_us * NS_PER_US)
-        packet.trusted_packet_sequence_id = SEQUENCE
+        packet.trusted_packet_sequence_id = WRITER
         return packet
+
+    def _event(self, track: int, time_us: float, kind: str) -> Any:
+        """A new event. kind: the name of one of `TrackEvent`'s types."""
+        event = self._packet(time_us).track_event
+        event.type = getattr(event, kind)
+        event.track_uuid = track
+        return event
 
     def _slice(self, track: int, span: Span) -> None:
         name = span.kind.value if span.kind is SpanKind.BUBBLE else span.name
         self._begin(track, span.start_us, name, span_category(span), id(span), _details(span))
         for op in self.nested.get(id(span), ()):
-            row = op.row
-            self._begin(track, op.start_us, row.op.name, "op", id(op), self._op_details(op))
-            self._end(track, op.end_us)
-        self._end(track, span.end_us)
+            self._begin(track, op.start_us, op.row.op.name, "op", id(op), self._op_details(op.row))
+            self._event(track, op.end_us, "TYPE_SLICE_END")
+        self._event(track, span.end_us, "TYPE_SLICE_END")
 
     def _begin(
         self,
@@ -158,29 +266,17 @@ class _Writer:
         identity: int,
         details: Iterator[tuple[str, int | float | str]],
     ) -> None:
-        begin = self._packet(time_us).track_event
-        begin.type = TrackEvent.TYPE_SLICE_BEGIN
-        begin.track_uuid = track
+        begin = self._event(track, time_us, "TYPE_SLICE_BEGIN")
         begin.name = name
         begin.categories.append(category)
         begin.flow_ids.extend(self.flows.get(identity, ()))
         for key, value in details:
             annotation = begin.debug_annotations.add()
             annotation.name = key
-            if isinstance(value, int):
-                annotation.int_value = value
-            elif isinstance(value, float):
-                annotation.double_value = value
-            else:
-                annotation.string_value = value
+            setattr(annotation, FIELDS[type(value)], value)
 
-    def _end(self, track: int, time_us: float) -> None:
-        end = self._packet(time_us).track_event
-        end.type = TrackEvent.TYPE_SLICE_END
-        end.track_uuid = track
-
-    def _op_details(self, slice_: OpSlice) -> Iterator[tuple[str, int | float | str]]:
-        row, op = slice_.row, slice_.row.op
+    def _op_details(self, row: OpRow) -> Iterator[tuple[str, int | float | str]]:
+        op = row.op
         yield "op", op.target
         yield "category", row.category
         if op.module:
@@ -207,7 +303,7 @@ def _details(span: Span) -> Iterator[tuple[str, int | float | str]]:
 
 
 def _rows(spans: Sequence[Span]) -> list[list[Span]]:
-    """Spans, ascending in start, on as few rows as hold them without overlap."""
+    """Spans, ascending in start, on as few rows as have no overlap."""
     rows: list[list[Span]] = []
     for span in spans:
         for row in rows:

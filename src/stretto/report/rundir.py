@@ -1,9 +1,9 @@
 """What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
 
-A run directory holds settings.json, plan.json, figures.json, metrics.jsonl, measured.json, simulated.json,
+A run directory has settings.json, plan.json, figures.json, metrics.jsonl, measured.json, simulated.json,
 observed.json and summary.json. Any may be missing, or be of another version than this Stretto writes; the
-report says which. What it says of a step needs no more than timelines and figures, so that a run outlives the
-version of its plan file.
+report states which. Timelines and figures are all that it needs of a step, so that a run outlives the version
+of its plan file.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import FILE as PLAN
 from stretto.ir.serialize import load_plan
 from stretto.ir.timeline import Timeline
-from stretto.report.figures import FIGURES, Figures
-from stretto.report.jsonfile import FILE as TIMELINE
-from stretto.report.jsonfile import OBSERVED
+from stretto.report.files import FIGURES, OBSERVED, PlanFigures
+from stretto.report.files import FILE as TIMELINE
 from stretto.simulating import predict, simulate
 from stretto.simulating.predict import accounts_of
 from stretto.verifying import verify
@@ -35,12 +34,12 @@ SUMMARY = "summary.json"
 
 @dataclass(slots=True)
 class Run:
-    """What is known of a run. `notes` says in words what is missing, or was made up for."""
+    """What is known of a run. `notes` states what is missing, or was created again."""
 
     path: Path
     settings: dict[str, Any] | None = None
     plan: Plan | None = None
-    figures: Figures | None = None
+    figures: PlanFigures | None = None
     metrics: list[dict[str, Any]] = field(default_factory=list)
     measured: Timeline | None = None
     simulated: Timeline | None = None
@@ -48,6 +47,11 @@ class Run:
     summary: dict[str, Any] | None = None
     prediction: Prediction | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """The predicted and the measured step, as far as they are there."""
+        return [timeline for timeline in (self.simulated, self.measured) if timeline is not None]
 
 
 def load_run(path: str | Path) -> Run:
@@ -75,41 +79,40 @@ def load_run(path: str | Path) -> Run:
                 run.notes.append(
                     "The predicted timeline was not saved; it was simulated again from plan.json."
                 )
-        run.figures = Figures.of(run.plan)
+        run.figures = PlanFigures.of(run.plan)
         run.prediction = run.plan.prediction or predict(run.plan, run.simulated)
     elif run.figures is not None:
         run.prediction = run.figures.prediction
     if run.prediction is None and run.simulated is not None:
         run.prediction = accounts_of(run.simulated)
-        run.notes.append("The lower bound is not known: neither plan.json nor figures.json says it.")
+        run.notes.append("The lower bound is not known: neither plan.json nor figures.json has it.")
     return run
 
 
 def _load_directory(path: Path) -> Run:
     run = Run(path)
-    found = 0
-    for name, (what, read) in FILES.items():
-        if (path / name).is_file():
-            found += 1
+    there = [name for name in FILES if (path / name).is_file()]
+    if not there:
+        raise UsageError(f"cannot report on {path}: it has none of {', '.join(FILES)}")
+    for name, of in FILES.items():
+        if name in there:
             try:
-                setattr(run, Path(name).stem, read(path / name))
+                setattr(run, Path(name).stem, of.read(path / name))
             except UsageError:
-                version = KINDS[name].other_version(path / name) if name in KINDS else None
-                if version is None:
+                version = None if of.form is None else of.form.other_version(path / name)
+                if of.form is None or version is None:
                     raise
                 run.notes.append(
-                    f"{name} is of version {version}, and this Stretto reads version {KINDS[name].version}. "
-                    f"Left out: {LEFT_OUT.get(name, what)}."
+                    f"{name} is of version {version}, and this Stretto reads version {of.form.version}. "
+                    f"Left out: {of.left_out or of.what}."
                 )
-        elif name not in MAY_LACK:
-            run.notes.append(f"{name} is missing. Left out: {what}.")
-    if not found:
-        raise UsageError(f"cannot report on {path}: it holds none of {', '.join(FILES)}")
+        elif not of.may_lack:
+            run.notes.append(f"{name} is missing. Left out: {of.what}.")
     return run
 
 
 def _load_plan(path: Path) -> Plan:
-    """A report says that a plan was edited, and computes nothing of it."""
+    """A report states that a plan was edited, and computes nothing of it."""
     return load_plan(path, edited=True)
 
 
@@ -148,29 +151,32 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-FILES: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "settings.json": ("the settings", _load_object),
-    "plan.json": ("the plan", _load_plan),
-    "figures.json": ("the plan's figures", FIGURES.load),
-    "metrics.jsonl": ("the loss and speed of each step", _load_lines),
-    "measured.json": ("the measured timeline", TIMELINE.load),
-    "simulated.json": ("the predicted timeline", TIMELINE.load),
-    "observed.json": ("what the model let see", OBSERVED.load),
-    SUMMARY: ("the summary", _load_object),
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A file of a run directory. what: its content. read: into the field of `Run` that is called as the file.
+    form: where it has a version; a run whose file is of another one is reported without it. may_lack: whether
+    it is made again, or is of some runs only. left_out: what is not in the report without it, where that is
+    more than its content."""
+
+    what: str
+    read: Callable[[Path], Any]
+    form: TypedFile[Any] | None = None
+    may_lack: bool = False
+    left_out: str = ""
+
+
+FILES = {
+    "settings.json": RunFile("the settings", _load_object),
+    "plan.json": RunFile(
+        "the plan",
+        _load_plan,
+        PLAN,
+        left_out="ops inside actions, the costliest ops, and what would help by the plan's settings",
+    ),
+    "figures.json": RunFile("the plan's figures", FIGURES.load, FIGURES, may_lack=True),
+    "metrics.jsonl": RunFile("the loss and speed of each step", _load_lines),
+    "measured.json": RunFile("the measured timeline", TIMELINE.load, TIMELINE),
+    "simulated.json": RunFile("the predicted timeline", TIMELINE.load, TIMELINE, may_lack=True),
+    "observed.json": RunFile("what the model let see", OBSERVED.load, OBSERVED, may_lack=True),
+    SUMMARY: RunFile("the summary", _load_object),
 }
-"""Name -> what it holds, and what reads it into the field of `Run` of that name."""
-
-KINDS: dict[str, TypedFile[Any]] = {
-    "plan.json": PLAN,
-    "figures.json": FIGURES,
-    "measured.json": TIMELINE,
-    "simulated.json": TIMELINE,
-    "observed.json": OBSERVED,
-}
-"""Those that have a version. A run whose file is of another one is reported without it."""
-
-LEFT_OUT = {"plan.json": "ops inside actions, the costliest ops, and what would help by the plan's settings"}
-"""Of what stands for more than it holds, what is not in the report without it."""
-
-MAY_LACK = ("simulated.json", "observed.json", "figures.json")
-"""The first is made again, as are figures; of a model that lets see nothing there is no other."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.lanes import rows_of, with_sums_together
-from stretto.report.words import KINDS, format_bytes, format_share, format_us
+from stretto.report.detail import rows_of, with_reductions_together
+from stretto.report.grid import format_bytes, format_share, format_us, source_word
 from stretto.schedule.draw import action_label, tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
 
@@ -65,7 +65,7 @@ def draw(timelines: Sequence[Timeline], titles: Sequence[str] = ()) -> str:
 
     titles: one for each timeline, or none (then `predicted` and `measured`).
     """
-    names = list(titles) or [KINDS.get(timeline.source, timeline.source) for timeline in timelines]
+    names = list(titles) or [source_word(timeline.source) for timeline in timelines]
     assert len(names) == len(timelines), "one title a timeline"
     picture = _Picture(max([t.step_us for t in timelines] + [1e-9]))
     for timeline, title in zip(timelines, names, strict=True):
@@ -105,11 +105,11 @@ def draw_schedule(schedule: Schedule, timing: ScheduleTiming) -> str:
 
 @dataclass(slots=True)
 class _Picture:
-    """What is drawn so far. longest_us: the time that is as wide as the chart; say: a time in words."""
+    """What is drawn so far. longest_us: is as wide as the chart. format_time: a time in words."""
 
     longest_us: float
     width_px: int = WIDTH_PX
-    say: Callable[[float], str] = format_us
+    format_time: Callable[[float], str] = format_us
     label: Callable[[Span], str] = lambda span: span.name
     y: float = 4.0
     out: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class _Picture:
     def timeline(self, timeline: Timeline) -> None:
         body: list[tuple[float, int, str, list[Span]]] = []
         y = top = self.y
-        for rank, rows in enumerate(rows_of(timeline, with_sums_together)):
+        for rank, rows in enumerate(rows_of(timeline, with_reductions_together)):
             for lane, spans in rows.items():
                 body.append((y, rank, lane, spans))
                 y += _height(lane) + MESSAGE_GAP_PX
@@ -195,14 +195,14 @@ class _Picture:
             self.out.append(
                 f'<line class="grid" x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{bottom + 4:.1f}"/>'
             )
-            words = self.say(time_us)
+            words = self.format_time(time_us)
             # The end of the step is labelled too, and goes first.
             if abs(x - end_x) > (len(words) + 9) * LEGEND_CHAR_PX / 2:
                 self.text(x, bottom + 17, words, "quiet", "middle")
         self.out.append(
             f'<line class="end" x1="{end_x:.1f}" y1="{top - 3:.1f}" x2="{end_x:.1f}" y2="{bottom + 4:.1f}"/>'
         )
-        self.text(min(end_x, self.width_px - 34.0), bottom + 17, self.say(step_us), "name", "middle")
+        self.text(min(end_x, self.width_px - 34.0), bottom + 17, self.format_time(step_us), "name", "middle")
 
     def _box(self, style: str, span: Span, end_us: float, y: float, height: float) -> float:
         x, width = self.x(span.start_us), self.x(end_us) - self.x(span.start_us)
@@ -254,7 +254,7 @@ class _Picture:
             SpanKind.BUBBLE: f"bubble: {span.name}" if span.name else "bubble",
             SpanKind.MESSAGE: f"message {span.name}",
         }[span.kind]
-        words += f", {self.say(span.duration_us)} from {self.say(span.start_us)}"
+        words += f", {self.format_time(span.duration_us)} from {self.format_time(span.start_us)}"
         return f"{words}, {format_bytes(span.nbytes)}" if span.nbytes else words
 
     # --- the legend ---------------------------------------------------------------------------------

@@ -1,42 +1,36 @@
-"""Tables: a step's accounts by rank, and the predicted beside the measured, for terminal and page alike."""
+"""Tables of a step: its accounts by rank, predicted beside measured, communication, speed (MFU, HFU)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.costs import Prediction
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.report.costliest import OpGroup
-from stretto.report.grid import Grid
+from stretto.ir.work import Work
+from stretto.report.grid import Grid, format_bytes, format_flops, format_share, format_us, source_word
+from stretto.report.ops import OpGroup
 from stretto.report.traffic import axes_of, traffic_of
-from stretto.report.words import KINDS, format_bytes, format_flops, format_share, format_us
 
 
 def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
-    """What the simulation says of the whole step: time, exposed by axis, bubble, bound and gap."""
-    step_us = timeline.step_us
-    bubble_us = _mean(prediction.bubble_us)
+    """The simulated step: time, exposed by axis, bubble, bound and gap."""
+    step_us, bubble_us = timeline.step_us, _mean(prediction.bubble_us)
+    mean = f"(mean of the {timeline.counted})"
     _, parts = prediction.fullest()
     rows = [("step", format_us(step_us), "")]
-    rows += [
-        (f"exposed, {axis} (mean of the {timeline.counted})", format_us(us), _share(us, step_us))
-        for axis, us in sorted(timeline.exposed_us.items())
-    ]
-    rows += [
-        (f"bubble (mean of the {timeline.counted})", format_us(bubble_us), _share(bubble_us, step_us)),
-        (
-            f"peak memory (highest {timeline.counted[:-1]})",
-            format_bytes(max(prediction.peak_bytes, default=0)),
-            "",
-        ),
-        *((f"  of it {part}", format_bytes(nbytes), "") for part, nbytes in parts.items()),
-    ]
+    for axis, us in sorted(timeline.exposed_us.items()):
+        rows.append((f"exposed, {axis} {mean}", format_us(us), _share(us, step_us)))
+    rows.append((f"bubble {mean}", format_us(bubble_us), _share(bubble_us, step_us)))
+    peak_bytes = max(prediction.peak_bytes, default=0)
+    rows.append((f"peak memory (highest {timeline.counted[:-1]})", format_bytes(peak_bytes), ""))
+    rows += [(f"  of it {part}", format_bytes(nbytes), "") for part, nbytes in parts.items()]
     if prediction.bound_us:
         rows.append(("lower bound", format_us(prediction.bound_us), ""))
         rows.append(("gap to the bound", beside_bound(prediction.step_us, prediction.bound_us), ""))
-    return Grid("The step", ("", KINDS.get(timeline.source, timeline.source), "of the step"), tuple(rows))
+    return Grid("The step", ("", source_word(timeline.source), "of the step"), rows)
 
 
 def ranks_grid(timeline: Timeline) -> Grid:
@@ -51,7 +45,7 @@ def ranks_grid(timeline: Timeline) -> Grid:
         for rank in range(timeline.ranks)
     )
     return Grid(
-        f"By {timeline.counted[:-1]}, {KINDS.get(timeline.source, timeline.source)}",
+        f"By {timeline.counted[:-1]}, {source_word(timeline.source)}",
         ("", "compute", "exposed", "bubble", "peak memory"),
         rows,
     )
@@ -67,22 +61,17 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
         ("exposed communication", prediction.exposed_us, SpanKind.EXPOSED),
         ("bubble", prediction.bubble_us, SpanKind.BUBBLE),
     ):
-        rows.append(
-            _times(
-                f"{name} (mean of the {measured.counted})", _mean(predicted), _mean(measured.by_rank(kind))
-            )
-        )
+        words = f"{name} (mean of the {measured.counted})"
+        rows.append(_times(words, _mean(predicted), _mean(measured.by_rank(kind))))
         by_axis = prediction.exposed_axis_us if kind is SpanKind.EXPOSED else {}
         axes = [axis for axis in by_axis if any(by_axis[axis]) or measured.exposed_us.get(axis)]
         for axis in axes if len(axes) > 1 else ():
             # By axis only where there are several: for one it is the row above again.
             rows.append(_times(f"  of it {axis}", _mean(by_axis[axis]), measured.exposed_us.get(axis, 0.0)))
-    for rank, held in enumerate(measured.peak_bytes):
+    for rank, peak in enumerate(measured.peak_bytes):
         expected = prediction.peak_bytes[rank] if rank < len(prediction.peak_bytes) else 0
-        change = signed(against(held, expected))
-        rows.append(
-            (f"peak memory, {measured.who(rank)}", format_bytes(expected), format_bytes(held), change)
-        )
+        sizes = format_bytes(expected), format_bytes(peak)
+        rows.append((f"peak memory, {measured.who(rank)}", *sizes, signed(against(peak, expected))))
     bound_us = prediction.bound_us
     if bound_us:
         rows.append(("lower bound", format_us(bound_us), format_us(bound_us), ""))
@@ -90,19 +79,16 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
         rows.append(("gap to the bound", gaps[0], gaps[1], ""))
     caption = "difference: measured against predicted; + is longer, or more, than predicted"
     head = ("", "predicted", "measured", "difference")
-    return Grid("Measured against predicted", head, tuple(rows), caption=caption)
+    return Grid("Measured against predicted", head, rows, caption=caption)
 
 
 def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
     """Communication by axis, and by kind within each: number and bytes in the step over all ranks; for every
     timeline its time and exposed time (means over ranks), and the hidden fraction."""
-    found = []
-    for timeline in timelines:
-        found.append({(t.axis, t.kind): t for t in (*axes_of(timeline), *traffic_of(timeline))})
+    found = [{(t.axis, t.kind): t for t in (*axes_of(one), *traffic_of(one))} for one in timelines]
     keys = dict.fromkeys(key for one in found for key in one)
-    axes = dict.fromkeys(axis for axis, _ in keys)
     rows = []
-    for axis in axes:
+    for axis in dict.fromkeys(axis for axis, _ in keys):
         for key in [(axis, "all"), *(k for k in keys if k[0] == axis and k[1] != "all")]:
             known = next(one[key] for one in found if key in one)
             row = [axis if key[1] == "all" else f"  {key[1]}"]
@@ -115,32 +101,30 @@ def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
                 else:
                     row += ["-", "-", "-"]
             rows.append(tuple(row))
+    times = f"times: mean of the {timelines[0].counted}"
+    figures = ("time", "exposed", "hidden")
     if len(timelines) == 1:
-        head: tuple[str, ...] = ("", "number", "bytes", "time", "exposed", "hidden")
-        title = (
-            f"Communication, {KINDS.get(timelines[0].source, timelines[0].source)} "
-            f"(times: mean of the {timelines[0].counted})"
-        )
-    else:
-        names = [KINDS.get(t.source, t.source) for t in timelines]
-        each = (f"{what}, {name}" for name in names for what in ("time", "exposed", "hidden"))
-        head = ("", "number", "bytes", *each)
-        title = f"Communication (times: mean of the {timelines[0].counted})"
-    return Grid(title, head, tuple(rows))
+        title = f"Communication, {source_word(timelines[0].source)} ({times})"
+        return Grid(title, ("", "number", "bytes", *figures), rows)
+    each = (f"{what}, {source_word(timeline.source)}" for timeline in timelines for what in figures)
+    return Grid(f"Communication ({times})", ("", "number", "bytes", *each), rows)
 
 
-def costliest_grid(found: Sequence[OpGroup], *, reads: bool = False) -> Grid:
+def costliest_grid(groups: Sequence[OpGroup], *, reads: bool = False, known: bool = False) -> Grid:
     """The costliest ops: what they cost over all stages and microbatches, and how fast they work.
 
-    reads: say what they read as well, which takes room."""
+    reads: list what they read as well. known: list how their times are known. Both take room."""
     rows = []
-    for group in found:
+    for group in groups:
         rate = format_flops(group.flops / group.total_us * 1e6) + "/s" if group.flops else "-"
         row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
         row += [format_us(group.total_us / group.calls), format_us(group.total_us), format_share(group.share)]
-        rows.append((*row, rate, _plain(f"{group.shapes} → {group.made}") if reads else _short(group.made)))
-    head = ("", "phase", "calls", "each", "total", "share", "rate", "reads → makes" if reads else "makes")
-    return Grid("Costliest ops (all stages and microbatches)", head, tuple(rows), (0, len(head) - 1))
+        row += [rate, *([group.source] if known else [])]
+        rows.append((*row, _plain(f"{group.reads} → {group.makes}") if reads else _short(group.makes)))
+    head = ["", "phase", "calls", "each", "total", "share", "rate", *(["known"] if known else [])]
+    head.append("reads → makes" if reads else "makes")
+    words = (0, *range(7, len(head)))
+    return Grid("Costliest ops (all stages and microbatches)", tuple(head), rows, words)
 
 
 def _plain(shapes: str) -> str:
@@ -162,5 +146,54 @@ def _mean(values: tuple[float, ...]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _share(part: float, whole: float) -> str:
-    return format_share(part / whole) if whole else "-"
+def _share(part: float, total: float) -> str:
+    return format_share(part / total) if total else "-"
+
+
+PER_S = "_per_s"
+"""How the summary's key ends of what a run gets through in a second: tokens, samples."""
+
+
+def rates_grid(
+    work: Work, timelines: Sequence[Timeline], world: int, summary: Mapping[str, Any] | None = None
+) -> Grid | None:
+    """A column a timeline; None for a step without arithmetic that is counted. summary: of a run, whose speed
+    is under what was measured."""
+    shown = [timeline for timeline in timelines if timeline.step_us]
+    if not work.flops or not shown:
+        return None
+
+    def row(name: str, cell: Callable[[float], str]) -> tuple[str, ...]:
+        return (name, *(cell(timeline.step_us) for timeline in shown))
+
+    flops = work.flops + work.again_flops
+    rows = [
+        row("FLOPs of a rank in a step", lambda _: format_flops(work.flops)),
+        *([row("  computed again", lambda _: format_flops(work.again_flops))] if work.again_flops else []),
+        row("rate of a rank", lambda us: f"{format_flops(flops / us * 1e6)}/s"),
+    ]
+    if work.peak is not None:
+        rows.append(row("MFU", lambda us: format_share(work.mfu(us) or 0.0)))
+        if work.again_flops:
+            rows.append(row("HFU", lambda us: format_share(work.hfu(us) or 0.0)))
+    for key, value in (summary or {}).items():
+        if key.endswith(PER_S) and isinstance(value, int | float):
+            unit = key.removesuffix(PER_S)
+            for name, speed in ((f"{unit} a second", value), (f"{unit} a second a device", value / world)):
+                words = f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
+                rows.append((name, *(words if t.source == "measured" else "-" for t in shown)))
+    head = ("", *(source_word(timeline.source) for timeline in shown))
+    return Grid("Speed", head, tuple(rows), caption=_caption(work))
+
+
+def _caption(work: Work) -> str:
+    counted = "FLOPs: of the captured graph, by PyTorch's formulas."
+    if work.again_flops:
+        counted += " Computed again: by recomputation, and scores in the backward of fused attention."
+    if work.peak is None:
+        return f"{counted} MFU is left out: the device's peak rate is not known (processors have no sheet)."
+    again = " HFU: with what is computed again." if work.again_flops else ""
+    return (
+        f"{counted} MFU: without what is computed again, of a peak of "
+        f"{format_flops(work.peak.flops_per_us * 1e6)}/s ({work.peak.source}).{again}"
+    )

@@ -6,12 +6,13 @@ Letters distinguish first and colours second, so that a file or a plain terminal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.text import Text
 
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.report.lanes import rows_of, with_sums_together
-from stretto.report.words import KINDS, format_us
+from stretto.report.detail import rows_of, with_reductions_together
+from stretto.report.grid import format_us, source_word
 
 LABEL_CELLS = 13
 """Columns of the names, at least."""
@@ -34,8 +35,8 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
     """The timeline as lines of `width` columns, with a title, a scale and a legend."""
     label_cells = max(LABEL_CELLS, 1 + len(timeline.who(timeline.ranks - 1)))
     cells = max(1, width - label_cells)
-    text = Text(f"{KINDS.get(timeline.source, timeline.source).capitalize()} timeline\n", style="bold")
-    lanes = rows_of(timeline, with_sums_together)
+    text = Text(f"{source_word(timeline.source).capitalize()} timeline\n", style="bold")
+    lanes = rows_of(timeline, with_reductions_together)
     drawn = _drawn_ranks(timeline.ranks)
     for before, rank in zip([-1, *drawn], drawn):
         if rank != before + 1:
@@ -71,7 +72,9 @@ def _line(spans: Sequence[Span], step_us: float, cells: int, compute: bool) -> T
             if covered > most[cell] + 1e-9:
                 winner[cell], most[cell] = span, covered
     text = Text()
-    for shown, width in _grouped(winner):
+    for _, together in groupby(winner, key=_box_key):
+        shown, *more = together
+        width = 1 + len(more)
         if shown is None:
             text.append(" " * width)
         else:
@@ -79,24 +82,11 @@ def _line(spans: Sequence[Span], step_us: float, cells: int, compute: bool) -> T
     return text
 
 
-def _grouped(winner: Sequence[Span | None]) -> list[tuple[Span | None, int]]:
-    """Neighbouring cells of one box, with their number."""
-    found: list[tuple[Span | None, int]] = []
-    for span in winner:
-        if found and _same(found[-1][0], span):
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((span, 1))
-    return found
-
-
-def _same(span: Span | None, other: Span | None) -> bool:
-    """Whether two are drawn as one: pieces of one action, waiting of one kind, nothing."""
-    if span is None or other is None:
-        return span is other
-    if span.kind is not other.kind:
-        return False
-    return span.name == other.name or span.kind in (SpanKind.EXPOSED, SpanKind.BUBBLE)
+def _box_key(span: Span | None) -> object:
+    """Equal for spans that are drawn as one: pieces of one action, waiting of one kind, nothing."""
+    if span is None or span.kind in (SpanKind.EXPOSED, SpanKind.BUBBLE):
+        return span and span.kind
+    return span.kind, span.name
 
 
 def _style(span: Span) -> str:

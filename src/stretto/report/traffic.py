@@ -1,7 +1,6 @@
 """Communication by axis and kind: how much there was, how much of it was exposed, how much was hidden.
 
-Reads a timeline's spans by their names alone, so that predicted and measured steps are accounted alike. May
-touch `stretto.ir` only.
+Reads a timeline's spans by their names alone, so that predicted and measured steps are accounted alike.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def traffic_of(timeline: Timeline) -> tuple[Traffic, ...]:
         if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
             spans[communication_of(span.name)].append(span)
     found = (traffic_among(timeline, axis, kind, of) for (axis, kind), of in spans.items())
-    place = {axis: at for at, axis in enumerate(AXES)}
-    return tuple(sorted(found, key=lambda t: (place[t.axis], -t.total_us, t.kind)))
+    order = {axis: at for at, axis in enumerate(AXES)}
+    return tuple(sorted(found, key=lambda t: (order[t.axis], -t.total_us, t.kind)))
 
 
 def axes_of(timeline: Timeline) -> tuple[Traffic, ...]:
@@ -75,13 +74,13 @@ def axes_of(timeline: Timeline) -> tuple[Traffic, ...]:
 
 def traffic_among(timeline: Timeline, axis: str, kind: str, spans: list[Span]) -> Traffic:
     """What some spans of an axis come to."""
-    alone = replace(timeline, spans=tuple(spans))
+    only = replace(timeline, spans=tuple(spans))
     messages = [span for span in spans if span.kind is SpanKind.MESSAGE]
     return Traffic(
         axis,
         kind,
         len(messages),
         sum(span.nbytes for span in messages),
-        alone.comm_us[axis],
-        alone.exposed_us.get(axis, 0.0),
+        only.comm_us[axis],
+        only.exposed_us.get(axis, 0.0),
     )

@@ -17,10 +17,10 @@ from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
+from stretto.report.findings import stalls_grid
 from stretto.report.html import REPORT, lacks_page, write_page
 from stretto.report.load import load_grid
 from stretto.report.rundir import load_run
-from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import whole_spec
 from stretto.train.metrics import speed_line, writing

@@ -18,9 +18,8 @@ from stretto.files.whole_file import write_file
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.report.figures import FIGURES, Figures
+from stretto.report.files import FIGURES, OBSERVED, PlanFigures
 from stretto.report.html import REPORT, write_page
-from stretto.report.jsonfile import OBSERVED
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.simulating import simulate
 from stretto.train.checkpoint_files import earlier_in
@@ -75,7 +74,7 @@ def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
 def write_plan(run_dir: Path, plan: Plan) -> None:
     """The plan, and what reports say of it. Raises OSError."""
     plan.save(run_dir / "plan.json")
-    FIGURES.save(Figures.of(plan), run_dir / "figures.json")
+    FIGURES.save(PlanFigures.of(plan), run_dir / "figures.json")
     simulate(plan).save(run_dir / "simulated.json")
 
 

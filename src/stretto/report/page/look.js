@@ -7,7 +7,7 @@ const LEAST_OP_PX = 1.2, LEAST_RUN_PX = 110; // ops appear in runs that are this
 const MEANING = {
   F: "F  forward", I: "I  input gradient", W: "W  weight gradient", B: "B  backward (I and W)", R: "R  recomputation",
   exposed: "exposed communication", bubble: "bubble: nothing to do", message: "pp message", collective: "collective",
-  memory: "memory held",
+  memory: "memory in use",
 };
 const LIGHT = {
   F: ["#0072b2", "#2b8cc4", "#005a8e"], I: ["#e69f00", "#f2b63c", "#d08f00"], W: ["#009e73", "#35b48f", "#008a64"],

@@ -92,7 +92,7 @@ class Painter {
       c.textAlign = "left";
       c.font = `600 ${LETTERS}`;
       let name = this.timeline.names[row.rank];
-      if (c.measureText(name).width > GUTTER - 16) name = name.replace("ranks ", ""); // the tip says it whole
+      if (c.measureText(name).width > GUTTER - 16) name = name.replace("ranks ", ""); // the tip has all of it
       c.fillText(name, 12, y + row.height / 2);
       c.font = LETTERS;
       return;

@@ -63,7 +63,7 @@ function opFacts(data, timeline, op, begin, end) {
 
 function memoryFacts(data, timeline, rank, time) {
   const { at, held } = timeline.memory[rank], i = Math.max(0, above(at, time) - 1);
-  const facts = [[`memory of ${timeline.names[rank]}`, ""], ["at", timeText(time)], ["held", bytesText(held[i])]];
+  const facts = [[`memory of ${timeline.names[rank]}`, ""], ["at", timeText(time)], ["in use", bytesText(held[i])]];
   if (timeline.peak[rank] !== undefined) facts.push(["peak", bytesText(timeline.peak[rank])]);
   return facts;
 }

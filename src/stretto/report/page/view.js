@@ -64,7 +64,7 @@ class View {
         painter.paint(timeline, rows, this.view, size, box.scrollTop, this.chosen);
       const told = this.data.timelines.map((timeline) => {
         const spans = timeline.lanes.reduce((sum, lane) => sum + lane.count, 0);
-        return `${timeline.title}: ${timeline.ranks} place${timeline.ranks === 1 ? "" : "s"}, ${timeline.lanes.length} lane${timeline.lanes.length === 1 ? "" : "s"}, ${spans} spans`;
+        return `${timeline.title}: ${timeline.ranks} pipeline rank${timeline.ranks === 1 ? "" : "s"}, ${timeline.lanes.length} lane${timeline.lanes.length === 1 ? "" : "s"}, ${spans} spans`;
       });
       this.status.textContent = `${told.join(". ")}. Shown: ${timeText(this.view.from)} to ${timeText(this.view.to)}.`;
       document.documentElement.dataset.ready = "yes";

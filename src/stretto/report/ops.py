@@ -1,4 +1,4 @@
-"""A stage's program as a table for people: every op with shapes, cost, and what happens to its memory.
+"""A plan's ops as tables: one phase of one stage, op by op; and the costliest of the whole step.
 
 A value lives from the op that makes it to its last use by any program of the stage; views share the memory of
 what they view. What is sent stays until the message has left, and gradients to the end of the step.
@@ -18,14 +18,14 @@ from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op
 from stretto.ir.transfers import time_of
-from stretto.report.detail import OpRow, shapes_in, shapes_out, specs_of, window_ops
+from stretto.report.detail import OpRow, op_category, shapes_in, shapes_out, specs_of, window_ops
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OpLine:
     """One op. saved_for: later phases of the stage that read its result; sent: edges that carry it;
     result: what it is beyond the microbatch (`grad w`, `loss`); freed: (value, bytes) that end with it;
-    collective_us: what the communication that it starts takes on its lane, where the costs say."""
+    collective_us: what the communication that it starts takes on its lane, where it is known."""
 
     row: OpRow
     reads: str
@@ -60,7 +60,7 @@ class Line:
         }
 
 
-def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = None) -> list[Line]:
+def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = None) -> list[OpLine]:
     """The ops of one phase of one stage in the order in which the plan runs them (B is I and then W, unless
     the plan's window mixes them). module: only ops of modules that match this pattern (`*.attention*`), or
     contain it where it has no `*` or `?`.
@@ -84,7 +84,7 @@ def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = Non
     return found
 
 
-def totals_of(lines: list[Line]) -> dict[str, Any]:
+def totals_of(lines: list[OpLine]) -> dict[str, Any]:
     """What the lines come to: ops, flops, bytes made, saved and freed, predicted time, collectives."""
     shown = {line.row.phase for line in lines}
     saved = [line for line in lines if not shown.issuperset(line.saved_for)]
@@ -140,7 +140,7 @@ class _Memory:
             name = str(self._ops[name][0].alias)
         return name
 
-    def lines(self, rows: list[OpRow]) -> list[Line]:
+    def lines(self, rows: list[OpRow]) -> list[OpLine]:
         last: dict[str, int] = {}
         for at, row in enumerate(rows):
             for name in (row.op.name, *row.op.uses):
@@ -154,13 +154,13 @@ class _Memory:
                 ending[at].append((root, spec.nbytes))
         return [self._line(row, tuple(ending[at])) for at, row in enumerate(rows)]
 
-    def _line(self, row: OpRow, freed: tuple[tuple[str, int], ...]) -> Line:
+    def _line(self, row: OpRow, freed: tuple[tuple[str, int], ...]) -> OpLine:
         op = row.op
         now = PHASES.index(row.phase)
         root = self._root(op.name)
         # A view saves nothing of its own.
         later = self._readers[root] if root == op.name else ()
-        return Line(
+        return OpLine(
             row,
             shapes_in(op, self._specs),
             shapes_out(op),
@@ -172,12 +172,13 @@ class _Memory:
         )
 
     def _collective_us(self, op: Op) -> float | None:
-        asked = op.collective
-        cost = None if asked is None else self._plan.costs.collectives.get((asked.axis, asked.kind))
-        return None if asked is None or cost is None else cost.curve.us(asked.nbytes)
+        if op.collective is None:
+            return None
+        cost = self._plan.costs.collectives.get((op.collective.axis, op.collective.kind))
+        return None if cost is None else cost.curve.us(op.collective.nbytes)
 
 
-def notes_of(line: Line) -> Iterator[str]:
+def notes_of(line: OpLine) -> Iterator[str]:
     """What happens to the op's memory, in words."""
     if line.saved_for:
         yield f"saved for {', '.join(line.saved_for)}"
@@ -186,3 +187,49 @@ def notes_of(line: Line) -> Iterator[str]:
     yield from line.result
     if line.freed:
         yield f"frees {', '.join(value for value, _ in line.freed)}"
+
+
+@dataclass(slots=True)
+class OpGroup:
+    """Equal calls on equal shapes, over all stages and microbatches. source: how their times are known."""
+
+    target: str
+    reads: str
+    makes: str
+    phases: str = ""
+    calls: int = 0
+    total_us: float = 0.0
+    flops: int = 0
+    share: float = 0.0
+    source: str = ""
+
+
+def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list[OpGroup]:
+    """The `most` groups of ops that cost most, the costliest first; times are microseconds of the whole step,
+    over all stages and microbatches, `share` is of all ops' time.
+
+    by_inputs: False takes calls together that make equal shapes, whatever they read.
+    """
+    specs, microbatches = specs_of(plan.job), plan.job.microbatches
+    groups: dict[tuple[str, str, str], OpGroup] = {}
+    # Of each group, once each, in order.
+    sources: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
+    for stage in plan.job.stages:
+        for phase, ops in stage.ops.items():
+            for op in ops:
+                us = time_of(plan.costs, stage.index, op)
+                if not us:
+                    continue
+                key = (op.target, shapes_in(op, specs) if by_inputs else "", shapes_out(op))
+                group = groups.setdefault(key, OpGroup(*key))
+                sources[key][plan.costs.how(stage.index, op.name)] = None
+                letters = {*group.phases, op_category(op, phase)}
+                group.phases = "".join(sorted(letters, key="FIWR".index))
+                group.calls += microbatches
+                group.total_us += us * microbatches
+                group.flops += op.flops * microbatches
+    total_us = sum(group.total_us for group in groups.values())
+    for key, group in groups.items():
+        group.share = group.total_us / total_us
+        group.source = ", ".join(sources[key])
+    return sorted(groups.values(), key=lambda one: (-one.total_us, one.target, one.reads))[:most]
