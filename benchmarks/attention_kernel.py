@@ -25,6 +25,8 @@ import stretto
 from benchmarks.compute import VOCABULARY, ComputeCell
 from stretto.models.build import build_model, counted_loss_function
 
+CLUSTER = stretto.Cluster(peak_tflops=0.08, memory_gbps=10, link_gbps=1)
+"""One processor core. A plan for one rank depends on none of it."""
 MODEL = "llama 512"
 
 
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
 
     def runner() -> stretto.Runner:
         job = stretto.capture(model, batch, loss=loss, parallel=stretto.Parallel(microbatches=1))
-        return stretto.Runner(stretto.plan(job, stretto.Cluster()), model)
+        return stretto.Runner(stretto.plan(job, CLUSTER), model)
 
     kept = runner()
     adapter: Any = importlib.import_module("stretto.capturing.torch_adapter")

@@ -45,13 +45,13 @@ REPEATED_BELOW_S = 2.0
 Figures = dict[str, Any]
 """Of one job, or of a file: `measure` and `run` say which."""
 
-CORES = {"flops_per_us": 85_000.0, "memory_bytes_per_us": 10_000.0, "op_overhead_us": 3.0}
+CORES = {"peak_tflops": 0.085, "memory_gbps": 10.0, "op_overhead_us": 3.0}
 """A core of a server processor, as in `examples/overlap_picture.py`."""
 
 CORE_LINKS = {
-    "cores 100mbit": {"latency_us": 300.0, "link_bytes_per_us": 12.5},
-    "cores 1gbit": {"latency_us": 100.0, "link_bytes_per_us": 125.0},
-    "cores busy link": {"latency_us": 100.0, "link_bytes_per_us": 125.0, "processor_us_per_mb": 1000.0},
+    "cores 100mbit": {"latency_us": 300.0, "link_gbps": 0.0125},
+    "cores 1gbit": {"latency_us": 100.0, "link_gbps": 0.125},
+    "cores busy link": {"latency_us": 100.0, "link_gbps": 0.125, "processor_us_per_mb": 1000.0},
 }
 """Cluster -> what joins its cores. The last one's transfers need a core as well."""
 

@@ -10,7 +10,7 @@ import torch
 
 import stretto
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.report import draw
+from stretto.report.svg import draw
 
 config = GPTConfig(vocab_size=4096, layers=8, hidden=512, heads=8, context=256)
 with torch.device("meta"):
@@ -18,7 +18,7 @@ with torch.device("meta"):
 batch = torch.zeros(6, config.context + 1, dtype=torch.int64)
 
 # Two processor cores over a link of 100 Mbit/s.
-cluster = stretto.Cluster(flops_per_us=85_000, link_bytes_per_us=12.5, latency_us=300)
+cluster = stretto.Cluster(peak_tflops=0.085, memory_gbps=10, link_gbps=0.0125, latency_us=300)
 
 timelines, titles = [], []
 for schedule, overlap, title in (

@@ -29,6 +29,7 @@ from stretto.train.checkpoint_files import find, read_kept, read_state
 from stretto.train.trainer import Trainer
 from stretto.train.whole import load_whole, settings_of
 from stretto.train.world import World
+from tests.clusters import cores
 from tests.price import test_nccl_tests
 from tests.price.test_calibration import calibration
 from tests.saving import test_face
@@ -85,7 +86,7 @@ def corpus(folder: Path, runs: bool = True) -> dict[str, Kind]:
     model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=8))
     parallel = stretto.Parallel(pp=2, tp=2, microbatches=2)
     job = stretto.capture(model, torch.zeros(4, 9, dtype=torch.int64), next_token_loss, parallel)
-    plan = stretto.plan(job, stretto.Cluster())
+    plan = stretto.plan(job, cores())
     plan.save(folder / "plan.json")
     write_csv(make_schedule("zb-h1", 3, 5), folder / "schedule.csv")
     save_calibration(calibration(), folder / "calibration.json")
@@ -206,8 +207,9 @@ peak_tflops = 900.5
 [measured]
 nccl_tests = []
 """
-FLAT = """flops_per_us = 1e6
-memory_bytes_per_us = 1e4
+FLAT = """peak_tflops = 1.0
+memory_gbps = 10.0
+link_gbps = 1.0
 latency_us = 50.0
 memory_bytes = 1000000000
 """

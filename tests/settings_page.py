@@ -53,7 +53,7 @@ def _rows(head: str, of: type[BaseModel]) -> str:
         for key, field in of.model_fields.items()
         if not isinstance(field.default, Settings)
     ]
-    doc = " ".join((of.__doc__ or "").split())
+    doc = " ".join((of.__doc__ or "").split("\n\n")[0].split())  # of what code calls, its fields follow
     return "\n".join([head, "", doc, "", "| key | default | what it is |", "| --- | --- | --- |", *rows, ""])
 
 

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 import stretto
 from stretto.ir.plan import Plan
 from stretto.models.gpt import next_token_loss
+from tests.clusters import cores
 from tests.runtime.equality import assert_equal, assert_same_bits, gather, gpt, plain, run, tokens
 
 STAGES, RANKS, MICROBATCHES = 4, 2, 4
@@ -49,7 +50,7 @@ def dumped(name: str, folder: Path) -> str:
 def plan_for(model: nn.Module, batch: torch.Tensor, schedule: str) -> Plan:
     parallel = stretto.Parallel(pp=RANKS, microbatches=MICROBATCHES, schedule=schedule)
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel, stages=STAGES)
-    return stretto.plan(job, cluster=stretto.Cluster())
+    return stretto.plan(job, cluster=cores())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -73,7 +74,7 @@ def test_a_plan_that_waits_for_every_message_has_the_same_numbers(tmp_path: Path
     model, batch = gpt(True), tokens(MICROBATCHES, columns=8)
     parallel = stretto.Parallel(pp=RANKS, microbatches=MICROBATCHES, schedule="1f1b")
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
-    plans = [stretto.plan(job, cluster=stretto.Cluster(), overlap=overlap) for overlap in ("local", "off")]
+    plans = [stretto.plan(job, cluster=cores(), overlap=overlap) for overlap in ("local", "off")]
     assert plans[0].orders != plans[1].orders
     assert_same_bits(*(run(plan, model, batch) for plan in plans))
 
@@ -85,7 +86,7 @@ def test_a_csv_for_another_number_of_stages_is_refused(tmp_path: Path) -> None:
     )
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
     with pytest.raises(stretto.UsageError, match="has 4 stages, but the job has 2"):
-        stretto.plan(job, cluster=stretto.Cluster())
+        stretto.plan(job, cluster=cores())
 
 
 def test_a_rank_without_actions_is_refused(tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_a_rank_without_actions_is_refused(tmp_path: Path) -> None:
     parallel = stretto.Parallel(pp=3, microbatches=2, schedule=str(path))
     job = stretto.capture(gpt(True), tokens(2, columns=8), next_token_loss, parallel, stages=2)
     with pytest.raises(stretto.UsageError, match="rank 1 of the schedule 'csv' has no stage"):
-        stretto.plan(job, cluster=stretto.Cluster())
+        stretto.plan(job, cluster=cores())
 
 
 def test_a_schedule_that_deadlocks_is_refused_before_it_runs(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_schedule_that_deadlocks_is_refused_before_it_runs(tmp_path: Path) -> 
     parallel = stretto.Parallel(pp=2, microbatches=2, schedule=str(path))
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
     with pytest.raises(stretto.PlanError, match="1F1"):
-        stretto.plan(job, cluster=stretto.Cluster())
+        stretto.plan(job, cluster=cores())
 
 
 def test_each_rank_reads_only_what_its_stages_use(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_each_rank_reads_only_what_its_stages_use(tmp_path: Path) -> None:
     model, batch = gpt(False), tokens(MICROBATCHES, columns=8)
     parallel = stretto.Parallel(pp=2, microbatches=MICROBATCHES, schedule="zb-h1")
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
-    plan = stretto.plan(job, cluster=stretto.Cluster())
+    plan = stretto.plan(job, cluster=cores())
 
     def only(rank: int) -> nn.Module:
         part = copy.deepcopy(model)

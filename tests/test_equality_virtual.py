@@ -19,6 +19,7 @@ from stretto.ir.stage_maps import PLACES
 from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.verifying import verify
+from tests.clusters import cores
 from tests.runtime.equality import (
     Result,
     assert_equal,
@@ -81,7 +82,7 @@ def test_families_models_and_microbatches(name: str, family: str) -> None:
 def test_any_number_of_stages_a_rank(family: str, ranks: int, each: int) -> None:
     model, batch = gpt(True, layers=7).double(), tokens(3, columns=8)
     parallel = stretto.Parallel(pp=ranks, microbatches=3, virtual_stages=each, schedule=family)
-    plan = stretto.plan(stretto.capture(model, batch, next_token_loss, parallel), stretto.Cluster())
+    plan = stretto.plan(stretto.capture(model, batch, next_token_loss, parallel), cores())
     assert (plan.ranks, len(plan.job.stages)) == (ranks, ranks * each)
     assert_equal(run(plan, model, batch), plain(model, batch, next_token_loss), 1e-10)
 
@@ -102,7 +103,7 @@ def test_settings_reach_the_schedule() -> None:
     parallel = stretto.Parallel(
         pp=2, microbatches=5, virtual_stages=2, microbatch_group=3, schedule="interleaved-1f1b"
     )
-    plan = stretto.plan(stretto.capture(model, batch, next_token_loss, parallel), stretto.Cluster())
+    plan = stretto.plan(stretto.capture(model, batch, next_token_loss, parallel), cores())
     assert plan.schedule.stage_ranks == (0, 1, 0, 1)
     visited = [(a.microbatch, a.stage // 2) for a in plan.schedule.actions(0) if a.phase == "F"]
     assert visited == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
@@ -121,8 +122,8 @@ def test_stages_that_a_family_cannot_have_are_refused() -> None:
         stretto.UsageError,
         match="4 stages, 2 on each of pp = 2 ranks, and schedule '1f1b' has 1 stage a rank",
     ):
-        stretto.plan(job, stretto.Cluster())
-    assert stretto.plan(job, stretto.Cluster(), schedule="zb-v").schedule.stage_ranks == (0, 1, 1, 0)
+        stretto.plan(job, cores())
+    assert stretto.plan(job, cores(), schedule="zb-v").schedule.stage_ranks == (0, 1, 1, 0)
     with pytest.raises(
         stretto.UsageError, match="makes 4 stages, but pp = 2 and virtual_stages = 3 make 6; "
     ):
@@ -131,4 +132,4 @@ def test_stages_that_a_family_cannot_have_are_refused() -> None:
         gpt(True), tokens(2, columns=8), next_token_loss, stretto.Parallel(pp=2, microbatches=2), stages=3
     )
     with pytest.raises(stretto.UsageError, match="3 stages, and '1f1b' gives each of pp = 2 ranks equally"):
-        stretto.plan(odd, stretto.Cluster(), schedule="1f1b")
+        stretto.plan(odd, cores(), schedule="1f1b")

@@ -332,13 +332,13 @@ def test_code(given: nn.Module, batch: Tensor, how: dict[str, Any], said: str) -
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"ep": 2}, "give dp = 2"),
-    ({"ep": -1}, "ep = -1: Input should be greater than or equal to 1"),
-    ({"ep": 2.0, "dp": 2}, "ep = 2.0: Input should be a valid integer"),
-    ({"ep": True, "dp": 2}, "ep = True: Input should be a valid integer"),
-    ({"ep": 2, "dp": 2, "ep_buffer": float("inf")}, "ep_buffer = inf: Input should be a finite number"),
-    ({"ep": 2, "dp": 2, "ep_overflow": "dropp"}, "Input should be 'error' or 'drop'"),
+    ({"ep": -1}, "ep = -1: input should be greater than or equal to 1"),
+    ({"ep": 2.0, "dp": 2}, "ep = 2.0: input should be a valid integer"),
+    ({"ep": True, "dp": 2}, "ep = True: input should be a valid integer"),
+    ({"ep": 2, "dp": 2, "ep_buffer": float("inf")}, "ep_buffer = inf: input should be a finite number"),
+    ({"ep": 2, "dp": 2, "ep_overflow": "dropp"}, "input should be 'error' or 'drop'"),
     ({"ampipe_degree": -2}, "-2 is neither 'auto' nor a number of chunks from 1 to 65,536"),
-    ({"ampipe_degre": 2}, "unknown argument ampipe_degre; did you mean ampipe_degree?"),
+    ({"ampipe_degre": 2}, "ampipe_degre = 2: there is no such setting; did you mean ampipe_degree?"),
     ({"pipe_experts_multi_data": 2}, "give ep = 2 or more, or drop it"),
 ]
 

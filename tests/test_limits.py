@@ -16,6 +16,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.serialize import load_plan
 from stretto.price.cluster import describe
 from stretto.schedule.csv import read_csv
+from tests.clusters import cores
 from tests.synthetic import make_job
 
 HUGE = 10**9
@@ -107,7 +108,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
 )
 def test_a_plan(tmp_path: Path, change: dict[str, object], told: str) -> None:
     path = tmp_path / "plan.json"
-    stretto.plan(make_job(2, 2), stretto.Cluster()).save(path)
+    stretto.plan(make_job(2, 2), cores()).save(path)
     data = json.loads(path.read_text())
     path.write_text(json.dumps({**data, "job": {**data["job"], **change}}))
     with pytest.raises(UsageError, match=told):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pydoc
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,6 +125,37 @@ def test_every_public_name_is_there_and_documented() -> None:
     assert {"capture", "plan", "simulate", "verify", "Runner", "Parallel", "Cluster"} <= set(stretto.__all__)
 
 
+@pytest.mark.parametrize("kind", [stretto.Parallel, stretto.Cluster])
+def test_help_shows_fields_on_one_screen(kind: type[Any]) -> None:
+    text = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    for name, field in kind.model_fields.items():
+        default = r"\(required\)" if field.is_required() else f"= {re.escape(repr(field.default))}"
+        assert re.search(rf"^ \|  {name} {default} +[A-Z]", text, re.MULTILINE), name
+    assert len(text.splitlines()) < 80
+    for internal in ("model_", "__pydantic", "Annotated", "FieldInfo"):
+        assert internal not in text
+
+
+def test_a_cluster_is_described_by_who_has_it() -> None:
+    with pytest.raises(stretto.UsageError, match=r"peak_tflops: is missing.*link_gbps: is missing"):
+        stretto.Cluster(memory_gbps=3350)
+    by_dtype = stretto.Cluster(peak_tflops={"bfloat16": 989, "float32": 67}, memory_gbps=3350, link_gbps=50)
+    assert by_dtype.flops_per_us("bfloat16") == 989e6
+    assert by_dtype.flops_per_us("float64") == by_dtype.flops_per_us("float32") == 67e6
+
+
+def test_functions_stay_where_their_modules_are_imported() -> None:
+    for function, room in (("capture", "capturing"), ("simulate", "simulating"), ("verify", "verifying")):
+        module = import_module(f"stretto.{room}")
+        assert getattr(stretto, function) is getattr(module, function)
+
+
+def test_simulating_loads_no_writer_of_traces() -> None:
+    code = "import stretto, sys; stretto.simulate; print('perfetto' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
 def test_importing_it_is_quiet_and_starts_nothing() -> None:
     code = "import stretto, torch.distributed as d; assert not d.is_initialized(); print(stretto.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -161,11 +195,12 @@ from stretto.config import Parallel
 from stretto.price.flat import Cluster
 
 Parallel(pp=2, microbatches=8, schedule="zb-h1", split=["blocks.4"], recompute="full")
-Cluster(latency_us=3.0)
+Cluster(peak_tflops={"bfloat16": 989.0}, memory_gbps=3350, link_gbps=50, latency_us=3.0)
 Parallel(microbatch=8)  # wrong
 Parallel(pp="2")  # wrong
 Parallel(overlap="windw")  # wrong
-Cluster(latency=3.0)  # wrong
+Cluster(peak_tflops=989.0, memory_gbps=3350, link_gbps=50, latency=3.0)  # wrong
+Cluster(latency_us=3.0)  # wrong
 """
 
 

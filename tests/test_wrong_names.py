@@ -12,8 +12,7 @@ import stretto
 from stretto.capturing import torch_adapter
 from stretto.cli.plan import make as plan_of
 from stretto.config import TrainSettings, load_settings
-from stretto.errors import UsageError, meant, nearest
-from stretto.files.near import near_path
+from stretto.errors import UsageError, meant, near_path, nearest
 from stretto.ir.stage_maps import families
 from stretto.planning import make_plan
 from stretto.price.cluster import describe
@@ -21,6 +20,7 @@ from stretto.schedule.families import FAMILIES
 from stretto.train import launch
 from stretto.tune.choices import read_fixed
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 
 
 def test_the_nearest_name_is_found_whatever_its_case() -> None:
@@ -181,7 +181,7 @@ def test_before_text_is_read(
 def test_before_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_adapter, "export_joint", _begun)
     with pytest.raises(UsageError, match="did you mean 'captured'"):
-        plan_of(TrainSettings.model_validate({"planning": {"order": "captred"}}), stretto.Cluster())
+        plan_of(TrainSettings.model_validate({"planning": {"order": "captred"}}), cores())
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,25 @@ if TYPE_CHECKING:
     from stretto.batch.tree import whole
     from stretto.capturing import capture
     from stretto.checking.compare import Check, check
-    from stretto.config import Parallel
+    from stretto.config import Parallel, load_settings
     from stretto.errors import CaptureError, PlanError, RunError, StrettoError, UsageError
+    from stretto.ir.action import Schedule
     from stretto.ir.plan import Plan
     from stretto.ir.program import Job
     from stretto.ir.serialize import load_plan
     from stretto.ir.timeline import Timeline
+    from stretto.order.policies import register as register_order
     from stretto.planning.make_plan import plan
     from stretto.price.flat import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.saving import load, save
+    from stretto.schedule.families import make_schedule
+    from stretto.schedule.families import register as register_schedule
     from stretto.simulating import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
     from stretto.train.heldout import Evaluation
+    from stretto.train.task import Task
     from stretto.verifying import verify
 
 __version__ = "0.1.0"
@@ -48,16 +53,22 @@ __all__ = [
     "Rehearsal",
     "RunError",
     "Runner",
+    "Schedule",
     "StrettoError",
+    "Task",
     "Timeline",
     "UsageError",
     "capture",
     "check",
     "load",
     "load_plan",
+    "load_settings",
     "local",
+    "make_schedule",
     "observe",
     "plan",
+    "register_order",
+    "register_schedule",
     "rehearse",
     "reshard",
     "reshard_all",
@@ -70,6 +81,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    # public name: its module, or module:name where it has another name there
     "CaptureError": "stretto.errors",
     "Check": "stretto.checking.compare",
     "Cluster": "stretto.price.flat",
@@ -82,16 +94,22 @@ _HOMES = {
     "Rehearsal": "stretto.runtime.rehearse",
     "RunError": "stretto.errors",
     "Runner": "stretto.runtime",
+    "Schedule": "stretto.ir.action",
     "StrettoError": "stretto.errors",
+    "Task": "stretto.train.task",
     "Timeline": "stretto.ir.timeline",
     "UsageError": "stretto.errors",
     "capture": "stretto.capturing",
     "check": "stretto.checking",
     "load": "stretto.saving",
     "load_plan": "stretto.ir.serialize",
+    "load_settings": "stretto.config",
     "local": "stretto.tensor.face",
+    "make_schedule": "stretto.schedule.families",
     "observe": "stretto.backend.observe_adapter",
     "plan": "stretto.planning.make_plan",
+    "register_order": "stretto.order.policies:register",
+    "register_schedule": "stretto.schedule.families:register",
     "rehearse": "stretto.runtime.rehearse",
     "reshard": "stretto.tensor.face",
     "reshard_all": "stretto.tensor.face",
@@ -107,16 +125,13 @@ _WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")
 """Names that lead to timelines: `stretto.report` teaches those to save themselves."""
 
 
-def _load(name: str, home: str) -> Any:
-    if name in _WITH_SAVERS:
-        import_module("stretto.report")
-    return getattr(import_module(home), name)
-
-
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
-    return _load(name, _HOMES[name])
+    if name in _WITH_SAVERS:
+        import_module("stretto.report")
+    home, _, own_name = _HOMES[name].partition(":")
+    return getattr(import_module(home), own_name or name)
 
 
 def __dir__() -> list[str]:

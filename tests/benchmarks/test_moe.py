@@ -24,10 +24,10 @@ from stretto.models.moe import MoEConfig
 from stretto.order.policies import register
 from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.report.rundir import load_run
 from tests.benchmarks.small_race import checked_rows, run_small
+from tests.clusters import cores
 
 SMALL: dict[str, Any] = {
     "hidden": 32,
@@ -108,9 +108,7 @@ def mlp_only(slices: int, routing: str = "balanced") -> tuple[Plan, dict[str, Op
     job = setup.capture(model, batch, pipe_experts_multi_data=slices)
     modules = experts_in(model)
     register("of the test", under_experts(job, modules))
-    costs = described_costs(
-        job, Cluster(flops_per_us=5000.0, op_overhead_us=0.1, latency_us=1.0, link_bytes_per_us=50.0)
-    )
+    costs = described_costs(job, cores(peak_tflops=0.005, op_overhead_us=0.1, latency_us=1.0, link_gbps=0.05))
     plan = make_plan(job, costs, overlap="local", order="of the test")
     return plan, {op.name: op for ops in job.stages[0].ops.values() for op in ops}, modules
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.batch.loss import Loss
+from tests.clusters import cores
 
 
 def piece(batch: Any, count: int, at: int) -> Any:
@@ -21,7 +22,7 @@ def piece(batch: Any, count: int, at: int) -> Any:
 
 def plan_of(model: nn.Module, batch: Any, loss: Loss, parallel: stretto.Parallel) -> stretto.Plan:
     job = stretto.capture(model, batch, loss=loss, parallel=parallel)
-    return stretto.plan(job, cluster=stretto.Cluster(), order="list")
+    return stretto.plan(job, cluster=cores(), order="list")
 
 
 def assert_plain(

@@ -11,6 +11,7 @@ import stretto
 from stretto.capturing.absent_cuda import CudaChoices
 from stretto.capturing.trace import Traced, trace
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from tests.clusters import cores
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is CUDA: its own choices are captured"
@@ -110,4 +111,4 @@ def test_a_job_for_cuda_is_planned_without_it() -> None:
         device="cuda",
     )
     assert job.device == "cuda"
-    assert stretto.plan(job, stretto.Cluster(latency_us=1.0)).prediction is not None
+    assert stretto.plan(job, cores(latency_us=1.0)).prediction is not None

@@ -15,6 +15,7 @@ from stretto.config import GPTSettings, Parallel, ParallelSettings
 from stretto.ir.forms import forms_of
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function
+from tests.clusters import cores
 
 MODEL = GPTSettings(layers=4, hidden=32, heads=4, context=16, vocab_size=64)
 PARALLELS = (
@@ -94,7 +95,7 @@ def test_the_fastest_of_the_numbers_of_stages_is_planned() -> None:
     batch = torch.empty(8, 17, dtype=torch.int64, device="meta")
     parallel = Parallel(pp=2, microbatches=4, schedule="auto", virtual_stages="auto")
     job = stretto.capture(model, batch, counted_loss_function(MODEL), parallel)
-    cluster = stretto.Cluster()
+    cluster = cores()
     found = stretto.plan(job, cluster)
     alone = [step_us(stretto.plan(form, cluster)) for form in forms_of(job)]
     assert step_us(found) == min(alone)

@@ -15,6 +15,7 @@ from stretto.config import Parallel
 from stretto.errors import CaptureError
 from stretto.ir.program import Count, Job
 from tests.capturing.zoo import WIDTH, Chain, rows
+from tests.clusters import cores
 
 LABELS = torch.tensor([0, -100, 1, 1, -100, -100, 0, 1])
 
@@ -140,7 +141,7 @@ def test_labels_that_are_a_leaf_of_the_batch_have_its_shape() -> None:
     kept = next(op for op in job.mean_over.ops if op.name == "kept")
     assert kept.outputs[0] is not None
     assert kept.outputs[0].shape == dict(job.batch)["labels"].shape
-    stretto.verify(stretto.plan(job, cluster=stretto.Cluster(), order="list"))
+    stretto.verify(stretto.plan(job, cluster=cores(), order="list"))
 
 
 def test_a_spread_vocabulary_is_a_mean_over_its_labels_too() -> None:

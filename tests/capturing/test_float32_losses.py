@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.capturing.float32_losses import LOSSES as FUNCTIONS
+from tests.clusters import cores
 
 Batch = dict[str, Tensor]
 
@@ -59,7 +60,7 @@ def test_the_loss_and_the_mean_of_microbatches_are_in_float32(name: str) -> None
     assert job.loss_spec.dtype == "float32"
     assert job.param_dtype == "bfloat16"
     assert capture_evaluation(model, data, loss, job).loss_spec.dtype == "float32"
-    plan = stretto.plan(job, stretto.Cluster())
+    plan = stretto.plan(job, cores())
     found = stretto.run_threads(plan, lambda _: copy.deepcopy(model), lambda runner: float(runner.step(data)))
 
     low = copy.deepcopy(model).bfloat16()

@@ -13,6 +13,7 @@ import stretto
 from stretto.verifying.fake_adapter import no_elements
 from tests.capturing.steps import assert_plain, plan_of
 from tests.capturing.zoo import WIDTH, BatchNorm, mean_square, rows
+from tests.clusters import cores
 
 PIPELINE = stretto.Parallel(pp=2, microbatches=2)
 
@@ -69,7 +70,7 @@ def test_embedding_bags(mode: str) -> None:
 def test_a_step_for_cuda_has_the_results_of_its_kernels(model: nn.Module, batch: Tensor) -> None:
     how = stretto.Parallel(microbatches=2)
     job = stretto.capture(model, batch, loss=mean_square, parallel=how, device="cuda")
-    stretto.verify(stretto.plan(job, cluster=stretto.Cluster(), order="list"))
+    stretto.verify(stretto.plan(job, cluster=cores(), order="list"))
 
 
 def test_evaluation_and_check_of_batch_norm_with_dropout() -> None:

@@ -16,8 +16,9 @@ import stretto
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.capturing.state import State
 from tests.capturing.zoo import WIDTH, Chain, mean_square, rows
+from tests.clusters import cores
 
-CLUSTER = stretto.Cluster()
+CLUSTER = cores()
 PARALLEL = stretto.Parallel(pp=2, microbatches=2)
 
 

@@ -19,6 +19,7 @@ from stretto.capturing.trace import Traced, trace
 from stretto.errors import CaptureError
 from stretto.ir.program import Ref
 from stretto.models.build import huggingface_loss
+from tests.clusters import cores
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain
 from tests.runtime.equality import (
     SMALL,
@@ -473,7 +474,7 @@ def test_chunks_of_a_sequence_read_the_keys_that_they_may_see() -> None:
         if op.target == KERNEL
     )
     assert lengths == {4: 3, 8: 3}
-    found = run(stretto.plan(job, stretto.Cluster()), model, batch)
+    found = run(stretto.plan(job, cores()), model, batch)
     assert_equal(found, plain(copy.deepcopy(model), batch, huggingface_loss), 1e-5)
 
 

@@ -27,6 +27,7 @@ from tests.capturing.test_mesh_reshards import (
     captured,
     loss_of,
 )
+from tests.clusters import cores
 from tests.tensor.lone import lone_rank
 
 
@@ -127,7 +128,7 @@ def test_what_no_plan_has_is_refused() -> None:
 
 def test_a_model_that_lies_otherwise_than_at_the_capture_is_refused() -> None:
     job = captured(lambda meshes: Pair(meshes, S1, R))
-    plan = stretto.plan(job, cluster=stretto.Cluster())
+    plan = stretto.plan(job, cluster=cores())
     with lone_rank(1, 4):
         meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
         model = Pair(meshes, S1, R)

@@ -22,6 +22,7 @@ import stretto
 from stretto.ir.program import Job
 from stretto.runtime.local import run_threads
 from stretto.runtime.shards import part_of
+from tests.clusters import cores
 from tests.tensor.lone import lone_rank
 
 F64 = torch.float64
@@ -95,7 +96,7 @@ def assert_as_plain(
 ) -> None:
     """The plan's ranks, as threads, have the plain model's loss and their parts of its gradients."""
     given = given or batch()
-    plan = stretto.plan(job, cluster=stretto.Cluster())
+    plan = stretto.plan(job, cluster=cores())
     stretto.verify(plan)
     plain = make()
     expected = loss(plain, given)

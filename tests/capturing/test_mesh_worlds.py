@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import stretto
 from tests.capturing.test_mesh_reshards import F64, MICROBATCHES, SIZE, Pair, batch, loss_of
+from tests.clusters import cores
 from tests.tensor.world import all_end_well
 
 LR = 0.1
@@ -76,7 +77,7 @@ def agree(eager: nn.Module, model: nn.Module, schedule: str, overlap: str) -> No
     parallel = stretto.Parallel(
         pp=len(meshes), tp=2, microbatches=MICROBATCHES, schedule=schedule, overlap=overlap
     )
-    plan = stretto.plan(stretto.capture(model, given, loss_of, parallel), cluster=stretto.Cluster())
+    plan = stretto.plan(stretto.capture(model, given, loss_of, parallel), cluster=cores())
     stretto.verify(plan)
     runner = stretto.Runner(plan, model)
     close = {"rtol": 1e-10, "atol": 1e-10}

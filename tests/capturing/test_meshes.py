@@ -18,6 +18,7 @@ import stretto
 from stretto.capturing.captures import Captures
 from stretto.ir.action import Phase
 from stretto.runtime.transport import ThreadTransport
+from tests.clusters import cores
 from tests.tensor.lone import lone_rank
 from tests.tensor.world import all_end_well
 
@@ -114,7 +115,7 @@ def eager_and_captured_agree() -> None:
     assert [p.stages for p in job.parameters] == [(k // 2,) for k in range(6)]
     edges = {(e.source, e.target) for e in job.edges}
     assert {(0, 1), (0, 2), (1, 2)} <= edges, edges
-    plan = stretto.plan(job, cluster=stretto.Cluster())
+    plan = stretto.plan(job, cluster=cores())
     stretto.verify(plan)
     runner = stretto.Runner(plan, model)
     for _ in range(2):
@@ -153,7 +154,7 @@ def what_a_buffer_gives_is_made_where_it_lies() -> None:
     (sine,) = [op for op in job.stages[0].ops[Phase.F] if op.target == "aten.sin.default"]
     assert [(b.name, b.stages) for b in job.buffers] == [("table", (0,))]
     assert sine.name in [edge.value for edge in job.edges if (edge.source, edge.target) == (0, 1)]
-    plan = stretto.plan(job, cluster=stretto.Cluster())
+    plan = stretto.plan(job, cluster=cores())
     runner = stretto.Runner(plan, model)
     assert expected is not None
     torch.testing.assert_close(runner.step(given), expected.reshape(()), rtol=1e-10, atol=1e-10)
@@ -177,7 +178,7 @@ def a_sum_with_its_count_is_captured() -> None:
     loss.backward()
     expected = {n: part for n, p in eager.named_parameters() if (part := stretto.local(p.grad)) is not None}
     model = Skip(meshes)
-    plan = stretto.plan(stretto.capture(model, given, masked, parallel()), cluster=stretto.Cluster())
+    plan = stretto.plan(stretto.capture(model, given, masked, parallel()), cluster=cores())
     runner = stretto.Runner(plan, model)
     runner.step(given)
     for name, parameter in runner.named_parameters():
@@ -264,9 +265,7 @@ def refuse_misuse() -> None:
         stretto.capture(stays(), batch(), loss_of, parallel())
 
     # A plan whose stages are elsewhere than the model's tensors.
-    plan = stretto.plan(
-        stretto.capture(Skip(meshes), batch(), loss_of, parallel()), cluster=stretto.Cluster()
-    )
+    plan = stretto.plan(stretto.capture(Skip(meshes), batch(), loss_of, parallel()), cluster=cores())
     moved = Skip([meshes[1], meshes[2], meshes[0]])
     with pytest.raises(stretto.UsageError, match=r"has 'layers.1.weight' on rank 1, but it is on mesh \[2\]"):
         stretto.Runner(plan, moved, transport=ThreadTransport.group(3)[1])

@@ -15,6 +15,7 @@ import stretto
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.ir.action import Schedule, parse_slot
 from stretto.planning.make_plan import make_plan
+from tests.clusters import cores
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -27,7 +28,7 @@ def check_equal(model: nn.Module, batch: Any, parallel: stretto.Parallel, loss: 
     """The planned step's loss and gradients on threads are those of the plain model, in float64."""
     model = model.double()
     job = stretto.capture(model, batch, loss=loss, parallel=parallel)
-    plan = stretto.plan(job, stretto.Cluster())
+    plan = stretto.plan(job, cores())
     models = [copy.deepcopy(model) for _ in range(plan.ranks)]
 
     def work(runner: stretto.Runner) -> tuple[float, dict[str, torch.Tensor | None]]:
@@ -131,7 +132,7 @@ def test_constants_of_the_batch_must_stay_what_they_were() -> None:
     model = nn.Linear(4, 4)
     batch = {"x": torch.randn(2, 4), "scale": 2.0}
     job = stretto.capture(model, batch, loss=scaled, parallel=stretto.Parallel(microbatches=2))
-    runner = stretto.Runner(stretto.plan(job, stretto.Cluster()), model)
+    runner = stretto.Runner(stretto.plan(job, cores()), model)
     runner.step(batch)
     runner.step({"scale": 2.0, "x": torch.randn(2, 4)})  # the order of keys says nothing
     with pytest.raises(
@@ -144,7 +145,7 @@ def test_replaced_and_frozen_parameters() -> None:
     model = nn.Linear(4, 4)
     x = torch.randn(2, 4)
     job = stretto.capture(model, x, loss=mean_square, parallel=stretto.Parallel(microbatches=2))
-    runner = stretto.Runner(stretto.plan(job, stretto.Cluster()), model)
+    runner = stretto.Runner(stretto.plan(job, cores()), model)
     model.bias.requires_grad_(False)
     runner.step(x)
     assert model.bias.grad is None
@@ -186,21 +187,21 @@ def test_stages_that_are_not_one_a_rank_need_a_schedule_of_ones_own() -> None:
         stretto.UsageError,
         match="2 on each of pp = 2 ranks, and schedule '1f1b' has 1 stage a rank: capture with 2 stages",
     ):
-        stretto.plan(job, stretto.Cluster())
-    assert stretto.plan(job, stretto.Cluster(), schedule=LOOPED).ranks == 2
+        stretto.plan(job, cores())
+    assert stretto.plan(job, cores(), schedule=LOOPED).ranks == 2
     with pytest.raises(stretto.UsageError, match="is for 2 ranks, but pp = 4: give pp = 2"):
-        stretto.plan(replace(job, pp=4), stretto.Cluster(), schedule=LOOPED)
+        stretto.plan(replace(job, pp=4), cores(), schedule=LOOPED)
     with pytest.raises(stretto.UsageError, match="keeps 2 microbatches live on a stage, but max_live = 1"):
-        stretto.plan(replace(job, max_live=1), stretto.Cluster(), schedule=LOOPED)
+        stretto.plan(replace(job, max_live=1), cores(), schedule=LOOPED)
 
 
 def test_evaluation_stays_on_the_ranks_of_the_training() -> None:
     x = torch.randn(2, 4)
     parallel = stretto.Parallel(pp=2, microbatches=2, split=NAMES)
     job = stretto.capture(FOUR, x, loss=mean_square, parallel=parallel)
-    training = stretto.plan(job, stretto.Cluster(), schedule=LOOPED)
+    training = stretto.plan(job, cores(), schedule=LOOPED)
     evaluation = capture_evaluation(FOUR, x, mean_square, job)
-    plan = stretto.plan(evaluation, stretto.Cluster(), schedule=training.schedule)
+    plan = stretto.plan(evaluation, cores(), schedule=training.schedule)
     assert plan.schedule.stage_ranks == (0, 1, 0, 1)
     results = stretto.run_threads(plan, lambda _: FOUR, lambda runner: float(runner.step(x)))
     assert results == pytest.approx([mean_square(FOUR, x).item()] * 2, rel=1e-5)
@@ -211,18 +212,21 @@ def test_a_plan_that_needs_more_memory_than_there_is() -> None:
         FOUR, torch.randn(2, 4), loss=mean_square, parallel=stretto.Parallel(microbatches=2)
     )
     with pytest.raises(stretto.PlanError, match="bytes"):
-        make_plan(job, stretto.plan(job, stretto.Cluster()).costs, max_bytes=100)
+        make_plan(job, stretto.plan(job, cores()).costs, max_bytes=100)
     with pytest.raises(stretto.PlanError, match="bytes"):
-        stretto.plan(job, stretto.Cluster(memory_bytes=100))
+        stretto.plan(job, cores(memory_bytes=100))
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: stretto.Parallel(ep=2), "dp = 1 is no multiple"),
-        (lambda: stretto.Parallel(microbatch=2), "unknown argument microbatch; did you mean microbatches?"),
+        (
+            lambda: stretto.Parallel(microbatch=2),
+            "microbatch = 2: there is no such setting; did you mean microbatches?",
+        ),
         (lambda: stretto.Parallel(pp=0), "pp = 0"),
-        (lambda: stretto.Cluster(bandwidth=3), "unknown argument bandwidth"),
+        (lambda: cores(bandwidth=3), "bandwidth = 3: there is no such setting"),
         (lambda: stretto.plan("plan.json"), "plan takes a job, not str"),
         (lambda: stretto.Runner("plan.json", FOUR), "Runner takes a plan, not str"),
         (
@@ -257,6 +261,6 @@ def test_different_models_do_not_agree() -> None:
         job = stretto.capture(
             model, torch.randn(2, hidden), loss=mean_square, parallel=stretto.Parallel(microbatches=2)
         )
-        return plan_to_text(stretto.plan(job, stretto.Cluster()))
+        return plan_to_text(stretto.plan(job, cores()))
 
     assert plan(4) != plan(8)

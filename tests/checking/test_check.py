@@ -26,8 +26,8 @@ from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.parallelize.styles import GPT2_PLAN
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
+from tests.clusters import cores
 from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof
 from tests.runtime.equality import from_transformers
@@ -339,4 +339,4 @@ def test_a_rank_may_have_one_head_and_a_microbatch_one_row(rows: int) -> None:
     found = stretto.check(model, batch, squares, how, tp_plan=model.tp_plan)
     assert not found.wrong
     job = capture(model, batch, squares, how, tp_plan=model.tp_plan)
-    make_plan(job, described_costs(job, Cluster()))  # which proves it
+    make_plan(job, described_costs(job, cores()))  # which proves it

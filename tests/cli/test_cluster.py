@@ -65,10 +65,10 @@ def test_a_calibration_is_shown_as_what_was_measured(tmp_path: Path) -> None:
 
 def test_equal_devices_are_shown_by_their_fields(tmp_path: Path) -> None:
     path = tmp_path / "flat.toml"
-    path.write_text("link_bytes_per_us = 12.5\n")
+    path.write_text("peak_tflops = 5\nmemory_gbps = 100\nlink_gbps = 12.5\n")
     printed = run("show", str(path))
-    assert "12.5" in next(line for line in printed.splitlines() if "link_bytes_per_us" in line)
-    assert "by default" in next(line for line in printed.splitlines() if "flops_per_us" in line)
+    assert "12.5" in next(line for line in printed.splitlines() if "link_gbps" in line)
+    assert "by default" in next(line for line in printed.splitlines() if "latency_us" in line)
     with pytest.raises(UsageError, match="--save writes clusters of the catalogue's devices"):
         run("show", str(path), "--save", str(tmp_path / "other.toml"))
 

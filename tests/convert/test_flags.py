@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import read_arguments
-from stretto.convert.flags import ALIASES, ROWS, TABLE
+from stretto.convert.arguments import ALIASES, ROWS, TABLE, read_arguments
+from stretto.convert.flags import Flag
 from stretto.convert.megatron import Conversion, convert
-from stretto.convert.row import Flag
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml
 
@@ -354,15 +353,13 @@ ELSE: dict[str, list[tuple[str, str, str]]] = {
         (TWO, "2", "not needed"),
         (DUAL, "2", "not needed"),
     ],
-    "--pipeline-model-parallel-layout": [(OWN, "'EttttL'", "not needed"), (TWO, "$HERE", "lacking")],
+    "--pipeline-model-parallel-layout": [(OWN, "'EttttL'", "not needed")],
     "--num-layer-list": [
         (f"{TWO} --pipeline-model-parallel-layout 'Et|tttL'", "2,2", "not needed"),
-        (TWO, "$HERE", "lacking"),
     ],
     "--account-for-loss-in-pipeline-split": [
         (f"{TWO} --decoder-last-pipeline-num-layers 1", "", "not needed"),
     ],
-    "--noop-layers": [(OWN, "$HERE", "lacking")],
     "--tp-comm-overlap": [(OWN, "", "not needed")],
     "--train-samples": [(OWN, "100", "not needed")],
     "--min-lr": [(f"{OWN} --lr-decay-style constant", "0", "not needed")],
@@ -370,7 +367,6 @@ ELSE: dict[str, list[tuple[str, str, str]]] = {
     "--eval-interval": [(f"{OWN} --eval-iters 0", "5", "not needed")],
     "--split": [(OWN, "100,0,0", "lacking"), (OWN, "100", "lacking")],
     "--recompute-norm": [(FULL, "", "not needed")],
-    "--save": [(OWN, "$HERE", "lacking")],
 }
 
 

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from stretto.cli.walks import _read
-from stretto.config import load_settings
-from stretto.config.task import TaskSettings
+from stretto.config import TaskSettings, load_settings
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig
 from stretto.models.pretrained import load_gpt, save_gpt
@@ -18,6 +17,7 @@ from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
 from stretto.train.task import own_task
 from stretto.train.text import documents, find_files
+from tests.clusters import cores_file
 from tests.price.test_nccl_tests import NEW
 from tests.synthetic import make_plan
 from tests.train.own_task import task
@@ -34,7 +34,7 @@ def marked(path: Path, text: str) -> Path:
 
 def test_settings_clusters_and_tasks(tmp_path: Path) -> None:
     assert load_settings(marked(tmp_path / "run.toml", "[training]\nsteps = 7\n")).training.steps == 7
-    assert isinstance(describe(str(marked(tmp_path / "c.toml", "latency_us = 9.0\n"))), Cluster)
+    assert isinstance(describe(str(marked(tmp_path / "c.toml", cores_file()))), Cluster)
     text = Path(str(task.__code__.co_filename)).read_text(encoding="utf-8")
     made = own_task(TaskSettings(file=str(marked(tmp_path / "t.py", text)), config={"width": 4}), 0)
     assert made.unit == "vectors"

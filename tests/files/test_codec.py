@@ -13,8 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from stretto.errors import StrettoError, UsageError
-from stretto.files.codec import UNWRITTEN, Codec
-from stretto.files.form import Amount, Form, Layout, Natural, Share, rounded, text
+from stretto.files.codec import UNWRITTEN, Amount, Codec, Form, Natural, Share, TextLayout, rounded, text
 from stretto.files.typed_file import TypedFile, from_text, to_line
 
 
@@ -128,7 +127,7 @@ def parse(word: str) -> complex:
 
 
 CODEC = Codec({complex: text(parse), float: rounded(1), Any: Form(int, str)})
-CODEC.row(Point, 1, Layout.ENTRY)
+CODEC.row(Point, 1, TextLayout.ENTRY)
 
 
 def test_forms_of_their_own() -> None:

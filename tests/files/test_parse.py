@@ -22,6 +22,7 @@ from stretto.report.files import load_timeline
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import read_state
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 
 DIGITS = "9" * 400
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -42,7 +43,7 @@ def test_the_largest() -> None:
 
 def plan_text() -> str:
     job = stretto.capture(Chain(), rows(), mean_square, stretto.Parallel(pp=2, microbatches=2))
-    return plan_to_text(stretto.plan(job, stretto.Cluster(), order="list"))
+    return plan_to_text(stretto.plan(job, cores(), order="list"))
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:

@@ -16,7 +16,7 @@ import stretto
 from stretto.config import Parallel
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
-from stretto.price.cluster import Cluster
+from tests.clusters import cores
 from tests.parallelize.test_experts import together
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def assert_equals(model: nn.Module, loss: Any, parallel: Parallel, dtype: torch.
     model = model.to("cuda", dtype)
     job = stretto.capture(model, batch(), loss=loss, parallel=parallel)
     assert job.device == "cuda"
-    plan = stretto.plan(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0))
+    plan = stretto.plan(job, cores(latency_us=20.0, link_gbps=0.05))
     got, grads = together(plan, model, batch())
     want, wanted = plain(model, loss, parallel.microbatches * parallel.dp)
     tolerance = TOLERANCE[dtype]

@@ -16,7 +16,7 @@ from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.measure.profile import profile
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
-from stretto.price.cluster import Cluster
+from tests.clusters import cores
 from tests.gpu.test_numbers import batch, gpt, moe
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +47,7 @@ def test_it_is_queued_without_a_wait(name: str) -> None:
 def test_its_timeline_is_the_devices(parallel: Parallel) -> None:
     model = gpt().to("cuda", torch.float32)
     job = stretto.capture(model, batch(), loss=next_token_sum, parallel=parallel)
-    plan = stretto.plan(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0))
+    plan = stretto.plan(job, cores(latency_us=20.0, link_gbps=0.05))
 
     def work(runner: stretto.Runner) -> tuple[str, stretto.Timeline]:
         for _ in range(3):

@@ -10,19 +10,19 @@ import runpy
 import sys
 from typing import Any
 
-import stretto
 from stretto.cli.main import main
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.planning import make_plan as planning
 from stretto.saving import folder
+from tests.clusters import cores
 
 _plan = planning.plan
 
 
 def described(job: Job, *_: Any, **__: Any) -> Plan:
     """As `stretto.plan`, for a machine that nobody looks at."""
-    return _plan(job, stretto.Cluster())
+    return _plan(job, cores())
 
 
 if __name__ == "__main__":

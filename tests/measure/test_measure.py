@@ -44,6 +44,7 @@ from stretto.price.roofline import scaled
 from stretto.price.wanted import Wanted
 from stretto.schedule.families import make_schedule
 from stretto.schedule.sums import with_sums
+from tests.clusters import cores
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
@@ -388,7 +389,7 @@ def calibrate_into(path: Path, *arguments: str) -> tuple[int, str, BaseException
 def plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(time_ops, "ROUND_US", 100.0)
     path = tmp_path / "plan.json"
-    stretto.plan(comm_job(1, tp=1, rows=8, hidden=16), cluster=stretto.Cluster()).save(path)
+    stretto.plan(comm_job(1, tp=1, rows=8, hidden=16), cluster=cores()).save(path)
     return path
 
 
@@ -404,7 +405,7 @@ def test_a_plan_says_of_each_op_how_its_time_is_known(plan_file: Path, tmp_path:
     table = CliRunner().invoke(cost_app, [str(plan_path)]).output
     assert "known" in table
     assert "interpolated" in table
-    stretto.plan(comm_job(1, tp=1), cluster=stretto.Cluster()).save(plan_path)
+    stretto.plan(comm_job(1, tp=1), cluster=cores()).save(plan_path)
     assert "known" not in CliRunner().invoke(cost_app, [str(plan_path)]).output, "one source says it of all"
 
 
@@ -434,7 +435,7 @@ def test_a_plan_whose_step_ends_in_sums_is_measured(
     model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=8))
     parallel = stretto.Parallel(**layout, microbatches=2)
     job = stretto.capture(model, torch.zeros(4, 9, dtype=torch.int64), next_token_loss, parallel)
-    stretto.plan(job, cluster=stretto.Cluster()).save(tmp_path / "plan.json")
+    stretto.plan(job, cluster=cores()).save(tmp_path / "plan.json")
     status, text, error = calibrate_into(tmp_path / "c.json", str(tmp_path / "plan.json"))
     assert status == 0, (text, error)
     assert "warning" not in text.replace("rounds differ", "").replace("warning: aten", "")

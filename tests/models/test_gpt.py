@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.config import GPTSettings, HuggingFaceSettings
-from stretto.config.huggingface import unknown_keys
+from stretto.config.pretrained import unknown_keys
 from stretto.errors import UsageError
 from stretto.models.build import (
     END_OF_TEXT_ID,

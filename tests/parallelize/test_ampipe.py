@@ -28,7 +28,7 @@ from stretto.parallelize.chunk_attention import attention
 from stretto.parallelize.chunk_writes import views_noted
 from stretto.parallelize.chunked import Chunked, joined
 from stretto.parallelize.parts import lengths_of
-from stretto.price.cluster import Cluster
+from tests.clusters import cores
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of
 
 
@@ -351,7 +351,7 @@ def test_auto_takes_what_is_predicted_to_be_the_fastest() -> None:
     assert [one.chunks for one in (job, *job.forms)] == [1, 2, 4]
 
     def planned(link: float) -> Plan:
-        cluster = Cluster(latency_us=1.0, link_bytes_per_us=link, op_overhead_us=1.0)
+        cluster = cores(latency_us=1.0, link_gbps=link / 1000, op_overhead_us=1.0)
         return stretto.plan(job, cluster)
 
     cheap, dear = planned(1e6), planned(1.0)

@@ -19,10 +19,10 @@ from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
 from stretto.parallelize.expert_trial import DENSE, ExpertTrial
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.shards import join
+from tests.clusters import cores
 
 WIDTH, INNER, EXPERTS, VOCAB = 8, 6, 4, 16
 
@@ -197,7 +197,7 @@ SHARED: dict[str, Any] = {"dp": 2, "ep": 2, "ep_plan": {"experts": "experts"}}
 
 def assert_equals(model: nn.Module, **how: Any) -> None:
     job = capture(model, BATCH, loss, Parallel(**{**SHARED, "ep_buffer": 4.0, **how}))
-    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
 
     def work(runner: Runner) -> tuple[float, dict[str, Tensor]]:
         value = float(runner.step(BATCH))

@@ -19,10 +19,10 @@ from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
 from stretto.models.moe import MoEConfig, MoEGPT, Routed, moe_token_sum
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.shards import pieces_of
+from tests.clusters import cores
 
 VOCAB, CONTEXT, ROWS = 32, 12, 8
 DROPLESS, FEW, ALL = None, 0.5, 100.0
@@ -63,7 +63,7 @@ def plain(model: nn.Module, pieces: int) -> tuple[Tensor, Grads]:
 
 def plan_of(model: nn.Module, parallel: Parallel) -> Plan:
     job = capture(model, batch(), moe_token_sum, parallel)
-    return make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    return make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
 
 
 def together(plan: Plan, model: nn.Module, given: Any) -> tuple[Tensor, Grads]:

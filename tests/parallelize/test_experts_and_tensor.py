@@ -21,10 +21,10 @@ from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
 from stretto.models.moe import MoEGPT, moe_token_sum
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.train.clip import GradientClip
+from tests.clusters import cores
 from tests.parallelize import test_experts_of_transformers as of_transformers
 from tests.parallelize.test_ampipe import by_chunks
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of, plain, together
@@ -101,7 +101,7 @@ def test_dense_blocks_in_chunks(degree: int, sequence: bool, pp: int) -> None:
     model = gpt().double()
     parallel = Parallel(tp=2, pp=pp, microbatches=2, ampipe_degree=degree, sequence_parallel=sequence)
     job = capture(model, batch_of(), next_token_loss, parallel)
-    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
     assert_plan_is_plain(plan, model, next_token_loss, batch_of())
 
 
@@ -134,7 +134,7 @@ def test_models_of_transformers(name: str, how: dict[str, Any]) -> None:
     assert names
     spread = {p.name: {shard.axis for shard in p.shards} for p in job.parameters}
     assert all(spread[n] == ({"tp", "ep"} if how["ep"] > 1 else {"tp"}) for n in names)
-    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
     loss, grads = together(plan, model, given)
     want_loss, want = of_transformers.plain(model, 2)
     assert abs(loss - want_loss) <= 1e-6 * abs(want_loss)
@@ -169,7 +169,7 @@ def test_experts_are_spread_over_both() -> None:
 
 def test_what_is_spread_over_both_is_gathered_clipped_and_saved() -> None:
     model, job = model_of(FEW, shared=1), captured(tp=2, ep=2, dp=2)
-    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
 
     def work(runner: Runner) -> tuple[float, dict[str, Tensor]]:
         runner.step(batch())

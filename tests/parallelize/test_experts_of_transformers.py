@@ -15,8 +15,8 @@ from stretto.config import Parallel
 from stretto.models.build import huggingface_sum
 from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
+from tests.clusters import cores
 from tests.parallelize.test_experts import together
 from tests.runtime.equality import DEEPSEEK_V3, from_transformers
 
@@ -102,7 +102,7 @@ def test_it_gives_the_values_of_the_plain_model(name: str, degree: int) -> None:
     model = from_transformers(kind, **{**SIZES, **sizes}).double()
     parallel = Parallel(ep=2, dp=2, ampipe_degree=degree, ep_buffer=2.0)
     job = capture(model, batch(), huggingface_sum, parallel)
-    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
     loss, grads = together(plan, model, batch())
     want_loss, want = plain(model, 2)
     assert abs(loss - want_loss) <= tolerance * abs(want_loss)
@@ -121,7 +121,7 @@ def test_a_router_draws_the_same_however_its_experts_are_shared() -> None:
         job = capture(model, batch(), huggingface_sum, Parallel(dp=2, **how))
         drawing = [op for stage in job.stages for ops in stage.ops.values() for op in ops if op.random]
         assert bool(drawing) is model.training
-        plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+        plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
         return together(plan, model, batch())
 
     def assert_equal(want: tuple[Tensor, dict[str, Tensor]], **how: Any) -> None:

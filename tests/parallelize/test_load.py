@@ -21,9 +21,9 @@ from stretto.models.moe import MoEConfig, MoEGPT, Router, moe_token_sum
 from stretto.parallelize.layout import layout_of
 from stretto.parallelize.parts import bounds
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
+from tests.clusters import cores
 from tests.parallelize.test_experts import ALL, CONTEXT, DROPLESS, FEW, batch, model_of, one_sided, plan_of
 
 EXPERTS, TOP = 4, 2
@@ -150,9 +150,7 @@ def test_an_evaluation_drops_what_finds_no_room() -> None:
     parallel = Parallel(ep=2, dp=2, ep_buffer=1.5)
     training = capture(model, batch(), moe_token_sum, parallel)
     job = capture_evaluation(model, batch(), moe_token_sum, training, layout=layout_of(model, parallel))
-    costs, of_ops = (
-        described_costs(one, Cluster(latency_us=20.0, link_bytes_per_us=50.0)) for one in (training, job)
-    )
+    costs, of_ops = (described_costs(one, cores(latency_us=20.0, link_gbps=0.05)) for one in (training, job))
     found = seen_by(make_plan(job, replace(costs, op_us=of_ops.op_us)), model)
     room = math.ceil(1.5 * 4 * CONTEXT * TOP / 2)
     dropped = [one.mean for one in found if one.name == "dropped"]
@@ -171,7 +169,7 @@ def test_experts_of_transformers_are_seen_where_ranks_share_them() -> None:
     given = {"input_ids": ids, "labels": ids}
     for parallel in (Parallel(ep=2, dp=2, ep_buffer=4.0), Parallel(dp=2)):
         job = capture(model, given, huggingface_sum, parallel)
-        plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+        plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
 
         def work(runner: Runner) -> tuple[Observed, ...]:
             runner.step(given)

@@ -22,6 +22,7 @@ from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
 from stretto.saving.parts import Part
 from stretto.train.clip import GradientClip
+from tests.clusters import cores
 from tests.parallelize.test_key_heads import hf
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain, batch_of
 from tests.runtime.equality import lowered, plain
@@ -36,7 +37,7 @@ def small_job(**layout: Any) -> tuple[nn.Module, Job]:
 
 def test_plans_are_proved_kept_simulated_and_rehearsed(tmp_path: Path) -> None:
     model, job = small_job(tp=4, pp=2)
-    plan = stretto.plan(job, stretto.Cluster(), order="list")
+    plan = stretto.plan(job, cores(), order="list")
     stretto.verify(plan)
     plan.save(tmp_path / "plan.json")
     again = stretto.load_plan(tmp_path / "plan.json")

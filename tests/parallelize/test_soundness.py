@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import stretto
 from stretto.ir.plan import Plan
 from stretto.runtime.shards import join
+from tests.clusters import cores
 from tests.parallelize.random_networks import Network, draw_network
 from tests.parallelize.random_state import hooked
 from tests.parallelize.unproved import without_proof
@@ -77,7 +78,7 @@ def planned(network: Network) -> Plan:
         parallel=stretto.Parallel(**network.parallel),
         tp_plan=network.plan,
     )
-    return stretto.plan(job, cluster=stretto.Cluster(), order="list")
+    return stretto.plan(job, cluster=cores(), order="list")
 
 
 def plain(network: Network) -> tuple[float, nn.Module]:

@@ -15,6 +15,7 @@ import stretto
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError
+from tests.clusters import cores
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
@@ -121,7 +122,7 @@ def net(way: str, kind: type[nn.Embedding] = nn.Embedding, **options: Any) -> Ne
 
 def check(model: Net, loss: Any = loss_of, **layout: Any) -> None:
     job = capture(model, batch_of(), loss, Parallel(microbatches=2, **layout), tp_plan=PLAN)
-    plan = stretto.plan(job, stretto.Cluster(), order="list")
+    plan = stretto.plan(job, cores(), order="list")
     assert_plan_is_plain(plan, copy.deepcopy(model), loss, batch_of())
 
 

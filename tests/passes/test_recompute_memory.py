@@ -22,6 +22,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import forget
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import with_sums, without_sums
+from tests.clusters import cores_file
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import made_up_costs
 from tests.runtime.test_memory import peaks_with_adamw
@@ -137,7 +138,7 @@ def test_a_plan_that_is_made_again_is_the_same(job: Job) -> None:
 def test_the_plan_command_tells_it(tmp_path: Path) -> None:
     config = write_settings(tmp_path)
     cluster = tmp_path / "cluster.toml"
-    cluster.write_text("link_bytes_per_us = 12.5\n")
+    cluster.write_text(cores_file(link_gbps=0.0125))
 
     def peak(choice: str) -> tuple[float, str]:
         command = ["plan", str(config), "-o", str(tmp_path / f"{choice}.json"), "--cluster", str(cluster)]

@@ -22,14 +22,15 @@ from stretto.planning import choose, windows
 from stretto.planning import make_plan as making
 from stretto.planning.schedules import choose_schedule, one_window
 from stretto.verifying import verify
+from tests.clusters import cores
 from tests.order.test_whole_step import job_of
 
-CORES = stretto.Cluster(
-    flops_per_us=85_000.0,
-    memory_bytes_per_us=10_000.0,
+CORES = cores(
+    peak_tflops=0.085,
+    memory_gbps=10.0,
     op_overhead_us=3.0,
     latency_us=100.0,
-    link_bytes_per_us=125.0,
+    link_gbps=0.125,
 )
 
 

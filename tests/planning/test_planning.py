@@ -19,6 +19,7 @@ from stretto.passes.step import Context, Step
 from stretto.planning import make_plan as planning
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from tests.clusters import cores
 from tests.parallelize.test_experts import FEW, batch, model_of
 from tests.runtime.equality import (
     FAMILIES,
@@ -113,15 +114,13 @@ def test_what_is_wished_for() -> None:
 
 def test_auto_takes_a_number_of_chunks_that_fits() -> None:
     job = stretto.capture(model_of(FEW), batch(), moe_token_sum, stretto.Parallel(ampipe_degree="auto"))
-    alone = [stretto.plan(replace(one, forms=()), stretto.Cluster()) for one in (job, *job.forms)]
+    alone = [stretto.plan(replace(one, forms=()), cores()) for one in (job, *job.forms)]
     peaks = {plan.job.chunks: max(plan.prediction.peak_bytes) for plan in alone if plan.prediction}
     assert peaks[2] < peaks[4] < peaks[1]
-    found = {
-        most: stretto.plan(job, stretto.Cluster(memory_bytes=most)).job.chunks for most in peaks.values()
-    }
+    found = {most: stretto.plan(job, cores(memory_bytes=most)).job.chunks for most in peaks.values()}
     assert found == {peaks[1]: 1, peaks[2]: 2, peaks[4]: 2}
     with pytest.raises(stretto.PlanError, match="fault"):
-        stretto.plan(job, stretto.Cluster(memory_bytes=peaks[2] // 2))
+        stretto.plan(job, cores(memory_bytes=peaks[2] // 2))
 
 
 def test_memory_that_overlap_exceeds_is_kept_by_waiting_at_once() -> None:

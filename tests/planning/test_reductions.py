@@ -21,17 +21,18 @@ from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
 from stretto.verifying import verify
+from tests.clusters import cores
 from tests.synthetic_comm import make_comm_costs
 from tests.verifying.comm_plans import comm_job
 
 
 def cluster(bytes_per_us: float) -> stretto.Cluster:
-    return stretto.Cluster(
-        flops_per_us=85_000.0,
-        memory_bytes_per_us=10_000.0,
+    return cores(
+        peak_tflops=0.085,
+        memory_gbps=10.0,
         op_overhead_us=3.0,
         latency_us=100.0,
-        link_bytes_per_us=bytes_per_us,
+        link_gbps=bytes_per_us / 1000,
     )
 
 
@@ -148,7 +149,7 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
     parallel = stretto.Parallel(pp=2, dp=2, tp=2, microbatches=3, sequence_parallel=True)
     batch = torch.zeros(12, 17, dtype=torch.int64)
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
-    cluster = stretto.Cluster(link_bytes_per_us=5.0, latency_us=2.0)
+    cluster = cores(link_gbps=0.005, latency_us=2.0)
     off, local = (stretto.plan(job, cluster, overlap=overlap) for overlap in ("off", "local"))
     assert off.prediction is not None
     assert local.prediction is not None

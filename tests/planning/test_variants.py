@@ -14,9 +14,10 @@ from stretto.passes import STEP_PASSES, OfStep
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning import choose
 from stretto.planning.choose import Tried, lighter
+from tests.clusters import cores
 from tests.price.comm_job import comm_job
 
-CLUSTER = stretto.Cluster(flops_per_us=1.0, op_overhead_us=1.0)
+CLUSTER = cores(peak_tflops=1e-06, op_overhead_us=1.0)
 
 
 def times(step: Step, factor: float) -> Step:

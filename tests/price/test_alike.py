@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-import stretto
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.prices import signature, specs_of
@@ -18,13 +17,14 @@ from stretto.price.alike import AlikePricer, ListedPricer
 from stretto.price.cluster import describe
 from stretto.price.op_times import Timing
 from stretto.schedule.families import make_schedule
+from tests.clusters import cores
 from tests.price.comm_job import comm_job
 
 
 def measured(job: Job) -> Costs:
     """Times with noise, as if every op had been measured."""
     noise = random.Random(3)
-    costs = costs_of(job, make_schedule("1f1b", 2, 2), stretto.Cluster())
+    costs = costs_of(job, make_schedule("1f1b", 2, 2), cores())
     return replace(costs, op_us={key: us * noise.uniform(0.9, 1.1) for key, us in costs.op_us.items()})
 
 
@@ -56,7 +56,7 @@ def test_parts_of_products_and_collectives_take_parts_of_the_time() -> None:
 @pytest.mark.parametrize("cluster", ["h100x8", "flat"])
 def test_what_is_described_prices_what_passes_make_as_the_job(cluster: str) -> None:
     job = comm_job(2, tp=2, rows=32, hidden=64)
-    found = describe(stretto.Cluster() if cluster == "flat" else cluster)
+    found = describe(cores() if cluster == "flat" else cluster)
     prices = prices_of(job, make_schedule("1f1b", 2, 2), found)
     made = repeat(job, {0: [op.name for op in job.stages[0].ops[Phase.F]]})
     assert made != job

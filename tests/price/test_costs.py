@@ -23,6 +23,7 @@ from stretto.price.flat import flat_link
 from stretto.price.roofline import ACTION_US, ring_cost
 from stretto.schedule.families import make_schedule
 from tests.capturing.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
+from tests.clusters import cores
 from tests.price.comm_job import comm_job
 from tests.runtime.equality import evenly, job_of, tokens, traced
 
@@ -45,7 +46,7 @@ def test_op_times_add_up_to_a_measured_run() -> None:
     found = profile.profile(job, CPU)  # looked at again below, as the machine may be busy now and not then
     assert set(found.op_us) == {(0, op.name) for phase in PHASES for op in job.stages[0].ops[phase]}
     assert all(us >= 0 for us in found.op_us.values())
-    runner = stretto.Runner(stretto.plan(job, cluster=stretto.Cluster(), schedule="1f1b"), model)
+    runner = stretto.Runner(stretto.plan(job, cluster=cores(), schedule="1f1b"), model)
     ratios = []
     for _ in range(5):
         times = []
@@ -184,12 +185,12 @@ def test_what_messages_of_a_burst_add_is_what_each_keeps_the_link_for() -> None:
 
 def test_a_described_cluster_is_a_roofline() -> None:
     _, _, job = gpt_job(2, 32)
-    cluster = stretto.Cluster(
-        flops_per_us=100.0,
-        memory_bytes_per_us=400.0,
+    cluster = cores(
+        peak_tflops=0.0001,
+        memory_gbps=0.4,
         op_overhead_us=2.0,
         latency_us=7.0,
-        link_bytes_per_us=50.0,
+        link_gbps=0.05,
         processor_us_per_mb=3.0,
     )
     costs = costs_of(job, make_schedule("1f1b", 2, 4), cluster)
@@ -219,24 +220,23 @@ def test_a_described_cluster_is_a_roofline() -> None:
 
 def test_what_each_message_keeps_its_link_for_is_taken_by_each_step_of_a_collective() -> None:
     """A ring of 4 gathers in three messages, one behind another; the loss is told by one at least."""
-    link = flat_link(stretto.Cluster(latency_us=7.0, message_us=18.0, link_bytes_per_us=50.0))
+    link = flat_link(cores(latency_us=7.0, message_us=18.0, link_gbps=0.05))
     assert message_us(link, 5000) == pytest.approx(7.0 + 18.0 + 100.0)
     assert ring_cost(link, "all_gather", 4).curve.us(0) == pytest.approx(3 * (7.0 + 18.0))
     told = sum_time(Costs({}, {}, link, 0.0, "made up"), "loss", (0, 1), 0)
     assert told.us == message_us(link, 0)
 
 
-@pytest.mark.parametrize("field", ["flops_per_us", "memory_bytes_per_us", "link_bytes_per_us"])
+@pytest.mark.parametrize("field", ["peak_tflops", "memory_gbps", "link_gbps"])
 def test_rates_of_zero_are_refused(field: str) -> None:
-    least = "Input should be greater than or equal to 0.000001"
-    with pytest.raises(stretto.UsageError, match=f"Cluster: {field} = 0: {least}"):
-        stretto.Cluster(**{field: 0})
+    with pytest.raises(stretto.UsageError, match=f"Cluster: {field} = 0: .*greater than"):
+        cores(**{field: 0})
 
 
 def test_a_slower_link_makes_a_longer_step() -> None:
     _, _, job = gpt_job(2, 32)
     steps = [
-        stretto.plan(job, cluster=stretto.Cluster(link_bytes_per_us=rate)).prediction.step_us  # type: ignore[union-attr]
+        stretto.plan(job, cluster=cores(link_gbps=rate / 1000)).prediction.step_us  # type: ignore[union-attr]
         for rate in (1000.0, 1.0, 0.1)
     ]
     assert steps[0] < steps[1] < steps[2]

@@ -23,6 +23,7 @@ from stretto.price.convolution import BACKWARD, FORWARD, convolution_products
 from stretto.price.efficiency import Matmul
 from stretto.price.hardware import device_us, hardware_costs, program_times
 from stretto.schedule.families import make_schedule
+from tests.clusters import cores, cores_file
 from tests.price.comm_job import comm_job
 
 H100 = find_cluster("h100x64")
@@ -213,7 +214,7 @@ def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(stretto.UsageError, match=r"a cluster is \"local\", .* not int"):
         describe(wrong)
     assert isinstance(describe("h100x64"), Hardware)
-    (tmp_path / "flat.toml").write_text("link_bytes_per_us = 12.5\n")
+    (tmp_path / "flat.toml").write_text(cores_file(link_gbps=0.0125))
     flat = describe(str(tmp_path / "flat.toml"))
     assert isinstance(flat, stretto.Cluster)
     assert flat.link_bytes_per_us == 12.5
@@ -227,17 +228,17 @@ def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
         describe("h100")
     with pytest.raises(stretto.UsageError, match=r"none\.toml: there is no such file; give a cluster file"):
         describe(str(tmp_path / "none.toml"))
-    (tmp_path / "flat.toml").write_text("link_bytes_per_us = 0\n")
-    with pytest.raises(stretto.UsageError, match=r"flat.toml: Cluster: link_bytes_per_us = 0"):
+    (tmp_path / "flat.toml").write_text(cores_file(link_gbps=0))
+    with pytest.raises(stretto.UsageError, match=r"flat.toml: Cluster: link_gbps = 0"):
         describe(str(tmp_path / "flat.toml"))
-    (tmp_path / "flat.toml").write_text("link_bytes_per_us =\n")
+    (tmp_path / "flat.toml").write_text("link_gbps =\n")
     with pytest.raises(stretto.UsageError, match="is not TOML"):
         describe(str(tmp_path / "flat.toml"))
 
 
 def test_a_flat_description_prices_collectives_as_rings() -> None:
     job = comm_job(1, tp=4, rows=64, hidden=128)
-    cluster = stretto.Cluster(latency_us=7.0, link_bytes_per_us=50.0, processor_us_per_mb=3.0)
+    cluster = cores(latency_us=7.0, link_gbps=0.05, processor_us_per_mb=3.0)
     costs = costs_of(job, make_schedule("1f1b", 1, 2), cluster)
     gather, reduce = (costs.collectives["tp", kind] for kind in ("all_gather", "all_reduce"))
     assert gather.curve.us(200_000) == pytest.approx(3 * 7.0 + 3 / 4 * 200_000 / 50.0)

@@ -13,6 +13,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.price.devices import devices
 from stretto.price.peak import CALLED, FP32_PART, device_peak, named_peak
 from stretto.report.tables import rates_grid
+from tests.clusters import cores
 
 
 def job_of(precision: str, recompute: str = "none") -> Job:
@@ -55,6 +56,6 @@ def test_a_plan_of_a_described_cluster_has_an_mfu() -> None:
     grid = rates_grid(work, [stretto.simulate(plan)], 1)
     assert grid is not None
     assert {"MFU", "HFU"} <= {row[0] for row in grid.rows}
-    flat = stretto.plan(job_of("float32"), stretto.Cluster(flops_per_us=1e5), order="list")
+    flat = stretto.plan(job_of("float32"), cores(peak_tflops=0.1), order="list")
     assert flat.costs.peak is not None
     assert flat.costs.peak.flops_per_us == 1e5

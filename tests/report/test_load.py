@@ -13,7 +13,6 @@ from stretto.config import Parallel
 from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.timeline import Stall, Timeline
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.report.charts import draw_loads
 from stretto.report.files import OBSERVED, load_timeline, save_json
@@ -22,6 +21,7 @@ from stretto.report.html import render
 from stretto.report.load import dropped_words, load_findings, load_grid, loads_of, others_grid
 from stretto.report.rundir import Run
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 
 
 def of(module: str, name: str, *values: float, least: float = 0.0, joined: str = "sum") -> Observed:
@@ -109,7 +109,7 @@ UNEVEN = timeline(busy_us=(600.0, 900.0), stalls=(Stall("ep", 0, 1, 250.0), Stal
 
 def test_a_row_a_rank() -> None:
     job = capture(Chain(), rows(4), mean_square, Parallel(dp=2))
-    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
     grid = stalls_grid(UNEVEN, plan)
     assert grid is not None
     assert grid.rows == [

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import stretto
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.runtime.memory_adapter import MemoryMeter
+from tests.clusters import cores
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     job = stretto.capture(
         model, batch, next_token_loss, stretto.Parallel(microbatches=4, **layout), precision=precision
     )
-    plan = stretto.plan(job, stretto.Cluster(), order="list")
+    plan = stretto.plan(job, cores(), order="list")
     dist.init_process_group("gloo")
     runner = stretto.Runner(plan, model)
     del model

@@ -18,7 +18,6 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text, save_plan
 from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.price.wanted import wanted_collectives
 from stretto.report.traffic import communication_of
@@ -27,6 +26,7 @@ from stretto.runtime.rehearse import rehearse
 from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
 from stretto.verifying import verify
+from tests.clusters import cores
 from tests.exchange_job import Products, batch_of, exchange_job
 from tests.runtime.launch import launch
 from tests.verifying.edits import op
@@ -42,7 +42,7 @@ CASES = ((1, 2, None), (2, 2, None), (1, 2, TWO), (2, 3, None), (2, 3, THREE))
 
 def plan_of(stages: int, tp: int, sizes: Sizes | None) -> Plan:
     job = exchange_job(stages, tp=tp, sizes=sizes)
-    costs = described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0))
+    costs = described_costs(job, cores(latency_us=20.0, link_gbps=0.05))
     return make_plan(job, costs, schedule="1f1b")
 
 

@@ -10,10 +10,10 @@ import torch
 
 import stretto
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime.clock import DeviceClock
 from stretto.runtime.record import Marks
+from tests.clusters import cores
 
 
 class Event:
@@ -91,7 +91,7 @@ def test_marks_are_read_before_steps_are_replayed() -> None:
         return made
 
     job = stretto.capture(model, x, loss=loss, parallel=stretto.Parallel())
-    runner = stretto.Runner(make_plan(job, described_costs(job, Cluster())), model)
+    runner = stretto.Runner(make_plan(job, described_costs(job, cores())), model)
     runner._graph = Graph(runner)  # type: ignore[assignment]
     read: list[Marks] = []
 

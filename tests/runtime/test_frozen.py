@@ -14,9 +14,10 @@ import stretto
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.models.gpt import next_token_loss
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 from tests.runtime.equality import gpt, tokens
 
-CLUSTER = stretto.Cluster()
+CLUSTER = cores()
 AGAIN = "capture the step again, plan it and make a new Runner"
 
 

@@ -12,9 +12,10 @@ from torch import nn
 
 import stretto
 from stretto.models.gpt import next_token_loss
+from tests.clusters import cores
 from tests.runtime.equality import gpt, tokens
 
-CLUSTER = stretto.Cluster()
+CLUSTER = cores()
 
 
 def groups(named: Iterable[tuple[str, nn.Parameter]], exempt: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -20,10 +20,10 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import Stall, Timeline
 from stretto.parallelize.layout import layout_of
 from stretto.planning.make_plan import make_plan
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.compare import metric_line, stall_lines
+from tests.clusters import cores
 
 WIDTH, ROWS = 8, 8
 STEPS = 3
@@ -90,7 +90,7 @@ def expected(model: Stack) -> Seen:
 
 def plan_of(model: nn.Module, parallel: Parallel) -> Plan:
     job = capture(model, batch(0), loss, parallel)
-    return make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    return make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
 
 
 def seen_by(plan: Plan, model: nn.Module) -> tuple[Observed, ...]:
@@ -177,9 +177,7 @@ def test_an_evaluation_lets_see_as_well() -> None:
     parallel = Parallel(pp=2, microbatches=2, dp=2)
     training = capture(model, batch(0), loss, parallel)
     job = capture_evaluation(model, batch(0), loss, training, layout=layout_of(model, parallel))
-    costs, of_ops = (
-        described_costs(one, Cluster(latency_us=20.0, link_bytes_per_us=50.0)) for one in (training, job)
-    )
+    costs, of_ops = (described_costs(one, cores(latency_us=20.0, link_gbps=0.05)) for one in (training, job))
     assert_seen(seen_by(make_plan(job, replace(costs, op_us=of_ops.op_us)), model), model)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
+from tests.clusters import cores
 
-CLUSTER = stretto.Cluster()
+CLUSTER = cores()
 
 
 def gpt() -> GPT:

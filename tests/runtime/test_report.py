@@ -8,12 +8,13 @@ import torch
 import stretto
 from stretto.runtime.clock import HostClock
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 
 
 def made() -> stretto.Runner:
     model = Chain()
     job = stretto.capture(model, rows(), mean_square, stretto.Parallel(microbatches=2))
-    plan = stretto.plan(job, stretto.Cluster())
+    plan = stretto.plan(job, cores())
     (runner,) = stretto.run_threads(plan, lambda _: model, lambda runner: runner)
     return runner
 

@@ -20,13 +20,13 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
-from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
 from stretto.runtime.clock import HostClock
 from stretto.runtime.record import Marks, build_timeline, compute_spans
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.schedule.families import make_schedule
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, lowered, plan_of, tokens
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 from tests.verifying.plans import hand_schedule
@@ -235,7 +235,7 @@ def test_who_waits_for_whom() -> None:
     """Rank 1 begins its part of a sum 30 us after rank 0, which waits for it from the start."""
     parallel = stretto.Parallel(dp=2)
     job = stretto.capture(Chain(), rows(4), mean_square, parallel)
-    plan = make_plan(job, described_costs(job, Cluster(latency_us=20.0, link_bytes_per_us=50.0)))
+    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
     loss = "dp loss"
     marks = [Marks(0, 100_000), Marks(0, 100_000)]
     for m, began, waits in zip(marks, (10_000, 40_000), (10_000, 41_000), strict=True):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import stretto
 from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from tests.clusters import cores
 
 BATCH = torch.arange(36).reshape(4, 9) % 40
 
@@ -28,7 +29,7 @@ def planned(**layout: Any) -> tuple[GPT, Plan]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=40, layers=2, hidden=16, heads=2, context=8)).double()
     job = stretto.capture(model, BATCH, next_token_loss, stretto.Parallel(microbatches=2, **layout))
-    return model, stretto.plan(job, stretto.Cluster(), order="list")
+    return model, stretto.plan(job, cores(), order="list")
 
 
 def stepped(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.clusters import cores
 
 import stretto
 from stretto import schedule
@@ -23,7 +24,7 @@ from stretto.schedule.search import Sought, search
 from stretto.schedule.timing import PhaseTimes
 from stretto.tune.choices import read_fixed
 
-CLUSTER = stretto.Cluster()
+CLUSTER = cores()
 
 
 def eager(wanted: Wanted) -> Schedule:

@@ -19,6 +19,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.report.tables import summary_grid
 from stretto.simulating import predict, simulate
 from stretto.verifying.memory import peak_bytes
+from tests.clusters import cores
 from tests.runtime.equality import made_up_costs
 from tests.simulating.test_engine import schedule
 from tests.synthetic import WEIGHT, make_costs, make_job
@@ -50,7 +51,7 @@ def job_of(model: nn.Module | None = None, precision: str = "float32", **layout:
 def test_parts_of_a_rank_are_those_of_its_tensors(precision: str) -> None:
     """A tied table is on both ranks, once each; averages have the weights' own dtype, whatever computes."""
     model = GPT(CONFIG)
-    plan = stretto.plan(job_of(model, precision, pp=2), stretto.Cluster(), order="list")
+    plan = stretto.plan(job_of(model, precision, pp=2), cores(), order="list")
     assert plan.prediction is not None
     parts = plan.prediction.memory
     table = model.get_parameter(plan.job.parameters[0].tied_to).nbytes
@@ -75,7 +76,7 @@ def test_what_is_frozen_has_no_state() -> None:
     model = GPT(CONFIG)
     for parameter in list(model.parameters())[2:]:
         parameter.requires_grad_(False)
-    plan = stretto.plan(job_of(model), stretto.Cluster(), order="list")
+    plan = stretto.plan(job_of(model), cores(), order="list")
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert plan.prediction is not None
     assert plan.prediction.memory["optimizer"] == (2 * trained,)
@@ -83,12 +84,12 @@ def test_what_is_frozen_has_no_state() -> None:
 
 def test_a_device_that_has_no_room_for_the_state_is_too_small() -> None:
     job = job_of(pp=2)
-    most = max(stretto.plan(job, stretto.Cluster(), order="list", optimizer="sgd").prediction.peak_bytes)  # type: ignore[union-attr]
-    small = stretto.Cluster(memory_bytes=most)
+    most = max(stretto.plan(job, cores(), order="list", optimizer="sgd").prediction.peak_bytes)  # type: ignore[union-attr]
+    small = cores(memory_bytes=most)
     assert stretto.plan(job, small, order="list", optimizer="sgd").job.optimizer == "sgd"
     with pytest.raises(stretto.PlanError, match=r"holds [\d,]+ bytes, [\d,]+ more than the limit"):
         stretto.plan(job, small, order="list")
-    plan = stretto.plan(job, stretto.Cluster(), order="list")
+    plan = stretto.plan(job, cores(), order="list")
     with pytest.raises(stretto.PlanError, match=r"optimizer's state \(adamw\)"):
         stretto.verify(plan, most)
 
@@ -104,7 +105,7 @@ def test_an_order_is_found_within_the_room_that_the_state_leaves() -> None:
 
 def test_an_unknown_optimizer_is_named() -> None:
     with pytest.raises(stretto.UsageError, match="optimizer is 'muon'; choose one of: adamw, momentum, sgd"):
-        stretto.plan(job_of(), stretto.Cluster(), optimizer="muon")  # type: ignore[arg-type]
+        stretto.plan(job_of(), cores(), optimizer="muon")  # type: ignore[arg-type]
 
 
 def test_a_plan_file_keeps_the_optimizer() -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
+from tests.clusters import cores
 
 import stretto
 from stretto.config import load_settings
@@ -23,7 +24,7 @@ from stretto.train.world import environment, join, leave
 def described(job: Job, cluster: str, **_: object) -> stretto.Plan:
     """As `stretto.plan`, for a machine that nobody looks at."""
     assert cluster == "local"
-    return stretto.plan(job, stretto.Cluster())
+    return stretto.plan(job, cores())
 
 
 def check_copies(trainer: Trainer) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.clusters import cores_file
 from tests.train.tiny import write_settings
 from typer.testing import CliRunner
 
@@ -17,7 +18,7 @@ from stretto.train.starting import Starting
 def test_a_described_cluster_gives_the_same_file_each_time(tmp_path: Path) -> None:
     config = write_settings(tmp_path)
     cluster = tmp_path / "cluster.toml"
-    cluster.write_text("link_bytes_per_us = 12.5\nlatency_us = 50.0\n")
+    cluster.write_text(cores_file(link_gbps=0.0125, latency_us=50.0))
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file in files:
         command = ["plan", str(config), "-o", str(file), "--cluster", str(cluster), "--set", "parallel.pp=2"]

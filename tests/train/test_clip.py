@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.clusters import cores
 from torch import nn
 
 import stretto
@@ -32,7 +33,7 @@ def planned(pp: int, tie: bool, dtype: torch.dtype) -> tuple[nn.Module, Job, Pla
     model = GPT(config).to(dtype)
     batch = torch.zeros(4, 9, dtype=torch.int64)
     job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=pp, microbatches=2))
-    return model, job, stretto.plan(job, stretto.Cluster())
+    return model, job, stretto.plan(job, cores())
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64])
@@ -88,7 +89,7 @@ def test_parts_and_copies_are_clipped_by_the_norm_of_the_whole(layout: dict[str,
     model = GPT(config).double()
     batch = torch.zeros(4, 9, dtype=torch.int64)
     job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(microbatches=2, **layout))
-    plan = stretto.plan(job, stretto.Cluster())
+    plan = stretto.plan(job, cores())
     given = gradients(model, 1.0)
     plain = copy.deepcopy(model)
     for name, parameter in plain.named_parameters():

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.clusters import cores
 
 import stretto
 from stretto.files.kept import Kept
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 
-CLUSTER = stretto.Cluster()
+CLUSTER = cores()
 CONFIG = GPTConfig(vocab_size=48, layers=2, hidden=16, heads=2, context=8, dropout=0.3)
 
 

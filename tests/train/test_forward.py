@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.clusters import cores
 from torch import nn
 
 import stretto
@@ -18,7 +19,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import forward_schedule
 from stretto.verifying.plan import plan_faults
 
-CLUSTER = stretto.Cluster()
+CLUSTER = cores()
 
 
 def small(tie: bool = False) -> GPT:

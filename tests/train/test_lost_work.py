@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.clusters import cores
 from tests.train.tiny import environment, steps_of, write_settings
 from typer.testing import CliRunner
 
@@ -56,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _described(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are for a machine that nobody looks at, which is faster than looking at this one."""
     monkeypatch.setattr(
-        "stretto.train.trainer.make_plan", lambda job, cluster, **_: stretto.plan(job, stretto.Cluster())
+        "stretto.train.trainer.make_plan", lambda job, cluster, **_: stretto.plan(job, cores())
     )
 
 
@@ -230,7 +231,7 @@ def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) ->
         assert {int(state["step"]) for state in optimizer.state.values()} == {4}
         return runner.state_dict()
 
-    plan = stretto.plan(job, stretto.Cluster())
+    plan = stretto.plan(job, cores())
     found = stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)[1]
     assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
 

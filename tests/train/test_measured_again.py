@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.clusters import cores
 from tests.train.tiny import write_settings
 
 import stretto
@@ -19,7 +20,7 @@ from stretto.train.world import World
 
 def slow_plan(job: Job, cluster: str, **_: object) -> stretto.Plan:
     """By costs a thousand times too high."""
-    made = stretto.plan(job, stretto.Cluster(), order="list")
+    made = stretto.plan(job, cores(), order="list")
     made = replace(made, costs=replace(made.costs, op_us=dict.fromkeys(made.costs.op_us, 1e6)))
     return replace(made, prediction=predict(made))
 
@@ -29,7 +30,7 @@ def test_costs_that_no_step_could_have_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], noisy: bool
 ) -> None:
     def fast_plan(job: Job, cluster: str, **_: object) -> stretto.Plan:
-        made = stretto.plan(job, stretto.Cluster(), order="list")
+        made = stretto.plan(job, cores(), order="list")
         made = replace(made, costs=replace(made.costs, op_us=dict.fromkeys(made.costs.op_us, 1e-3)))
         return replace(made, prediction=predict(made))
 

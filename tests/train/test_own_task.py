@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.clusters import cores
 from tests.train.own_task import task
 from tests.train.tiny import run, run_ranks, steps_of
 from typer.testing import CliRunner
 
-import stretto
 from stretto.checking.compare import Check
 from stretto.cli.check import make as check_of
 from stretto.cli.main import app, main
 from stretto.cli.plan import make as plan_of
-from stretto.config import TrainSettings, load_settings
-from stretto.config.task import TaskSettings
+from stretto.config import TaskSettings, TrainSettings, load_settings
 from stretto.errors import StrettoError, UsageError
 from stretto.train.checkpoint_files import find
 from stretto.train.export import export
@@ -129,7 +128,7 @@ def test_a_checkpoint_names_no_program(tmp_path: Path) -> None:
 
 def test_it_is_planned_and_checked_as_text_is(tmp_path: Path) -> None:
     settings = load_settings(write(tmp_path, pp=2))
-    plan = plan_of(settings, stretto.Cluster())  # type: ignore[arg-type]
+    plan = plan_of(settings, cores())  # type: ignore[arg-type]
     assert len(plan.job.stages) == 2
     found = check_of(settings)
     assert isinstance(found, Check)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.clusters import cores
 from tests.train.tiny import steps_of, write_settings
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -52,7 +53,7 @@ def test_the_held_out_loss_is_of_as_many_chunks_as_the_plan_has(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chosen(job: Job, cluster: str, **_: object) -> stretto.Plan:
-        return stretto.plan(job.forms[-1] if job.forms else job, stretto.Cluster())
+        return stretto.plan(job.forms[-1] if job.forms else job, cores())
 
     monkeypatch.setattr("stretto.train.trainer.make_plan", chosen)
     losses = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.config import TrainSettings, load_settings
-from stretto.price.flat import Cluster
+from tests.clusters import cores
 
 TEXT = """# a small run
 [model]
@@ -29,9 +29,7 @@ overlap = "{overlap}"
 global_batch = {batch}
 """
 
-CLUSTER = Cluster(
-    flops_per_us=2e5, memory_bytes_per_us=5e4, op_overhead_us=1.0, latency_us=5.0, link_bytes_per_us=2e3
-)
+CLUSTER = cores(peak_tflops=0.2, memory_gbps=50.0, op_overhead_us=1.0, latency_us=5.0, link_gbps=2.0)
 
 
 def write_settings(

@@ -17,7 +17,7 @@ from stretto.tune.estimate import estimate
 from stretto.tune.work import Asked, Planned, ShortStep, Work
 from tests.tune.small import CLUSTER, settings
 
-SLOW = CLUSTER.model_copy(update={"link_bytes_per_us": 100.0})
+SLOW = CLUSTER.model_copy(update={"link_gbps": 0.1})
 """Links on which tensor parallelism exposes as much as compute takes."""
 
 MOE = {"kind": "moe", "experts": 4, "top_k": 2}

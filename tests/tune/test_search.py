@@ -66,7 +66,7 @@ def test_a_small_choice_is_made_as_by_planning_everything(tmp_path: Path) -> Non
 def test_the_winner_is_within_a_percent_of_planning_everything(tmp_path: Path) -> None:
     given = settings(tmp_path)
     for slow in (1.0, 0.05):
-        cluster = CLUSTER.model_copy(update={"link_bytes_per_us": CLUSTER.link_bytes_per_us * slow})
+        cluster = CLUSTER.model_copy(update={"link_gbps": CLUSTER.link_gbps * slow})
         fixed = {"recompute": "none", "sequence_parallel": False, "microbatches": 4}
         found, here = tuned(given, 8, cluster, fixed)
         all_of_them = everything(given, 8, cluster, fixed)

@@ -30,6 +30,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.runtime import run_threads
 from stretto.verifying import verify
 from tests.capturing import zoo
+from tests.clusters import cores
 from tests.runtime.equality import batch_of, gpt
 from tests.verifying.job_edits import EDITS, FREE
 
@@ -120,7 +121,7 @@ class Case:
 def case_of(name: str) -> Case:
     model, batch, loss, parallel = MADE[name]()
     job = stretto.capture(model, batch, loss, parallel)
-    plan = stretto.plan(job, stretto.Cluster(), order="list")
+    plan = stretto.plan(job, cores(), order="list")
     return Case(model, batch, json.loads(plan_to_text(plan)), run(plan, model, batch))
 
 

@@ -18,6 +18,7 @@ from stretto.cli.main import app
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.runtime import run_threads
 from stretto.verifying.placements import placement_faults
+from tests.clusters import cores
 from tests.verifying.edited_run import MADE, main, outcomes, wrong
 from tests.verifying.job_edits import EDITS, extra, ops_of
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:User
 
 def made(name: str) -> Data:
     model, batch, loss, parallel = MADE[name]()
-    plan = stretto.plan(stretto.capture(model, batch, loss, parallel), stretto.Cluster(), order="list")
+    plan = stretto.plan(stretto.capture(model, batch, loss, parallel), cores(), order="list")
     found: Data = json.loads(plan_to_text(plan))
     return found
 

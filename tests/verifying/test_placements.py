@@ -14,6 +14,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Op, Ref
 from stretto.passes.rewrite import with_uses
 from stretto.verifying import plan_faults
+from tests.clusters import cores
 from tests.parallelize.test_tables import PLAN, batch_of, loss_of, net
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
@@ -31,7 +32,7 @@ def plan() -> Plan:
     parallel = stretto.Parallel(tp=2)
     styles = {"1": "colwise", "3": "rowwise"}
     job = stretto.capture(model, torch.randn(4, 8), loss=loss, parallel=parallel, tp_plan=styles)
-    return stretto.plan(job, cluster=stretto.Cluster(), order="list")
+    return stretto.plan(job, cluster=cores(), order="list")
 
 
 def changed(plan: Plan, change: Callable[[Op], Op]) -> Plan:
@@ -75,7 +76,7 @@ def test_an_addend_that_ranks_mask_each_by_its_own_rows() -> None:
     """The gradient of a sharded table's rows, less the sum that they need before."""
     model = net("scales features")
     job = stretto.capture(model, batch_of(), loss=loss_of, parallel=stretto.Parallel(tp=2), tp_plan=PLAN)
-    plan = stretto.plan(job, cluster=stretto.Cluster(), order="list")
+    plan = stretto.plan(job, cluster=cores(), order="list")
     assert plan_faults(plan) == []
     ops = [op for s in plan.job.stages for ops in s.ops.values() for op in ops]
     waits = {op.name: op.args[0].name for op in ops if op.target == WAIT}

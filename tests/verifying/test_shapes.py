@@ -14,13 +14,14 @@ import stretto
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.verifying.shapes import shape_faults
 from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
+from tests.clusters import cores
 
 Ops = list[list[Any]]
 
 
 def plan_of(model: nn.Module) -> stretto.Plan:
     job = stretto.capture(model, rows(), mean_square, stretto.Parallel(pp=2, microbatches=2))
-    return stretto.plan(job, stretto.Cluster(), order="list")
+    return stretto.plan(job, cores(), order="list")
 
 
 def edited(edit: Callable[[dict[str, Any]], None], model: nn.Module | None = None) -> str:

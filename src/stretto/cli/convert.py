@@ -35,7 +35,7 @@ def convert(
         typer.Option(
             "--megatron",
             metavar="ARGS",
-            help="A command line, or only its flags; the last of a flag counts.",
+            help="A command, or its flags alone, without variables; the last of a flag counts.",
             show_default=False,
         ),
     ] = None,
@@ -43,8 +43,8 @@ def convert(
         Path | None,
         typer.Option(
             "--megatron-file",
-            help="A file of flags, or a shell script with one training command; - is standard input. Of a "
-            "flag that --megatron gives too, that one counts.",
+            help="A file of flags, with one training command, or with the table of arguments that Megatron "
+            "prints; - is standard input. Of a flag that --megatron gives too, that one counts.",
             show_default=False,
         ),
     ] = None,
@@ -52,15 +52,6 @@ def convert(
         int | None,
         typer.Option(
             "--world", min=1, max=MOST_RANKS, help="Ranks of the run; without it, what the launcher has."
-        ),
-    ] = None,
-    var: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--var",
-            metavar="NAME=VALUE",
-            help="A variable of the script; 1=VALUE is its first argument.",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[
@@ -82,8 +73,8 @@ def convert(
         raise UsageError(f"--out {out}: the file is there; name another, or give --force to replace it")
     texts = [*([_text(megatron_file)] if megatron_file is not None else []), *(megatron or [])]
     if not texts:
-        raise UsageError('give a command line, --megatron "--num-layers 12 ...", or --megatron-file run.sh')
-    made = of_texts(texts, ranks=world, variables=_variables(var or []))
+        raise UsageError('give a command line, --megatron "--num-layers 12 ...", or --megatron-file log.txt')
+    made = of_texts(texts, ranks=world)
     missed = len(made.of("lacking")) + len(made.of("unknown"))
     refused = strict and missed > 0
 
@@ -105,16 +96,6 @@ def _text(path: Path) -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"--megatron-file -: not a text ({error})") from None
-
-
-def _variables(given: list[str]) -> dict[str, str]:
-    found = {}
-    for one in given:
-        name, equals, value = one.partition("=")
-        if not equals or not (name.isidentifier() or name.isdecimal()):
-            raise UsageError(f"--var {one}: expected NAME=VALUE, or 1=VALUE for a script's first argument")
-        found[name] = value
-    return found
 
 
 def _list(made: Conversion, to_error: bool) -> None:

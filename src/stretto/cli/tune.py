@@ -18,9 +18,8 @@ from rich.console import Console
 from stretto.cli.common import Changes, Config, check_output, command, write_and_print
 from stretto.cli.plan import read_cluster
 from stretto.config import TrainSettings, load_settings
-from stretto.convert.written import toml_value
 from stretto.errors import StrettoError, UsageError
-from stretto.files.edit_toml import edited
+from stretto.files.settings_file import edited
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import write_file
 from stretto.ir.compared import beside_bound
@@ -157,7 +156,7 @@ def _written(text: str, settings: TrainSettings, overrides: Sequence[str], chang
         for part in key.strip().split("."):
             below = below[part] if isinstance(below, dict) else getattr(below, part)
         given[key.strip()] = below if value.strip() else None
-    return edited(text, {**given, **changes}, toml_value)
+    return edited(text, {**given, **changes})
 
 
 def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 
 from stretto.cli.common import Edited, PlanFile, Trace, check_output, command, write_and_print
-from stretto.errors import UsageError
-from stretto.files.near import near_path
+from stretto.errors import UsageError, near_path
 
 
 @command
@@ -24,8 +23,9 @@ def simulate(
 ) -> None:
     """Walk a plan with no device: how long it takes, what stays exposed, and how far it is from the best."""
     from stretto.ir.serialize import load_plan
-    from stretto.report import save_json, save_perfetto, save_svg
-    from stretto.report.perfetto import ops_left_out
+    from stretto.report.files import save_json
+    from stretto.report.perfetto import ops_left_out, save_perfetto
+    from stretto.report.svg import save_svg
     from stretto.report.tables import ranks_grid, summary_grid
     from stretto.simulating import predict
     from stretto.simulating import simulate as expected_step

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,6 @@ from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.pretrained import complete
 from stretto.config.stage_text import read_stages
-from stretto.config.task import TaskSettings as TaskSettings
 from stretto.files.say import Say, unheard
 from stretto.files.settings_file import read_settings
 from stretto.ir.stage_maps import unknown_schedule
@@ -47,7 +46,7 @@ class DataSettings(Settings):
     held_out_fraction: float = Field(default=0.02, gt=0, le=0.5)
     """Share of the text that is never trained on."""
     text_field: str = Field(default="text", min_length=1)
-    """The field (.jsonl) or column (.parquet) that holds the text."""
+    """The field (.jsonl) or column (.parquet) of the text."""
     cache_dir: str | None = Field(default=None, min_length=1)
     """Where tokens are kept between runs; by default `$XDG_CACHE_HOME/stretto` or `~/.cache/stretto`."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -120,8 +119,8 @@ class CheckpointSettings(Settings):
     keep: int = Field(default=2, ge=1)
     """How many checkpoints stay; older ones are removed."""
     resume: str = Field(default="auto", min_length=1)
-    """"auto": go on from the newest whole checkpoint in `dir`, if any; "never": start anew; else the path of
-    the checkpoint to go on from."""
+    """"auto": go on from the newest complete checkpoint in `dir`, if any; "never": start anew; else the path
+    of the checkpoint to go on from."""
 
 
 class OutputSettings(Settings):
@@ -134,6 +133,16 @@ class OutputSettings(Settings):
     trace_steps: int = Field(default=3, ge=0)
     """Of how many of the last steps a timeline is gathered from all ranks; the one of median length is saved,
     and compared with the prediction. 0 gathers none."""
+
+
+class TaskSettings(Settings):
+    """A task of one's own: a file has its data, model and loss, and `[model]` and `[data]` are absent."""
+
+    file: str = Field(min_length=1)
+    """A file of Python with a function `task(config, seed)` that returns a `stretto.train.task.Task`;
+    relative to the working directory."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """What the function is given as `config`."""
 
 
 class PlanningSettings(Settings):
@@ -165,7 +174,7 @@ class TrainSettings(Settings):
     task: TaskSettings | None = None
     """A task of one's own, in the place of `model` and `data`."""
     parallel: ParallelSettings = ParallelSettings()
-    """How it is spread over ranks."""
+    """How it is distributed over ranks."""
     planning: PlanningSettings = PlanningSettings()
     """How the plan of a step is searched for."""
     optimizer: OptimizerSettings = OptimizerSettings()
@@ -284,18 +293,18 @@ def _fitting(settings: TrainSettings) -> str:
 
 
 def _faults_of_stages(settings: TrainSettings) -> list[tuple[bool, str]]:
-    """Whether a text of stages has other layers than the model, as far as the settings tell."""
+    """Whether a text of stages has other layers than the model, as far as the settings show."""
     text, model = settings.parallel.split, settings.model
     if text == "auto" or not isinstance(text, str) or settings.task is not None:
         return []
     if not isinstance(model, DecoderSettings):
         return []
-    found = read_stages(text)
+    stages = read_stages(text)
     return [
         (
-            found.layers != model.layers,
-            f"parallel.split = {text!r} has {found.layers} layers, but model.layers = {model.layers}: write "
-            f"{found.with_layers(model.layers).text!r}",
+            stages.layers != model.layers,
+            f"parallel.split = {text!r} has {stages.layers} layers, but model.layers = {model.layers}: write "
+            f"{stages.with_layers(model.layers).text!r}",
         )
     ]
 
@@ -306,7 +315,7 @@ def load_settings(path: str | Path, overrides: Sequence[str] = (), begin: Say = 
     An override's value is TOML, or else plain text; an empty one (`parallel.max_live=`) puts the default
     back. Raises UsageError that lists every fault: the file (or the override), the key, the value, what is
     allowed, and for an unknown key the nearest known one. A model that is `pretrained` gets its shape from
-    there; `begin` is told before that takes long.
+    there; `begin` receives a line before that takes long.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")
     return read_settings(

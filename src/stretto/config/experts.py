@@ -1,6 +1,6 @@
 """What does not fit between a model with experts and how they are shared and cut, with the nearest that does.
 
-Only Stretto's own models say here what they are. Those of others are looked at when they are spread.
+Only Stretto's own models are checked here. Those of others are checked when they are distributed.
 """
 
 from __future__ import annotations

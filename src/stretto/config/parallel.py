@@ -1,16 +1,15 @@
-"""Settings of how a step is spread over ranks and overlapped; `stretto.Parallel` is their face in code."""
+"""How a step is distributed over ranks and overlapped; `stretto.Parallel` is the face of it in code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, ValidationError, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
-from stretto.config.base import Settings
+from stretto.config.base import NamedArguments, Settings
 from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError, meant
-from stretto.files.settings_file import refusal
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
 from stretto.ir.stage_maps import AUTO, is_own
@@ -27,7 +26,7 @@ def _recompute(given: Any) -> str | int:
         return given
     words = ", ".join(repr(word) for word in RECOMPUTE)
     raise ValueError(
-        f"{given!r} is neither {words} nor a number of bytes that a rank may hold"
+        f"{given!r} is neither {words} nor a number of bytes that a rank may keep"
         + meant(given, RECOMPUTE, "; {}")
     )
 
@@ -70,7 +69,7 @@ def _schedule(given: Any) -> str | Schedule:
 
 
 class ParallelSettings(Settings):
-    """How the model and the batch are spread over ranks."""
+    """How the model and the batch are distributed over ranks."""
 
     pp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Pipeline ranks."""
@@ -80,7 +79,7 @@ class ParallelSettings(Settings):
     """Expert-parallel ranks, which share the experts of a layer; taken from the data-parallel ones, so `dp`
     is a multiple of it."""
     ep_plan: dict[str, str] | None = None
-    """Which modules hold experts, where the model has no plan of its own: a pattern of module names
+    """Which modules have experts, where the model has no plan of its own: a pattern of module names
     ("layers.*.mlp.experts", where * is one part of a name) and "experts"."""
     ep_buffer: float | None = Field(default=None, ge=1)
     """Rows that a rank can be sent by another, over the mean, where routing has no capacity of its own. None
@@ -105,8 +104,8 @@ class ParallelSettings(Settings):
     sequence_parallel: bool = False
     """Whether tensor-parallel ranks also share the sequence between matrices (norms, dropout, residuals)."""
     tp_plan: dict[str, str] | None = None
-    """Which modules are spread over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is one
-    part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
+    """Which modules are sharded over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is
+    one part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
     "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1, le=MOST_MICROBATCHES)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
@@ -125,7 +124,7 @@ class ParallelSettings(Settings):
     without it, as many as there are pipeline ranks, or a few more where they do not divide."""
     split: Annotated[str | list[str], PlainValidator(_split)] = "auto"
     """Where the model is cut: "auto"; the modules that begin a new stage, such as ["blocks.4"]; or a text of
-    what each stage holds, such as "embedding|layer*3|layer*3|loss" or Megatron's "Et*3|t*3|L"
+    what each stage has, such as "embedding|layer*3|layer*3|loss" or Megatron's "Et*3|t*3|L"
     (`docs/schedules.md`)."""
     max_live: int | None = Field(default=None, ge=1)
     """The most microbatches whose activations a rank keeps at once; without it, the family's own limit."""
@@ -134,13 +133,13 @@ class ParallelSettings(Settings):
     action, "window" also those of one microbatch's forward with another's backward, where that is faster."""
     split_ops: bool = False
     """Whether products and the collectives of their results are cut in parts where that is predicted to be
-    faster. Parts may be rounded otherwise than the whole."""
+    faster. Parts may be rounded otherwise than the full product."""
     skip_passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Names of passes over the captured graph to leave out (`stretto.passes`), to find what one does."""
     recompute: Annotated[str | int, PlainValidator(_recompute)] = "none"
     """What the backward computes again instead of keeping it: "none", "selective" (what is cheap for the
     memory that it saves), "full" (all but the inputs of the model's blocks), "gathers" (what sequence
-    parallelism gathers), or the most bytes that a rank may hold, for which the planner chooses."""
+    parallelism gathers), or the most bytes that a rank may keep, for which the planner chooses."""
 
     @property
     def world(self) -> int:
@@ -176,12 +175,12 @@ class ParallelSettings(Settings):
     def _counts_fit(self) -> ParallelSettings:
         each = self.virtual_stages if isinstance(self.virtual_stages, int) else 1
         stages = self.stages or self.pp * each
-        for what, found, most in (
+        for what, count, most in (
             ("pp times dp times tp is the number of ranks", self.world, MOST_RANKS),
             ("stages times microbatches is what a schedule orders", stages * self.microbatches, MOST_ACTIONS),
         ):
-            if found > most:
-                raise ValueError(f"{what}: {found:,} are more than {most:,}; give less of one of them")
+            if count > most:
+                raise ValueError(f"{what}: {count:,} are more than {most:,}; give less of one of them")
         return self
 
     @model_validator(mode="after")
@@ -265,21 +264,19 @@ TO_COME = {
 """Axes that users of other systems will ask for, and that this version does not have."""
 
 
-class Parallel(ParallelSettings):
-    """`ParallelSettings` as code writes them: `stretto.Parallel(pp=2, microbatches=8)`.
+class Parallel(NamedArguments, ParallelSettings):
+    """How the model and the batch are distributed over ranks: `stretto.Parallel(pp=2, microbatches=8)`.
 
-    Raises UsageError that names the argument and what is allowed.
+    Each field in full: docs/settings.md, `[parallel]`. Raises UsageError that names the argument and what is
+    allowed.
     """
 
-    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic tells it the fields
+    if not TYPE_CHECKING:  # as in `NamedArguments`
 
         def __init__(self, **given: Any) -> None:
             for axis in TO_COME.keys() & given.keys():
                 raise UsageError(
-                    f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is spread over pp, dp, "
-                    "ep and tp"
+                    f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is distributed over pp, "
+                    "dp, ep and tp"
                 )
-            try:
-                super().__init__(**given)
-            except ValidationError as error:
-                raise refusal("Parallel", ParallelSettings, error) from None
+            super().__init__(**given)

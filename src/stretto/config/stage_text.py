@@ -1,9 +1,9 @@
-"""Stages as a text: what each holds, stage by stage in the order of their numbers.
+"""Stages as a text: what each has, stage by stage in the order of their numbers.
 
-    embedding|layer*3|layer*3||loss        five stages, of which the fourth holds nothing
+    embedding|layer*3|layer*3||loss        five stages, of which the fourth has nothing
     Et*3|(tt|)*29,m|L                      Megatron-Core's short form, of `--pipeline-model-parallel-layout`
 
-`|` stands between two stages; `x*3` and `(x|)*3` repeat what is before the star; commas and blanks mean
+`|` separates two stages; `x*3` and `(x|)*3` repeat what is before the star; commas and blanks mean
 nothing. "embedding" is all that runs before the first layer, "loss" all that runs after the last one. Which
 modules are layers is for who has the model (`stretto.capturing.layers`).
 """
@@ -49,17 +49,17 @@ class Stages:
         )
 
     def with_layers(self, count: int) -> Stages:
-        """The most alike that has so many layers: added where fewest are, taken away where most are."""
+        """The nearest that has so many layers: added where fewest are, taken away where most are."""
         first = next(at for at, words in enumerate(self.of) if EMBEDDING in words)
         last = next(at for at, words in enumerate(self.of) if LOSS in words)
-        held = [words.count(LAYER) for words in self.of]
-        places = [at for at, n in enumerate(held) if n] or [first]
-        while sum(held) != count:
-            if sum(held) < count:
-                held[min(places, key=lambda at: held[at])] += 1
+        counts = [words.count(LAYER) for words in self.of]
+        filled = [at for at, n in enumerate(counts) if n] or [first]
+        while sum(counts) != count:
+            if sum(counts) < count:
+                counts[min(filled, key=lambda at: counts[at])] += 1
             else:
-                held[max(places, key=lambda at: held[at])] -= 1
-        return of_counts(held, embedding=first, loss=last)
+                counts[max(filled, key=lambda at: counts[at])] -= 1
+        return of_counts(counts, embedding=first, loss=last)
 
 
 def of_counts(layers: Sequence[int], *, embedding: int = 0, loss: int | None = None) -> Stages:
@@ -78,13 +78,13 @@ def read_stages(text: str) -> Stages:
     """Read a text. Raises ValueError that quotes it, names what is wrong, and what to write."""
     try:
         items = _items(deque(_TOKEN.findall(text)), inside=False)
-        found = Stages(tuple(tuple(group) for group in _cut(items)))
-        _check(found)
+        stages = Stages(tuple(tuple(group) for group in _cut(items)))
+        _check(stages)
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
     except RecursionError:
         raise ValueError("a text of stages has too many parentheses within each other") from None
-    return found
+    return stages
 
 
 def _counted(words: Sequence[str]) -> list[tuple[str, int]]:
@@ -93,33 +93,33 @@ def _counted(words: Sequence[str]) -> list[tuple[str, int]]:
 
 def _items(tokens: deque[str], inside: bool) -> list[str]:
     """The words and bars up to the end, or to the closing parenthesis, which are taken from the tokens."""
-    found: list[list[str]] = []
+    groups: list[list[str]] = []
     while tokens:
         token = tokens.popleft()
         if token == "(":
-            found.append(_items(tokens, inside=True))
+            groups.append(_items(tokens, inside=True))
         elif token == ")":
             if not inside:
                 raise ValueError("a parenthesis is closed that was not opened: take it out")
-            return [item for group in found for item in group]
+            return [item for group in groups for item in group]
         elif token == "*":
             number = tokens.popleft() if tokens else ""
-            if not found or not number.isdecimal():
+            if not groups or not number.isdecimal():
                 raise ValueError(
-                    "before a star stands what is repeated, and after it how often, as in layer*3"
+                    "what is repeated comes before a star, and how often after it, as in layer*3"
                 )
-            if len(number) > len(str(MOST)) or len(found[-1]) * int(number) > MOST:
+            if len(number) > len(str(MOST)) or len(groups[-1]) * int(number) > MOST:
                 raise ValueError(
                     f"*{number} makes more than {MOST:,} stages and layers: give a smaller number"
                 )
-            found[-1] = found[-1] * int(number)
+            groups[-1] = groups[-1] * int(number)
         elif token == "|":
-            found.append([token])
+            groups.append([token])
         elif token != ",":
-            found += [[word] for word in _words(token)]
+            groups += [[word] for word in _words(token)]
     if inside:
         raise ValueError("a parenthesis is opened and not closed: add )")
-    return [item for group in found for item in group]
+    return [item for group in groups for item in group]
 
 
 def _words(token: str) -> list[str]:
@@ -144,7 +144,7 @@ def _cut(items: Sequence[str]) -> list[list[str]]:
 
 def _check(stages: Stages) -> None:
     """Raises ValueError where it is no layout of a model."""
-    words = [word for held in stages.of for word in held]
+    words = [word for stage in stages.of for word in stage]
     if MTP in words:
         raise ValueError(
             "no layers that predict further tokens (mtp, m) are captured: leave them out, or count each as a "
@@ -152,7 +152,7 @@ def _check(stages: Stages) -> None:
         )
     for word, place, where in ((EMBEDDING, 0, "first"), (LOSS, -1, "last")):
         if words.count(word) != 1 or words[place] != word:
-            had = f"is there {words.count(word)} times" if words.count(word) != 1 else "stands elsewhere"
+            had = f"is there {words.count(word)} times" if words.count(word) != 1 else "is elsewhere"
             raise ValueError(f"{word} comes once, as the {where} of all words, and {had}: {_mended(stages)}")
 
 
@@ -161,7 +161,7 @@ def _mended(stages: Stages) -> str:
     layers = [words.count(LAYER) for words in stages.of]
     first = next((at for at, words in enumerate(stages.of) if EMBEDDING in words), 0)
     last = next((at for at in reversed(range(len(layers))) if LOSS in stages.of[at]), len(layers) - 1)
-    held = [at for at, count in enumerate(layers) if count]
-    if held:
-        first, last = min(first, held[0]), max(last, held[-1])
+    counts = [at for at, count in enumerate(layers) if count]
+    if counts:
+        first, last = min(first, counts[0]), max(last, counts[-1])
     return f"write {of_counts(layers, embedding=min(first, last), loss=max(first, last)).text!r}"

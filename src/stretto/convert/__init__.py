@@ -1,6 +1,6 @@
-"""Command lines of Megatron-LM and MindSpeed become settings of a run.
+"""Training commands of Megatron-LM and MindSpeed become settings of a run.
 
-`shell` reads text as a shell would, `launch` finds the training command in it, `flags` is the table of what
-is known, `arguments` reads the command's flags by it, `model`, `layout` and `training` say what they mean
-here, and `megatron` puts all together. Touches the settings tree; reads and writes no file.
+`command` takes the flags from a command or from the table that Megatron prints, `flags` and `flags_untaken`
+are the table of what is known, `arguments` reads the flags by it, `model`, `experts`, `layout` and `training`
+say what they mean here (`tally`), and `megatron` puts all together.
 """

@@ -7,27 +7,35 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stretto.convert.flags import ALIASES, TABLE
-from stretto.convert.row import Flag, Value
-from stretto.convert.shell import shown, unresolved
+from stretto.convert.flags import EXPERTS, LAYOUT, MODEL, TRAINING, Flag, Value
+from stretto.convert.flags_untaken import LACKING, NOT_NEEDED, REFUSED
+
+ROWS = (*MODEL, *EXPERTS, *LAYOUT, *TRAINING, *NOT_NEEDED, *LACKING, *REFUSED)
+TABLE: dict[str, Flag] = {row.name: row for row in ROWS}
+
+ALIASES = {
+    "--persistent-save-interval": "--save-interval",
+    "--batch-size": "--micro-batch-size",
+    "--model-parallel-size": "--tensor-model-parallel-size",
+    "--checkpoint-activations": "--recompute-activations",
+}
+"""Older names of the same flags."""
 
 NEAR = 0.75
-"""How alike a known name must be to be offered, of 1. Two flags of the table are often as alike as 0.9."""
+"""Similarity of a known name that is offered, from 0 to 1. Two flags of the table often have 0.9."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A flag as it was given. written: as the user wrote it, with its values. unknown: what is in them that
-    the text does not say."""
+    """A flag as it was given. written: as the user wrote it, with its values."""
 
     row: Flag
     written: str
     value: Value
-    unknown: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
-class Arguments:
+class ReadFlags:
     """by_name: flags that count, the last of each. replaced: those before it. unknown: written, and the
     nearest known name. stray: words that belong to no flag. faults: values that are none."""
 
@@ -38,15 +46,15 @@ class Arguments:
     faults: list[str] = field(default_factory=list)
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
+def read_arguments(words: Sequence[str]) -> ReadFlags:
     """Every word finds its place; nothing is raised."""
-    found = Arguments()
+    flags = ReadFlags()
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
         if not _is_flag(word):
-            found.stray.append(shown(word))
+            flags.stray.append(word)
             continue
         name, equals, value = word.partition("=")
         end = at
@@ -57,22 +65,24 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         if row is None:
             at = at if equals else end
             near = difflib.get_close_matches(name, TABLE, n=1, cutoff=NEAR)
-            found.unknown.append((_written(name, behind, bool(equals)), near[0] if near else None))
+            flags.unknown.append((_written(name, behind, bool(equals)), near[0] if near else None))
             continue
         taken = behind if equals else behind[: _most(row)]
         at += 0 if equals else len(taken)
         given, fault = _read(row, name, taken, bool(equals))
         if fault is not None:
-            found.faults.append(fault)
+            flags.faults.append(fault)
         elif given is not None:
-            if row.name in found.by_name:
-                found.replaced.append(found.by_name.pop(row.name))
-            found.by_name[row.name] = given
-    return found
+            if row.name in flags.by_name:
+                flags.replaced.append(flags.by_name.pop(row.name))
+            flags.by_name[row.name] = given
+    return flags
 
 
 def _is_flag(word: str) -> bool:
-    return word.startswith("-") and len(word) > 1 and " " not in word.partition("=")[0] and not _number(word)
+    return (
+        word.startswith("-") and len(word) > 1 and " " not in word.partition("=")[0] and _number(word) is None
+    )
 
 
 def _number(word: str) -> float | None:
@@ -90,8 +100,7 @@ def _most(row: Flag) -> int:
 
 def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
     """The flag for people: with quotes where they are needed."""
-    texts = [shown(value) for value in values]
-    quoted = [f'"{text}"' if " " in text or not text else text for text in texts]
+    quoted = [f'"{text}"' if " " in text or not text else text for text in values]
     return f"{name}={quoted[0]}" if equals else " ".join([name, *quoted])
 
 
@@ -105,20 +114,15 @@ def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given 
         return Given(row, written, True), None
     if not values and takes != "many":
         return None, f"{name}: a value must follow, {_expected(row)}"
-    gaps = tuple(gap for value in values for gap in unresolved(value))
     if takes == "many":
-        return Given(row, written, values, gaps), None
+        return Given(row, written, values), None
     text = values[0]
-    if gaps and takes != "text" and row.fate == "taken":
-        return None, f"{written}: what {', '.join(gaps)} is, the text does not say; {_how(gaps[0])}"
-    if gaps or takes == "text":
-        return Given(row, written, text, gaps), None
     value: Value = text
     if takes == "int":
         value = int(text) if text.strip().lstrip("+-").isdecimal() else None
     elif takes == "float":
         value = _number(text)
-    elif text not in takes and row.fate == "taken":
+    elif isinstance(takes, tuple) and text not in takes and row.fate == "taken":
         value = None
     if value is None:
         return None, f"{written}: expected {_expected(row)}"
@@ -129,8 +133,3 @@ def _expected(row: Flag) -> str:
     if isinstance(row.takes, tuple):
         return " or ".join(row.takes)
     return {"int": "a whole number", "float": "a number"}.get(row.takes, "a text")
-
-
-def _how(gap: str) -> str:
-    name = gap.strip("${}")
-    return f"give --var {name}=VALUE" if name.isidentifier() or name.isdecimal() else "write the value"

@@ -21,7 +21,7 @@ SHARED = ("--moe-shared-expert-intermediate-size", "--n-shared-experts")
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertFlags:
     """width: of an expert. plain: of a block's MLP without experts. dense: the blocks without. capacity: over
     an even share, 0 for dropless. aux, z: the weights of their losses."""
 
@@ -36,13 +36,13 @@ class Experts:
     z: float
 
 
-def experts_of(tally: Tally, real: Sequence[int], plain: int) -> Experts | None:
+def experts_of(tally: Tally, real: Sequence[int], plain: int) -> ExpertFlags | None:
     """What the flags say; None for a model without experts. real: numbers of its blocks, as flags count."""
     if not tally.is_given("--num-experts"):
         return None
     width = tally.get("--moe-ffn-hidden-size")
     dense = _dense(tally, max(tally.get("--num-layers") or 1, 1))
-    return Experts(
+    return ExpertFlags(
         tally.need("--num-experts"),
         tally.need("--moe-router-topk"),
         tally.need("--moe-ffn-hidden-size") if width is not None else plain,
@@ -55,7 +55,7 @@ def experts_of(tally: Tally, real: Sequence[int], plain: int) -> Experts | None:
     )
 
 
-def put_experts(tally: Tally, experts: Experts | None, hidden: int) -> None:
+def put_experts(tally: Tally, experts: ExpertFlags | None, hidden: int) -> None:
     """Their settings, for the kind of model that is written already."""
     if experts is None:
         return
@@ -65,7 +65,7 @@ def put_experts(tally: Tally, experts: Experts | None, hidden: int) -> None:
         _put_transformers(tally, experts, tally.values["model.architecture"])
 
 
-def _put_own(tally: Tally, experts: Experts, hidden: int) -> None:
+def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
     tally.put("model.experts", experts.count, "--num-experts")
     tally.put("model.top_k", experts.top_k, "--moe-router-topk")
     wide = "--moe-ffn-hidden-size" if tally.is_given("--moe-ffn-hidden-size") else "--ffn-hidden-size"
@@ -90,7 +90,7 @@ def _put_own(tally: Tally, experts: Experts, hidden: int) -> None:
     tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
 
 
-def _put_transformers(tally: Tally, experts: Experts, name: str) -> None:
+def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
     key, qwen = "model.config.", name == "Qwen3MoeForCausalLM"
     width = ("--moe-ffn-hidden-size", "--ffn-hidden-size")
     tally.put(f"{key}{'num_experts' if qwen else 'num_local_experts'}", experts.count, "--num-experts")
@@ -98,7 +98,7 @@ def _put_transformers(tally: Tally, experts: Experts, name: str) -> None:
     if qwen:
         tally.put(f"{key}moe_intermediate_size", experts.width, width[0], why="as wide as an MLP")
         tally.put(f"{key}intermediate_size", experts.plain, width[1])
-        several = experts.top_k > 1  # Megatron takes the probability of one alone
+        several = experts.top_k > 1  # Megatron takes the probability of a single one
         tally.put(f"{key}norm_topk_prob", several, why="Megatron takes the softmax of the chosen scores")
         if experts.dense:
             tally.put(f"{key}mlp_only_layers", list(experts.dense), _placed(tally))
@@ -195,7 +195,7 @@ def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
     if tally.is_given("--expert-interval"):
         every = tally.need("--expert-interval")
         return tuple(n for n in range(layers) if (n + 1) % every)
-    text = (tally.text("--moe-layer-freq") or "1").strip().strip("'\"")
+    text = str(tally.get("--moe-layer-freq")).strip().strip("'\"")
     if text.isdecimal() and int(text):
         return tuple(n for n in range(layers) if n % int(text))
     pattern = _pattern(text)
@@ -208,7 +208,7 @@ def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
     return tuple(n for n, has in enumerate(pattern) if not has)
 
 
-def _every(experts: Experts) -> int | None:
+def _every(experts: ExpertFlags) -> int | None:
     """`model.dense_every` with which just these blocks are dense; None where there is no such number."""
     if not experts.dense:
         return 0

@@ -1,13 +1,38 @@
-"""The flags that spread a step over ranks: `[parallel]`, and how many microbatches there are."""
+"""The flags that distribute a step over ranks: `[parallel]`, the number of microbatches, and the pipeline.
+
+Megatron shares layers equally unless a flag says otherwise; Stretto cuts where times are balanced. So where
+no flag says which layers a stage has, `parallel.split` stays "auto"; else it is what Megatron would do:
+
+    1. a layout, as it is written; else MindSpeed's list of layers of every rank;
+    2. else so many layers on the first rank or the last, and equally many on the others;
+    3. else equally many, where embedding or loss count as a layer, or the embedding has a rank of its own;
+    4. layers that do nothing (MindSpeed's noop layers) are no layers: their stages have fewer, or none.
+
+A rank's layers are shared equally by its virtual stages. Stage s is on rank s modulo ranks, with dualpipev in
+a V.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.convert.experts import Experts
-from stretto.convert.pipeline import put_pipeline
+from stretto.config.stage_text import Stages, of_counts, read_stages
+from stretto.convert.experts import ExpertFlags
 from stretto.convert.tally import Tally
 
+LAYERS, NOOP = "--num-layers", "--noop-layers"
+EACH, OF_EACH = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+METHOD, NANO = "--schedules-method", "--use-nanopipe"
+TEXT, LIST, STANDALONE = (
+    "--pipeline-model-parallel-layout",
+    "--num-layer-list",
+    "--standalone-embedding-stage",
+)
+ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+
+ONE = "it is about several stages a rank, and there is one"
 OVERLAPPED = ("--tp-comm-overlap", "--use-ascend-mc2", "--use-ascend-coc")
 PARTLY = (
     "--recompute-activations",
@@ -17,8 +42,8 @@ PARTLY = (
 )
 
 
-def put_layout(tally: Tally, experts: Experts | None, ranks: int | None, real: Sequence[int]) -> None:
-    """The table `[parallel]` and the global batch. ranks: of the whole run; real: `pipeline.real_layers`."""
+def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, real: Sequence[int]) -> None:
+    """The table `[parallel]` and the global batch. ranks: of the run; real: `real_layers`."""
     tp, pp = tally.need("--tensor-model-parallel-size"), tally.need("--pipeline-model-parallel-size")
     micro = tally.need("--micro-batch-size")
     dp = _copies(tally, tp * pp, ranks)
@@ -62,25 +87,28 @@ def _copies(tally: Tally, others: int, ranks: int | None) -> int | None:
 
 
 def _put_batch(tally: Tally, micro: int, dp: int) -> None:
-    whole = tally.get("--global-batch-size")
-    if whole is None:
+    batch_size = tally.get("--global-batch-size")
+    if batch_size is None:
         tally.put("training.global_batch", micro * dp, "--micro-batch-size")
     else:
-        whole = tally.need("--global-batch-size")
-        if whole % (micro * dp):
-            lower, upper = whole // (micro * dp) * micro * dp, -(-whole // (micro * dp)) * micro * dp
+        batch_size = tally.need("--global-batch-size")
+        if batch_size % (micro * dp):
+            lower, upper = (
+                batch_size // (micro * dp) * micro * dp,
+                -(-batch_size // (micro * dp)) * micro * dp,
+            )
             tally.refused.append(
                 f"{tally.written('--global-batch-size')} must be a multiple of "
                 f"{tally.written('--micro-batch-size')} "
                 f"times {dp} data-parallel ranks; append --global-batch-size {lower or upper}"
             )
             return
-        tally.put("training.global_batch", whole, "--global-batch-size")
+        tally.put("training.global_batch", batch_size, "--global-batch-size")
     batch = tally.values["training.global_batch"]
     tally.put("parallel.microbatches", batch // (micro * dp), "--micro-batch-size", "--global-batch-size")
 
 
-def _put_experts(tally: Tally, experts: Experts, tp: int) -> None:
+def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
     ep = tally.get("--expert-model-parallel-size")
     if ep != 1:
         tally.put("parallel.ep", ep, "--expert-model-parallel-size")
@@ -131,3 +159,158 @@ def _put_recompute(tally: Tally) -> None:
     elif granularity == "selective" or any(map(tally.is_given, PARTLY)):
         tally.put("parallel.recompute", "selective", "--recompute-granularity", *PARTLY)
         tally.skip("only for full recomputation", "--recompute-method", "--recompute-num-layers")
+
+
+def real_layers(tally: Tally) -> tuple[int, ...]:
+    """Step 4: the numbers of the layers that do something."""
+    every = tuple(range(tally.need(LAYERS)))
+    text = tally.get(NOOP)
+    if text is None:
+        return every
+    words = text.replace(",", " ").split()
+    idle = {int(word) for word in words if word.isdecimal()}
+    if not all(map(str.isdecimal, words)) or not idle < set(every):
+        tally.refused.append(
+            f"{tally.written(NOOP)}: expected numbers of some layers, from 0 to {len(every) - 1}; append "
+            f"{NOOP} with these, or leave it out"
+        )
+        return every
+    return tuple(number for number in every if number not in idle)
+
+
+def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
+    """`parallel.schedule` and what goes with it. ranks: of the pipeline; real: `real_layers`."""
+    if ranks == 1:
+        why = "there is one pipeline rank"
+        tally.skip(why, EACH, OF_EACH, GROUP, METHOD, NANO, TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
+        return
+    dual = tally.get(METHOD) == "dualpipev"
+    written = _written(tally, real)
+    if dual:
+        each = 2
+    elif written is not None:
+        each = max(len(written.of) // ranks, 1)
+    else:
+        each = _each(tally, ranks)
+    if written is not None:
+        tally.put("parallel.split", tally.get(TEXT), TEXT)
+    else:
+        _put_split(tally, ranks, each, dual, real)
+    tally.skip("another flag says which layers a stage has", TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
+    if dual:
+        tally.put("parallel.schedule", "dualpipev", METHOD)
+        tally.skip("dualpipev has two stages a rank", EACH, OF_EACH)
+        tally.skip("dualpipev splits backwards where it helps", NANO)
+    elif each > 1:
+        of = TEXT if written is not None else EACH if tally.is_given(EACH) else OF_EACH
+        tally.put("parallel.schedule", "interleaved-1f1b", of)
+        tally.put("parallel.virtual_stages", each, of)
+        if tally.is_given(GROUP):
+            tally.put("parallel.microbatch_group", tally.need(GROUP), GROUP)
+        tally.lack("interleaved stages have no split backwards; zb-v, with two stages a rank, has", NANO)
+    else:
+        nano = [NANO] if tally.get(NANO) else []
+        why = "Megatron's; eager-1f1b hides messages, for more memory"
+        tally.put("parallel.schedule", "zb-h1" if nano else "1f1b", *nano, why=why)
+    tally.skip("another flag says how many stages a rank has" if each > 1 else ONE, EACH, OF_EACH, GROUP)
+
+
+def _layers(tally: Tally) -> int:
+    """All layers; 1 replaces a number that `real_layers` has refused."""
+    return max(tally.get(LAYERS) or 1, 1)
+
+
+def _each(tally: Tally, ranks: int) -> int:
+    """Stages of a rank, where no layout says it."""
+    if tally.is_given(EACH):
+        return tally.need(EACH)
+    if not tally.is_given(OF_EACH):
+        return 1
+    wanted, layers = tally.need(OF_EACH), _layers(tally) + sum(bool(tally.get(name)) for name in COUNTED)
+    if layers % (ranks * wanted) == 0:
+        return layers // (ranks * wanted)
+    fitting = [n for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
+    nearest = min(fitting, key=lambda n: abs(n - wanted), default=None)
+    append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{_even(_layers(tally), ranks).text}"'
+    tally.refused.append(
+        f"{tally.written(OF_EACH)}: {layers} layers on {ranks} pipeline ranks are not shared out by {wanted}"
+        f"; append {append}"
+    )
+    return 1
+
+
+def _even(layers: int, stages: int) -> Stages:
+    each, more = divmod(layers, stages)
+    return of_counts([each + (at < more) for at in range(stages)])
+
+
+def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
+    """Step 1: the layout, if there is one."""
+    text = tally.get(TEXT)
+    if text is None:
+        return None
+    try:
+        stages = read_stages(text)
+    except ValueError as error:
+        tally.refused.append(f"{TEXT} {error}")
+        return None
+    if stages.layers != len(real):
+        tally.refused.append(
+            f"{tally.written(TEXT)}: it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
+            f'"{stages.with_layers(len(real)).text}"'
+        )
+    return stages
+
+
+def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[int]) -> None:
+    """`parallel.split` by steps 1 to 4, where a flag says which layers a stage has."""
+    named = ((LIST,), ENDS, (STANDALONE,), COUNTED, (NOOP,))
+    names = next((names for names in named if any(map(tally.is_given, names))), ())
+    if not names:
+        return
+    layers = _layers(tally)
+    counts = _of_stages(_of_ranks(tally, names, layers, ranks), each, dual)
+    for at, name in ((0, COUNTED[0]), (-1, COUNTED[1])):
+        if counts is not None and name in names and tally.get(name):
+            counts[at] -= 1
+    flags = [name for name in (*names, NOOP) if tally.is_given(name)]
+    if counts is not None and sum(counts) == layers and min(counts) >= 0:
+        tally.put("parallel.split", of_counts(_without(counts, real)).text, *dict.fromkeys(flags))
+        return
+    tally.refused.append(
+        f"{', '.join(map(tally.written, flags))}: {layers} layers cannot be shared out so by {ranks} "
+        f"pipeline ranks with {each} stage{'s' if each > 1 else ''} each; append {TEXT} "
+        f'"{_even(len(real), ranks * each).text}"'
+    )
+
+
+def _of_ranks(tally: Tally, names: Sequence[str], layers: int, ranks: int) -> list[int] | None:
+    """Layers of every rank, embedding and loss among them where they count as one."""
+    if LIST in names:
+        words = [word.strip() for word in str(tally.get(LIST)).split(",")]
+        fits = len(words) == ranks and all(map(str.isdecimal, words))
+        return [int(word) for word in words] if fits else None
+    if STANDALONE in names:
+        return [0, *[layers // (ranks - 1)] * (ranks - 1)]
+    first, last = ([count] if (count := tally.get(name)) is not None else [] for name in ENDS)
+    if ENDS[0] in names:
+        others = ranks - len(first) - len(last)
+        return [*first, *[(layers - sum(first) - sum(last)) // max(others, 1)] * others, *last]
+    return [(layers + sum(bool(tally.get(name)) for name in names if name in COUNTED)) // ranks] * ranks
+
+
+def _of_stages(ranks: Sequence[int] | None, each: int, dual: bool) -> list[int] | None:
+    """Layers of every stage; None where a rank's are not shared equally."""
+    if ranks is None or any(count % each for count in ranks):
+        return None
+    once = [count // each for count in ranks]
+    return [*once, *reversed(once)] if dual else once * each
+
+
+def _without(counts: Sequence[int], real: Sequence[int]) -> list[int]:
+    """Step 4."""
+    shares, first = [], 0
+    for count in counts:
+        shares.append(sum(first <= number < first + count for number in real))
+        first += count
+    return shares

@@ -1,29 +1,27 @@
 """A command line of Megatron-LM or MindSpeed becomes settings, and a list of what became of each flag.
 
-1. Each text is read as a shell would (`shell`), and the training command found in it (`launch`).
+1. The training command of each text is read, or the table that Megatron prints (`command`).
 2. Its flags are read by the table (`arguments`); the last of a flag counts.
 3. `model`, `layout` and `training` make settings of them (`tally`).
-4. The settings are checked by the tree that `stretto train` reads, and written (`written`).
+4. The settings are checked by the tree that `stretto train` reads, and written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import tomlkit
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import Arguments, Given, read_arguments
-from stretto.convert.flags import TABLE
-from stretto.convert.launch import find_command
-from stretto.convert.layout import put_layout
+from stretto.convert.arguments import TABLE, Given, ReadFlags, read_arguments
+from stretto.convert.command import read_command
+from stretto.convert.flags import Fate, Flag
+from stretto.convert.layout import put_layout, real_layers
 from stretto.convert.model import put_model
-from stretto.convert.pipeline import real_layers
-from stretto.convert.row import Fate, Flag
-from stretto.convert.shell import CLOSE, OPEN, Shell
-from stretto.convert.shell_cut import BLANK
 from stretto.convert.tally import Tally
 from stretto.convert.training import put_training
-from stretto.convert.written import nested, toml_text
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml
 from stretto.files.settings_file import faults_of
@@ -33,7 +31,7 @@ KINDS = {"model.kind", "model.architecture"}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FlagOutcome:
     """What became of one flag. flag: as it was written."""
 
     flag: str
@@ -46,54 +44,43 @@ class Conversion:
     """text: the settings as a TOML file. outcomes: of every flag. notes: what else to know."""
 
     text: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FlagOutcome, ...]
     notes: tuple[str, ...]
 
-    def of(self, fate: str) -> list[Outcome]:
+    def of(self, fate: str) -> list[FlagOutcome]:
         """The flags of one fate: taken, not needed, lacking, unknown."""
         return [outcome for outcome in self.outcomes if outcome.fate == fate]
 
 
-def convert(
-    texts: Sequence[str], *, ranks: int | None = None, variables: Mapping[str, str] | None = None
-) -> Conversion:
-    """Read command lines, or scripts that hold one; flags of later texts count before those of earlier ones.
+def convert(texts: Sequence[str], *, ranks: int | None = None) -> Conversion:
+    """Read commands, flags, or tables of arguments; flags of later texts count before those of earlier ones.
 
-    ranks: of the run; without it the launcher's, or the script's WORLD_SIZE. variables: of the shell, which
-    the texts do not change; "1" is a script's first argument. Raises UsageError that lists every fault: a
-    flag without its value, a value that is none, a flag that cannot be done without, settings that do not
-    fit together.
+    ranks: of the run; without it those of the launcher or of the table. Raises UsageError that lists every
+    fault: a flag without its value, a value that is none, a flag that cannot be done without, settings that
+    do not fit together.
     """
     for text in texts:
-        _readable(text)
-    fixed = dict(variables or {})
-    commands = [find_command(text, Shell(dict(fixed), frozenset(fixed))) for text in texts]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"the command is not UTF-8: {error}") from None
+    commands = [read_command(text) for text in texts]
     if ranks is None:
         ranks = next((c.ranks for c in reversed(commands) if c.ranks is not None), None)
-    found = read_arguments([word for command in commands for word in command.arguments])
-    if not found.by_name and not found.faults:
+    flags = read_arguments([word for command in commands for word in command.words])
+    if not flags.by_name and not flags.faults:
         raise UsageError("there are no flags of Megatron-LM: expected such as --num-layers 12")
-    tally = Tally(found.by_name)
+    tally = Tally(flags.by_name)
     _put_all(tally, ranks)
     constant = _constant(tally)
-    faults = [*found.faults, *tally.refused]
+    faults = [*flags.faults, *tally.refused]
     faults += [f"{outcome.flag}: {outcome.what}" for outcome in constant if outcome.fate == "refused"]
     if not faults:
         faults = _faults(tally)
     if faults:
         raise UsageError("\n".join(faults))
-    outcomes = (*_decided(tally), *constant, *_others(found))
-    notes = (*(note for command in commands for note in command.notes), *tally.absent)
-    return Conversion(_text(tally, outcomes, notes), outcomes, notes)
-
-
-def _readable(text: str) -> None:
-    if any(mark in text for mark in (OPEN, CLOSE, BLANK, "\0")):
-        raise UsageError("the text has characters that no command line has (U+E000 to U+E002, or a null)")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the command line is not UTF-8: {error}") from None
+    outcomes = (*_decided(tally), *constant, *_others(flags))
+    return Conversion(_text(tally, outcomes), outcomes, tuple(tally.absent))
 
 
 def _put_all(tally: Tally, ranks: int | None) -> None:
@@ -108,18 +95,18 @@ def _put_all(tally: Tally, ranks: int | None) -> None:
                 tally.put(key, value, name)
 
 
-def _constant(tally: Tally) -> list[Outcome]:
+def _constant(tally: Tally) -> list[FlagOutcome]:
     """The flags whose fate is the table's own, and those that do nothing."""
     outcomes = []
     for name, given in tally.given.items():
         row = given.row
         if not tally.is_given(name):
-            outcomes.append(Outcome(given.written, "not needed", f"it does nothing without {row.needs}"))
+            outcomes.append(FlagOutcome(given.written, "not needed", f"it does nothing without {row.needs}"))
         elif row.fate != "taken":
             idle = _idle(row, given)
             fate: Fate = "not needed" if idle else row.fate
             outcomes.append(
-                Outcome(given.written, fate, "with this value it does nothing" if idle else row.why)
+                FlagOutcome(given.written, fate, "with this value it does nothing" if idle else row.why)
             )
     return outcomes
 
@@ -130,22 +117,22 @@ def _idle(row: Flag, given: Given) -> bool:
     return given.value == (float(row.idle) if row.takes in ("int", "float") else row.idle)
 
 
-def _decided(tally: Tally) -> list[Outcome]:
+def _decided(tally: Tally) -> list[FlagOutcome]:
     """The flags that this command's other flags decide."""
     idle: tuple[Fate, str] = ("not needed", "beside the other flags it does nothing")
     return [
-        Outcome(given.written, *tally.fates.get(name, idle))
+        FlagOutcome(given.written, *tally.fates.get(name, idle))
         for name, given in tally.given.items()
         if given.row.fate == "taken" and tally.is_given(name)
     ]
 
 
-def _others(found: Arguments) -> list[Outcome]:
-    again = [Outcome(one.written, "not needed", "the flag is given again") for one in found.replaced]
+def _others(flags: ReadFlags) -> list[FlagOutcome]:
+    again = [FlagOutcome(one.written, "not needed", "the flag is given again") for one in flags.replaced]
     return again + [
-        Outcome(written, "unknown", f"the nearest known is {near}" if near else "no known flag is near")
-        for written, near in found.unknown
-    ] + [Outcome(word, "unknown", "the word belongs to no flag") for word in found.stray]  # fmt: skip
+        FlagOutcome(written, "unknown", f"the nearest known is {near}" if near else "no known flag is near")
+        for written, near in flags.unknown
+    ] + [FlagOutcome(word, "unknown", "the word belongs to no flag") for word in flags.stray]  # fmt: skip
 
 
 def _faults(tally: Tally) -> list[str]:
@@ -172,25 +159,53 @@ def _lines(values: Mapping[str, object], tally: Tally) -> list[tuple[str, str]]:
     return faults_of(TrainSettings, nested(values), "", origin)
 
 
-def _place(key: str) -> tuple[int, int]:
-    """Where a key stands in the tree; within a model, in the order in which it was written."""
+def _place(key: str) -> tuple[bool, int, int]:
+    """Where a key is in the file: before all tables, or in the order of the tree; within a model, in the
+    order in which it was written."""
     table, _, leaf = key.partition(".")
     tables = TrainSettings.model_fields
     below = getattr(tables[table].annotation, "model_fields", {})
-    return list(tables).index(table), list(below).index(leaf) if leaf in below else 0
+    return bool(leaf), list(tables).index(table), list(below).index(leaf) if leaf in below else 0
 
 
 def _without(tally: Tally, key: str) -> dict[str, object]:
     return {name: value for name, value in tally.values.items() if name != key}
 
 
-def _text(tally: Tally, outcomes: Sequence[Outcome], notes: Sequence[str]) -> str:
-    """The file; read back, it is what was checked."""
-    missed = [one for one in outcomes if one.fate in ("lacking", "unknown")]
-    head = ["Made by `stretto convert --megatron`.", *([""] if missed or notes else [])]
-    head += [f"{one.fate}: {one.flag}: {one.what}" for one in missed]
-    head += [f"note: {note}" for note in notes]
-    ordered = dict(sorted(tally.values.items(), key=lambda item: _place(item[0])))
-    text = toml_text(ordered, tally.made_of, head)
-    assert TrainSettings.model_validate(parse_toml(text)) == TrainSettings.model_validate(nested(ordered))
+def _text(tally: Tally, outcomes: Sequence[FlagOutcome]) -> str:
+    """The file: a comment at its head for all that is missed, and beside each setting its flags. Read back,
+    it is what was checked."""
+    missed = [f"{one.fate}: {one.flag}: {one.what}" for one in outcomes if one.fate in ("lacking", "unknown")]
+    missed += [f"note: {note}" for note in tally.absent]
+    document = tomlkit.document()
+    for line in ("Made by `stretto convert --megatron`.", *([""] if missed else []), *missed):
+        document.add(tomlkit.comment(_printable(line)))
+    for key, value in sorted(tally.values.items(), key=lambda item: _place(item[0])):
+        *tables, leaf = key.split(".")
+        below: Any = document
+        for part in tables:
+            if part not in below:
+                below.add(part, tomlkit.table(is_super_table=part != tables[-1]))
+            below = below[part]
+        below.add(leaf, tomlkit.item(value).comment(_printable(tally.made_of[key])))
+    text = tomlkit.dumps(document)
+    checked = TrainSettings.model_validate(nested(tally.values))
+    assert TrainSettings.model_validate(parse_toml(text)) == checked
     return text
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *tables, leaf = key.split(".")
+        below = tree
+        for table in tables:
+            below = below.setdefault(table, {})
+        below[leaf] = value
+    return tree
+
+
+def _printable(text: str) -> str:
+    """TOML's comments forbid control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.convert.experts import Experts, experts_of, put_experts
-from stretto.convert.pipeline import noop
+from stretto.convert.experts import ExpertFlags, experts_of, put_experts
+from stretto.convert.layout import NOOP
 from stretto.convert.tally import Tally
 
 OWN_DEVIATION, OWN_EPSILON, OWN_BASE = 0.02, 1e-5, 10000.0
@@ -34,8 +34,8 @@ class Sizes:
     longest: str
 
 
-def put_model(tally: Tally, real: Sequence[int]) -> Experts | None:
-    """The table `[model]`, and the vocabulary of `[data]`. real: `pipeline.real_layers`."""
+def put_model(tally: Tally, real: Sequence[int]) -> ExpertFlags | None:
+    """The table `[model]`, and the vocabulary of `[data]`. real: `layout.real_layers`."""
     hidden, heads = (tally.need(name) for name in ("--hidden-size", "--num-attention-heads"))
     rotary = _rotary(tally)
     gated = tally.get("--swiglu") and tally.get("--normalization") == "RMSNorm" and rotary
@@ -68,7 +68,7 @@ def _rotary(tally: Tally) -> bool:
         )
     if tally.get("--no-position-embedding"):
         if rotary:
-            tally.skip("rotary positions stand in place of an embedding", "--no-position-embedding")
+            tally.skip("rotary positions take the place of an embedding", "--no-position-embedding")
         else:
             tally.refused.append(
                 "--no-position-embedding without rotary positions: a model of Stretto must know positions; "
@@ -77,9 +77,9 @@ def _rotary(tally: Tally) -> bool:
     return rotary
 
 
-def _put_own(tally: Tally, sizes: Sizes, experts: Experts | None, rotary: bool) -> None:
+def _put_own(tally: Tally, sizes: Sizes, experts: ExpertFlags | None, rotary: bool) -> None:
     tally.put("model.kind", "moe" if experts else "gpt", *COUNT[: experts is not None], why="Megatron's GPT")
-    tally.put("model.layers", sizes.layers, "--num-layers", *noop(tally))
+    tally.put("model.layers", sizes.layers, "--num-layers", NOOP)
     tally.put("model.hidden", sizes.hidden, "--hidden-size")
     tally.put("model.heads", sizes.heads, "--num-attention-heads")
     tally.put("model.context", sizes.context, sizes.longest)
@@ -140,7 +140,7 @@ def _put_own_dropout(tally: Tally) -> None:
             )
 
 
-def _put_transformers(tally: Tally, sizes: Sizes, experts: Experts | None) -> None:
+def _put_transformers(tally: Tally, sizes: Sizes, experts: ExpertFlags | None) -> None:
     bias, norms = tally.get("--add-qkv-bias"), tally.get("--qk-layernorm")
     if experts is None:
         name = "Qwen3ForCausalLM" if norms else "Qwen2ForCausalLM" if bias else "LlamaForCausalLM"
@@ -150,7 +150,7 @@ def _put_transformers(tally: Tally, sizes: Sizes, experts: Experts | None) -> No
     tally.put("model.kind", "huggingface", *GATED)
     tally.put("model.architecture", name, *GATED, *COUNT[: experts is not None])
     tally.put(f"{key}hidden_size", sizes.hidden, "--hidden-size")
-    tally.put(f"{key}num_hidden_layers", sizes.layers, "--num-layers", *noop(tally))
+    tally.put(f"{key}num_hidden_layers", sizes.layers, "--num-layers", NOOP)
     tally.put(f"{key}num_attention_heads", sizes.heads, "--num-attention-heads")
     grouped = ("--group-query-attention", "--num-query-groups")
     heads_of_keys = grouped if tally.get(grouped[0]) else ("--num-attention-heads",)

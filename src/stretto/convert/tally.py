@@ -1,4 +1,4 @@
-"""What is written so far, and what has become of each flag."""
+"""The settings so far, and what has become of each flag."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stretto.convert.arguments import Given
-from stretto.convert.flags import TABLE
-from stretto.convert.row import Fate
-from stretto.convert.written import toml_value
+import tomlkit
+
+from stretto.convert.arguments import TABLE, Given
+from stretto.convert.flags import Fate
 
 
 @dataclass(slots=True)
@@ -73,8 +73,8 @@ class Tally:
                 self.fates.setdefault(name, (fate, why))
 
     def need(self, name: str) -> int:
-        """The value of a flag that must be given, a whole number from 1 on. 1 stands for a faulty one, which
-        is refused."""
+        """The value of a flag that must be given, a whole number from 1 on. A faulty one
+        is refused, and 1 returned."""
         value = self.get(name)
         if value is None:
             self.refused.append(f"{name} is missing; append {name} and a whole number")
@@ -82,12 +82,8 @@ class Tally:
             self.refused.append(f"{self.written(name)}: expected a whole number from 1 on")
         return value if value is not None and value >= 1 else 1
 
-    def text(self, name: str) -> str | None:
-        """The value of a flag of text; None, and so said, where the text does not say all of it."""
-        if not self.is_given(name):
-            default = TABLE[name].default
-            return default if isinstance(default, str) else None
-        if gaps := self.given[name].unknown:
-            self.lack(f"what {', '.join(gaps)} is, the text does not say; left out", name)
-            return None
-        return str(self.given[name].value)
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    text: str = tomlkit.item(value).as_string()
+    return text

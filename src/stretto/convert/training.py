@@ -24,7 +24,7 @@ def put_training(tally: Tally) -> None:
 def _put_precision(tally: Tally) -> None:
     if tally.get("--bf16") or tally.get("--fp16"):
         tally.put("precision", "bf16", "--bf16", why='--fp16, in place of which Stretto has "bf16"')
-    tally.lack('precision = "bf16" stands in its place, which needs no scaled loss', "--fp16")
+    tally.lack('precision = "bf16" takes its place, which needs no scaled loss', "--fp16")
 
 
 def _put_steps(tally: Tally) -> int:
@@ -106,7 +106,7 @@ def _put_evaluation(tally: Tally) -> None:
 
 
 def _put_split(tally: Tally) -> None:
-    text = tally.text("--split")
+    text = tally.get("--split")
     if text is None:
         return
     try:
@@ -122,14 +122,12 @@ def _put_split(tally: Tally) -> None:
 
 
 def _put_saving(tally: Tally) -> None:
-    saved, loaded = tally.text("--save"), tally.text("--load")
+    saved, loaded = tally.get("--save"), tally.get("--load")
     if saved is not None:
         tally.put("checkpoint.dir", saved, "--save")
     if tally.get("--save-interval") is not None:
         tally.put("checkpoint.every_steps", tally.get("--save-interval"), "--save-interval")
-    same = tally.is_given("--load") and tally.given["--load"].value == tally.get("--save")
-    if same:
-        tally.fates.pop("--load", None)
+    if loaded is not None and loaded == saved:
         tally.skip("a run goes on from its own newest checkpoint by itself (checkpoint.resume)", "--load")
     elif loaded is not None:
         tally.lack("Megatron's checkpoints are not read: the run starts with fresh weights", "--load")

@@ -1,1 +1,1 @@
-"""Files that people and programs exchange: JSON and TOML read strictly, files written whole."""
+"""Files that people and programs exchange: JSON and TOML, read strictly and written in full or not at all."""

@@ -1,7 +1,7 @@
 """Texts that were made once and are found again by what they depend on: costs that were measured, and plans.
 
 An entry is one file in a folder: a line of JSON that says when it was made and what its text's digest is,
-and then the text. It is written whole or not at all, so that any number of processes may keep and find at
+and then the text. It is written in full or not at all, so that any number of processes may keep and find at
 once; one that is damaged is none, and is removed. The entries that were used longest ago go when there are
 too many.
 """
@@ -25,11 +25,11 @@ from stretto.files.whole_file import write_file
 
 MOST_ENTRIES = 256
 MOST_BYTES = 2**28
-"""What a folder holds of entries. Assumed: a plan of a small run takes 0.2 MB, one of a large model tens."""
+"""Limits of a folder. Assumed: a plan of a small run takes 0.2 MB, one of a large model tens."""
 
 SUFFIX = ".kept"
 LEFT_OVER_S = 3600.0
-"""A file that was being written this long ago never will be whole."""
+"""A file that was being written this long ago is abandoned."""
 
 
 def cache_dir() -> Path:
@@ -43,7 +43,7 @@ def cache_dir() -> Path:
     except RuntimeError:
         raise UsageError(
             "this user has no home directory, in whose .cache things are kept: set XDG_CACHE_HOME to the "
-            "whole path of a folder"
+            "full path of a folder"
         ) from None
 
 
@@ -77,7 +77,7 @@ def ago(age_s: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class KeptEntry:
     """What was kept. age_s: how long ago it was made."""
 
     text: str
@@ -93,7 +93,7 @@ class Kept:
     renew: bool = False
     say: Say = unheard
 
-    def find(self, kind: str, key: str, most_age_s: float = math.inf) -> Entry | None:
+    def find(self, kind: str, key: str, most_age_s: float = math.inf) -> KeptEntry | None:
         """The entry of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it
         is damaged, or cannot be read."""
         if self.renew:
@@ -104,22 +104,22 @@ class Kept:
         except OSError:
             return None
         try:
-            said = parse_json(head)
-            age_s = time.time() - float(said["made_at_s"])
-            whole = said["sha256"] == hashlib.sha256(text).hexdigest()
-            found = Entry(text.decode(), age_s)
+            stamp = parse_json(head)
+            age_s = time.time() - float(stamp["made_at_s"])
+            intact = stamp["sha256"] == hashlib.sha256(text).hexdigest()
+            entry = KeptEntry(text.decode(), age_s)
         except (ArithmeticError, LookupError, TypeError, ValueError):
-            whole = False
-        if not whole:
+            intact = False
+        if not intact:
             self.drop(kind, key)
             return None
         with suppress(OSError):
-            os.utime(path)  # by this, those that are not used are told
+            os.utime(path)  # the entries that were used longest ago go first
         # A clock that was set back says nothing of the age.
-        return found if 0.0 <= age_s <= most_age_s else None
+        return entry if 0.0 <= age_s <= most_age_s else None
 
     def keep(self, kind: str, key: str, text: str) -> None:
-        """Keep a text. Where it cannot be written that is said, and nothing else comes of it."""
+        """Keep a text. Where it cannot be written that is stamp, and nothing else comes of it."""
         data = text.encode()
         head = json.dumps({"made_at_s": time.time(), "sha256": hashlib.sha256(data).hexdigest()})
         try:
@@ -140,16 +140,16 @@ class Kept:
 
     def _tidy(self) -> None:
         """Remove the entries that were used longest ago, until what is left is within the limits."""
-        found: list[tuple[float, int, Path]] = []
+        entries: list[tuple[float, int, Path]] = []
         for path in [*self.folder.glob(f"*{SUFFIX}"), *self.folder.glob(f".*{SUFFIX}.*.tmp")]:
             with suppress(OSError):  # another process has removed it
                 status = path.stat()
                 if path.suffix == SUFFIX:
-                    found.append((status.st_mtime, status.st_size, path))
+                    entries.append((status.st_mtime, status.st_size, path))
                 elif time.time() - status.st_mtime > LEFT_OVER_S:
                     path.unlink()
         held_bytes = 0
-        for count, (_, size, path) in enumerate(sorted(found, reverse=True)):
+        for count, (_, size, path) in enumerate(sorted(entries, reverse=True)):
             held_bytes += size
             if count >= MOST_ENTRIES or (count and held_bytes > MOST_BYTES):
                 with suppress(OSError):

@@ -28,12 +28,12 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"an object has the key {twice!r} twice; keep one of them")
-    return found
+    return members
 
 
 def _refused(word: str) -> NoReturn:
@@ -43,11 +43,11 @@ def _refused(word: str) -> NoReturn:
 def parse_toml(text: str) -> dict[str, Any]:
     """The data of a TOML text. Raises ValueError with the reason, TOMLDecodeError for what is not TOML."""
     try:
-        found = tomllib.loads(text)
-        _check(found)
+        data = tomllib.loads(text)
+        _check(data)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    return found
+    return data
 
 
 def _whole(digits: str) -> int:

@@ -9,4 +9,4 @@ Say = Callable[[str], None]
 
 
 def unheard(line: str) -> None:
-    """Tells nobody: for lines that somebody else has said, or will."""
+    """Drops the line: for callers that print nothing."""

@@ -1,4 +1,4 @@
-"""Reads a tree of settings from a TOML file and overrides, and words its faults for the user.
+"""Reads a tree of settings from a TOML file and overrides, words its faults, and changes values of a file.
 
 Works on any pydantic tree; which settings there are is for `stretto.config`. It may read the one file
 that it is given.
@@ -13,8 +13,10 @@ from datetime import date, time
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
+import tomlkit
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+from tomlkit.items import Table
 
 from stretto.errors import UsageError, meant
 from stretto.files.parse import parse_toml
@@ -66,12 +68,12 @@ def _worded(
     lines: dict[tuple[str, str], list[str]] = {}
     for fault in error.errors(include_url=False):
         holder, key = _key_path(kind, fault)
-        found = next((text for name, text in origin.items() if _within(key, name)), source)
+        place = next((text for name, text in origin.items() if _within(key, name)), source)
         start, rest = _explain(kind, holder, key, fault)
         # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
-        lines.setdefault((found, start), []).append(rest)
+        lines.setdefault((place, start), []).append(rest)
     return [
-        (found, line) for (found, start), rests in lines.items() for line in _join(start, rests).split("\n")
+        (place, line) for (place, start), rests in lines.items() for line in _join(start, rests).split("\n")
     ]
 
 
@@ -82,6 +84,29 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         return parse_toml(text)
     except ValueError as error:
         raise UsageError(f"{path}: is not TOML: {error}") from None
+
+
+def edited(text: str, changes: Mapping[str, Any]) -> str:
+    """The text of a TOML file with other values; all else stays as it was written, comments too. changes:
+    dotted key -> value, None to take it out. What is not there comes at the end of its table, and that at the
+    end of the file where it is not there either."""
+    document = tomlkit.parse(text)
+    for key, value in changes.items():
+        *tables, leaf = key.split(".")
+        below: Any = document
+        for part in tables:
+            below = below.setdefault(part, tomlkit.table())
+        keys = [name for name, item in below.items() if not isinstance(item, Mapping)]
+        if value is None:
+            below.pop(leaf, None)
+        elif leaf not in below and keys and isinstance(below, Table) and not below.is_super_table():
+            # Behind the last key: tomlkit would put it behind the comments on what follows.
+            last: Any = below.item(keys[-1])
+            line = f"{leaf} = {tomlkit.item(value).as_string()}\n"
+            last.trivia.trail = (last.trivia.trail or "\n") + line
+        else:
+            below[leaf] = value
+    return tomlkit.dumps(document)
 
 
 def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:
@@ -126,19 +151,7 @@ def _parse_value(text: str) -> Any:
 
 def refusal(what: str, kind: type[BaseModel], error: ValidationError) -> UsageError:
     """A wrong argument of a settings class that code calls by itself: what, which key, what to do."""
-    known = list(kind.model_fields)
-    faults: list[str] = []
-    for fault in error.errors():
-        key = ".".join(str(part) for part in fault["loc"])
-        if fault["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}"
-            faults.append(f"unknown argument {key}{hint}")
-        else:
-            said = _message(fault).removeprefix("Value error, ")
-            said += _near_word(kind, key, fault)
-            faults.append(f"{key} = {fault['input']!r}: {said}" if key else said)
-    return UsageError(f"{what}: {'; '.join(faults)}")
+    return UsageError(f"{what}: {'; '.join(line for _, line in _worded(kind, error, '', {}))}")
 
 
 def _within(key: str, name: str) -> bool:
@@ -216,7 +229,7 @@ def _explain(
 
 def _message(fault: ErrorDetails) -> str:
     """Pydantic's words; but a list is what TOML calls a tuple, and what code may give as well."""
-    return re.sub(r"\b([Tt])uple\b", lambda found: "List" if found[1] == "T" else "list", fault["msg"])
+    return re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
 
 
 def _near_word(holder: type[BaseModel], key: str, fault: ErrorDetails) -> str:

@@ -1,5 +1,5 @@
-"""Kinds of files that hold one dataclass: a plan, a calibration, a timeline. They are written whole, equal
-things to equal bytes, and read strictly.
+"""Kinds of files that contain one dataclass: a plan, a calibration, a timeline. They are read strictly and
+written in full, equal things to equal bytes.
 
 Every trouble is a UsageError that names the file and the place in it, such as
 `plan.json: orders[1][17]: expected text, found 3`. Touches the one file that it is given.
@@ -10,20 +10,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from stretto.errors import UsageError
-from stretto.files.codec import Codec, Lines, Members
-from stretto.files.form import Misfit
-from stretto.files.near import near_path
+from stretto.errors import UsageError, near_path
+from stretto.files.codec import Codec, LineList, LineObject, Misfit
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import saving, write_file
 
 T = TypeVar("T")
-Head = Callable[[Any], None]
 PLAIN = Codec()
 
 DIGESTS = "digests"
@@ -35,10 +33,10 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 def laid_out(value: Any, indent: str = "") -> str:
     """What a form wrote, as text."""
     deeper = indent + "  "
-    if type(value) is Members and value:
+    if type(value) is LineObject and value:
         entries = [f"{deeper}{_encode(key)}: {laid_out(part, deeper)}" for key, part in value.items()]
         return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
-    if type(value) is Lines and value:
+    if type(value) is LineList and value:
         return "[\n" + ",\n".join([deeper + laid_out(part, deeper) for part in value]) + f"\n{indent}]"
     return _encode(value)
 
@@ -62,20 +60,25 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
 
 
 def to_line(thing: Any, codec: Codec = PLAIN) -> str:
-    """A dataclass as one line of JSON. Raises StrettoError for what that cannot hold."""
+    """A dataclass as one line of JSON. Raises StrettoError for what JSON has no form for."""
     return _encode(codec.form(type(thing)).write(thing))
 
 
-def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: Head | None = None) -> T:
-    """Read a dataclass; `where` names the text. head: takes out and judges what stands before it.
+def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN) -> T:
+    """Read a dataclass; `where` names the text.
 
     Raises UsageError for what is not JSON, misses keys or has others, or has a value that is not of its type.
     """
+    with _named(where):
+        thing: T = codec.form(kind).read(parse_json(text, strict=True))
+    return thing
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Around what reads a text: faults become a UsageError that names it, and the place in it."""
     try:
-        data = parse_json(text, strict=True)
-        if head is not None:
-            head(data)
-        found: T = codec.form(kind).read(data)
+        yield
     except Misfit as misfit:
         place = f"{where}: {misfit.path.removeprefix('.')}" if misfit.path else where
         raise UsageError(f"{place}: {misfit}") from None
@@ -86,7 +89,6 @@ def from_text(kind: type[T], text: str, where: str, codec: Codec = PLAIN, head: 
         ) from None
     except ValueError as error:
         raise UsageError(f"{where}: not readable as JSON ({error})") from None
-    return found
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,13 @@ class TypedFile(Generic[T]):
     parts: Callable[[Any], Mapping[str, Any]] | None = None
 
     def to_text(self, thing: T, edited: bool = False) -> str:
-        """edited: the digests are left out. Raises StrettoError for what files cannot hold."""
+        """edited: the digests are left out. Raises StrettoError for what files have no form for."""
         head: dict[str, Any] = {"format": self.format, "version": self.version}
         data = self.codec.form(self.kind).write(thing)
         if self.parts is not None:
-            found = {} if edited else self.parts(data)
-            head[DIGESTS] = Members({place: digest(part) for place, part in found.items()})
-        return laid_out(Members({**head, **data})) + "\n"
+            parts = {} if edited else self.parts(data)
+            head[DIGESTS] = LineObject({place: digest(part) for place, part in parts.items()})
+        return laid_out(LineObject({**head, **data})) + "\n"
 
     def from_text(self, text: str, where: str) -> T:
         """Read a text. Raises UsageError as the function of this name, and for other formats and versions."""
@@ -120,20 +122,18 @@ class TypedFile(Generic[T]):
 
     def read(self, text: str, where: str) -> tuple[T, list[str]]:
         """The same, and the places that are other than they were when the file was written."""
-        held: dict[str, Any] = {}
-
-        def head(data: Any) -> None:
+        with _named(where):
+            data = parse_json(text, strict=True)
             self._head(data)
-            if self.parts is not None and DIGESTS not in data:
+            if self.parts is None:
+                return self.codec.form(self.kind).read(data), []
+            if DIGESTS not in data:
                 raise Misfit(f"the key {DIGESTS!r} is missing")
-            held.update(said=data.pop(DIGESTS, None) if self.parts is not None else None, data=data)
-
-        thing = from_text(self.kind, text, where, self.codec, head)
-        if self.parts is None:
-            return thing, []
-        said = held["said"] if type(held["said"]) is dict else {}
-        found = {place: digest(part) for place, part in self.parts(held["data"]).items()}
-        return thing, [place for place in {**found, **said} if found.get(place) != said.get(place)]
+            written = data.pop(DIGESTS)
+            thing: T = self.codec.form(self.kind).read(data)
+        written = written if type(written) is dict else {}
+        now = {place: digest(part) for place, part in self.parts(data).items()}
+        return thing, [place for place in {**now, **written} if now.get(place) != written.get(place)]
 
     def _head(self, data: Any) -> None:
         if type(data) is not dict:
@@ -163,7 +163,7 @@ class TypedFile(Generic[T]):
         return self.from_text(read_text(path, self.what), os.fspath(path))
 
     def save(self, thing: T, path: str | os.PathLike[str]) -> None:
-        """Write the file whole or not at all.
+        """Write the file in full or not at all.
 
         Raises StrettoError if it cannot be written, for example because the disk is full; UsageError if its
         folder does not exist.

@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all: what was there before stays until the new one is on the disk."""
+"""Writes a file in full or not at all: what was there before stays until the new one is on the disk."""
 
 from __future__ import annotations
 

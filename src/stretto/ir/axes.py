@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Literal
 
-from stretto.files.form import Fits
+from stretto.files.codec import Fits
 
 
 class Sums(IntEnum):

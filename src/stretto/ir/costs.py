@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from stretto.files.form import Amount, Fits, Share
+from stretto.files.codec import Amount, Fits, Share
 from stretto.ir.compared import against
 from stretto.ir.curve import Curve
 from stretto.ir.processor import Processor

@@ -18,7 +18,7 @@ from itertools import repeat
 from typing import Any
 
 from stretto.errors import StrettoError
-from stretto.files.form import SPECIAL_FLOATS, Form, Misfit, read_list, text, write_float
+from stretto.files.codec import SPECIAL_FLOATS, Form, Misfit, read_list, text, write_float
 from stretto.files.parse import LARGEST
 from stretto.ir.program import DTYPE_BYTES, Arg, Const, Ref, TensorSpec
 

@@ -40,8 +40,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
-from stretto.files.codec import UNWRITTEN
-from stretto.files.form import Fits, Keyword, Natural
+from stretto.files.codec import UNWRITTEN, Fits, Keyword, Natural
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind

@@ -15,8 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.errors import UsageError
-from stretto.files.codec import Codec
-from stretto.files.form import Layout, text
+from stretto.files.codec import Codec, TextLayout, text
 from stretto.files.typed_file import TypedFile, read_text, to_line
 from stretto.ir.action import Slot, parse_slot
 from stretto.ir.op_text import FORMS
@@ -28,12 +27,12 @@ CODEC = Codec(
     {
         **FORMS,
         Slot: text(parse_slot),
-        Item: text(Item.parse, Layout.ENTRY),
-        Instruction: text(Instruction.parse, Layout.ENTRY),
+        Item: text(Item.parse, TextLayout.ENTRY),
+        Instruction: text(Instruction.parse, TextLayout.ENTRY),
     }
 )
-CODEC.row(Op, 5, Layout.ENTRY)
-CODEC.row(Shard, 3, Layout.WORD)
+CODEC.row(Op, 5, TextLayout.ENTRY)
+CODEC.row(Shard, 3, TextLayout.WORD)
 
 
 def _computed(plan: Any) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from stretto.errors import UsageError
-from stretto.files.form import Finite
+from stretto.files.codec import Finite
 from stretto.ir.action import Phase
 from stretto.ir.axes import AXES, PIPELINE
 

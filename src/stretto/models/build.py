@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
-from stretto.config.huggingface import transformers_for, unknown_keys
+from stretto.config.pretrained import transformers_for, unknown_keys
 from stretto.errors import UsageError, meant
 from stretto.models.gpt import (
     GPT,

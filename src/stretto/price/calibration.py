@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from stretto.files.codec import UNWRITTEN
-from stretto.files.form import Amount, Fits, Natural
+from stretto.files.codec import UNWRITTEN, Amount, Fits, Natural
 from stretto.files.typed_file import TypedFile
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Link

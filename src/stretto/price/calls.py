@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.files.form import Amount
+from stretto.files.codec import Amount
 from stretto.ir.costs import BYTES_PER_MB
 from stretto.ir.program import WAIT, Job
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.errors import UsageError
-from stretto.files.near import near_path
+from stretto.errors import UsageError, near_path
 from stretto.files.settings_file import read_toml
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE

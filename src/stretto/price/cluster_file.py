@@ -29,7 +29,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from stretto.errors import UsageError, meant
-from stretto.files.form import MOST
+from stretto.files.codec import MOST
 from stretto.files.settings_file import read_settings
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.axes import PIPELINE

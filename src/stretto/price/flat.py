@@ -9,52 +9,60 @@ Reads a description, touches no device.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from stretto.files.form import MOST
-from stretto.files.settings_file import refusal
+from stretto.config.base import NamedArguments
+from stretto.files.codec import MOST
 from stretto.ir.costs import LEAST_RATE, Costs, Link, Peak
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import Job, Op
+from stretto.price.peak import job_peak, op_dtype
 from stretto.price.roofline import ACTION_US, FREE, ring_cost
 from stretto.price.wanted import wanted_collectives
 
+Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST)]
 
-class Cluster(BaseModel):
-    """Equal devices joined by equal links, for plans without the machine at hand.
+PER_US = {"TFLOP/s": 1e6, "GB/s": 1e3}
+"""A rate in its unit -> operations or bytes in a microsecond."""
 
-    The defaults describe one core of a server processor (AVX-512, 2.6 GHz, measured) and, assumed, its local
-    network; a plan's `costs.source` names the fields that were left at them.
+
+class Cluster(NamedArguments):
+    """Equal devices joined by equal links, to plan for machines that are not at hand. A plan's
+    `costs.source` names the fields that were left at their defaults.
+
+    Raises UsageError that names the argument and what is allowed.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    flops_per_us: float = Field(default=80_000.0, ge=LEAST_RATE, le=MOST)
-    """Arithmetic that a device does in a microsecond; 80,000 is 80 GFLOP/s, one processor core."""
-    memory_bytes_per_us: float = Field(default=10_000.0, ge=LEAST_RATE, le=MOST)
-    """Memory traffic of a device in a microsecond; 10,000 is 10 GB/s."""
+    peak_tflops: Rate | dict[str, Rate]
+    """Peak arithmetic of a device in TFLOP/s: one number, or one for each dtype as PyTorch calls it
+    ({"bfloat16": 989, "float32": 67}). Ops of other dtypes have the lowest of them."""
+    memory_gbps: Rate
+    """Rate of a device's memory (HBM) in GB/s."""
+    link_gbps: Rate
+    """Rate of a link in GB/s, one direction: 50 is 400 Gbit/s."""
+    latency_us: float = Field(default=10.0, ge=0, le=MOST)
+    """Microseconds from the start of a send to the first byte at the receiver; assumed."""
     op_overhead_us: float = Field(default=3.0, ge=0, le=MOST)
-    """What an op costs before it does anything: the dispatcher, a kernel's launch."""
-    latency_us: float = Field(default=100.0, ge=0, le=MOST)
-    """From the start of a send to the first byte at the receiver."""
-    link_bytes_per_us: float = Field(default=1_000.0, ge=LEAST_RATE, le=MOST)
-    """Payload of a link in a microsecond; 1,000 is 8 Gbit/s, 12.5 is 100 Mbit/s."""
+    """Microseconds of an op before it does anything: the dispatcher, a kernel's launch; assumed."""
     processor_us_per_mb: float = Field(default=0.0, ge=0, le=MOST)
-    """Processor time that each end of a message loses, for each 10**6 bytes."""
+    """Microseconds of compute that each end of a message loses, for each 10**6 bytes."""
     message_us: float = Field(default=0.0, ge=0, le=MOST)
-    """What each message keeps its link for before its bytes; about 18 for Gloo on one machine, measured."""
+    """Microseconds that each message keeps its link for before its bytes; 18 for Gloo on one machine."""
     memory_bytes: int | None = Field(default=None, gt=0, le=2**62)
-    """Memory of a device; a plan that needs more is refused. None sets no limit."""
+    """Memory of a device in bytes. A plan that needs more is refused; None sets no limit."""
 
-    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic tells it the fields
+    def flops_per_us(self, dtype: str) -> float:
+        """Peak arithmetic with values of a dtype."""
+        peaks = self.peak_tflops
+        peak = peaks.get(dtype, min(peaks.values())) if isinstance(peaks, dict) else peaks
+        return peak * PER_US["TFLOP/s"]
 
-        def __init__(self, **given: Any) -> None:
-            try:
-                super().__init__(**given)
-            except ValidationError as error:
-                raise refusal("Cluster", Cluster, error) from None
+    @property
+    def link_bytes_per_us(self) -> float:
+        """Payload of a link in a microsecond."""
+        return self.link_gbps * PER_US["GB/s"]
 
 
 class FlatPricer(Pricer):
@@ -70,8 +78,8 @@ class FlatPricer(Pricer):
             return Priced(0.0)
         if op.alias is not None:
             return Priced(cluster.op_overhead_us)
-        moved_us = traffic_bytes(op, specs) / cluster.memory_bytes_per_us
-        return Priced(cluster.op_overhead_us + max(op.flops / cluster.flops_per_us, moved_us))
+        moved_us = traffic_bytes(op, specs) / (cluster.memory_gbps * PER_US["GB/s"])
+        return Priced(cluster.op_overhead_us + max(op.flops / cluster.flops_per_us(op_dtype(op)), moved_us))
 
 
 def flat_link(cluster: Cluster) -> Link:
@@ -95,5 +103,9 @@ def described_costs(job: Job, cluster: Cluster) -> Costs:
     axes = tuple(dict.fromkeys(axis for axis, _ in collectives))
     op_us = {key: priced.us for key, priced in price_list(job, FlatPricer(cluster)).items()}
     # All links of a flat description are one network, which pipeline messages use as well.
-    peak = Peak(cluster.flops_per_us, "flops_per_us of the description")
+    peak_source = "peak_tflops of the description"
+    if isinstance(cluster.peak_tflops, dict):
+        peak = job_peak(job, cluster.flops_per_us, peak_source)
+    else:
+        peak = Peak(cluster.flops_per_us("any"), peak_source)
     return Costs(op_us, {}, link, ACTION_US, source, collectives, axes, peak=peak)

@@ -23,7 +23,7 @@ from stretto.price.attention import attention_product, kernel_part
 from stretto.price.cluster_file import Hardware
 from stretto.price.convolution import convolution_products
 from stretto.price.efficiency import Matmul, matmul_dims, matmul_us, run_us
-from stretto.price.peak import device_peak, rate_part
+from stretto.price.peak import device_peak, op_dtype, rate_part
 from stretto.price.roofline import ACTION_US, FREE
 from stretto.price.sharing import sharing
 from stretto.price.wanted import wanted_collectives
@@ -98,13 +98,13 @@ def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
         # What works in place makes a copy of its own; the others make a buffer.
         return hardware.op_us(0.0, moved) if op.kind.in_place else 0.0
     shapes = [specs[name].shape for name in _tensors(op) if name in specs]
-    part = rate_part(op)
+    part = rate_part(op_dtype(op))
     attention = attention_product(op, specs)
     if attention is not None:
         product, count = attention
         rate = part * kernel_part(op, hardware.roof.efficiency)
         return max(count * _product_us(product, hardware) / rate, hardware.op_us(0.0, moved))
-    if "convolution" in op.target and _dtype(op) == "float32":
+    if "convolution" in op.target and op_dtype(op) == "float32":
         part = TF32_PART
     products = convolution_products(op, specs)
     if products is not None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.files.codec import Codec
-from stretto.files.form import Amount, Fits, rounded
+from stretto.files.codec import Amount, Codec, Fits, rounded
 
 CODEC = Codec({float: rounded(4)})
 """Of what is measured: more digits are noise."""

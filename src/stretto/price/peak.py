@@ -6,6 +6,8 @@ catalogue has the sheets of accelerators; of processors it has none, and their s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stretto.ir.costs import Peak
 from stretto.ir.program import Job, Op
 from stretto.price.devices import Device, devices
@@ -37,23 +39,27 @@ def named_peak(job: Job, name: str) -> Peak | None:
 
 def device_peak(job: Job, device: Device) -> Peak:
     """The job's peak on a device of the catalogue."""
-    return job_peak(
-        job, device.number("peak_tflops") * 1e6, f"{device.name}, {device.figures['peak_tflops']}"
-    )
+    half_flops_per_us = device.number("peak_tflops") * 1e6
+    source = f"{device.name}, {device.figures['peak_tflops']}"
+    return job_peak(job, lambda dtype: half_flops_per_us * rate_part(dtype), source)
 
 
-def job_peak(job: Job, half_flops_per_us: float, source: str) -> Peak:
-    """The job's peak where half precision has this one. source: of the rate."""
+def job_peak(job: Job, flops_per_us: Callable[[str], float], source: str) -> Peak:
+    """The job's peak where ops of a dtype have these rates. source: of the rates."""
     flops = time_us = 0.0
     for stage in job.stages:
         for ops in stage.ops.values():
             for op in ops:
                 flops += op.flops
-                time_us += op.flops / (half_flops_per_us * rate_part(op))
-    return Peak(flops / time_us if time_us else half_flops_per_us, source)
+                time_us += op.flops / flops_per_us(op_dtype(op))
+    return Peak(flops / time_us if time_us else flops_per_us("bfloat16"), source)
 
 
-def rate_part(op: Op) -> float:
-    """The rate of an op's dtype over that of half precision."""
-    dtype = next((spec.dtype for spec in op.outputs if spec is not None), "bfloat16")
+def op_dtype(op: Op) -> str:
+    """The dtype that an op computes with."""
+    return next((spec.dtype for spec in op.outputs if spec is not None), "bfloat16")
+
+
+def rate_part(dtype: str) -> float:
+    """The rate of a dtype over that of half precision."""
     return FP32_PART if dtype in ("float32", "float64") else 1.0

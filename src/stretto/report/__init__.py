@@ -1,13 +1,27 @@
 """Tables, timelines and pages: how a predicted or a measured step is shown. Reads results, changes none.
 
-Importing this room teaches `Timeline.save` its file suffixes.
+Importing this room teaches `Timeline.save` its file suffixes; what writes them is loaded when it is needed.
 """
 
-from stretto.ir.timeline import SAVERS
-from stretto.report.files import load_timeline, save_json
-from stretto.report.perfetto import save_perfetto
-from stretto.report.svg import draw, save_svg
+from __future__ import annotations
 
-SAVERS.update({".perfetto-trace": save_perfetto, ".svg": save_svg, ".json": save_json})
+from importlib import import_module
+from pathlib import Path
 
-__all__ = ["draw", "load_timeline", "save_json", "save_perfetto", "save_svg"]
+from stretto.ir.timeline import SAVERS, Saver, Timeline
+
+
+def _saver(module: str, name: str) -> Saver:
+    def save(timeline: Timeline, path: Path) -> None:
+        getattr(import_module(f"stretto.report.{module}"), name)(timeline, path)
+
+    return save
+
+
+SAVERS.update(
+    {
+        ".perfetto-trace": _saver("perfetto", "save_perfetto"),
+        ".svg": _saver("svg", "save_svg"),
+        ".json": _saver("files", "save_json"),
+    }
+)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.files.codec import Codec
-from stretto.files.form import Fits, Layout, checked
+from stretto.files.codec import Codec, Fits, TextLayout, checked
 from stretto.files.typed_file import TypedFile
 from stretto.ir.costs import Prediction
 from stretto.ir.limits import MOST_RANKS
@@ -21,8 +20,8 @@ from stretto.ir.timeline import Span, Stall, Timeline
 from stretto.ir.work import Work, work_of
 
 CODEC = Codec()
-CODEC.row(Span, 6, Layout.ENTRY)
-CODEC.row(Stall, 4, Layout.ENTRY)
+CODEC.row(Span, 6, TextLayout.ENTRY)
+CODEC.row(Stall, 4, TextLayout.ENTRY)
 
 
 def _is_of_its_ranks(timeline: Timeline) -> bool:

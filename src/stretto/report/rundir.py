@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import UsageError
-from stretto.files.near import near_path
+from stretto.errors import UsageError, near_path
 from stretto.files.parse import parse_json
 from stretto.files.typed_file import TypedFile
 from stretto.ir.costs import Prediction

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, BinaryIO
 
 from stretto.errors import UsageError
-from stretto.files.form import Fits
+from stretto.files.codec import Fits
 from stretto.files.typed_file import TypedFile
 
 NAME = "digests.json"

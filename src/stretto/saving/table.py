@@ -15,8 +15,7 @@ from typing import Annotated
 
 import torch
 
-from stretto.files.codec import Codec
-from stretto.files.form import Fits, Layout
+from stretto.files.codec import Codec, Fits, TextLayout
 from stretto.files.typed_file import TypedFile
 from stretto.saving.digests import TABLE, Digest, FileName, UnusableError, is_sealed, read_checked, unusable
 from stretto.saving.metadata_adapter import read_metadata
@@ -61,7 +60,7 @@ class Table:
 
 
 _CODEC = Codec()
-_CODEC.row(Box, 6, Layout.ENTRY)
+_CODEC.row(Box, 6, TextLayout.ENTRY)
 FILE = TypedFile(Table, "stretto-tensors", 1, "tensors", "Take another checkpoint", _CODEC)
 
 

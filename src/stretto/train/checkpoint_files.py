@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from stretto.errors import StrettoError, UsageError
-from stretto.files.form import Fits
-from stretto.files.near import near_path
+from stretto.errors import StrettoError, UsageError, near_path
+from stretto.files.codec import Fits
 from stretto.files.typed_file import TypedFile
 from stretto.saving.digests import ELSE, read_checked
 from stretto.saving.folder import recover, sync_folder, write_synced

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from stretto.config import HuggingFaceSettings, Model
-from stretto.config.huggingface import transformers_for
+from stretto.config.pretrained import transformers_for
 from stretto.errors import UsageError
 from stretto.models.hub import weights_folder
 from stretto.train import tokenizer as bpe

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from stretto.batch.loss import Loss
-from stretto.config import TrainSettings
-from stretto.config.task import TaskSettings
-from stretto.errors import StrettoError, UsageError
-from stretto.files.near import near_path
+from stretto.config import TaskSettings, TrainSettings
+from stretto.errors import StrettoError, UsageError, near_path
 from stretto.files.say import Say
 from stretto.ir.stage_maps import is_own
 from stretto.schedule.csv import read_csv

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.errors import UsageError
-from stretto.files.near import near_path
+from stretto.errors import UsageError, near_path
 from stretto.files.parse import parse_json
 from stretto.files.say import Say
 

@@ -93,7 +93,7 @@ def bound_us(layout: Layout, work: BlockWork, virtual: bool = True) -> float:
 def fastest_us(flops: float, cluster: Description, dtype: str) -> float:
     """What so many flops take at least on a device; 0 where the description names no rate."""
     if isinstance(cluster, Cluster):
-        return flops / cluster.flops_per_us
+        return flops / cluster.flops_per_us("bfloat16" if dtype == "bf16" else dtype)
     if isinstance(cluster, Hardware):
         reach = cluster.roof.flops_per_us * cluster.roof.efficiency.matmul
         return flops / (reach if dtype == "bf16" else reach / TF32)

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from stretto.convert.written import toml_value
-from stretto.errors import UsageError
-from stretto.files.edit_toml import edited
 from stretto.files.parse import parse_toml
+from stretto.files.settings_file import edited
 
 TEXT = """# head
 name = "a # b"
@@ -29,16 +27,10 @@ global_batch = 16
 
 
 def test_values_change_and_comments_stay() -> None:
-    made = edited(TEXT, {"parallel.pp": 8, "parallel.dp": 2, "training.global_batch": None}, toml_value)
+    made = edited(TEXT, {"parallel.pp": 8, "parallel.dp": 2, "parallel.tp": 3, "training.global_batch": None})
     assert made == TEXT.replace("pp = 4  # ranks", "pp = 8  # ranks").replace(
-        "]\n\n#", "]\ndp = 2\n\n#"
+        "]\n\n#", "]\ndp = 2\ntp = 3\n\n#"
     ).replace("global_batch = 16\n", "")
-
-
-def test_a_value_of_several_lines_is_replaced_or_goes() -> None:
-    assert parse_toml(edited(TEXT, {"parallel.split": None}, toml_value))["parallel"] == {"pp": 4}
-    made = parse_toml(edited(TEXT, {"parallel.split": "auto"}, toml_value))
-    assert made["parallel"] == {"pp": 4, "split": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -47,17 +39,23 @@ def test_a_value_of_several_lines_is_replaced_or_goes() -> None:
         ("", {"parallel": {"pp": 2}}),
         ("[model]\nlayers = 2", {"model": {"layers": 2}, "parallel": {"pp": 2}}),
         ("parallel.pp = 1\n", {"parallel": {"pp": 2}}),
+        ("parallel.dp = 1\n[a]\nb = 1\n", {"parallel": {"dp": 1, "pp": 2}, "a": {"b": 1}}),
+        ("[parallel]\ndp = 1", {"parallel": {"dp": 1, "pp": 2}}),
+        ("parallel = {dp = 1}\n", {"parallel": {"dp": 1, "pp": 2}}),
+        ('[parallel]\n[parallel.tp_plan]\na = "b"\n', {"parallel": {"pp": 2, "tp_plan": {"a": "b"}}}),
         ('["parallel"]\n"pp" = 1\n', {"parallel": {"pp": 2}}),
         ('text = """\n[parallel]\npp = 1\n"""\n', {"text": "[parallel]\npp = 1\n", "parallel": {"pp": 2}}),
+        (TEXT, {**parse_toml(TEXT), "parallel": {"pp": 2, "split": ["blocks.1", "blocks.2"]}}),
     ],
 )
 def test_forms(text: str, wanted: dict[str, Any]) -> None:
-    assert parse_toml(edited(text, {"parallel.pp": 2}, toml_value)) == wanted
+    assert parse_toml(edited(text, {"parallel.pp": 2})) == wanted
 
 
-def test_a_table_on_one_line_is_refused() -> None:
-    with pytest.raises(UsageError, match="write them as keys of a table"):
-        edited("parallel = {pp = 1}\n", {"parallel.pp": 2}, toml_value)
+@pytest.mark.parametrize("value", [None, "auto"])
+def test_a_value_of_several_lines_is_replaced_or_goes(value: str | None) -> None:
+    wanted = {"pp": 4} if value is None else {"pp": 4, "split": value}
+    assert parse_toml(edited(TEXT, {"parallel.split": value}))["parallel"] == wanted
 
 
 def test_every_example_can_be_edited() -> None:
@@ -65,7 +63,7 @@ def test_every_example_can_be_edited() -> None:
         text = path.read_text(encoding="utf-8")
         wanted = parse_toml(text)
         wanted.setdefault("parallel", {})["pp"] = 64
-        made = edited(text, {"parallel.pp": 64}, toml_value)
+        made = edited(text, {"parallel.pp": 64})
         assert parse_toml(made) == wanted
         assert [line for line in text.splitlines() if line.startswith("#")] == [
             line for line in made.splitlines() if line.startswith("#")
