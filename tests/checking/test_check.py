@@ -72,7 +72,7 @@ def test_a_packed_matrix_that_is_called_colwise(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RunError, match=r"transformer\.h\.0\.attn\.c_attn\.weight") as caught:
         stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
     told = str(caught.value)
-    assert "transformer.h.*.attn is wrong when it is spread alone" in told
+    assert "transformer.h.*.attn is wrong when it is sharded by itself" in told
     assert "transformer.h.*.mlp is wrong" not in told
     assert "embedding and head is wrong" not in told
     assert "packed_colwise:K" in told
@@ -120,7 +120,7 @@ def test_a_sum_over_features_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -
         stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     with monkeypatch.context() as patched:
         without_proof(patched)
-        with pytest.raises(RunError, match=r"the model is wrong when it is spread alone.*'inner': 'colwise'"):
+        with pytest.raises(RunError, match=r"the model is wrong when .* by itself.*'inner': 'colwise'"):
             stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     plan = {"inner": "colwise_gather_output", "outer": "rowwise_split_input"}
     assert not stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD, tp_plan=plan).wrong
@@ -180,21 +180,10 @@ def test_models_that_compute_in_float32_have_a_wider_tolerance() -> None:
 
 
 SETTINGS = """
-[model]
-kind = "gpt"
-layers = 2
-hidden = 32
-heads = 4
-context = 16
-vocab_size = 64
-[data]
-sequence_length = 8
-[parallel]
-tp = 2
-microbatches = 2
-[training]
-global_batch = 8
-steps = 1
+model = { kind = "gpt", layers = 2, hidden = 32, heads = 4, context = 16, vocab_size = 64 }
+data = { sequence_length = 8 }
+parallel = { tp = 2, microbatches = 2 }
+training = { global_batch = 8, steps = 1 }
 """
 
 
@@ -291,18 +280,9 @@ def test_one_rank_has_nothing_of_what_ranks_share() -> None:
         tried.append(parallel)
         return len(tried) == 1
 
-    parallel = Parallel(
-        pp=2,
-        dp=4,
-        ep=2,
-        microbatches=2,
-        ep_buffer=3.0,
-        ep_overflow="drop",
-        ampipe_degree=2,
-        ampipe_capacity="whole",
-        pipe_experts=True,
-        pipe_experts_multi_data=2,
-    )
+    experts = {"ep": 2, "ep_buffer": 3.0, "ep_overflow": "drop", "pipe_experts": True}
+    chunks = {"ampipe_degree": 2, "ampipe_capacity": "whole", "pipe_experts_multi_data": 2}
+    parallel = Parallel(pp=2, dp=4, microbatches=2, **experts, **chunks)
     (told,) = bisect_layout(mixture(0.5), parallel, None, right)
     assert tried == [Parallel(microbatches=8)]
     assert "pp = 2 or dp = 4 or ep = 2" in told

@@ -19,8 +19,7 @@ from stretto.ir.program import Job
 from stretto.ir.transfers import summed_bytes
 from stretto.models.build import huggingface_loss
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import part_of
-from stretto.saving.parts import Part
+from stretto.runtime.shards import Part, part_of
 from stretto.train.clip import GradientClip
 from tests.clusters import cores
 from tests.parallelize.test_key_heads import hf

@@ -19,7 +19,6 @@ from stretto.ir.serialize import save_plan
 from stretto.report.files import FIGURES, load_timeline, save_json
 from stretto.report.grid import format_bytes
 from stretto.report.html import render
-from stretto.report.jsonfile import load_timeline, save_json
 from stretto.report.rundir import load_run
 from stretto.report.tables import comparison_grid, ranks_grid, summary_grid
 from stretto.runtime.compare import Report

@@ -378,7 +378,7 @@ def test_state_without_a_place_in_the_whole(tmp_path: Path) -> None:
         train(runner, optimizer, 1)
         stretto.save(tmp_path / "a", runner, optimizer)
 
-    assert "where it belongs in the whole is not known. Take an optimizer" in refused("tp", work)[0]
+    assert "where it belongs in the full tensor is not known. Take an optimizer" in refused("tp", work)[0]
     assert refused("pp", work) == ["", ""]
 
 

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from stretto.cli.common import Stops, printable
 from stretto.errors import StoppedError, StrettoError
-from stretto.train.launched import is_launched
+from stretto.train.failure import is_launched
 
 COMMANDS = {
     "train": "Train a model as a settings file describes.",
