@@ -32,7 +32,7 @@ MODEL = "llama 512"
 
 @contextmanager
 def left_as_they_are(*_: Any) -> Iterator[None]:
-    """In the place of `stretto.capturing.masks.masks_recognised`."""
+    """In the place of `stretto.capturing.masks_adapter.masks_recognised`."""
     yield
 
 

@@ -23,7 +23,7 @@ import torch
 from hypothesis import settings
 
 from stretto.backend.collector import RARELY
-from stretto.capturing.trace import Traced
+from stretto.capturing.graph import Traced
 from stretto.passes.effort import SEARCH_S
 from tests.forks import end_server
 from tests.remembered import remembering
@@ -78,7 +78,7 @@ _traces: dict[Hashable, Traced] = {}
 @pytest.fixture(autouse=True, scope="module")
 def equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """A trace that was made serves again; not where capture itself is tested."""
-    if request.module.__name__.startswith("tests.capture."):
+    if request.module.__name__.startswith("tests.capturing."):
         yield
         return
     # By its module, as the package has a function of this name.

@@ -16,13 +16,12 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job
 from stretto.ir.serialize import load_plan
-from stretto.models.build import huggingface_loss
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
 from tests.parallelize.test_key_heads import hf
 from tests.parallelize.test_tensor_equality import assert_plain, batch_of, gpt, step
-from tests.runtime.equality import Loss, lowered
+from tests.runtime.equality import Loss, huggingface_loss, lowered
 from tests.runtime.launch import launch
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.graph import Traced
+from stretto.capturing.trace import trace
 from stretto.config.stage_text import of_counts
 from stretto.errors import UsageError
 from stretto.ir.action import Phase, Schedule

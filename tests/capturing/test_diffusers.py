@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.graph import Traced
+from stretto.capturing.trace import trace
 from tests.capturing.test_huggingface import without_noise
 from tests.capturing.unets import batch_of, loss, tiny
 from tests.runtime.equality import (

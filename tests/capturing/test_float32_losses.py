@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
-from stretto.capturing.float32_losses import LOSSES as FUNCTIONS
+from stretto.capturing.substitutes import LOSSES as FUNCTIONS
 from tests.clusters import cores
 
 Batch = dict[str, Tensor]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.capturing.trace import trace
-from stretto.models.build import huggingface_loss
 from stretto.models.gpt import cross_entropy
 from tests.runtime.equality import (
     SMALL,
@@ -21,6 +20,7 @@ from tests.runtime.equality import (
     assert_equal,
     evenly,
     from_transformers,
+    huggingface_loss,
     job_of,
     own_loss,
     plain,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.capturing.layers import layer_names
+from stretto.capturing.split import layer_names
 from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.program import Job
@@ -77,55 +77,32 @@ class Block(nn.Module):
         return found
 
 
-class Stack(nn.Module):
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+class Model(nn.Module):
+    """Modules in a list, and the order in which they are called."""
+
+    def __init__(self, modules: Sequence[nn.Module], order: Callable[[Any], Iterable[nn.Module]]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks, self.order = nn.ModuleList(modules), order
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
+        for block in self.order(self.blocks):
             x = block(x)
         return x
 
 
-class Twice(nn.Module):
+def stack(modules: Sequence[nn.Module]) -> Model:
+    return Model(modules, iter)
+
+
+def twice() -> Model:
     """Calls its layers several times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (self.blocks[0], self.blocks[1], self.blocks[0], self.blocks[0]):
-            x = block(x)
-        return x
+    return Model(blocks(2), lambda own: (own[0], own[1], own[0], own[0]))
 
 
-class Pairs(nn.Module):
+def pairs() -> Model:
     """Layers in a list of lists, whose inner lists nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for first, second in self.pairs:
-            x = second(first(x))
-        return x
-
-
-class Shared(nn.Module):
-    """Layers that share a module, which has the first one's name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        common = Block()
-        self.blocks = nn.ModuleList(Around(nn.Linear(4, 4), common) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+    pairs = [nn.ModuleList(blocks(2)) for _ in range(2)]
+    return Model(pairs, lambda own: (block for pair in own for block in pair))
 
 
 class Around(nn.Module):
@@ -138,6 +115,12 @@ class Around(nn.Module):
         return found
 
 
+def shared() -> Model:
+    """Layers that share a module, which has the first one's name."""
+    common = Block()
+    return Model([Around(nn.Linear(4, 4), common) for _ in range(3)], iter)
+
+
 def blocks(count: int) -> list[Block]:
     return [Block() for _ in range(count)]
 
@@ -145,17 +128,17 @@ def blocks(count: int) -> list[Block]:
 @pytest.mark.parametrize(
     ("model", "layers"),
     [
-        (Stack(blocks(3)), "blocks.0 blocks.1 blocks.2"),
+        (stack(blocks(3)), "blocks.0 blocks.1 blocks.2"),
         (nn.Sequential(nn.Linear(4, 4), *blocks(2), nn.Linear(4, 4)), "1 2"),
-        (nn.Sequential(nn.Linear(4, 4), Stack(blocks(2)), nn.Linear(4, 4)), "1.blocks.0 1.blocks.1"),
+        (nn.Sequential(nn.Linear(4, 4), stack(blocks(2)), nn.Linear(4, 4)), "1.blocks.0 1.blocks.1"),
         (nn.Sequential(nn.Sequential(*blocks(2)), nn.Sequential(*blocks(1)), nn.ReLU()), "0.0 0.1 1.0"),
         (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), "0 2"),
         (
-            Stack([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh())]),
+            stack([nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh())]),
             "blocks.0 blocks.1",
         ),
-        (Pairs(), "pairs.0.0 pairs.0.1 pairs.1.0 pairs.1.1"),
-        (Stack([Block()]), "blocks.0"),
+        (pairs(), "blocks.0.0 blocks.0.1 blocks.1.0 blocks.1.1"),
+        (stack([Block()]), "blocks.0"),
         (nn.Linear(4, 4), ""),
     ],
 )
@@ -174,13 +157,13 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "split"),
     [
-        (Stack(blocks(6)), "E|ttt||tt|tL|"),
-        (Stack(blocks(6)), "||Etttttt|L"),
+        (stack(blocks(6)), "E|ttt||tt|tL|"),
+        (stack(blocks(6)), "||Etttttt|L"),
         (nn.Sequential(nn.Linear(4, 4), *blocks(2), nn.Linear(4, 4)), "E|t|t|L"),
         (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), "Et|tL"),
-        (Twice(), "E|tt|t|t|L"),
-        (Pairs(), "Et|tt|tL"),
-        (Shared(), "Et|t|tL"),
+        (twice(), "E|tt|t|t|L"),
+        (pairs(), "Et|tt|tL"),
+        (shared(), "Et|t|tL"),
     ],
 )
 def test_numbers_are_the_plain_models(model: nn.Module, split: str) -> None:
@@ -193,7 +176,7 @@ def test_numbers_are_the_plain_models(model: nn.Module, split: str) -> None:
 
 
 def test_a_layer_counts_as_often_as_it_is_called() -> None:
-    job = captured(Twice(), torch.randn(2, 4), square, "Et|t|t|tL")
+    job = captured(twice(), torch.randn(2, 4), square, "Et|t|t|tL")
     assert [{name.split(".")[1] for name in names} for names in held(job)] == [{"0"}, {"1"}, {"0"}, {"0"}]
 
 
@@ -212,12 +195,12 @@ def test_equal_layers_that_are_traced_once_are_cut_alike() -> None:
     ("model", "split", "said"),
     [
         (
-            Stack(blocks(3)),
+            stack(blocks(3)),
             "Et|tL",
-            "split = 'embedding,layer|layer,loss' has 2 layers, and the forward of Stack calls 3, blocks.0 "
+            "split = 'embedding,layer|layer,loss' has 2 layers, and the forward of Model calls 3, blocks.0 "
             "to blocks.2: write 'embedding,layer*2|layer,loss'",
         ),
-        (Stack(blocks(3)), "Ettt|ttL", "write 'embedding,layer|layer*2,loss'"),
+        (stack(blocks(3)), "Ettt|ttL", "write 'embedding,layer|layer*2,loss'"),
         (
             nn.Linear(4, 4),
             "E|tL",
@@ -236,7 +219,7 @@ def test_other_layers_than_the_model_has(model: nn.Module, split: str, said: str
 def test_stages_that_are_not_as_many_as_the_text_says() -> None:
     with pytest.raises(stretto.UsageError, match=r"split = 'Et\|tttL' has 2 stages, but the pipeline has 3"):
         stretto.capture(
-            Stack(blocks(4)), torch.randn(2, 4), square, stretto.Parallel(pp=2, split="Et|tttL"), stages=3
+            stack(blocks(4)), torch.randn(2, 4), square, stretto.Parallel(pp=2, split="Et|tttL"), stages=3
         )
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stretto
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.graph import Traced
+from stretto.capturing.trace import trace
 from stretto.errors import CaptureError
 from stretto.ir.program import Ref
-from stretto.models.build import huggingface_loss
 from tests.clusters import cores
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain
 from tests.runtime.equality import (
@@ -26,6 +26,7 @@ from tests.runtime.equality import (
     VOCAB,
     assert_equal,
     from_transformers,
+    huggingface_loss,
     job_of,
     lowered,
     plain,
@@ -200,13 +201,13 @@ def _places(x: Tensor) -> tuple[Tensor, Tensor]:
     return places[:, None], places[None, :]
 
 
+def _causal() -> Tensor:
+    return torch.ones(T, T, dtype=torch.bool).tril()
+
+
 def _compared(x: Tensor) -> Tensor:
     rows, columns = _places(x)
     return columns <= rows
-
-
-def _filled(x: Tensor) -> Tensor:
-    return torch.full((T, T), -torch.inf, device=x.device).triu_(1)
 
 
 def _lowest(x: Tensor) -> Tensor:
@@ -224,35 +225,31 @@ def _row_by_row(x: Tensor) -> Tensor:
     return mask
 
 
-def _wide_window(x: Tensor) -> Tensor:
+def _window(x: Tensor, width: int = T - 1) -> Tensor:
     rows, columns = _places(x)
-    return (columns <= rows) & (columns > rows - T)
+    return (columns <= rows) & (columns > rows - width)
 
 
-CAUSAL_BY_HAND = [
-    _compared,
-    _filled,
-    _lowest,
-    _expanded,
-    _row_by_row,
-    _wide_window,
-    lambda x: torch.tril(torch.ones(T, T)).to(x.device).log(),
-    lambda x: nn.Transformer.generate_square_subsequent_mask(T),
-]
-
-
-NUMBERS = (_compared, _lowest)
-"""Those that are run."""
+CAUSAL_BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
+    "compared": _compared,
+    "filled": lambda x: torch.full((T, T), -torch.inf, device=x.device).triu_(1),
+    "lowest": _lowest,
+    "expanded": _expanded,
+    "row by row": _row_by_row,
+    "wide window": lambda x: _window(x, T),
+    "log": lambda x: torch.tril(torch.ones(T, T)).to(x.device).log(),
+    "PyTorch's": lambda x: nn.Transformer.generate_square_subsequent_mask(T),
+}
 
 
 @pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("mask", CAUSAL_BY_HAND)
-def test_masks_made_by_hand_are_recognised(mask: Callable[[Tensor], Tensor], once: bool) -> None:
-    model, x = Hand(mask, once=once), torch.randn(4, T, 8)
+@pytest.mark.parametrize("name", CAUSAL_BY_HAND)
+def test_masks_made_by_hand_are_recognised(name: str, once: bool) -> None:
+    model, x = Hand(CAUSAL_BY_HAND[name], once=once), torch.randn(4, T, 8)
     traced = trace(model, x, square, microbatches=2)
     assert [(causal, mask) for _, causal, mask in calls_of(traced)] == [(True, False)] * 3
     assert not [item for item in traced.ops if "tril" in item.op.target or "arange" in item.op.target]
-    if mask in NUMBERS:
+    if name in ("compared", "lowest"):
         assert_equal(run(plan_of(job_of(traced, 2, 2)), model, x), plain(model, x, square), 1e-5)
 
 
@@ -261,58 +258,28 @@ def test_a_mask_that_hides_nothing_is_left_out() -> None:
     assert [(causal, mask) for _, causal, mask in calls_of(traced)] == [(False, False)] * 3
 
 
-def _one_more(x: Tensor) -> Tensor:
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    mask[2, 5] = True
-    return mask
+def _written(write: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor], Tensor]:
+    """A causal mask to which is written."""
 
+    def made(x: Tensor) -> Tensor:
+        mask = _causal()
+        write(mask, x)
+        return mask
 
-def _written_through_a_view(x: Tensor) -> Tensor:
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    mask[3].fill_(True)
-    return mask
-
-
-def _written_through_data(x: Tensor) -> Tensor:
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    mask.data.fill_(True)
-    return mask
+    return made
 
 
 def _written_through_data_of_a_view(x: Tensor) -> Tensor:
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    mask = _causal()
     view = mask.view(1, 1, T, T)
     mask.data.fill_(True)
     return view
 
 
-def _written_as_data_of_another(x: Tensor) -> Tensor:
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
+def _as_data_of_another(mask: Tensor, x: Tensor) -> None:
     other = torch.zeros(T, T, dtype=torch.bool)
     other.data = mask
     other.fill_(True)
-    return mask
-
-
-def _written_through_a_chunk(x: Tensor) -> Tensor:
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    torch.unsafe_chunk(mask, 2)[0].fill_(True)
-    return mask
-
-
-def _of_the_batch(x: Tensor) -> Tensor:
-    return torch.ones(T, T, dtype=torch.bool).tril() & (x[:, None, None, :, 0] < 100.0)
-
-
-def _written_by_the_batch(x: Tensor) -> Tensor:
-    mask = torch.ones(T, T, dtype=torch.bool).tril()
-    mask.masked_fill_(x[0, :, 0].isnan(), True)
-    return mask
-
-
-def _window(x: Tensor) -> Tensor:
-    rows, columns = _places(x)
-    return (columns <= rows) & (columns > rows - T + 1)
 
 
 def _biased(x: Tensor) -> Tensor:
@@ -320,30 +287,30 @@ def _biased(x: Tensor) -> Tensor:
     return (columns - rows).float().masked_fill(columns > rows, -torch.inf)
 
 
-NOT_CAUSAL = [
-    _one_more,
-    _written_through_a_view,
-    _written_through_data,
-    _written_through_data_of_a_view,
-    _written_as_data_of_another,
-    _written_through_a_chunk,
-    _of_the_batch,
-    _written_by_the_batch,
-    _window,
-    _biased,
-    lambda x: torch.ones(T, T, dtype=torch.bool).tril(1),
-    lambda x: torch.ones(T, T, dtype=torch.bool).triu(),
-    lambda x: torch.full((T, T), -100.0).triu(1),
-    lambda x: (torch.rand(T, T) < 2.0).tril(),
-]
+NOT_CAUSAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "one more": _written(lambda mask, x: mask.__setitem__((2, 5), True)),
+    "through a view": _written(lambda mask, x: mask[3].fill_(True)),
+    "through data": _written(lambda mask, x: mask.data.fill_(True)),
+    "through data of a view": _written_through_data_of_a_view,
+    "as data of another": _written(_as_data_of_another),
+    "through a chunk": _written(lambda mask, x: torch.unsafe_chunk(mask, 2)[0].fill_(True)),
+    "of the batch": lambda x: _causal() & (x[:, None, None, :, 0] < 100.0),
+    "written by the batch": _written(lambda mask, x: mask.masked_fill_(x[0, :, 0].isnan(), True)),
+    "window": _window,
+    "biased": _biased,
+    "one wider": lambda x: torch.ones(T, T, dtype=torch.bool).tril(1),
+    "turned": lambda x: torch.ones(T, T, dtype=torch.bool).triu(),
+    "low": lambda x: torch.full((T, T), -100.0).triu(1),
+    "drawn": lambda x: (torch.rand(T, T) < 2.0).tril(),
+}
 
 
-@pytest.mark.parametrize("mask", NOT_CAUSAL)
-def test_masks_that_are_not_exactly_causal_stay(mask: Callable[[Tensor], Tensor]) -> None:
-    model, x = Hand(mask), torch.randn(4, T, 8)
+@pytest.mark.parametrize("name", NOT_CAUSAL)
+def test_masks_that_are_not_exactly_causal_stay(name: str) -> None:
+    model, x = Hand(NOT_CAUSAL[name]), torch.randn(4, T, 8)
     traced = trace(model, x, square, microbatches=2)
     assert [(causal, mask) for _, causal, mask in calls_of(traced)] == [(False, True)] * 3
-    if mask in (_written_through_data_of_a_view, _window):
+    if name in ("through data of a view", "window"):
         assert_equal(run(plan_of(job_of(traced, 2, 2)), model, x), plain(model, x, square), 1e-5)
 
 
@@ -353,7 +320,7 @@ def test_a_mask_that_an_op_of_another_library_writes_is_not_known(name: str) -> 
     fill: Any = torch.ops.of_test_masks.fill
 
     def written(x: Tensor) -> Tensor:
-        mask = torch.ones(T, T, dtype=torch.bool).tril()
+        mask = _causal()
         (fill if name == "fill" else fill.default)(mask)
         return mask
 
@@ -364,7 +331,7 @@ def test_a_mask_that_an_op_of_another_library_writes_is_not_known(name: str) -> 
 def test_a_mask_that_can_be_loaded_stays() -> None:
     """A buffer's elements are those of a checkpoint, some day."""
     model = Hand(lambda x: model.get_buffer("mask"))
-    model.register_buffer("mask", torch.ones(T, T, dtype=torch.bool).tril())
+    model.register_buffer("mask", _causal())
     assert [(causal, mask) for _, causal, mask in calls_of(trace(model, torch.randn(2, T, 8), square))] == [
         (False, True)
     ] * 3
@@ -408,7 +375,7 @@ def test_queries_of_another_length_than_keys_keep_their_mask() -> None:
             self.q = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            mask = torch.ones(T, T, dtype=torch.bool).tril()[-3:]
+            mask = _causal()[-3:]
             y = x[:, None]
             return F.scaled_dot_product_attention(self.q(y[..., -3:, :]), y, y, mask)
 

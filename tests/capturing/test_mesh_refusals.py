@@ -1,4 +1,4 @@
-"""Programs on meshes of several ranks that no plan has: the message says what, where and what to do."""
+"""Programs on several meshes that no plan has: input, error, key word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -27,112 +27,167 @@ from tests.capturing.test_mesh_reshards import (
     captured,
     loss_of,
 )
+from tests.capturing.test_meshes import Skip, meshes_of
 from tests.clusters import cores
 from tests.tensor.lone import lone_rank
+
+Meshes = list[DeviceMesh]
+TWO = [[0, 1], [2, 3]]
 
 
 class Strange(nn.Module):
     """One layer on each of the first two meshes; `act` is done to the first one's result."""
 
-    def __init__(
-        self, meshes: list[DeviceMesh], act: Callable[[torch.Tensor, list[DeviceMesh]], torch.Tensor]
-    ) -> None:
+    def __init__(self, meshes: Meshes, act: Callable[[Tensor, Meshes], Tensor]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, dtype=F64) for _ in range(2))
         for layer, mesh in zip(self.layers, meshes, strict=False):
             stretto.shard(layer, mesh, WHOLE * mesh.ndim)
         self.meshes, self.act = meshes, act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = self.act(self.layers[0](x), self.meshes)
         return self.layers[1](stretto.reshard(h, self.meshes[1], [Replicate()]))  # type: ignore[arg-type,no-any-return]
 
 
-def refused(
-    message: str,
-    ranks: list[Any],
-    act: Any = lambda h, _: h,
-    kind: type[Exception] = stretto.UsageError,
-    **changed: Any,
-) -> None:
+LAYOUTS: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([[0], [1, 2]], {}, "on a mesh of 1 ranks, [0], and 'layers.1.weight' on one of 2, [1, 2]"),
+    ([[0, 2], [1, 3]], {}, "ranks [0, 2], [1, 3]; its 2 stages are at ranks [0, 1], [2, 3]"),
+    ([[1, 0], [2, 3]], {}, "ranks [1, 0], [2, 3]; its 2 stages are at ranks [0, 1], [2, 3]"),
+    ([TWO, [[4, 5], [6, 7]]], {}, "'layers.0.weight' is on a mesh of 2 axes"),
+    (TWO, {"tp": 1}, "give Parallel(pp=2, tp=2)"),
+    (TWO, {"dp": 2}, "with dp=1 and no split"),
+    (TWO, {"split": ["layers.1"]}, "with dp=1 and no split"),
+    (TWO, {"sequence_parallel": True}, "sequence_parallel spreads a plain model"),
+    (TWO, {"tp_plan": {"layers.0": "colwise"}}, "tp_plan spreads a plain model"),
+    ([[0], [1]], {"tp": 1, "ampipe_degree": 2}, "ampipe_degree = 2 changes a plain model"),
+    ([[0], [1]], {"tp": 1, "ampipe_degree": "auto"}, "ampipe_degree = 'auto' changes a plain model"),
+]
+
+
+def capture_strange(ranks: list[Any], act: Any = lambda h, _: h, **changed: Any) -> None:
     parallel = stretto.Parallel(**({"pp": 2, "tp": 2, "microbatches": MICROBATCHES} | changed))
     with lone_rank(0, 8):
         model = Strange([DeviceMesh("cpu", one) for one in ranks], act)
-        with pytest.raises(kind, match=message):
-            stretto.capture(model, batch(), loss_of, parallel)
+        stretto.capture(model, batch(), loss_of, parallel)
 
 
-def test_meshes_that_are_no_stages_are_refused() -> None:
-    two = [[0, 1], [2, 3]]
-    refused(
-        r"on a mesh of 1 ranks, \[0\], and 'layers.1.weight' on one of 2, \[1, 2\].*one size", [[0], [1, 2]]
-    )
-    refused(r"ranks \[0, 2\], \[1, 3\]; its 2 stages are at ranks \[0, 1\], \[2, 3\]", [[0, 2], [1, 3]])
-    refused(r"ranks \[1, 0\], \[2, 3\]; its 2 stages are at ranks \[0, 1\], \[2, 3\]", [[1, 0], [2, 3]])
-    refused(
-        r"'layers.0.weight' is on a mesh of 2 axes, \[\[0, 1\], \[2, 3\]\]",
-        [[two[0], two[1]], [[4, 5], [6, 7]]],
-    )
-    refused(r"on 2 meshes of 2 ranks.*give Parallel\(pp=2, tp=2\).*not pp=2, tp=1", two, tp=1)
-    refused(r"give Parallel\(pp=2, tp=2\) with dp=1 and no split, not pp=2, tp=2, dp=2", two, dp=2)
-    refused("sequence_parallel spreads a plain model, and this one is on meshes", two, sequence_parallel=True)
-    for degree in (2, "auto"):
-        message = f"ampipe_degree = {degree!r} changes a plain model.*Give ampipe_degree = 1"
-        refused(message, [[0], [1]], tp=1, ampipe_degree=degree)
-    refused("tp_plan spreads a plain model", two, tp_plan={"layers.0": "colwise"})
+@pytest.mark.parametrize(("ranks", "changed", "word"), LAYOUTS)
+def test_meshes_that_are_no_stages(ranks: list[Any], changed: dict[str, Any], word: str) -> None:
+    with pytest.raises(stretto.UsageError) as caught:
+        capture_strange(ranks, **changed)
+    assert word in str(caught.value)
 
 
-def test_what_no_plan_has_is_refused() -> None:
-    two = [[0, 1], [2, 3]]
-
-    def uneven(h: torch.Tensor, meshes: list[DeviceMesh]) -> torch.Tensor:
-        return stretto.reshard(h[:, :5], meshes[1], [Shard(1)])  # type: ignore[arg-type]
-
-    whole = r"tensor float64 \(4, 5\) \[Replicate\(\)\] on mesh \[0, 1\]"
-    message = whole + " cannot be spread equally over tp = 2 along dim 1: 5 is not a multiple of 2.*pad"
-    refused(message, two, uneven, stretto.CaptureError)
-
-    def elsewhere(h: torch.Tensor, meshes: list[DeviceMesh]) -> torch.Tensor:
-        return stretto.reshard(h, meshes[2], [Replicate()])  # type: ignore[arg-type]
-
-    message = r"a mesh of ranks \[4, 5\], on which no parameter lies"
-    refused(message, [*two, [4, 5]], elsewhere, stretto.CaptureError)
-
-    def own_way(h: torch.Tensor, meshes: list[DeviceMesh]) -> torch.Tensor:
-        whole = all_reduce(stretto.local(h.detach()), "sum", (meshes[0], 0))  # type: ignore[no-untyped-call]
-        return h + stretto.shard(whole, meshes[0])
-
-    refused(
-        "communicates in a way of its own.*_c10d_functional.all_reduce", two, own_way, stretto.CaptureError
-    )
-
-    class Odd(nn.Module):
-        def __init__(self, meshes: list[DeviceMesh], placement: Placement, buffer: bool) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in meshes)
-            for layer, mesh in zip(self.layers, meshes, strict=True):
-                layer.register_buffer("seen", torch.zeros(6))
-                layer.weight = stretto.shard(layer.weight, mesh, [placement])
-                layer.bias = stretto.shard(layer.bias, mesh, WHOLE)
-                layer.seen = stretto.shard(layer.seen, mesh, [Shard(0)] if buffer else WHOLE)  # type: ignore[arg-type]
-
-    lies = r"parameter 'layers.0.weight' lies as \[Partial\(\)\].*as Shard\(dim\) or Replicate\(\)"
-    for placement, buffer, message in (
-        (Shard(0), False, r"'layers.0.weight' of shape \[5, 5\] cannot be spread equally over tp = 2 along"),
-        (Partial(), False, lies),
-        (Replicate(), True, r"buffer 'layers.0.seen' lies as \[Shard\(0\)\].*it lies as Replicate\(\)"),
-    ):
-        with pytest.raises(stretto.UsageError, match=message):
-            captured(lambda meshes, p=placement, b=buffer: Odd(meshes, p, b))
+def own_way(h: Tensor, meshes: Meshes) -> Tensor:
+    whole = all_reduce(stretto.local(h.detach()), "sum", (meshes[0], 0))  # type: ignore[no-untyped-call]
+    return h + stretto.shard(whole, meshes[0])
 
 
-def test_a_model_that_lies_otherwise_than_at_the_capture_is_refused() -> None:
-    job = captured(lambda meshes: Pair(meshes, S1, R))
-    plan = stretto.plan(job, cluster=cores())
+ACTS: list[tuple[list[Any], Callable[[Tensor, Meshes], Tensor], str]] = [
+    (TWO, lambda h, on: stretto.reshard(h[:, :5], on[1], [Shard(1)]), "5 is not a multiple of 2"),  # type: ignore[arg-type]
+    ([*TWO, [4, 5]], lambda h, on: stretto.reshard(h, on[2], [R]), "no parameter lies"),  # type: ignore[arg-type]
+    (TWO, own_way, "_c10d_functional.all_reduce"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "act", "word"), ACTS)
+def test_code_on_meshes(ranks: list[Any], act: Callable[[Tensor, Meshes], Tensor], word: str) -> None:
+    with pytest.raises(stretto.CaptureError) as caught:
+        capture_strange(ranks, act)
+    assert word in str(caught.value)
+
+
+class Odd(nn.Module):
+    def __init__(self, meshes: Meshes, placement: Placement, buffer: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in meshes)
+        for layer, mesh in zip(self.layers, meshes, strict=True):
+            layer.register_buffer("seen", torch.zeros(6))
+            layer.weight = stretto.shard(layer.weight, mesh, [placement])
+            layer.bias = stretto.shard(layer.bias, mesh, WHOLE)
+            layer.seen = stretto.shard(layer.seen, mesh, [Shard(0)] if buffer else WHOLE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("placement", "buffer", "word"),
+    [
+        (Shard(0), False, "of shape [5, 5] cannot be spread equally over tp = 2"),
+        (Partial(), False, "parameter 'layers.0.weight' lies as [Partial()]"),
+        (Replicate(), True, "buffer 'layers.0.seen' lies as [Shard(0)]"),
+    ],
+)
+def test_placements_that_no_plan_has(placement: Placement, buffer: bool, word: str) -> None:
+    with pytest.raises(stretto.UsageError) as caught:
+        captured(lambda meshes: Odd(meshes, placement, buffer))
+    assert word in str(caught.value)
+
+
+def changed_skip(meshes: Meshes, **changed: Any) -> nn.Module:
+    model = Skip(meshes)
+    for name, value in changed.items():
+        setattr(model, name, value)
+    return model
+
+
+def half_plain(meshes: Meshes) -> nn.Module:
+    model = Skip(meshes)
+    model.layers[1] = nn.Linear(SIZE, SIZE, dtype=F64)
+    return model
+
+
+PROGRAMS: list[tuple[Callable[[Meshes], nn.Module], type[Exception], str]] = [
+    (lambda on: Skip(on[::-1]), stretto.UsageError, "never reshards a tensor to the mesh of rank 2"),
+    (
+        lambda on: changed_skip(on, early=True),
+        stretto.UsageError,
+        "reaches the meshes of ranks [2], [1] in this order",
+    ),
+    (lambda on: changed_skip(on, back=True), stretto.UsageError, "never back"),
+    (half_plain, stretto.UsageError, "'layers.1.weight' is on no mesh"),
+    (
+        lambda on: changed_skip(on, to=lambda place, x: x),
+        stretto.CaptureError,
+        "its tensors are on two meshes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "word"), PROGRAMS)
+def test_programs(make: Callable[[Meshes], nn.Module], error: type[Exception], word: str) -> None:
+    with lone_rank(1, 3), pytest.raises(error) as caught:
+        stretto.capture(
+            make(meshes_of()), batch(), loss_of, stretto.Parallel(pp=3, microbatches=MICROBATCHES)
+        )
+    assert word in str(caught.value)
+
+
+def test_a_count_of_what_ranks_have_parts_of() -> None:
+    with lone_rank(0, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        model = nn.Linear(SIZE, SIZE, dtype=F64)
+        stretto.shard(model, mesh)
+
+        def loss(model: nn.Module, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            x, y = (stretto.shard(given[key], mesh, [Shard(0)]) for key in ("x", "y"))
+            return model(x).square().sum(), y.square().sum()
+
+        with pytest.raises(stretto.CaptureError, match="not made from the microbatch alone"):
+            stretto.capture(model, batch(), loss, stretto.Parallel(pp=1, tp=2, microbatches=2))
+
+
+def test_a_model_that_lies_otherwise_than_at_the_capture() -> None:
+    plan = stretto.plan(captured(lambda meshes: Pair(meshes, S1, R)), cluster=cores())
     with lone_rank(1, 4):
         meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
         model = Pair(meshes, S1, R)
         model.a.bias = stretto.shard(nn.Parameter(torch.zeros(SIZE, dtype=F64)), meshes[0], WHOLE)  # type: ignore[assignment]
-        message = r"'a.bias' as parts of shape \[4\], and part 1 on rank 1, but it is tensor float64 \(8,\)"
-        with pytest.raises(stretto.UsageError, match=message):
+        with pytest.raises(stretto.UsageError, match=r"'a.bias' as parts of shape \[4\]"):
             stretto.Runner(plan, model, transport=ThreadTransport.group(4)[1])
+    with lone_rank(1, 3):
+        on = meshes_of()
+        parallel = stretto.Parallel(pp=3, microbatches=MICROBATCHES, schedule="1f1b")
+        plan = stretto.plan(stretto.capture(Skip(on), batch(), loss_of, parallel), cluster=cores())
+        moved = Skip([on[1], on[2], on[0]])
+        with pytest.raises(stretto.UsageError, match=r"'layers.1.weight' on rank 1, but it is on mesh \[2\]"):
+            stretto.Runner(plan, moved, transport=ThreadTransport.group(3)[1])

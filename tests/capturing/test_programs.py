@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from stretto.capturing.graph import Traced
 from stretto.capturing.split import place
 from stretto.capturing.stages import cut
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.program import Job

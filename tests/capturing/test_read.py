@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.batch.values import Watch, part
+from stretto.batch.constants import ConstantsWatch, part
 from tests.capturing.steps import assert_plain, plan_of
 from tests.capturing.zoo import WIDTH, Chain, mean_square, rows
 
@@ -266,7 +266,7 @@ def test_copies_of_a_job_watch_nothing_and_paths_run_no_code() -> None:
     assert job.watch is not None
     for copied in (pickle.loads(pickle.dumps(job)), copy.deepcopy(job)):
         assert copied == job
-        assert isinstance(copied.watch, Watch)
+        assert isinstance(copied.watch, ConstantsWatch)
         copied.watch.check()
 
     class Trap:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.parallelize.layout import layout_of
+from tests.runtime.equality import huggingface_loss
 
 transformers = pytest.importorskip("transformers")
 tracing = importlib.import_module("stretto.capturing.trace")
@@ -97,58 +97,50 @@ def test_models_whose_layers_differ_are_traced_whole(
 
 
 class Stack(nn.Module):
-    """Six equal layers; subclasses do something with them that repeating must not change."""
+    """Six layers, and what is done with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: list[nn.Module], forward: Any) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.layers, self.own = nn.ModuleList(layers), forward
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+        out: Tensor = self.own(self.layers, x)
+        return out
 
 
-class DividesByCount(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for at, layer in enumerate(self.layers):
-            x = layer(x) / len(self.layers) * (2 if at == 4 else 1)
-        return x
+def chain(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = torch.tanh(layer(x))
+    return x
 
 
-class AddsResidual(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
+def divides_by_count(layers: Any, x: Tensor) -> Tensor:
+    for at, layer in enumerate(layers):
+        x = layer(x) / len(layers) * (2 if at == 4 else 1)
+    return x
 
 
-class CallsOneTwice(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.layers[5](x))
+def adds_residual(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = x + layer(x)
+    return x
 
 
-class PenalisesWeights(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x + sum(p.square().sum() for p in self.layers.parameters())
+def skips(layers: Any, x: Tensor) -> Tensor:
+    kept = []
+    for layer in layers[:3]:
+        x = torch.tanh(layer(x))
+        kept.append(x)
+    for layer in layers[3:]:
+        x = torch.tanh(layer(x + kept.pop()))
+    return x
 
 
-class Ties(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[5].weight = self.layers[0].weight
-
-
-class Skips(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        for layer in self.layers[:3]:
-            x = torch.tanh(layer(x))
-            kept.append(x)
-        for layer in self.layers[3:]:
-            x = torch.tanh(layer(x + kept.pop()))
-        return x
+def writes_between(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        y = x * 1.0
+        x = layer(y) + y
+    return x
 
 
 class Indexed(nn.Linear):
@@ -160,36 +152,45 @@ class Indexed(nn.Linear):
         return super().forward(x) * (2.0 if self.at == 4 else 1.0)
 
 
-class ReadsIndex(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Indexed(8, 8) for _ in range(6))
-        for at, layer in enumerate(self.layers):
-            layer.at = at
-
-
 class WritesInput(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x.mul_(2.0)
         return super().forward(x)
 
 
-class Writes(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(WritesInput(8, 8) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            y = x * 1.0
-            x = layer(y) + y
-        return x
+def six(make: Any = nn.Linear) -> list[nn.Module]:
+    return [make(8, 8) for _ in range(6)]
 
 
-class Norms(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(6))
+def indexed() -> list[nn.Module]:
+    layers = six(Indexed)
+    for at, layer in enumerate(layers):
+        layer.at = at  # type: ignore[assignment]
+    return layers
+
+
+def tied() -> list[nn.Module]:
+    layers = six()
+    layers[5].weight = layers[0].weight
+    return layers
+
+
+STACKS: dict[str, tuple[Any, Any, bool]] = {
+    "chain": (six, chain, True),
+    "divided by their count": (six, divides_by_count, True),
+    "residual": (six, adds_residual, False),  # the order of a sum of gradients
+    "skips": (six, skips, False),
+    "one called twice": (six, lambda layers, x: chain(layers, layers[5](x)), False),
+    "weights penalised": (
+        six,
+        lambda layers, x: chain(layers, x) + sum(p.square().sum() for p in layers.parameters()),
+        False,
+    ),
+    "tied": (tied, chain, True),  # the four layers between the tied two are equal
+    "index read": (indexed, chain, False),
+    "input written": (lambda: six(WritesInput), writes_between, False),
+    "norms": (lambda: six(lambda m, n: nn.Sequential(nn.Linear(m, n), nn.BatchNorm1d(n))), chain, False),
+}
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
@@ -197,29 +198,16 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return out.square().mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "repeats"),
-    [
-        (Stack, True),
-        (DividesByCount, True),
-        (AddsResidual, False),  # the order of a sum of gradients
-        (Skips, False),
-        (CallsOneTwice, False),
-        (PenalisesWeights, False),
-        (Ties, True),  # the four layers between the tied two are equal
-        (ReadsIndex, False),
-        (Writes, False),
-        (Norms, False),
-    ],
-)
-def test_what_a_model_does_with_its_layers(model: type[nn.Module], repeats: bool, caplog: Any) -> None:
-    same, reason = both(model(), mean_square, torch.randn(4, 8), caplog)
+@pytest.mark.parametrize("name", STACKS)
+def test_what_a_model_does_with_its_layers(name: str, caplog: Any) -> None:
+    make, forward, repeats = STACKS[name]
+    same, reason = both(Stack(make(), forward), mean_square, torch.randn(4, 8), caplog)
     assert same
     assert (reason == "") is repeats, reason
 
 
 def test_the_model_is_as_it_was_afterwards() -> None:
-    model = ReadsIndex()
+    model = Stack(indexed(), chain)
     before = [dict(layer.__dict__) for layer in model.layers]
     tracing.trace(model, torch.randn(4, 8), mean_square)
     assert [dict(layer.__dict__) for layer in model.layers] == before

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import stretto
+from stretto.capturing.graph import Traced
 from stretto.capturing.split import op_cost, split
 from stretto.capturing.stages import cut
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss

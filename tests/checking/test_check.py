@@ -21,7 +21,6 @@ from stretto.cli.check import make
 from stretto.config import Parallel, ParallelSettings, load_settings
 from stretto.errors import CaptureError, RunError, UsageError
 from stretto.ir.program import Job
-from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.parallelize.styles import GPT2_PLAN
@@ -30,7 +29,7 @@ from stretto.price.flat import described_costs
 from tests.clusters import cores
 from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof
-from tests.runtime.equality import from_transformers
+from tests.runtime.equality import from_transformers, huggingface_loss
 from tests.synthetic import make_job
 
 torch.set_num_threads(1)

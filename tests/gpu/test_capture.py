@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.graph import Traced
+from stretto.capturing.trace import trace
 from stretto.models.gpt import next_token_sum
 from stretto.models.moe import moe_token_sum
 from tests.gpu.test_numbers import CONTEXT, gpt, moe

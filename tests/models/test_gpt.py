@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.runtime.equality import huggingface_loss
 from torch import Tensor, nn
 
 from stretto.config import GPTSettings, HuggingFaceSettings
@@ -19,11 +20,10 @@ from stretto.models.build import (
     END_OF_TEXT_ID,
     build_model,
     counted_loss_function,
-    huggingface_loss,
     huggingface_sum,
 )
 from stretto.models.gpt import GPT, GPTConfig, generate, next_token_loss, next_token_sum, rotate
-from stretto.models.moe import MoEConfig, MoEGPT, moe_token_loss, moe_token_sum
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 
 TINY = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16)
 LEARNED = GPTConfig(vocab_size=61, layers=3, hidden=24, heads=3, context=16, positions="learned")
@@ -341,7 +341,7 @@ def test_keys_that_a_configuration_class_asks_for_are_known(
         ("LlamaForCausalLM", {"torch_dtype": "bfloat16"}, "torch_dtype changes nothing .* give precision"),
         ("LlamaForCausalLM", {"quantization_config": {}}, "quantization_config changes nothing"),
         ("LlamaConfig", {}, "has no such model"),
-        ("BertModel", {}, "does not tell the next token"),
+        ("BertModel", {}, "does not predict the next token"),
         ("LlamaForCausalLM", {"vocab_size": 60}, r"model\.config\.vocab_size = 60 is too small"),
         (
             "LlamaForCausalLM",
@@ -388,7 +388,6 @@ def test_an_evaluation_leaves_out_the_losses_of_routers() -> None:
     output = model(batch[:, :-1])
     plain = F.cross_entropy(output.logits.flatten(0, 1), batch[:, 1:].flatten())
     routers = config.aux_weight * output.losses[0] + config.z_weight * output.losses[1]
-    torch.testing.assert_close(moe_token_loss(model, batch), plain + routers)
-    torch.testing.assert_close(moe_token_loss(model.eval(), batch), plain)
-    total, count = moe_token_sum(model, batch)
-    torch.testing.assert_close(total / count, plain)
+    for trains, want in ((True, plain + routers), (False, plain)):
+        total, count = moe_token_sum(model.train(trains), batch)
+        torch.testing.assert_close(total / count, want)

@@ -7,7 +7,7 @@ import torch
 from benchmarks.moe_model import EvenRouter
 from torch import Tensor
 
-from stretto.models.moe import MoE, MoEConfig, MoEGPT, Router, moe_token_loss
+from stretto.models.moe import MoE, MoEConfig, MoEGPT, Router, moe_token_sum
 
 
 def config(top_k: int) -> MoEConfig:
@@ -22,7 +22,7 @@ def tokens() -> Tensor:
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_the_loss_of_text_reaches_the_router(top_k: int) -> None:
     model = MoEGPT(config(top_k), seed=2).double()
-    moe_token_loss(model, tokens()).backward()
+    moe_token_sum(model, tokens())[0].backward()
     block = model.blocks[0].mlp
     assert isinstance(block, MoE)
     assert block.router.weight.grad is not None

@@ -14,10 +14,9 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job, Shard
-from stretto.models.build import huggingface_loss
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 from tests.parallelize.test_tensor_equality import SMALL, assert_plain, batch_of
-from tests.runtime.equality import from_transformers
+from tests.runtime.equality import from_transformers, huggingface_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning"),

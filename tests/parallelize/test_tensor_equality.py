@@ -17,12 +17,11 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.models.build import huggingface_loss
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import join
-from tests.runtime.equality import Loss, from_transformers, lowered, plain
+from tests.runtime.equality import Loss, from_transformers, huggingface_loss, lowered, plain
 
 VOCAB, SEQUENCE, ROWS = 64, 8, 4
 SMALL = {

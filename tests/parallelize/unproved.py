@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from stretto.capturing.expand import TracedOp
+from stretto.capturing.graph import TracedOp
 from stretto.capturing.proof import Proof, Proved
 from stretto.ir.program import CHUNK, INDEX
 from stretto.parallelize.alone import Beside

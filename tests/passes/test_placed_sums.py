@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from stretto.capturing import capture
+from stretto.capturing.graph import Traced
 from stretto.capturing.split import place
 from stretto.capturing.stages import cut
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.trace import trace
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.costs import Link

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stretto.capturing.graph import Traced
 from stretto.capturing.split import place, split
 from stretto.capturing.stages import cut
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.trace import trace
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.models.build import huggingface_loss
-from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.models.gpt import GPT, GPTConfig, cross_entropy, inputs_and_targets, next_token_loss
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
@@ -41,6 +41,17 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 """Relative, by the norm of each gradient."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
+
+
+def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """The mean of which `models.build.huggingface_sum` is the sum."""
+    inputs, targets = inputs_and_targets(batch)
+    output = model(input_ids=inputs, use_cache=False)
+    loss = cross_entropy(output.logits, targets)
+    balance = getattr(output, "aux_loss", None)
+    if balance is None or not model.training:
+        return loss
+    return loss + model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
 
 
 def own_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from stretto.schedule.families import forward_schedule
 from tests.clusters import cores
 from torch import nn
 
@@ -21,6 +20,7 @@ from stretto.files.kept import Kept
 from stretto.ir.action import Phase
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
+from stretto.schedule.families import forward_schedule
 from stretto.verifying.plan import plan_faults
 
 CLUSTER = cores()

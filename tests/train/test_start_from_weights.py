@@ -23,9 +23,9 @@ from stretto.config.pretrained import OWN
 from stretto.errors import UsageError
 from stretto.files.say import unheard
 from stretto.models.gpt import next_token_loss
-from stretto.models.hub import weights_folder
 from stretto.models.moe import MoEConfig, MoEGPT
 from stretto.models.pretrained import KINDS, load_gpt, save_gpt
+from stretto.models.weight_files import weights_folder
 from stretto.train import trainer
 from stretto.train.data import prepare_data
 from stretto.train.export import GENERATION, export
@@ -254,7 +254,7 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(
     with pytest.raises(UsageError, match="has no weights"):
         refuse_early(settings)
     shutil.rmtree(place)
-    with pytest.raises(UsageError, match=r"'someone/small' is no folder here, and the Hub says: .*cache"):
+    with pytest.raises(UsageError, match=r"'someone/small' is no folder here, and the Hub reports: .*cache"):
         weights_folder("someone/small")
 
 

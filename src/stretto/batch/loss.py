@@ -26,8 +26,8 @@ MEANT = "return its mean loss, a scalar tensor, or (sum, count): the sum, and ho
 def loss_and_count(returned: Any, loss: Callable[..., Any]) -> tuple[Tensor, Tensor | float | None]:
     """The loss of a microbatch, with its count where it is a sum (None: it is a mean); both of one element.
 
-    A count that is the same for every microbatch, a number of Python, is a float. Raises UsageError that says
-    what `loss` should return.
+    A count that is the same for every microbatch, a number of Python, is a float. Raises UsageError
+    with what `loss` should return.
     """
     code = getattr(loss, "__code__", None)
     where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
@@ -54,7 +54,7 @@ def _count(value: Any, what: str) -> Tensor | float:
         if value.requires_grad:
             raise UsageError(
                 f"{what} returned a count that depends on a parameter: (sum, count) are the sum of "
-                "the losses and how many they are, which the microbatch alone must tell, as "
+                "the losses and how many they are, which must follow from the microbatch alone, as "
                 "(labels != -100).sum()"
             )
         return value
@@ -66,7 +66,7 @@ def _count(value: Any, what: str) -> Tensor | float:
 
 
 def _is_output(value: tuple[Any, ...]) -> bool:
-    """A named tuple has names for what it holds, and none of them is a count."""
+    """A named tuple has names for its items, and none of them is a count."""
     return hasattr(value, "_fields") and "count" not in value._fields
 
 
@@ -88,7 +88,7 @@ def _advice(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """Where an output holds its loss, as Python says it."""
+    """Where an output has its loss, as Python writes it."""
     if isinstance(getattr(value, "loss", None), Tensor):
         return ".loss"
     if isinstance(value, Mapping) and isinstance(value.get("loss"), Tensor):

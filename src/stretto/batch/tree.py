@@ -22,14 +22,14 @@ NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Whole:
-    """A leaf of the batch of which every microbatch is given the whole; `whole` makes it."""
+class WholeLeaf:
+    """A leaf of the batch that every microbatch takes in full; `whole` makes it."""
 
     tensor: torch.Tensor
 
 
-def whole(value: Any) -> Whole:
-    """Mark a leaf of a batch that is not cut: every microbatch is given all of it, as a tensor.
+def whole(value: Any) -> WholeLeaf:
+    """Mark a leaf of a batch that is not cut: every microbatch takes all of it, as a tensor.
 
     value: a tensor of any shape (positions for all rows, weights of classes), or a number, which becomes a
         tensor without dims, of int64 or float64. It may be another one in every step, of the same shape.
@@ -38,16 +38,16 @@ def whole(value: Any) -> Whole:
 
     Raises UsageError for anything else.
     """
-    if isinstance(value, Whole):
+    if isinstance(value, WholeLeaf):
         return value
     if isinstance(value, torch.Tensor):
-        return Whole(value)
+        return WholeLeaf(value)
     if isinstance(value, float):
         # As precise as a number of Python is to a model that computes in float64.
-        return Whole(torch.tensor(value, dtype=torch.float64))
+        return WholeLeaf(torch.tensor(value, dtype=torch.float64))
     if isinstance(value, NUMBERS):
         try:
-            return Whole(torch.tensor(value))
+            return WholeLeaf(torch.tensor(value))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise UsageError(f"stretto.whole cannot make a tensor of it: {error}") from None
     raise UsageError(f"stretto.whole marks a tensor or a number, not {type(value).__name__}")
@@ -69,10 +69,10 @@ def _leaves(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _refuse_object(path: str, item: Any) -> None:
     """Raises UsageError for an object that has tensors: they would be no leaves."""
     attributes = {} if isinstance(item, (torch.Tensor, torch.nn.Module)) else getattr(item, "__dict__", {})
-    held = [str(name) for name, value in attributes.items() if isinstance(value, torch.Tensor)]
-    if held:
+    names = [str(name) for name, value in attributes.items() if isinstance(value, torch.Tensor)]
+    if names:
         raise UsageError(
-            f"batch leaf {path!r} is a {type(item).__name__} with tensors ({', '.join(held)}), and a batch "
+            f"batch leaf {path!r} is a {type(item).__name__} with tensors ({', '.join(names)}), and a batch "
             "is made of tensors, dicts, lists and (named) tuples: give vars(it), a dict, and read it by keys"
         )
 
@@ -82,8 +82,8 @@ def flatten(batch: Any) -> dict[str, torch.Tensor]:
     is one tensor has the name `batch`."""
     leaves: dict[str, torch.Tensor] = {}
     for path, item in _leaves(batch):
-        if isinstance(item, (torch.Tensor, Whole)):
-            leaves[_new(path, leaves)] = item.tensor if isinstance(item, Whole) else item
+        if isinstance(item, (torch.Tensor, WholeLeaf)):
+            leaves[_new(path, leaves)] = item.tensor if isinstance(item, WholeLeaf) else item
     return leaves
 
 
@@ -100,7 +100,7 @@ def check_no_gradient(name: str, leaf: torch.Tensor) -> None:
 
 def whole_leaves(batch: Any) -> tuple[str, ...]:
     """Names of the leaves that are marked with `whole`, in the order of `flatten`."""
-    return tuple(path for path, item in _leaves(batch) if isinstance(item, Whole))
+    return tuple(path for path, item in _leaves(batch) if isinstance(item, WholeLeaf))
 
 
 def fixed(batch: Any) -> dict[str, str]:
@@ -108,7 +108,7 @@ def fixed(batch: Any) -> dict[str, str]:
     equal leaves alone. Capture makes them constants of the step. Raises UsageError for leaves without one."""
     leaves: dict[str, str] = {}
     for path, item in _leaves(batch):
-        if not isinstance(item, (torch.Tensor, Whole)):
+        if not isinstance(item, (torch.Tensor, WholeLeaf)):
             leaves[_new(path, leaves)] = text_of(item, path)
     return leaves
 
@@ -126,7 +126,7 @@ def rebuilder(batch: Any) -> Callable[[Sequence[Any]], Any]:
         left = iter(leaves)
 
         def walk(item: Any) -> Any:
-            if isinstance(item, (torch.Tensor, Whole)):
+            if isinstance(item, (torch.Tensor, WholeLeaf)):
                 return next(left)
             if isinstance(item, Mapping):
                 return {key: walk(value) for key, value in item.items()}
@@ -145,7 +145,7 @@ def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
     """The shape of each leaf of one microbatch. Raises UsageError when the batch does not divide."""
     leaves, given_whole = flatten(batch), whole_leaves(batch)
     if not leaves:
-        raise UsageError("the batch holds no tensor; expected a tensor, or a tree (dict, list) of tensors")
+        raise UsageError("the batch has no tensor; expected a tensor, or a tree (dict, list) of tensors")
     cut = {name: leaf for name, leaf in leaves.items() if name not in given_whole}
     if not cut:
         raise UsageError(
@@ -156,7 +156,7 @@ def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
         if leaf.dim() == 0:
             raise UsageError(
                 f"batch leaf {name!r} has no dims, so that it cannot be cut into microbatches: mark it "
-                f"stretto.whole(x), and every microbatch is given it; it may be another in every step"
+                f"stretto.whole(x), and every microbatch takes it; it may be another in every step"
             )
         if leaf.shape[0] == 0:
             raise UsageError(
@@ -181,16 +181,16 @@ def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
         sizes.setdefault(shape[0], name)
     if len(sizes) == 1:
         return
-    told = ", ".join(f"{name!r} has {size}" for size, name in sizes.items())
+    sizes_of = ", ".join(f"{name!r} has {size}" for size, name in sizes.items())
     if 1 in sizes:
         name, rows = sizes.pop(1), max(sizes)
         rest = ", -1" * (len(shapes[name]) - 1)
         raise UsageError(
             f"batch leaf {name!r} has 1 row, and {sizes[rows]!r} has {rows}: if it is for all rows, mark it "
-            f"stretto.whole(x), and every microbatch is given it; or give each row its own, "
+            f"stretto.whole(x), and every microbatch takes it; or give each row its own, "
             f"x.expand({rows}{rest})"
         )
     raise UsageError(
-        f"the leaves of the batch differ in their first dim: {told} rows. Bring the dim of the batch first "
+        f"the leaves of the batch differ in their first dim: {sizes_of} rows. Bring the batch's dim first "
         "(x.transpose(0, 1), and back in the loss), or mark what is the same for all rows stretto.whole(x)"
     )

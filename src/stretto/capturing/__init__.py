@@ -46,7 +46,7 @@ def capture(
     model: any `nn.Module`, on any device ("meta" too; nothing is allocated). It is not changed. One whose
         parameters lie on several meshes is cut where it reshards to the next (`stretto.capturing.meshes`).
     batch: a tensor or a tree of tensors whose first dim is the batch; only shapes and dtypes are read. What
-        every microbatch is to be given whole is marked with `stretto.whole`.
+        every microbatch takes in full is marked with `stretto.whole`.
     loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar; or (sum, count): the sum
         of its losses, and how many they are (a tensor made from the microbatch alone, or a number).
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
@@ -57,7 +57,7 @@ def capture(
         PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or the
         model's own, by default.
     equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is
-        the same; logging of `stretto.capturing.trace` (DEBUG) tells why layers are not repeated.
+        the same; logging of `stretto.capturing.trace` (DEBUG) reports why layers are not repeated.
     stages: number of stages; those of `parallel.split`, or `parallel.pp` times `parallel.virtual_stages`.
 
     Returns a Job of plain data. The step's loss is the mean of the microbatches' losses; for (sum, count) the

@@ -12,8 +12,8 @@ The first two want four dims, and heads of one dim in query, key and value that 
 of 8; the second also as many heads of keys as of queries. Those are the conditions of PyTorch's sdp_utils.cpp
 for compute capability 8.0 and later (A100, H100, H200, B200). A device may have another kernel yet, cuDNN's,
 which PyTorch finds out by asking it (an H100 takes it for all of half precision); a capture with the device
-at hand holds that one. Layer norms keep mean and deviation in float32, as CUDA's kernels do. A model that
-asks for the type of its tensors' device is told "cpu"."""
+at hand has that one. Layer norms keep mean and deviation in float32, as CUDA's kernels do. For a
+model that asks, its tensors' device is "cpu"."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ torch._C.DisableTorchFunction, and of torch.utils._python_dispatch
     _disable_current_modes, TorchDispatchMode   looking at real tensors while a graph is made, and at its ops
 torch._ops.OpOverload, OpOverloadPacket,        what is an op, and writes; the elements of a constant
     FakeTensor.constant
+torch.utils._pytree                             arguments of calls, flat
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from stretto.backend.schema_adapter import draws as draws_of
 from stretto.capturing.explain import COMMUNICATES
@@ -33,7 +36,7 @@ COUNTED = ("aten", "prims")
 def nodes_of(
     tensors: Mapping[int, torch.Tensor],
 ) -> tuple[torch.fx.Graph, Any, dict[int, torch.fx.Node]] | None:
-    """The graph under way, what holds its constants, and the nodes that make tensors; None where no
+    """The graph under way, the module that has its constants, and the nodes that make tensors; None where no
     graph is made."""
     mode = get_proxy_mode()
     if mode is None:
@@ -57,8 +60,8 @@ def untraced() -> Iterator[None]:
 
 
 def writes_uncounted(function: Any) -> bool:
-    """Whether a call may write to what it is given and no version counter tells: of another library's op that
-    is traced, only its schema does."""
+    """Whether a call may write to its arguments and no version counter shows it: of another library's op that
+    is traced, only the schema does."""
     if isinstance(function, torch._ops.OpOverload):
         return function.namespace not in COUNTED and function._schema.is_mutable
     if isinstance(function, torch._ops.OpOverloadPacket):
@@ -90,7 +93,7 @@ def of_constants() -> Iterator[None]:
 class OpsSeen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the ops of a forward.
 
-    infos: tensors in which LAPACK says whether it could take a matrix: 0 where it could. PyTorch raises an
+    infos: tensors in which LAPACK reports whether it could take a matrix: 0 where it could. PyTorch raises an
     error where one is not 0; a graph has no values to look at."""
 
     supports_higher_order_operators = True
@@ -141,7 +144,7 @@ def buffers_in_place(model: nn.Module) -> Iterator[None]:
     tables = [(name, sub._parameters, sub._buffers) for name, sub in model.named_modules()]
     kept = [(dict(parameters), dict(buffers)) for _, parameters, buffers in tables]
     yield
-    for (module, parameters, buffers), (own, held) in zip(tables, kept, strict=True):
+    for (module, parameters, buffers), (own, before_buffers) in zip(tables, kept, strict=True):
         # Who parametrizes a parameter for a time gives it back, as a buffer: it is a plain tensor here.
         moved = {key: p for key, p in own.items() if key not in parameters and buffers.get(key) is p}
         if moved:
@@ -154,14 +157,14 @@ def buffers_in_place(model: nn.Module) -> Iterator[None]:
                 f"the forward puts another tensor in the place of parameter {_path(module, changed[0])!r}: "
                 "let it compute a tensor under another name, or write into a buffer"
             )
-        for key, before in held.items():
+        for key, before in before_buffers.items():
             now = buffers.get(key)
             if now is before or before is None:
                 continue
             if now is None or now.shape != before.shape or now.dtype != before.dtype:
-                told = "nothing" if now is None else f"{now.dtype}{list(now.shape)}"
+                what = "nothing" if now is None else f"{now.dtype}{list(now.shape)}"
                 raise CaptureError(
-                    f"the forward puts {told} in the place of buffer {_path(module, key)!r}, which is "
+                    f"the forward puts {what} in the place of buffer {_path(module, key)!r}, which is "
                     f"{before.dtype}{list(before.shape)}: write into it in place, with its shape and dtype"
                 )
             with torch.no_grad():
@@ -193,7 +196,7 @@ def draws(node: torch.fx.Node) -> bool:
 
 
 def constant_key(value: Any) -> Hashable:
-    """What tells two constants of graphs from one another."""
+    """Equal for equal constants of graphs."""
     with untraced():
         elements = constant_value(value) if isinstance(value, torch.Tensor) else None
         return id(value) if elements is None else (elements.dtype, elements.shape, repr(elements.tolist()))

@@ -17,12 +17,12 @@ from torch import nn
 
 from stretto.batch.loss import Loss
 from stretto.capturing.explain import explained
-from stretto.capturing.layers import layer_names
+from stretto.capturing.graph import Traced
 from stretto.capturing.meshes import on_meshes, place_on_meshes
-from stretto.capturing.norms import check_synchronised
-from stretto.capturing.split import check_split, split
+from stretto.capturing.split import check_split, layer_names, split
 from stretto.capturing.stages import cut
-from stretto.capturing.trace import Traced, trace
+from stretto.capturing.substitutes import check_synchronised
+from stretto.capturing.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
@@ -100,7 +100,7 @@ class Captures:
 
     def _job(self, parallel: ParallelSettings, stages: int | None, degree: int | None) -> Job:
         count = stages if stages is not None else self.stages(parallel)[0]
-        check_split(self._model, parallel.split)  # names are told before what takes long
+        check_split(self._model, parallel.split)  # names are checked before what takes long
         check_synchronised(self._model, parallel.dp)
         meshes = on_meshes(self._model, parallel, self._tp_plan)
         if meshes is None:

@@ -1,12 +1,12 @@
 """What one call of the forward leaves in Python, and whether the next one reads it.
 
 The step of a plan runs one captured forward for every microbatch. That is the plain model's only if no call
-sees what the call before it has left in an attribute, a list or a counter (buffers apart, which the graph has
-as inputs). Every run of the forward while it is captured therefore begins with what the user's model holds,
-and where it leaves something else:
+reads what the call before it has left in an attribute, a list or a counter (buffers apart, which the graph
+has as inputs). Every run of the forward while it is captured therefore begins with the state of the user's
+model, and where it leaves another:
 
     1. The forward is captured again from what it has left.
-    2. The nodes of both graphs are given numbers: that of the op with the numbers of its arguments, so that
+    2. The nodes of both graphs get numbers: that of the op with the numbers of its arguments, so that
        equal numbers mean equal values, whatever else is computed.
     3. A tensor that the first call left has in the second graph the number of its value in the first, if that
        depends on constants alone (a mask that is kept for the next call); else it has none of its own.
@@ -24,22 +24,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.node import map_arg
 
 from stretto.capturing.calls_adapter import constant_key, draws, nodes_of
-from stretto.capturing.graphs import JointGraph
+from stretto.capturing.equal import LayerCall, NotRepeatedError
+from stretto.capturing.graph import JointGraph
 from stretto.capturing.read import Reads
-from stretto.capturing.repeat import Call, NotRepeatedError
-from stretto.capturing.state import State
+from stretto.capturing.state import PythonState
 from stretto.errors import CaptureError
 
 NAMED = 3
 """How many names of what is carried a message has."""
 
 
-class Calls:
-    """What model and loss hold around each run of the forward. When the context ends, all is as it was."""
+class ForwardCalls:
+    """The state of model and loss around each run of the forward. When the context ends, it is as before."""
 
-    def __init__(self, model: nn.Module, loss: Any, layers: Sequence[Call] = ()) -> None:
+    def __init__(self, model: nn.Module, loss: Any, layers: Sequence[LayerCall] = ()) -> None:
         self._roots = (("", model), ("the loss", loss))
         self.reads = Reads(model, loss)
         self.layers = layers
@@ -47,8 +48,8 @@ class Calls:
         self._numbers: dict[int, int] = {}
         self._left: dict[str, Tensor] = {}
 
-    def __enter__(self) -> Calls:
-        self._first = self._begin = State(*self._roots)
+    def __enter__(self) -> ForwardCalls:
+        self._first = self._begin = PythonState(*self._roots)
         self._generators = _generators()
         return self
 
@@ -60,28 +61,25 @@ class Calls:
 
     @contextmanager
     def one(self, left: Mapping[str, Tensor | None]) -> Iterator[None]:
-        """Around one run. left: what stands for the tensors that an earlier call left, by the names that
-        `check` gave them."""
+        """Around one run. left: the stand-ins of tensors that an earlier call left, by the names that `check`
+        gave them."""
         others = {id(tensor): left[name] for name, tensor in self._left.items()}
         self._begin.restore(running=True, others=others)
         before = _generators()
         with self.reads.recording(self._first.objects(), self.layers):
             yield
-        drawn = [
-            name
-            for name, state in _generators().items()
-            if pickle.dumps(before.get(name)) != pickle.dumps(state)
-        ]
-        if drawn:
+        after = _generators()
+        drawn = next((k for k in after if pickle.dumps(before.get(k)) != pickle.dumps(after[k])), None)
+        if drawn is not None:
             raise CaptureError(
-                f"the forward draws from {drawn[0]}, and the draw would be a constant of the plan: draw with "
+                f"the forward draws from {drawn}, and the draw would be a constant of the plan: draw with "
                 "torch (torch.rand, torch.bernoulli), and choose with torch.where"
             )
         if self._begin is self._first and self._first.changes():
             self._number_left()
 
     def stand_ins(self, left: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(what stands for a tensor, the tensor that an earlier call left), by the names of `one`."""
+        """(stand-in, the tensor that an earlier call left), by the names of `one`."""
         return [(left[name], tensor) for name, tensor in self._left.items()]
 
     def _number_left(self) -> None:
@@ -93,7 +91,7 @@ class Calls:
             made = {key: found[node] for key, node in nodes.items()}
             self._numbers = {key: number for key, (number, constant) in made.items() if constant}
 
-    def _new_tensors(self, state: State) -> dict[int, Tensor]:
+    def _new_tensors(self, state: PythonState) -> dict[int, Tensor]:
         known = self._first.tensors()
         return {key: tensor for key, tensor in state.tensors().items() if key not in known}
 
@@ -160,8 +158,8 @@ class Calls:
             elif node.op == "call_function":
                 draw = draws(node)
                 drawn += draw
-                arguments = _told(node.args, found), _told(node.kwargs, found)
-                number = self._number((str(node.target), *arguments, drawn if draw else 0))
+                given = map_arg((node.args, node.kwargs), lambda used: f"value {found[used][0]}")
+                number = self._number((str(node.target), repr(given), drawn if draw else 0))
                 found[node] = number, not draw and all(found[source][1] for source in node.all_input_nodes)
         return found
 
@@ -169,23 +167,8 @@ class Calls:
         return self._known.setdefault(key, len(self._known))
 
 
-def _told(value: Any, found: Mapping[torch.fx.Node, tuple[int, bool]]) -> Hashable:
-    """An argument with numbers in the places of nodes."""
-    if isinstance(value, torch.fx.Node):
-        return "node", found[value][0]
-    if isinstance(value, (tuple, list)):
-        return tuple(_told(item, found) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _told(item, found)) for key, item in value.items())
-    return type(value), repr(value)
-
-
 def _generators() -> dict[str, Any]:
     """States of the generators that are not PyTorch's, by the names of their modules."""
     found: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
     return found if numpy is None else {**found, "numpy.random": numpy.random.get_state()}
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return pickle.dumps(one) != pickle.dumps(other)

@@ -16,9 +16,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from stretto.backend.schema_adapter import draws, returns_view
 from stretto.capturing import torch_adapter
 from stretto.capturing.calls_adapter import constant_value, is_dispatched
-from stretto.capturing.expand import TracedOp
 from stretto.capturing.explain import CONTROL_FLOW
-from stretto.capturing.graphs import JointGraph
+from stretto.capturing.graph import JointGraph, TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import ALL_TO_ALL
@@ -34,7 +33,7 @@ PYTORCHS_WAIT = "_c10d_functional.wait_tensor.default"
 """Those of them that programs have. The gradient of an all-to-all is one."""
 
 SAME_AS = {"aten._efficientzerotensor.default": "aten.zeros.default"}
-"""Ops that others stand for: forward-mode derivatives make zeros that have no storage."""
+"""Ops that others replace: forward-mode derivatives make zeros that have no storage."""
 
 Results = Sequence[tuple[Shape, Shape]]
 """Of a call: a result's shape on a rank, and in the model alone."""
@@ -96,11 +95,11 @@ def convert(
         results: Results = tuple(zip(call.local, call.whole, strict=True))
         if call.chunks:
             results = () if chunk is None else call.chunks[chunk]
-        _tell_whole(ops, places, results, call)
+        _note_whole(ops, places, results, call)
     return ops, constants
 
 
-def _tell_whole(ops: list[TracedOp], places: Sequence[int], results: Results, call: Matched) -> None:
+def _note_whole(ops: list[TracedOp], places: Sequence[int], results: Results, call: Matched) -> None:
     """The shapes that a call's results have in the model alone, to the ops that make them: the last of it."""
     left = list(results)
     for place in reversed(places):
@@ -217,7 +216,7 @@ def _arg(value: Any, names: Mapping[torch.fx.Node, str], node: torch.fx.Node) ->
     if isinstance(value, torch.dtype):
         return Const("dtype", dtype_name(value))
     if isinstance(value, torch.device):
-        # Plans are free of any machine: "job" stands for the device on which the rank computes.
+        # Plans are free of any machine: "job" is the device on which the rank computes.
         return Const("device", "job")
     if isinstance(value, torch.layout):
         return Const("layout", str(value).removeprefix("torch."))
@@ -242,7 +241,7 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
     if isinstance(found, torch.fx.GraphModule):
         raise CaptureError(CONTROL_FLOW)
     if tensor is None:
-        raise CaptureError("the model's code holds a constant whose elements are not known")
+        raise CaptureError("the model's code has a constant whose elements are not known")
     return Constant(str(node.target), spec_of(tensor), tuple(tensor.flatten().tolist()))
 
 

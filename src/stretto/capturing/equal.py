@@ -1,4 +1,4 @@
-"""Which layers of a model are equal: the same code on parameters of the same shapes.
+"""Which layers of a model are equal: the same code on parameters of the same shapes; and calls of them.
 
 Candidates are the members of a `ModuleList` or `Sequential`. Two are equal when, module by module, they have
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -37,42 +37,58 @@ Attribute = tuple[str, str]
 """(name of the module within the layer, attribute)."""
 
 
+TensorForm = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""Of a tensor without elements: shape, stride, dtype and device."""
+
+
+class NotRepeatedError(Exception):
+    """All layers of the model have to be traced."""
+
+
 @dataclass(slots=True)
-class Group:
-    """Equal layers: their full names, and the attributes in which they may differ."""
+class EqualLayers:
+    """A group of them: their full names, and the attributes in which they may differ."""
 
     names: list[str]
     differing: set[Attribute]
 
 
-def equal_layers(model: nn.Module) -> list[Group]:
+@dataclass(slots=True)
+class LayerCall:
+    """A call of one of them. kind: which calls it is equal to; begin, end: its first and last segment;
+    template: whether its inside was traced; outputs: of the results; grads: inputs that get a gradient."""
+
+    layer: str
+    kind: int
+    begin: int
+    template: bool
+    inputs: list[TensorForm]
+    grads: list[int]
+    end: int = 0
+    outputs: list[TensorForm] = field(default_factory=list)
+    result: Any = None
+
+
+def equal_layers(model: nn.Module) -> list[EqualLayers]:
     """The groups of equal layers, the outermost only; each has at least `FEWEST`."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     tensors = Counter(id(t) for module in model.modules() for t in _tensors(module))
-    found: list[Group] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        inside = [f"{name}.{child}" if name else child for child in module._modules]
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            groups = _groups(dict(zip(inside, module.children(), strict=True)), places, tensors)
-            if groups:
-                found.extend(groups)
-                return
-        for child, sub in zip(inside, module._modules.values(), strict=True):
-            if sub is not None:
-                visit(child, sub)
-
-    try:
-        visit("", model)
-    except ValueError:  # a child is None or stands in several places: such containers are left alone
-        return []
+    found: list[EqualLayers] = []
+    searched: list[str] = []  # what the names begin with of all that is within a group's container
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not name.startswith(tuple(searched)):
+            prefix = f"{name}." if name else ""
+            members = {f"{prefix}{child}": member for child, member in module.named_children()}
+            groups = _groups(members, places, tensors)
+            found.extend(groups)
+            searched += [prefix] if groups else []
     return found
 
 
-def _groups(members: dict[str, nn.Module], places: Counter[int], tensors: Counter[int]) -> list[Group]:
-    groups: list[tuple[nn.Module, Group]] = []
+def _groups(members: dict[str, nn.Module], places: Counter[int], tensors: Counter[int]) -> list[EqualLayers]:
+    groups: list[tuple[nn.Module, EqualLayers]] = []
     for name, member in members.items():
-        if not _stands_alone(member, places, tensors):
+        if not _is_standalone(member, places, tensors):
             continue
         for first, group in groups:
             differing = _differing(first, member, group.names[0], name)
@@ -81,11 +97,11 @@ def _groups(members: dict[str, nn.Module], places: Counter[int], tensors: Counte
                 group.differing |= differing
                 break
         else:
-            groups.append((member, Group([name], set())))
+            groups.append((member, EqualLayers([name], set())))
     return [group for _, group in groups if len(group.names) >= FEWEST]
 
 
-def _stands_alone(member: nn.Module, places: Counter[int], tensors: Counter[int]) -> bool:
+def _is_standalone(member: nn.Module, places: Counter[int], tensors: Counter[int]) -> bool:
     """Whether no other part of the model has one of the layer's modules, parameters or buffers, and nobody
     looks at what goes in and out of them."""
     own = Counter(id(t) for module in member.modules() for t in _tensors(module))
@@ -150,7 +166,7 @@ class _Same:
         if a is b:
             return True
         if isinstance(a, str):
-            return b in (a, self._renamed(a))
+            return b in (a, renamed(a, self.a_name, self.b_name))
         if isinstance(a, _PLAIN):
             return bool(a == b)
         if isinstance(a, (tuple, list)):
@@ -165,9 +181,6 @@ class _Same:
             return self._same_code(a, b)
         return False
 
-    def _renamed(self, text: str) -> str:
-        return self.b_name + text[len(self.a_name) :] if _under(text, self.a_name) else text
-
     def _same_code(self, a: FunctionType, b: FunctionType) -> bool:
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
         return (
@@ -179,10 +192,7 @@ class _Same:
         )
 
 
-def _under(name: str, layer: str) -> bool:
-    return name == layer or name.startswith(f"{layer}.")
-
-
 def renamed(name: str, source: str, target: str) -> str:
     """The name in layer `target` of what is called `name` in layer `source`; another name as it is."""
-    return target + name[len(source) :] if _under(name, source) else name
+    within = name == source or name.startswith(f"{source}.")
+    return target + name[len(source) :] if within else name

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
+from stretto.capturing.graph import Traced
 from stretto.capturing.split import place
 from stretto.capturing.stages import cut
-from stretto.capturing.trace import PLAIN, Traced, trace
+from stretto.capturing.trace import PLAIN, trace
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.forward import forward_only

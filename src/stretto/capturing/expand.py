@@ -1,19 +1,19 @@
-"""Ops in which equal layers stand as one op each become the ops of the whole step.
+"""Ops in which equal layers are one op each become the ops of the whole step.
 
 Given are the ops between the marks that `stretto.capturing.repeat` left:
 
     forward     enter ... the layer's ops ... leave              or  layer
     backward    leave_grad ... the layer's ops ... enter_grad    or  layer_grad
 
-    1. Find the ops of each traced layer. Nothing else stands between its marks, and what it makes is used by
-       itself and through its marks alone.
+    1. Find the ops of each traced layer. Nothing else is between its marks, and what it makes is used by
+       itself and through its marks only.
     2. The first traced layer of a kind is the second, op by op, but for names.
     3. In the place of `layer` and `layer_grad` come the first layer's ops: parameters, buffers, modules and
-       segments are those of the layer, and what goes in is what its op was given.
-    4. Marks go, values are named anew in order (as a trace of everything names them), and views are told
-       again whose storage they share.
+       segments are those of the layer, and what goes in are the arguments of its op.
+    4. Marks go, values are named anew in order (as a trace of everything names them), and it is noted again
+       whose storage views share.
 
-Where anything is otherwise, `NotRepeatedError` says so, and the step is traced as a whole.
+Where anything is otherwise, `NotRepeatedError` is raised, and all layers are traced.
 """
 
 from __future__ import annotations
@@ -23,43 +23,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.capturing.equal import renamed
-from stretto.capturing.repeat import MARKS, NAMESPACE, Call, NotRepeatedError
+from stretto.capturing.equal import LayerCall, NotRepeatedError, renamed
+from stretto.capturing.graph import TracedOp, TracedStep
+from stretto.capturing.repeat import MARKS, NAMESPACE
 from stretto.ir.program import GETITEM, Constant, Op, TensorSpec
 from stretto.passes.rewrite import rooted, with_uses
 
 
-@dataclass(frozen=True, slots=True)
-class TracedOp:
-    """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients.
-
-    whole: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
-    scaled: the op's bounds count a rank's part; repeated: heads of keys before it stand for several; own: it
-        belongs to the library's own code, which knows what it does.
-    """
-
-    op: Op
-    segment: int | None
-    backward: bool
-    whole: tuple[int, ...] | None = None
-    scaled: bool = False
-    repeated: bool = False
-    own: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A traced step. grads: parameter -> its gradient's value or None. kept: other values that must stay (the
-    loss, buffers' updates), under the names of what they are."""
-
-    ops: tuple[TracedOp, ...]
-    grads: Mapping[str, str | None]
-    kept: Mapping[str, str]
-
-
 @dataclass(slots=True)
 class _Inside:
-    """What stands between a traced layer's marks. enter, leave_grad: place -> the mark, which the layer's ops
+    """What is between a traced layer's marks. enter, leave_grad: place -> the mark, which the layer's ops
     use; leave, enter_grad: place -> the value that goes out."""
 
     forward: list[TracedOp]
@@ -70,7 +43,9 @@ class _Inside:
     enter_grad: dict[int, str]
 
 
-def expand(step: Step, calls: Sequence[Call], segments: Sequence[str], constants: Sequence[Constant]) -> Step:
+def expand(
+    step: TracedStep, calls: Sequence[LayerCall], segments: Sequence[str], constants: Sequence[Constant]
+) -> TracedStep:
     """The whole step. calls: of equal layers, as the ops' marks number them. segments: the module of each.
 
     Raises NotRepeatedError when the layers cannot be repeated.
@@ -87,23 +62,23 @@ def expand(step: Step, calls: Sequence[Call], segments: Sequence[str], constants
         if call.template and forms[one] != forms[number]:
             raise NotRepeatedError(f"{calls[one].layer} and {call.layer} are not the same ops")
 
-    stands_for: dict[str, str] = {}
+    replaced_by: dict[str, str] = {}
     local: dict[int, dict[str, str]] = {}
     results: dict[str, tuple[int, list[str]]] = {}
     grads = dict(step.grads)
     made: list[TracedOp] = []
 
     def now(name: str) -> str:
-        return stands_for.get(name, name)
+        return replaced_by.get(name, name)
 
     def copy(number: int, ops: Sequence[TracedOp]) -> None:
-        """Step 3. Names that are made here are told apart by the call's number."""
+        """Step 3. Names that are made here end in the call's number."""
         call, source = calls[number], calls[first[calls[number].kind]]
         names = local[number]
         names.update((item.op.name, f"{item.op.name}@{number}") for item in ops)
 
         def name(old: str) -> str:
-            return names.get(old) or _external(old, source, call)
+            return names.get(old) or _external(old, source.layer, call.layer)
 
         for item in ops:
             segment = None if item.segment is None else item.segment - source.begin + call.begin
@@ -113,7 +88,7 @@ def expand(step: Step, calls: Sequence[Call], segments: Sequence[str], constants
     for item in step.ops:
         op, word = item.op, _word(item.op)
         if word in MARKS:
-            stands_for[op.name] = now(op.args[0].name)
+            replaced_by[op.name] = now(op.args[0].name)
         elif word == "layer":
             number = op.args[1]
             like = inside[first[calls[number].kind]]
@@ -142,21 +117,15 @@ def expand(step: Step, calls: Sequence[Call], segments: Sequence[str], constants
             number, values_out = results[op.args[0].name]
             value = values_out[op.args[1]]
             _check_layout(calls[number], specs, value, op.name)
-            stands_for[op.name] = local[number][value]
+            replaced_by[op.name] = local[number][value]
         else:
             made.append(replace(item, op=_with_names(op, now)))
 
-    return named(
-        Step(
-            tuple(made),
-            {parameter: None if value is None else now(value) for parameter, value in grads.items()},
-            {name: now(value) for name, value in step.kept.items()},
-        )
-    )
+    return named(replace(step, grads=grads).with_ops(made, now))
 
 
-def named(step: Step) -> Step:
-    """Step 4, for any step: `mm`, `mm_1`, `mm_2` in order, so that names tell nothing of how it was traced.
+def named(step: TracedStep) -> TracedStep:
+    """Step 4, for any step: `mm`, `mm_1`, `mm_2` in order, so that names do not depend on how it was traced.
 
     Numbers begin where those of the trace did (`sum_1`: the exporter avoids the names of Python's own).
     """
@@ -174,18 +143,14 @@ def named(step: Step) -> Step:
         return names.get(value, value)
 
     owned = rooted(_with_names(item.op, final) for item in step.ops)
-    return Step(
-        tuple(replace(item, op=op) for item, op in zip(step.ops, owned, strict=True)),
-        {parameter: None if value is None else final(value) for parameter, value in step.grads.items()},
-        {name: final(value) for name, value in step.kept.items()},
-    )
+    return step.with_ops((replace(item, op=op) for item, op in zip(step.ops, owned, strict=True)), final)
 
 
 def _word(op: Op) -> str:
     return op.target.split(".")[1] if op.target.startswith(f"{NAMESPACE}.") else ""
 
 
-def _inside(ops: Sequence[TracedOp], number: int, call: Call) -> _Inside:
+def _inside(ops: Sequence[TracedOp], number: int, call: LayerCall) -> _Inside:
     """Step 1 for one call."""
     marks: dict[str, dict[int, int]] = {word: {} for word in MARKS}
     stray: list[int] = []
@@ -210,10 +175,10 @@ def _inside(ops: Sequence[TracedOp], number: int, call: Call) -> _Inside:
             segment = ops[at].segment
             foreign = not backward if segment is None else not call.begin <= segment <= call.end
             if foreign or ops[at].backward is not backward or _word(ops[at].op):
-                raise NotRepeatedError(f"{ops[at].op.name} stands among the ops of {call.layer}")
+                raise NotRepeatedError(f"{ops[at].op.name} is among the ops of {call.layer}")
         parts.append([ops[at] for at in part])
     if not all(any(at in region for region in regions) for at in stray):
-        raise NotRepeatedError(f"ops of {call.layer} stand outside of it")
+        raise NotRepeatedError(f"ops of {call.layer} are outside of it")
     return _Inside(
         forward=parts[0],
         backward=parts[1],
@@ -224,7 +189,7 @@ def _inside(ops: Sequence[TracedOp], number: int, call: Call) -> _Inside:
     )
 
 
-def _check_closed(step: Step, calls: Sequence[Call], inside: Mapping[int, _Inside]) -> None:
+def _check_closed(step: TracedStep, calls: Sequence[LayerCall], inside: Mapping[int, _Inside]) -> None:
     """Step 1: what a layer uses is its own or goes in by a mark; what others use goes out by a mark."""
     home: dict[str, int] = {}
     for number, layer in inside.items():
@@ -236,8 +201,8 @@ def _check_closed(step: Step, calls: Sequence[Call], inside: Mapping[int, _Insid
             for used in item.op.uses:
                 if used in marks or home.get(used) == number or used.startswith(("buffer/", "const/")):
                     continue
-                if not used.startswith("param/") or _external(used, call, _ELSEWHERE) == used:
-                    raise NotRepeatedError(f"{call.layer} uses {used}, which is not given to it")
+                if not used.startswith("param/") or _external(used, call.layer, "") == used:
+                    raise NotRepeatedError(f"{call.layer} uses {used}, which is no argument of it")
         for value in (*layer.leave.values(), *layer.enter_grad.values()):
             if value not in marks and home.get(value) != number:
                 raise NotRepeatedError(f"{call.layer} returns {value}, which is not its own")
@@ -258,7 +223,7 @@ def _check_closed(step: Step, calls: Sequence[Call], inside: Mapping[int, _Insid
             raise NotRepeatedError(f"{what} is made in a layer")
 
 
-def _check_used_once(step: Step, calls: Sequence[Call]) -> None:
+def _check_used_once(step: TracedStep, calls: Sequence[LayerCall]) -> None:
     """What goes into a layer, and has a gradient, goes nowhere else: else its gradient is a sum with terms
     from outside, which a trace of all layers may add in another order. (No gradient comes from a detach.)"""
     forward = [item.op for item in step.ops if not item.backward and item.op.target != "aten.detach.default"]
@@ -270,27 +235,24 @@ def _check_used_once(step: Step, calls: Sequence[Call]) -> None:
         call = calls[item.op.args[1]]
         given = {item.op.args[2]: item.op.args[0]} if word == "enter" else dict(enumerate(item.op.args[0]))
         if any(users[given[at].name] > 1 for at in call.grads if at in given):
-            raise NotRepeatedError(f"what {call.layer} is given is used elsewhere, too")
-
-
-_ELSEWHERE = Call("", 0, 0, False, [], [])
+            raise NotRepeatedError(f"an argument of {call.layer} is used elsewhere, too")
 
 
 def _form(
-    step: Step,
-    call: Call,
+    step: TracedStep,
+    call: LayerCall,
     inside: _Inside,
     specs: Mapping[str, tuple[TensorSpec | None, ...]],
     constants: Mapping[str, str],
 ) -> object:
-    """Step 2: a traced layer without its own names; equal ones are the same ops. constants: name -> what it
-    holds, as a text."""
+    """Step 2: a traced layer without its own names; equal ones are the same ops. constants: name -> its
+    value, as a text."""
     given = {mark: f"given {at}" for at, mark in inside.enter.items()}
     given |= {mark: f"gradient {at}" for at, mark in inside.leave_grad.items()}
     names = {**constants, **given}
 
     def name(value: str) -> str:
-        return names.get(value) or _external(value, call, _ELSEWHERE)
+        return names.get(value) or _external(value, call.layer, "")
 
     ops = []
     for at, item in enumerate((*inside.forward, *inside.backward)):
@@ -304,17 +266,17 @@ def _form(
 
 
 def _check_layout(
-    call: Call, specs: Mapping[str, tuple[TensorSpec | None, ...]], value: str, other: str
+    call: LayerCall, specs: Mapping[str, tuple[TensorSpec | None, ...]], value: str, other: str
 ) -> None:
-    """What stands for another value must be of its shape, dtype and strides."""
+    """What replaces another value must be of its shape, dtype and strides."""
     if specs.get(value) != specs.get(other):
         raise NotRepeatedError(f"{call.layer}: {other} has another layout than {value}")
 
 
-def _external(name: str, source: Call, target: Call) -> str:
+def _external(name: str, source: str, target: str) -> str:
     """A parameter or buffer of one layer, in another."""
     kind, slash, rest = name.partition("/")
-    return kind + slash + renamed(rest, source.layer, target.layer) if slash else name
+    return kind + slash + renamed(rest, source, target) if slash else name
 
 
 def _with_names(op: Op, name: Callable[[str], str]) -> Op:

@@ -1,26 +1,32 @@
-"""Why a model cannot be captured, in the words of its author: the line of code, and the reason."""
+"""Why a model or a batch cannot be captured, in the words of its author: the line of code, and the reason.
+
+`check_model` and `check_batch` look before anything is traced, so that no tensor without a shape, or without
+strides, comes further; `explained` turns the errors of a trace into `CaptureError`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from stretto.capturing.state import State
-from stretto.errors import CaptureError, StrettoError
+from stretto.batch import tree
+from stretto.capturing.state import PythonState
+from stretto.errors import CaptureError, StrettoError, UsageError
 from stretto.parallelize.tensor import TensorParallel
 
 WHERE = "stretto_where"
 """Attribute of an exception: the module that was running, and those that had been called."""
 
 SHAPE_WORDS = ("size", "shape", "dim", "broadcast", "must match", "expanded", "out of bounds", "out of range")
-"""What PyTorch says where tensors do not fit together."""
+"""What PyTorch prints where tensors do not fit together."""
 
 WHOLE = ("sequence", "replicated", "attributes")
 """Styles that leave a module's parameters whole."""
@@ -34,10 +40,68 @@ COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "distributed
 """Files of PyTorch in which code is that communicates by itself."""
 
 INTERNAL = "INTERNAL ASSERT"
-"""What PyTorch says where it has failed itself."""
+"""What PyTorch prints where it has failed itself."""
 
 NAMED = 4
 """How many modules or parameters a message names."""
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
+"""Modules that communicate by themselves."""
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises CaptureError that names the module, parameter or buffer."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise _refused(model, "it has a TorchScript module: give the Python module that was scripted")
+        if isinstance(module, WRAPPERS):
+            kind = type(module).__name__
+            raise _refused(
+                model,
+                f"{name or 'the model'} is a {kind}, which communicates by itself: give the module in it "
+                "(model.module), and dp to Parallel",
+            )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _check_tensor(model, f"parameter {name!r}", parameter)
+        if not parameter.is_leaf:
+            raise _refused(
+                model,
+                f"parameter {name!r} is the result of a computation, and would never change: make it a "
+                "parameter of its own (nn.Parameter(value.detach())), or compute it in the forward",
+            )
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        _check_tensor(model, f"buffer {name!r}", buffer)
+
+
+def check_batch(leaves: Mapping[str, Tensor]) -> None:
+    """Raises UsageError that names the leaf."""
+    for name, leaf in leaves.items():
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            raise UsageError(
+                f"batch leaf {name!r} is a {kind} tensor, which a plan does not have: give a dense one "
+                "(to_dense(), to_padded_tensor(0.0) with a mask)"
+            )
+        tree.check_no_gradient(name, leaf)
+
+
+def _check_tensor(model: nn.Module, what: str, tensor: Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise _refused(
+            model,
+            f"{what} has no shape before the module's first call: call the model once with a batch like "
+            "those that it will be given",
+        )
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise _refused(
+            model,
+            f"{what} is a sparse or nested tensor, which a plan does not have: make it dense (to_dense()), "
+            "or keep its indices and values in two dense ones, and compute with index_select and index_add",
+        )
+
+
+def _refused(model: nn.Module, why: str) -> CaptureError:
+    return CaptureError(f"cannot capture {type(model).__name__}\n  {why}")
 
 
 def at_fault(error: Exception, running: str, called: Collection[str]) -> None:
@@ -68,10 +132,10 @@ def explain(
     tensor: TensorParallel | None = None,
     loss: Callable[..., Any] | None = None,
 ) -> CaptureError:
-    """Name the line of the user's code at which tracing failed, and say why in plain words. tensor: how the
-    model is spread, which may be why; loss: the function that may hold parameters of its own."""
+    """The line of the user's code at which tracing failed, and the reason. tensor: how the model is sharded,
+    which may be why; loss: the function that may have parameters of its own."""
     own = Path(__file__).parent.parent
-    rooms = (str(own / room) for room in ("backend", "capturing", "parallelize", "tensor", "loss.py"))
+    rooms = (str(own / room) for room in ("backend", "batch", "capturing", "parallelize", "tensor"))
     ours = (str(Path(torch.__file__).parent), str(contextlib.__file__), *rooms)
     passed = traceback.extract_tb(error.__traceback__)
     frames = [f for f in passed if not f.filename.startswith((*ours, "<"))]
@@ -172,14 +236,14 @@ _REASONS = {
     "GuardOnDataDependentSymNode": "the code asks for the value of a tensor",
     "DynamicOutputShapeException": "a tensor's shape depends on values",
 }
-"""What the exporter's errors say, in plain words."""
+"""What the exporter's errors mean, in plain words."""
 
 
 def _of_the_loss(model: nn.Module, loss: Callable[..., Any] | None) -> str:
-    """The parameters that the loss holds beside the model's, and how they are trained."""
+    """The parameters that the loss has beside the model's, and how they are trained."""
     own = {id(parameter) for parameter in model.parameters()}
-    held = {} if loss is None else State(("", loss)).named_tensors()
-    loose = [name for name, x in held.items() if isinstance(x, nn.Parameter) and id(x) not in own]
+    tensors = {} if loss is None else PythonState(("", loss)).named_tensors()
+    loose = [name for name, x in tensors.items() if isinstance(x, nn.Parameter) and id(x) not in own]
     if not loose:
         return ""
     return (
@@ -195,7 +259,7 @@ def _reason(error: Exception, files: Sequence[str] = ()) -> str:
     kind = type(error).__name__
     try:
         text = (str(error).strip().splitlines() or [""])[0]
-    except Exception:  # of an exception of the user's that cannot tell itself
+    except Exception:  # of an exception of the user's that cannot print itself
         text = ""
     asked = _REASONS.get(kind)
     if asked is None and "Tensor.__format__" in text:

@@ -1,14 +1,24 @@
 """A program on several meshes while it is traced: one rank's part of all stages, in one process.
 
-1. This process stands at the first place of every mesh, so that all stages compute here, on the part of
+1. This process is the first rank of every mesh, so that all stages compute here, on the part of
    tensor-parallel rank 0. Parameters and buffers are tensors on their meshes, made of plain parts; the
    gradient of a part is brought to the parameter's placement.
-2. Placements change with collectives of the axis tp (`stretto.capturing.redistribute`), wherever DTensor or
-   the program changes them.
+2. Placements change by `stretto.parallelize.ops`, wherever DTensor or the program changes them. All ranks of
+   a mesh walk one program, so that nothing may depend on the rank that captures; DTensor's own way cuts out
+   the part of the rank on which it runs.
+
+       from         to Replicate       to Shard(d)              to Partial()
+       Replicate    -                  own slice                rank 0 keeps it, others have zeros
+       Shard(d)     all-gather         all-gather, own slice    all-gather, as Replicate
+       Partial()    all-reduce         reduce-scatter           -
+
+   Parts must be equal: one program has one shape. DTensor has two inner placements: a shard of a dim that is
+   several in one, which is a Shard of the dim's blocks; and the sum of what each rank finds in its rows of a
+   table, before which indices become those of the rank's rows.
 3. A `reshard` to another mesh is three things: placements change on the first mesh to what crosses; the
    border, at which execution goes on at the other; placements change there to what is wanted. Rank i of
    the one mesh sends to rank i of the other, and the gradient goes the same way back.
-4. The loss becomes whole on every rank of the last mesh.
+4. The loss becomes replicated on the last mesh.
 """
 
 from __future__ import annotations
@@ -21,21 +31,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.capturing.calls_adapter import replaced
-from stretto.capturing.redistribute import check_placement, message, redistributed
 from stretto.errors import UsageError
 from stretto.ir.program import Shard
+from stretto.parallelize import ops
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.tensor.captured import capturing
 from stretto.tensor.clip import layout_on
-from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, spec_of
+from stretto.tensor.dtensor_adapter import Spec, described, local_of, new_spec, outside_modes, spec_of
 from stretto.tensor.errors import tensor_name
 from stretto.tensor.global_tensor import GlobalTensor, global_tensor
+from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.arguments import checked_placements
-from stretto.tensor.tracing_adapter import redistributing, standing_first
+from stretto.tensor.tracing_adapter import (
+    elsewhere_of,
+    keep_elsewhere,
+    redistributing,
+    split_factor,
+    standing_first,
+    table_rows,
+)
+
+REDUCTIONS = {"sum": "sum", "avg": "sum", "max": "max", "min": "max"}
+"""Reduction of a Partial -> that of the all-reduce: an average is divided after it, a minimum negated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +104,9 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 class MeshProgram:
-    """What stands for `stretto.shard`, `reshard` and `local` while the program is traced.
+    """In the place of `stretto.shard`, `reshard` and `local` while the program is traced.
 
-    border: is told the stage at which execution goes on.
+    border: takes the stage at which execution goes on.
     """
 
     def __init__(self, on: OnMeshes, border: Callable[[int], None]) -> None:
@@ -176,7 +198,7 @@ def _placed(x: DTensor, placement: Placement) -> GlobalTensor:
     return global_tensor(redistributed(local_of(x), spec_of(x), spec), spec)
 
 
-class _Pair(torch.autograd.Function):
+class _TwoWays(torch.autograd.Function):
     """A function, and the one that its gradient goes through."""
 
     @staticmethod
@@ -191,15 +213,15 @@ class _Pair(torch.autograd.Function):
         return None if gradient is None else ctx.back(gradient), None, None
 
 
-def _pair(x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
-    made: GlobalTensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
+def _both_ways(x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
+    made: GlobalTensor = _TwoWays.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made
 
 
 def _entered(part: Tensor, spec: Spec) -> GlobalTensor:
     """A plain part as a tensor on a mesh."""
     (placement,) = spec.placements
-    return _pair(
+    return _both_ways(
         part,
         lambda part: global_tensor(part.detach(), spec),
         lambda gradient: local_of(_placed(gradient, placement)),
@@ -215,7 +237,7 @@ def _moved(x: DTensor, placement: Placement) -> GlobalTensor:
         # Detached for the mark: a backward op is in the stage of the forward op that it derives.
         return global_tensor(local_of(found).detach(), spec_of(found))
 
-    return _pair(x, there, lambda gradient: _placed(gradient, _whole(old)))
+    return _both_ways(x, there, lambda gradient: _placed(gradient, _whole(old)))
 
 
 def _arrived(x: GlobalTensor, mesh: DeviceMesh, placement: Placement, home: Placement) -> GlobalTensor:
@@ -227,9 +249,146 @@ def _arrived(x: GlobalTensor, mesh: DeviceMesh, placement: Placement, home: Plac
         return _placed(global_tensor(local_of(x).detach(), _on(spec_of(x), crossed, mesh)), placement)
 
     def back(gradient: DTensor) -> GlobalTensor:
-        (held,) = gradient.placements
-        crossing = message(held, home, gradient.shape, gradient.device_mesh.size())
+        (now,) = gradient.placements
+        crossing = message(now, home, gradient.shape, gradient.device_mesh.size())
         leaving = _placed(gradient, crossing)
         return global_tensor(local_of(leaving), _on(spec_of(leaving), crossing, first))
 
-    return _pair(x, there, back)
+    return _both_ways(x, there, back)
+
+
+# --- step 2: other placements on one mesh ------------------------------------------------------------------
+
+
+def redistributed(local: Tensor, source: Spec, target: Spec) -> Tensor:
+    """A rank's part of a tensor under other placements of its mesh. Not differentiable.
+
+    local: the part under `source`. Raises UsageError for parts that differ in size, and for placements that
+    are neither Shard, Replicate nor Partial.
+    """
+    (old,), (new,) = source.placements, target.placements
+    size: int = source.mesh.size()
+    if old == new or size == 1:
+        return local
+    shape, _ = described(source)
+    for placement in (old, new):
+        check_placement(f"a tensor of shape {list(shape)}", shape, placement, size)
+    if table_rows(new) is not None:
+        return _own_rows(local, new, size)
+    if table_rows(old) is not None:
+        local = _found_here(local, old)
+    if old.is_partial() and is_shard(new):
+        return _reduced_to_shard(local, _reduction(old), new, size)
+    if old.is_partial():
+        local = _reduced(local, _reduction(old), size)
+    elif is_shard(old):
+        local = _gathered(local, old, size)
+    if is_shard(new):
+        return _own_part(local, new, size)
+    if new.is_partial() and _reduction(new) == "sum":
+        return torch.where(ops.index(local, AXIS, size) == 0, local, torch.zeros_like(local))
+    return local
+
+
+def message(old: Placement, new: Placement, shape: Sequence[int], size: int) -> Placement:
+    """As what a tensor goes from one mesh to another of its size, for each byte to cross once if it can.
+
+    What is smaller goes: a shard that is gathered where it arrives, and one that was cut before it left. A
+    sum is taken before, to shards where a dim has equal parts for all.
+    """
+    if old.is_partial() and not is_shard(new):
+        (found,) = Layout(tuple(range(size)), (Partial(),)).reduced(shape).placements
+        assert isinstance(found, (ShardOf, Replicate))
+        equal = isinstance(found, ShardOf) and shape[found.dim] % size == 0
+        return found if equal else Replicate()
+    if is_shard(new):
+        return new
+    return old
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether each rank has a part: Shard, or DTensor's inner kind of it."""
+    return not placement.is_partial() and not placement.is_replicate()
+
+
+def check_placement(what: str, shape: Sequence[int], placement: Placement, size: int) -> None:
+    """Raises UsageError if one program cannot have it. what: the tensor, in the message."""
+    if is_shard(placement):
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        blocks = split_factor(placement)
+        if shape[dim] % (size * blocks):
+            raise UsageError(
+                f"{what} cannot be spread equally over {AXIS} = {size} along dim {dim}: {shape[dim]} is not "
+                f"a multiple of {size * blocks}. A captured program has parts of one size on all ranks: pad "
+                "the dim, or place the tensor otherwise"
+            )
+        return
+    plain = type(placement) is Partial or table_rows(placement) is not None
+    if placement.is_partial() and not (plain and _reduction(placement) in REDUCTIONS):
+        raise UsageError(
+            f"{what} would become {placement!r}, which a captured program does not have: reshard it to "
+            "[Replicate()] before the op"
+        )
+
+
+def _own_rows(indices: Tensor, new: Placement, size: int) -> Tensor:
+    """Indices into a table of which each rank has equally many rows, as indices into this rank's."""
+    total = table_rows(new)
+    assert total is not None, "it is asked where it is one"
+    assert total % size == 0, "the table is a parameter, and has equal parts"
+    here = indices - ops.index(indices, AXIS, size) * (total // size)
+    elsewhere = (here < 0) | (here >= total // size)
+    keep_elsewhere(new, elsewhere)
+    return here.masked_fill(elsewhere, 0)
+
+
+def _found_here(local: Tensor, old: Placement) -> Tensor:
+    """Zeros for what is in other ranks' rows."""
+    elsewhere = elsewhere_of(old)
+    if elsewhere.dim() < local.dim():
+        elsewhere = elsewhere.unsqueeze(-1)
+    return local.masked_fill(elsewhere, 0)
+
+
+def _reduction(placement: Placement) -> str:
+    found: str = placement.reduce_op  # type: ignore[attr-defined]
+    return found
+
+
+def _reduced(local: Tensor, reduction: str, size: int) -> Tensor:
+    if reduction == "min":
+        return -ops.all_reduce(-local, AXIS, size, "max")
+    found = ops.all_reduce(local, AXIS, size, REDUCTIONS[reduction])
+    return found / size if reduction == "avg" else found
+
+
+def _reduced_to_shard(local: Tensor, reduction: str, new: Placement, size: int) -> Tensor:
+    if REDUCTIONS[reduction] != "sum":
+        return _own_part(_reduced(local, reduction, size), new, size)
+    blocks, dim = _in_blocks(local, new)
+    found = _joined(ops.reduce_scatter(blocks, dim, AXIS, size), new)
+    return found / size if reduction == "avg" else found
+
+
+def _gathered(local: Tensor, old: Placement, size: int) -> Tensor:
+    blocks, dim = _in_blocks(local, old)
+    return _joined(ops.all_gather(blocks, dim, AXIS, size), old)
+
+
+def _own_part(whole: Tensor, new: Placement, size: int) -> Tensor:
+    blocks, dim = _in_blocks(whole, new)
+    return _joined(ops.own_chunk(blocks, dim, AXIS, size).contiguous(), new)
+
+
+def _in_blocks(x: Tensor, placement: Placement) -> tuple[Tensor, int]:
+    """The tensor with its sharded dim cut into blocks, and the dim of which each rank has a part."""
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    count = split_factor(placement)
+    if count == 1:
+        return x, dim
+    return x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim + 1
+
+
+def _joined(x: Tensor, placement: Placement) -> Tensor:
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    return x if split_factor(placement) == 1 else x.flatten(dim, dim + 1)

@@ -3,7 +3,7 @@
     1. The meshes are those of the model's parameters and buffers, all with the same number of ranks: ranks 0,
        1, ... are on the first, and so on. Stage k is what lies on mesh k; the ranks of a mesh are its
        tensor-parallel ranks.
-    2. While the program is traced, `reshard` moves nothing (`stretto.capturing.mesh_program`): it says that
+    2. While the program is traced, `reshard` moves nothing (`stretto.capturing.mesh_program`): it means that
        execution goes on at another mesh. The first time that it goes on at mesh k is the border at which
        stage k begins.
     3. What is used beyond a border and made before it is a cross-stage edge, as in every captured model: a
@@ -25,12 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.capturing.expand import TracedOp
-from stretto.capturing.mesh_program import OnMeshes, ranks_of
-from stretto.capturing.redistribute import check_placement
+from stretto.capturing.graph import Traced, TracedOp
+from stretto.capturing.mesh_program import OnMeshes, check_placement, ranks_of
 from stretto.capturing.split import Placement as StagesOfOps
 from stretto.capturing.split import place
-from stretto.capturing.trace import Traced
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.tensor.errors import mesh_name, placements_name
@@ -47,16 +45,16 @@ def on_meshes(
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors |= buffers
-    held = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    if not held:
+    placed = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    if not placed:
         return None
-    plain = [name for name in tensors if name not in held]
+    plain = [name for name in tensors if name not in placed]
     if plain:
         raise UsageError(
             f"cannot capture: {plain[0]!r} is on no mesh, and other parameters are: stretto.shard it"
         )
     first: dict[tuple[int, ...], tuple[str, DeviceMesh]] = {}
-    for name, tensor in held.items():
+    for name, tensor in placed.items():
         first.setdefault(ranks_of(tensor.device_mesh), (name, tensor.device_mesh))
     _check_meshes(first)
     meshes = [first[ranks][1] for ranks in sorted(first)]
@@ -65,10 +63,10 @@ def on_meshes(
     numbers = {ranks: stage for stage, ranks in enumerate(sorted(first))}
     found = OnMeshes(
         tuple(meshes),
-        {name: numbers[ranks_of(tensor.device_mesh)] for name, tensor in held.items()},
-        {name: tensor.placements[0] for name, tensor in held.items()},
+        {name: numbers[ranks_of(tensor.device_mesh)] for name, tensor in placed.items()},
+        {name: tensor.placements[0] for name, tensor in placed.items()},
     )
-    for name, tensor in held.items():
+    for name, tensor in placed.items():
         _check_tensor(name, tensor, found.placements[name], size, name in buffers)
     return found
 
@@ -113,12 +111,12 @@ def _check_settings(
         what = "ep" if parallel.ep > 1 else "ampipe_degree"
         raise UsageError(
             f"{what} = {getattr(parallel, what)!r} changes a plain model, and this one is on meshes: its own "
-            f"program says what is spread. Give {what} = 1"
+            f"program decides what is sharded. Give {what} = 1"
         )
     if parallel.sequence_parallel or parallel.tp_plan is not None or tp_plan is not None:
         what = "sequence_parallel" if parallel.sequence_parallel else "tp_plan"
         raise UsageError(
-            f"{what} spreads a plain model, and this one is on meshes: its placements say what is spread. "
+            f"{what} spreads a plain model, and this one is on meshes: its placements decide. "
             f"Drop {what}, and reshard within the mesh where a tensor should be spread"
         )
 

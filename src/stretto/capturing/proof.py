@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from stretto.capturing.expand import TracedOp
+from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.gathered import VIEW_OPS

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stretto.batch.values import MISSING, Path, Watch, part, shown, text
-from stretto.capturing.repeat import Call
-from stretto.capturing.state_kinds import (
+from stretto.batch.constants import MISSING, ConstantsWatch, Path, part, shown, text
+from stretto.capturing.equal import LayerCall
+from stretto.capturing.state import (
     LEFT_ALONE,
     LIBRARIES,
     MOST_OBJECTS,
@@ -43,8 +43,8 @@ _one_at_a_time = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
-    """A value that was read. below: whether the path begins at the model and holds on any like it; holder:
+class _ReadValue:
+    """A value that was read. below: whether the path begins at the model and is valid on any like it; holder:
     the dict or namespace that it is an item of."""
 
     path: Path
@@ -64,15 +64,15 @@ class Reads:
         self._after: set[tuple[Path, str]] | None = None
 
     @contextmanager
-    def recording(self, objects: Iterable[Any], calls: Iterable[Call] = ()) -> Iterator[None]:
-        """Step 1, in the first run of the forward. objects: all that model and loss hold; calls: of equal
+    def recording(self, objects: Iterable[Any], calls: Iterable[LayerCall] = ()) -> Iterator[None]:
+        """Step 1, in the first run of the forward. objects: all that model and loss refer to; calls: of equal
         layers, known when the run ends."""
         if self._after is not None:
             yield
             return
         ids: set[int] = set()
         kinds: dict[type, None] = {}
-        for item in objects:
+        for item in (*self._model.modules(), *objects):
             if isinstance(item, nn.Module) or (not isinstance(item, type) and of_the_users(item)):
                 ids.add(id(item))
                 kinds[type(item)] = None
@@ -82,6 +82,18 @@ class Reads:
             yield
         self._repeat(calls)
         self._after = {(value.path, value.text) for value in self._walk()}
+
+    @contextmanager
+    def apart(self) -> Iterator[set[tuple[int, str]]]:
+        """What is read within this context: (id of the object, attribute); empty but in the first run."""
+        before = {*self._read}
+        self._read.clear()
+        within: set[tuple[int, str]] = set()
+        try:
+            yield within
+        finally:
+            within |= self._read
+            self._read |= before
 
     def _note(self, kind: type, ids: set[int], undo: ExitStack) -> None:
         read = self._read
@@ -101,7 +113,7 @@ class Reads:
             *((setattr, kind, "__getattribute__", plain) if own else (delattr, kind, "__getattribute__"))
         )
 
-    def _repeat(self, calls: Iterable[Call]) -> None:
+    def _repeat(self, calls: Iterable[LayerCall]) -> None:
         """Equal layers that did not run read what the one did that ran in their place."""
         modules = dict(self._model.named_modules())
         ran: dict[int, str] = {}
@@ -113,19 +125,19 @@ class Reads:
                 other = modules[f"{call.layer}.{name}" if name else call.layer]
                 self._read |= {(id(other), key) for at, key in [*self._read] if at == id(module)}
 
-    def kept(self) -> tuple[tuple[tuple[Path, str], ...], Watch]:
+    def kept(self) -> tuple[tuple[tuple[Path, str], ...], ConstantsWatch]:
         """Steps 2 and 3: values below the model by their paths, and a watch of all others."""
         after = self._after or set()
         values = [value for value in self._walk() if (value.path, value.text) in after]
         below = tuple((value.path, value.text) for value in values if value.below)
-        return below, Watch((shown(v.path), v.get, v.text) for v in values if not v.below)
+        return below, ConstantsWatch((shown(v.path), v.get, v.text) for v in values if not v.below)
 
-    def _walk(self) -> list[_Value]:
+    def _walk(self) -> list[_ReadValue]:
         """Step 2. Objects are kept while they are walked, so that no other gets the id of one."""
         by_object: dict[int, list[str]] = {}
         for at, name in self._read:
             by_object.setdefault(at, []).append(name)
-        found: dict[tuple[Path, int], _Value] = {}
+        found: dict[tuple[Path, int], _ReadValue] = {}
         named: set[Any] = set()
         seen: dict[int, Any] = {}
         left: deque[tuple[Path, Any, bool]] = deque([((), self._model, True), ((), self._loss, False)])
@@ -142,12 +154,12 @@ class Reads:
                     continue
                 inner = () if step is None else (*path, step) if same_path else (step,)
                 stays = below and same_path and step is not None
-                told = text(value)
-                if told is None:
+                known = text(value)
+                if known is None:
                     left.append((inner, value, stays))
                 elif inner:
                     holder = id(item) if isinstance(item, (dict, types.SimpleNamespace)) else None
-                    found.setdefault((inner, id(item)), _Value(inner, get, told, stays, holder))
+                    found.setdefault((inner, id(item)), _ReadValue(inner, get, known, stays, holder))
         chosen = {
             v.holder for v in found.values() if v.holder is not None and _key(v.path) in named
         }  # those of which the code names some items

@@ -1,4 +1,4 @@
-"""Equal layers are traced twice, and stand as one op from then on.
+"""Equal layers are traced twice, and every later call of one is one op.
 
 The model's own code runs through all of its layers; only what happens inside an equal layer is not traced
 again (`stretto.capturing.expand` puts it there afterwards). What is done to a call of such a layer:
@@ -18,31 +18,34 @@ an argument, or returns what needs no gradient.
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from stretto.capturing.equal import Group, equal_layers, renamed
+from stretto.capturing.calls_adapter import tree_flatten, tree_unflatten
+from stretto.capturing.equal import (
+    EqualLayers,
+    LayerCall,
+    NotRepeatedError,
+    TensorForm,
+    equal_layers,
+    renamed,
+)
 from stretto.capturing.known import Known
+from stretto.capturing.read import Reads
 from stretto.parallelize.functions import put_forward
 
 NAMESPACE = "stretto_layers"
 MARKS = ("enter", "leave", "enter_grad", "leave_grad")
 
+_PLAIN = (bool, int, float, str, type(None))
+
 TEMPLATES = 2
 """Calls of a kind that are traced: one to repeat, and one to see that it is repeated rightly."""
-
-Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
-
-
-class NotRepeatedError(Exception):
-    """The model has to be traced as a whole."""
 
 
 class Segments(Protocol):
@@ -53,22 +56,6 @@ class Segments(Protocol):
     def follow(self, names: list[str]) -> None: ...
 
 
-@dataclass(slots=True)
-class Call:
-    """A call of an equal layer. kind: which calls it is equal to; begin, end: its first and last segment;
-    template: whether its inside was traced; outputs: of the results; grads: inputs that get a gradient."""
-
-    layer: str
-    kind: int
-    begin: int
-    template: bool
-    inputs: list[Spec]
-    grads: list[int]
-    end: int = 0
-    outputs: list[Spec] = field(default_factory=list)
-    result: Any = None
-
-
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 for _name in MARKS:
     _library.define(f"{_name}(Tensor x, int call, int at) -> Tensor")
@@ -76,25 +63,25 @@ _library.define("layer(Tensor[] inputs, int call) -> Tensor[]")
 _library.define("layer_grad(Tensor[] grads, int call, int[] which) -> Tensor[]")
 
 _calls = getattr(torch.ops, NAMESPACE)
-_tracing: list[Call] = []
+_tracing: list[LayerCall] = []
 """The calls of the trace that is under way: ops can be given numbers only."""
 
 
-def _spec(x: Tensor) -> Spec:
+def _form(x: Tensor) -> TensorForm:
     return x.shape, x.stride(), x.dtype, x.device
 
 
-def _new(spec: Spec) -> Tensor:
-    shape, stride, dtype, device = spec
+def _new(form: TensorForm) -> Tensor:
+    shape, stride, dtype, device = form
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def _same(x: Tensor, call: int, at: int) -> Tensor:
-    return _new(_spec(x))
+    return _new(_form(x))
 
 
 def _layer(inputs: list[Tensor], call: int) -> list[Tensor]:
-    return [_new(spec) for spec in _tracing[call].outputs]
+    return [_new(form) for form in _tracing[call].outputs]
 
 
 def _layer_grad(grads: list[Tensor], call: int, which: list[int]) -> list[Tensor]:
@@ -150,25 +137,25 @@ _one_at_a_time = threading.RLock()
 class Layers:
     """The equal layers of a model while it is traced."""
 
-    def __init__(self, model: nn.Module, groups: list[Group]) -> None:
-        self.calls: list[Call] = []
+    def __init__(self, model: nn.Module, groups: list[EqualLayers]) -> None:
+        self.calls: list[LayerCall] = []
         self._modules = dict(model.named_modules())
         self._groups = groups
         self._segments: Segments | None = None
         self._known = Known()
         self._kinds: dict[Any, int] = {}
         self._traced: dict[int, int] = {}
-        self._watched: set[int] = set()
+        self._running = False
         self._kept: list[Any] = []
 
-    def begin(self, segments: Segments, known: Known) -> None:
-        """Before each run of the forward (the exporter runs it twice). known: what is known of its
-        tensors."""
+    def begin(self, segments: Segments, known: Known, reads: Reads | None = None) -> None:
+        """Before each run of the forward (the exporter runs it twice). known: what is known of its tensors.
+        reads: notes the attributes that it reads."""
         self._segments = segments
         self._known = known
+        self._reads = reads
         self._kinds.clear()
         self._traced.clear()
-        self._watched.clear()
         self._kept.clear()
         self.calls.clear()
         _tracing.clear()
@@ -180,7 +167,6 @@ class Layers:
             for at, group in enumerate(self._groups):
                 for name in group.names:
                     self._install(at, name, undo)
-                self._watch(group, undo)
             try:
                 yield
             finally:
@@ -194,39 +180,25 @@ class Layers:
 
         undo.callback(put_forward(self._modules[name], forward))
 
-    def _watch(self, group: Group, undo: ExitStack) -> None:
-        """Note reads of the attributes in which layers may differ, by properties of their classes."""
-        for within, attribute in group.differing:
-            kind = type(self._modules[f"{group.names[0]}.{within}" if within else group.names[0]])
-            if isinstance(kind.__dict__.get(attribute), _Watched):
-                continue
-            if hasattr(inspect.getattr_static(kind, attribute, None), "__set__"):
-                raise NotRepeatedError(f"{kind.__name__}.{attribute} is a property")
-            if attribute in kind.__dict__:
-                kept = kind.__dict__[attribute]
-                undo.callback(setattr, kind, attribute, kept)
-            else:
-                undo.callback(delattr, kind, attribute)
-            setattr(kind, attribute, _Watched(attribute, self._watched))
-
     def _called(
         self, group: int, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         assert self._segments is not None
-        if self._watched:
+        if self._running:
             return own(*args, **kwargs)  # a layer that another calls is a part of that
         if any(call.layer == name for call in self.calls):
             raise NotRepeatedError(f"{name} is called twice: its gradients are sums")
-        tensors: list[Tensor] = []
+        leaves, form = tree_flatten((args, kwargs))
+        tensors = _tensors_of(leaves)
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        given_as = _structure((args, kwargs), tensors, self._kept)
+        given_as = repr(form), tuple(_key(leaf, tensors, self._kept) for leaf in leaves)
         key = group, state, given_as, tuple(map(self._known.number, tensors))
         kind = self._kinds.setdefault(key, len(self._kinds))
         grads = [at for at, x in enumerate(tensors) if x.requires_grad and torch.is_grad_enabled()]
         begin = len(self._segments.names) - 1
         seen = self._traced.get(kind)
         template = sum(call.kind == kind and call.template for call in self.calls) < TEMPLATES
-        call = Call(name, kind, begin, template, [_spec(x) for x in tensors], grads)
+        call = LayerCall(name, kind, begin, template, [_form(x) for x in tensors], grads)
         number = len(self.calls)
         self.calls.append(call)
         _tracing.append(call)
@@ -237,38 +209,40 @@ class Layers:
         entered = [_marked(x, "enter", number, at) for at, x in enumerate(tensors)]
         for x, before in zip(entered, tensors, strict=True):
             self._known.same(x, before)
-        given, named = _replaced((args, kwargs), iter(entered))
-        made = self._observed(name, own, given, named, entered)
+        given, named = _replaced(leaves, form, entered)
+        made = self._observed(name, group, own, given, named, entered)
         call.end = len(self._segments.names) - 1
-        results: list[Tensor] = []
-        others: list[Any] = []
-        _structure(made, results, others)
-        if others or not all(x.requires_grad for x in results):
+        call.result = results, made_as = tree_flatten(made)
+        plain = all(x.requires_grad if isinstance(x, Tensor) else isinstance(x, _PLAIN) for x in results)
+        if not plain:
             raise NotRepeatedError(f"{name} returns more than tensors with a gradient")
-        call.outputs = [_spec(x) for x in results]
-        left = [_marked(x, "leave", number, at) for at, x in enumerate(results)]
-        call.result = made
-        return _replaced(made, iter(left))
+        call.outputs = [_form(x) for x in _tensors_of(results)]
+        left = [_marked(x, "leave", number, at) for at, x in enumerate(_tensors_of(results))]
+        return _replaced(results, made_as, left)
 
     def _observed(
-        self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, entered: list[Tensor]
+        self, name: str, group: int, own: Callable[..., Any], args: Any, kwargs: Any, entered: list[Tensor]
     ) -> Any:
-        """Run a layer and see that it does no more than to compute."""
-        modules = list(self._modules[name].modules())
-        before = [dict(module.__dict__) for module in modules]
+        """Run a layer and see that it only computes, and reads no attribute in which layers may differ."""
+        modules = dict(self._modules[name].named_modules())
+        before = [dict(module.__dict__) for module in modules.values()]
         versions = [x._version for x in entered]
-        self._watched.update(map(id, modules))
+        self._running = True
         try:
-            made = own(*args, **kwargs)
+            with nullcontext(set()) if self._reads is None else self._reads.apart() as read:
+                made = own(*args, **kwargs)
         finally:
-            self._watched.clear()
-        if not all(_unchanged(kept, module) for kept, module in zip(before, modules, strict=True)):
+            self._running = False
+        for within, attribute in self._groups[group].differing:
+            if (id(modules[within]), attribute) in read:
+                raise NotRepeatedError(f"{name} reads {attribute}, in which layers may differ")
+        if not all(_unchanged(kept, module) for kept, module in zip(before, modules.values(), strict=True)):
             raise NotRepeatedError(f"{name} writes to an attribute")
         if versions != [x._version for x in entered]:
-            raise NotRepeatedError(f"{name} writes to what it is given")
+            raise NotRepeatedError(f"{name} writes to its arguments")
         return made
 
-    def _stand_in(self, number: int, like: Call, tensors: list[Tensor]) -> Any:
+    def _stand_in(self, number: int, like: LayerCall, tensors: list[Tensor]) -> Any:
         assert self._segments is not None
         call = self.calls[number]
         call.outputs, call.result = like.outputs, like.result
@@ -276,31 +250,7 @@ class Layers:
         inside = self._segments.names[like.begin + 1 : like.end + 1]
         self._segments.follow([renamed(name, like.layer, call.layer) for name in inside])
         call.end = len(self._segments.names) - 1
-        return _replaced(call.result, iter(made))
-
-
-class _Watched:
-    """An attribute of a class that tells when a watched instance's is read."""
-
-    def __init__(self, name: str, watched: set[int]) -> None:
-        self._name = name
-        self._ids = watched
-
-    def __get__(self, instance: Any, owner: type) -> Any:
-        if instance is None:
-            return self
-        if id(instance) in self._ids:
-            raise NotRepeatedError(f"{owner.__name__} reads {self._name}, in which layers may differ")
-        try:
-            return instance.__dict__[self._name]
-        except KeyError:
-            raise AttributeError(self._name) from None
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        instance.__dict__[self._name] = value
-
-    def __delete__(self, instance: Any) -> None:
-        del instance.__dict__[self._name]
+        return _replaced(*call.result, made)
 
 
 def layers_of(model: nn.Module) -> Layers | None:
@@ -321,29 +271,23 @@ def _marked(x: Tensor, word: str, call: int, at: int) -> Tensor:
     return made
 
 
-def _structure(value: Any, tensors: list[Tensor], others: list[Any]) -> Any:
-    """What distinguishes two values beside the elements of tensors, hashable. Appends the tensors, and what
-    is known by its identity alone (which must not pass to another object meanwhile)."""
-    if isinstance(value, Tensor):
-        first = next((at for at, x in enumerate(tensors) if x is value), len(tensors))
-        tensors.append(value)
-        return "tensor", first, _spec(value), value.requires_grad, type(value)
-    if type(value) in (tuple, list):
-        return type(value), tuple(_structure(item, tensors, others) for item in value)
-    if type(value) is dict:
-        return dict, tuple((key, _structure(item, tensors, others)) for key, item in value.items())
-    if value is None or type(value) in (bool, int, float, str):
-        return type(value), value
-    others.append(value)
-    return "object", id(value)
+def _key(leaf: Any, tensors: Sequence[Tensor], kept: list[Any]) -> Any:
+    """What distinguishes an argument from others beside the elements of tensors, hashable. kept: gets what is
+    known by its identity alone, which must not pass to another object meanwhile."""
+    if isinstance(leaf, Tensor):
+        first = next(at for at, x in enumerate(tensors) if x is leaf)
+        return "tensor", first, _form(leaf), leaf.requires_grad, type(leaf)
+    if isinstance(leaf, _PLAIN):
+        return type(leaf), leaf
+    kept.append(leaf)
+    return "object", id(leaf)
 
 
-def _replaced(value: Any, parts: Iterator[Any]) -> Any:
-    """The value with other things in the places of tensors, in the order of `_structure`."""
-    if isinstance(value, Tensor):
-        return next(parts)
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(item, parts) for item in value)
-    if type(value) is dict:
-        return {key: _replaced(item, parts) for key, item in value.items()}
-    return value
+def _replaced(leaves: Sequence[Any], form: Any, tensors: Sequence[Tensor]) -> Any:
+    """A structure with other tensors in the places of those among its leaves."""
+    others = iter(tensors)
+    return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in leaves], form)
+
+
+def _tensors_of(leaves: Sequence[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

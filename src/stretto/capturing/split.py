@@ -2,27 +2,33 @@
 
 1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that
    begins a stage. By name: the segment in which the named module is entered. By a text of stages: where
-   its layers are entered (`stretto.capturing.layers`); stages that begin with one segment hold nothing but
-   the last of them. Automatic: cuts that make stages, and the sums of ranks with several,
-   as even as can be, a message counted as part of its stage.
+   its layers are entered; of stages that begin with one segment all but the last are empty. Automatic: cuts
+   that make stages, and ranks with several stages, as even as can be, a message counted as part of its stage.
 2. A forward op is in the stage of its segment. A backward op is in the stage of the forward op that
    it derives; a sum of gradients where its last part arises, which is the lowest of its parts' stages.
 3. What neither depends on parameters nor draws at random, and is cheap beside a message (masks, rotary
    tables), belongs to every stage that uses it.
+
+Layers are the model's repeated modules, by which a text of stages cuts it (`stretto.config.stage_text`): the
+members of its lists (`ModuleList`, `Sequential`) that have modules of their own: all of a ModuleList, and of
+a Sequential those whose class is there more than once, as a wrapper in a Sequential is no layer. A list in a
+list is looked into; within a layer nothing is looked for. Where a model has none of these, its lists' members
+with parameters are layers. A layer counts as often as the forward calls it, in the order in which it does.
+What runs between two layers belongs to the one before, "embedding" is what runs before the first, "loss" what
+runs after the last.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 
 from torch import nn
 
-from stretto.capturing.layers import stage_cuts
-from stretto.capturing.trace import Traced
-from stretto.config.stage_text import read_stages
+from stretto.capturing.graph import Traced
+from stretto.config.stage_text import EMBEDDING, LAYER, LOSS, Stages, read_stages
 from stretto.errors import UsageError, meant
 from stretto.ir.balance import cut_chain, even_ranks
 from stretto.ir.program import STARTS, WAIT, Op
@@ -40,6 +46,8 @@ FREE_FLOPS_PER_BYTE = 50.0
 
 MAX_CANDIDATES = 512
 """Places considered by the automatic cut, the ones with the least traffic first; the search is quadratic."""
+
+_LISTS = (nn.ModuleList, nn.Sequential)
 
 Placement = Mapping[str, tuple[int, ...]]
 """Op name -> the stages that compute it (several for cheap shared values)."""
@@ -92,7 +100,7 @@ def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = T
     assert len(cuts) == stages - 1, "each stage but the first has where it begins"
     placed: dict[str, int] = {}
     backward: set[str] = set()
-    last = bisect_right(cuts, len(traced.segments) - 1)  # that holds anything
+    last = bisect_right(cuts, len(traced.segments) - 1)  # that has any op
     for item in traced.ops:
         stage = last if item.segment is None else bisect_right(cuts, item.segment)
         if item.backward:
@@ -132,7 +140,7 @@ def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
         raise UsageError(f"split = {error}") from None
     if len(found.of) != stages:
         raise UsageError(f"split = {text!r} has {len(found.of)} stages, but the pipeline has {stages}")
-    return stage_cuts(traced.name, traced.segments, traced.layers, found)
+    return _layer_cuts(traced.name, traced.segments, traced.layers, found)
 
 
 def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequence[int] | None) -> list[int]:
@@ -229,3 +237,90 @@ def _share(traced: Traced, placed: Mapping[str, int], free: frozenset[str]) -> P
             if used in free:
                 stages[used] |= stages[name]
     return {item.op.name: tuple(sorted(stages[item.op.name])) for item in traced.ops}
+
+
+# --- layers ------------------------------------------------------------------------------------------------
+
+
+def layer_names(model: nn.Module) -> frozenset[str]:
+    """The names of the model's layers; none where it has no lists."""
+    members = [
+        member for module in model.modules() if isinstance(module, _LISTS) for member in module.children()
+    ]
+    classes = Counter(type(member) for member in members if _has_parts(member))
+
+    def repeats(module: nn.Module, member: nn.Module) -> bool:
+        return _has_parts(member) and (isinstance(module, nn.ModuleList) or classes[type(member)] > 1)
+
+    def has_parameters(module: nn.Module, member: nn.Module) -> bool:
+        return any(True for _ in member.parameters())
+
+    return frozenset(_found("", model, repeats) or _found("", model, has_parameters))
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _found(name: str, module: nn.Module, is_layer: Callable[[nn.Module, nn.Module], bool]) -> list[str]:
+    """The layers within a module."""
+    found: list[str] = []
+    for child, member in module.named_children():
+        full = f"{name}.{child}" if name else child
+        layer = isinstance(module, _LISTS) and is_layer(module, member)
+        inside = [] if layer and not isinstance(member, _LISTS) else _found(full, member, is_layer)
+        found += inside or ([full] if layer else [])
+    return found
+
+
+def _layer_cuts(name: str, segments: Sequence[str], layers: Collection[str], stages: Stages) -> list[int]:
+    """Step 1, by a text of stages; an empty stage begins where the next one does.
+
+    name: of the model, for messages. segments: the module that runs in each. Raises UsageError for a model
+    without layers, and for another number of layers than it has.
+    """
+    begins, ends = _calls(segments, layers)
+    if not begins:
+        raise UsageError(
+            f"split = {stages.text!r} speaks of layers, and {name} has no list of modules (ModuleList, "
+            "Sequential) that its forward calls: name the modules that begin stages, as split = "
+            '["blocks.4"], or give split = "auto"'
+        )
+    if stages.layers != len(begins):
+        first, last = segments[begins[0]], segments[begins[-1]]
+        raise UsageError(
+            f"split = {stages.text!r} has {stages.layers} layers, and the forward of {name} calls "
+            f"{len(begins)}, {first} to {last}: write {stages.with_layers(len(begins)).text!r}"
+        )
+    cuts: list[int] = []
+    before: list[str] = []
+    for words in stages.of[:-1]:
+        before += words
+        count = before.count(LAYER)
+        if LOSS in before:
+            cuts.append(len(segments))
+        elif count == len(begins):
+            cuts.append(ends[-1])
+        elif count or EMBEDDING in before:
+            cuts.append(begins[count])
+        else:
+            cuts.append(0)
+    return cuts
+
+
+def _calls(segments: Sequence[str], layers: Collection[str]) -> tuple[list[int], list[int]]:
+    """The segment in which each call of a layer begins, and the first one after it."""
+    begins: list[int] = []
+    ends: list[int] = []
+    inside: str | None = None
+    for at, name in enumerate(segments):
+        # A module that a layer shares with others has their name, so only the layer's holders end it.
+        if inside is not None and (name in layers or not name or inside.startswith(f"{name}.")):
+            if name == inside:
+                continue
+            ends.append(at)
+            inside = None
+        if inside is None and name in layers:
+            begins.append(at)
+            inside = name
+    return begins, ends + [len(segments)] * (inside is not None)

@@ -1,4 +1,4 @@
-"""Cut a traced step into stages with F, I and W programs, and say what crosses between them.
+"""Cut a traced step into stages with F, I and W programs, and find what crosses between them.
 
 1. Every op goes to its stages (`stretto.capturing.split`).
 2. In a stage, forward ops are F. Of the backward ops, those from which a gradient that leaves the
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
+from stretto.capturing.graph import Traced
 from stretto.capturing.split import Placement
-from stretto.capturing.trace import Traced
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external

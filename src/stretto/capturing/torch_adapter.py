@@ -26,17 +26,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stretto.backend.observe_adapter import watched
 from stretto.batch.loss import Loss, loss_and_count
 from stretto.capturing.calls_adapter import OpsSeen, buffers_in_place, replaced
-from stretto.capturing.carried import Calls
+from stretto.capturing.carried import ForwardCalls
+from stretto.capturing.equal import NotRepeatedError
 from stretto.capturing.explain import at_fault
-from stretto.capturing.float32_losses import LossesInFloat32, in_float32
-from stretto.capturing.graphs import JointGraph
-from stretto.capturing.hooks_adapter import hooks_that_change
+from stretto.capturing.graph import JointGraph
 from stretto.capturing.known import Known
-from stretto.capturing.masks import masks_recognised
+from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import MeshProgram, OnMeshes
 from stretto.capturing.read import Reads
-from stretto.capturing.repeat import Layers, NotRepeatedError
-from stretto.capturing.torch_state_adapter import tracing_state
+from stretto.capturing.repeat import Layers
+from stretto.capturing.substitutes import LossesInFloat32, in_float32
+from stretto.capturing.torch_state_adapter import hooks_that_change, tracing_state
 from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.unseen import CHUNK, OWN
@@ -64,7 +64,7 @@ def fake_state(
 
     Ties stay ties. The originals, of whatever device ("meta" too), are put back untouched.
     param_dtype: dtype of the fake floating-point parameters; None keeps theirs.
-    parts: id of a parameter -> the shape of the part of it that a rank holds.
+    parts: id of a parameter -> the shape of a rank's part of it.
     """
     shapes = parts or {}
 
@@ -162,7 +162,7 @@ def mark_call(number: int | None) -> None:
 Leaves = Sequence[torch.Tensor]
 
 
-class _Step(nn.Module):
+class _ModelAndLoss(nn.Module):
     """Model and loss as one module whose inputs are the microbatch's tensors. run: (buffers, leaves) -> its
     results."""
 
@@ -205,18 +205,18 @@ def export_joint(
     layers: the equal layers that are not all traced; `stretto.capturing.expand` then gives the whole graph.
     meshes: where a program on several meshes lies.
     beside: compares the calls of a spread model with those of the model alone. float32_losses: whether
-    losses of half precision are taken in float32 (`stretto.capturing.float32_losses`).
+    losses of half precision are taken in float32 (`stretto.capturing.substitutes`).
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
-    calls = Calls(model, loss, () if layers is None else layers.calls)
+    calls = ForwardCalls(model, loss, () if layers is None else layers.calls)
     values = Known()
     number: float | None = None
 
     def run(left: Mapping[str, Any], given: Leaves) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         nonlocal number
         if layers is not None:
-            layers.begin(segments, values)
+            layers.begin(segments, values, calls.reads)
         with (
             calls.one(left),
             nullcontext() if program is None else program.state(model),
@@ -241,7 +241,7 @@ def export_joint(
         number = count
         return value.reshape(())
 
-    step = _Step(model, run)
+    step = _ModelAndLoss(model, run)
 
     def export(left: Mapping[str, torch.Tensor]) -> JointGraph:
         for name, tensor in left.items():

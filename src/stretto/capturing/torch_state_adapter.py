@@ -1,29 +1,36 @@
 """PyTorch's global state while a model is traced, and back as it was when that is over.
 
-Like `torch_adapter`, a room for private corners of PyTorch (2.11 to 2.13):
+Code that has no place in a graph is refused here: a backward of its own, and backward hooks that only watch
+(what a hook makes of a gradient is captured, and its code is not run again). Private corners of PyTorch (2.11
+to 2.13), like `torch_adapter`:
 
-    torch.compiler._is_compiling_flag, _is_exporting_flag   what `torch.export` tells model code
+    torch.compiler._is_compiling_flag, _is_exporting_flag   what model code reads of `torch.export`
     torch._C._set_mkldnn_enabled                            recurrent layers as plain ops
     torch.utils.checkpoint._checkpoint_hook                 whether the model asks to recompute
     torch.autograd.Function.apply                           what runs a backward within a backward
     torch._library.simple_registry.singleton                checks that the exporter would make inputs for
     torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_*  what a failed transform leaves switched off
     loggers of torch._functorch and torch._subclasses       tracebacks of the exporter's own
+    nn.Module._backward_hooks, _backward_pre_hooks, and the global ones of its file
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch._library import simple_registry
+from torch.nn.modules import module as of_all
+from torch.overrides import TorchFunctionMode
 
 from stretto.capturing.explain import INTERNAL
 from stretto.errors import CaptureError
@@ -75,11 +82,11 @@ def _checks_dropped() -> Iterator[None]:
 
 
 @contextmanager
-def _exporting(told: bool = True) -> Iterator[None]:
+def _exporting(on: bool = True) -> Iterator[None]:
     """Tell model code that it is being exported, as `torch.export` does: models (Hugging Face's among them)
     ask `torch.compiler.is_compiling()` before they look at the values of tensors."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = told
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = on
     try:
         yield
     finally:
@@ -88,7 +95,7 @@ def _exporting(told: bool = True) -> Iterator[None]:
 
 def not_exporting() -> AbstractContextManager[None]:
     """Tell code that it is not, where it cannot look at the values of tensors."""
-    return _exporting(told=False)
+    return _exporting(on=False)
 
 
 @contextmanager
@@ -144,7 +151,7 @@ def _no_inner_backward() -> Iterator[None]:
     """Refuse code that runs a backward of its own: what it adds to `.grad` is no part of any graph.
 
     Functions that do so in their backward, as re-entrant checkpointing does, are refused where they are
-    called: nothing calls their backward while the graph is made if they are given what needs no gradient but
+    called: nothing calls their backward while the graph is made if they get what needs no gradient but
     by `requires_grad_`, and the gradients of all that is in them would be lost.
     """
     backward, function = torch.autograd.backward, torch.autograd.Function
@@ -163,10 +170,10 @@ def _no_inner_backward() -> Iterator[None]:
             what = (
                 "torch.utils.checkpoint with use_reentrant=True" if ours else f"the function {kind.__name__}"
             )
-            how = "give use_reentrant=False" if ours else "call what it wraps as it stands"
+            how = "give use_reentrant=False" if ours else "call what it wraps as it is"
             raise CaptureError(
                 f"{what} runs a backward of its own within the backward, whose gradients no plan has: {how}; "
-                "what is computed again is for recompute='full', 'selective' or a limit of Parallel to say"
+                "what is computed again is for recompute='full', 'selective' or a limit of Parallel to decide"
             )
         return apply.__func__(kind, *args, **kwargs)
 
@@ -187,3 +194,49 @@ def _runs_backward(method: Any) -> bool:
         return False
     named = any(found.__globals__.get(name) is _BACKWARD for name in code.co_names)
     return named or ("backward" in code.co_names and bool({"autograd", "enable_grad"} & {*code.co_names}))
+
+
+class _Hooks(TorchFunctionMode):
+    """Hooks of tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.register_hook and len(args) == 2:
+            args = (args[0], _that_changes(args[1], "a hook on a tensor (register_hook)"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def hooks_that_change(model: nn.Module) -> Iterator[None]:
+    """While the context lasts, a backward hook that returns nothing raises CaptureError."""
+    tables: list[tuple[str, dict[int, Any]]] = [
+        ("a backward hook of all modules", table)
+        for table in (of_all._global_backward_hooks, of_all._global_backward_pre_hooks)
+    ]
+    for name, module in model.named_modules():
+        what = f"a backward hook of the module {name or type(model).__name__!r}"
+        tables += [(what, module._backward_hooks), (what, module._backward_pre_hooks)]
+    kept = [(table, dict(table)) for _, table in tables if table]
+    try:
+        for what, table in tables:
+            table.update({key: _that_changes(hook, what) for key, hook in table.items()})
+        with _Hooks():
+            yield
+    finally:
+        for table, hooks in kept:
+            table.update(hooks)
+
+
+def _that_changes(hook: Callable[..., Any], what: str) -> Callable[..., Any]:
+    @functools.wraps(hook, assigned=(), updated=())
+    def called(*given: Any) -> Any:
+        made = hook(*given)
+        if made is None:
+            raise CaptureError(
+                f"{what} returns nothing, so it only watches, and a plan's steps would not call it: return "
+                "the gradient from a hook that changes it; to watch, remove the hook (handle.remove()) and "
+                "register one on the parameters of the Runner (register_hook), or let values of the forward "
+                "be seen (stretto.observe)"
+            )
+        return made
+
+    return called

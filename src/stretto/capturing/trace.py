@@ -3,7 +3,8 @@
     1. The model's parameters and buffers, and one microbatch, become fake tensors (no storage, no device).
     2. Forward, loss and backward are exported as one functional graph of dispatcher calls.
     3. Every node becomes an `Op`; what it means (parameter, gradient, buffer update, loss) goes beside it.
-    4. Passes improve the graph (`stretto.passes`).
+    4. Of a model that is sharded it is proved that it computes what the plain model computes.
+    5. Passes improve the graph (`stretto.passes`).
 
 The result knows no stages: `stretto.capturing.split` chooses them, `stretto.capturing.stages` cuts.
 """
@@ -12,47 +13,40 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.backend.collector import rarely_collected
 from stretto.backend.observe_adapter import watched
 from stretto.batch import tree
 from stretto.batch.loss import Loss
-from stretto.batch.values import Path, Watch
 from stretto.capturing import torch_adapter
 from stretto.capturing.absent_cuda import CudaChoices, with_cuda_results
-from stretto.capturing.accepts import check_batch, check_model
 from stretto.capturing.convert import convert, dtype_name, spec_of
-from stretto.capturing.count import count_of, mean_over
-from stretto.capturing.equal import equal_layers, renamed
-from stretto.capturing.expand import Step, TracedOp, expand, named
-from stretto.capturing.explain import explained
-from stretto.capturing.float32_losses import HALF, LossesInFloat32
+from stretto.capturing.equal import NotRepeatedError, equal_layers, renamed
+from stretto.capturing.expand import expand, named
+from stretto.capturing.explain import check_batch, check_model, explained
+from stretto.capturing.graph import JointGraph, Traced, TracedOp, TracedStep
 from stretto.capturing.known import Known
-from stretto.capturing.layers import layer_names
-from stretto.capturing.masks import masks_recognised
+from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import OnMeshes
-from stretto.capturing.norms import batch_norms_in_ops
-from stretto.capturing.observed import Seen, taken_out
+from stretto.capturing.outputs import count_of, mean_over, observed_of
 from stretto.capturing.proof import Proof
-from stretto.capturing.repeat import NotRepeatedError, layers_of
-from stretto.capturing.state import State
+from stretto.capturing.read import Reads
+from stretto.capturing.repeat import layers_of
+from stretto.capturing.split import layer_names
+from stretto.capturing.state import PythonState
+from stretto.capturing.substitutes import HALF, LossesInFloat32, batch_norms_in_ops
 from stretto.capturing.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError, UsageError
-from stretto.ir.program import Constant, Count, Shard, TensorSpec
-from stretto.parallelize.alone import (
-    Beside,
-    Found,
-    Key,
-    with_gathered_logits,
-)
+from stretto.ir.program import Constant, TensorSpec
+from stretto.parallelize.alone import Beside, Found, Key, with_gathered_logits
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.lower_right_adapter import as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
@@ -66,41 +60,41 @@ PLAIN = Layout()
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
-    """One microbatch's forward and backward. segments: the module that runs in each segment.
+class _TraceSetup:
+    """What one attempt traces, after step 1.
 
-    parameters: name -> (spec, first name of its tie, value name of its gradient or None).
-    buffers: name -> (spec, value name of its update or None).
-    whole, count, mean_over: as in `ir.program.Job`.
-    shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
-    layers: names of the model's repeated modules (`stretto.capturing.layers`).
-    read, watch: as in `ir.program.Job`.
-    borders: as in `graphs.JointGraph`.
+    leaves: of the microbatch, fake, by name. at: the device of fake tensors; absent: whether that replaces a
+    CUDA that this machine lacks; device: the kind of device that the step is for.
     """
 
-    name: str
-    ops: tuple[TracedOp, ...]
-    segments: tuple[str, ...]
-    parameters: Mapping[str, tuple[TensorSpec, str, str | None]]
-    buffers: Mapping[str, tuple[TensorSpec, str | None]]
-    constants: tuple[Constant, ...]
-    batch: tuple[tuple[str, TensorSpec], ...]
-    loss: str
-    param_dtype: str | None
-    own_dtypes: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cpu"
-    fixed: tuple[tuple[str, str], ...] = ()
-    shards: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
-    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    borders: Mapping[int, int] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
-    count: Count | None = None
-    mean_over: Count | None = None
-    frozen: frozenset[str] = frozenset()
-    seen: tuple[Seen, ...] = ()
-    layers: frozenset[str] = frozenset()
-    read: tuple[tuple[Path, str], ...] = ()
-    watch: Watch = field(default_factory=Watch, compare=False, repr=False)
+    model: nn.Module
+    loss: Loss
+    rebuild: Callable[[Sequence[Tensor]], Any]
+    leaves: Mapping[str, Tensor]
+    mode: Any
+    at: torch.device
+    absent: bool
+    device: str
+    param_dtype: torch.dtype | None
+    layout: Layout
+    meshes: OnMeshes | None
+    repeats: bool
+
+    def fake_state(self, parts: Mapping[int, tuple[int, ...]] | None = None) -> AbstractContextManager[None]:
+        """As `torch_adapter.fake_state`, for this model."""
+        return torch_adapter.fake_state(self.model, self.mode, self.at, self.param_dtype, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExportedStep:
+    """After step 3. specs: of parameters and buffers, by name; given: of all values that no op makes."""
+
+    joint: JointGraph
+    reads: Reads
+    step: TracedStep
+    constants: Sequence[Constant]
+    specs: Mapping[str, TensorSpec]
+    given: Mapping[str, TensorSpec]
 
 
 @rarely_collected()
@@ -119,10 +113,10 @@ def trace(
 ) -> Traced:
     """Trace `loss(model, microbatch)` and its backward without running it.
 
-    batch: the whole batch or its like (only shapes and dtypes are read); a microbatch is its
+    batch: the full batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
-    "cuda" there need not be one here (`absent_cuda` says what is chosen then). layout: trace one rank's part
+    "cuda" there need not be one here (`absent_cuda` has the choices). layout: trace one rank's part
     of a model that is laid out so. equal_layers: whether layers that are equal are
     traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
     passes to leave out. meshes: where a program on several meshes lies (`stretto.capturing.meshes`).
@@ -140,7 +134,7 @@ def trace(
             try:
                 return traced(repeats=True)
             except (NotRepeatedError, CaptureError) as reason:
-                # Whether a model can be captured is for the trace of all of it to say.
+                # Whether a model can be captured is for the trace of all layers to decide.
                 _log.debug("all layers are traced: %s", reason)
         return traced(repeats=False)
 
@@ -164,169 +158,187 @@ def _trace(
     meshes: OnMeshes | None,
     repeats: bool,
 ) -> Traced:
-    """Steps 1 to 4; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
+    """Steps 1 to 5; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
+    fixed, whole = tuple(tree.fixed(batch).items()), tree.whole_leaves(batch)
+    setup = _set_up(model, batch, loss, microbatches, param_dtype, device, layout, meshes, repeats)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    own_dtypes = {name: dtype_name(p.dtype) for name, p in parameters.items()}
+    first: dict[int, str] = {}
+    ties = {name: first.setdefault(id(p), name) for name, p in parameters.items()}
+    exported = _exported(setup)
+    joint, given = exported.joint, exported.given
+    read, watch = exported.reads.kept()
+
+    ops, seen = observed_of(exported.step.ops)
+    grads, kept = dict(exported.step.grads), dict(exported.step.kept)
+    count = count_of(ops, kept["loss"], kept.pop("count", joint.count), whole)
+    divided = mean_over(ops, kept["loss"], whole, given) if count is None else None
+    partial_along: Mapping[str, tuple[str, ...]] = {}
+    sharded: frozenset[str] = frozenset()
     tensor = layout.tensor
-    constants_of_batch = tuple(tree.fixed(batch).items())
-    leaves, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
-    check_batch(leaves)
-    shapes = tree.microbatch_shapes(batch, microbatches)
-    check_model(model)
-    if repeats and not equal_layers(model):
-        raise NotRepeatedError("no layers are equal")
-    at = torch.device(device) if device is not None else _device_of(model)
-    device_kind = at.type
-    absent = device_kind == "cuda" and not torch.cuda.is_available()
-    if absent:
-        at = torch.device("cpu")
-    mode = torch_adapter.fake_mode()
-
-    def fake_leaf(name: str, leaf: torch.Tensor) -> torch.Tensor:
-        dtype = leaf.dtype
-        # A number in bfloat16 is another number, and does not make a result of finer dtype anyway.
-        if param_dtype is not None and dtype.is_floating_point and leaf.dim():
-            dtype = param_dtype
-        with mode:
-            return torch.empty(shapes[name], dtype=dtype, device=at)
-
-    fakes = [fake_leaf(name, leaf) for name, leaf in leaves.items()]
-    ties = _ties(model)
-    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    own_dtypes = {n: dtype_name(p.dtype) for n, p in model.named_parameters(remove_duplicate=False)}
-    beside = None
-    if tensor is not None and meshes is None:
-        leaves_at = layout.leaves()
-        calls = Beside(model, leaves_at, tensor.size)
-        found = _alone(model, loss, tree.rebuilder(batch), fakes, mode, at, param_dtype, calls, repeats)
-        beside = Beside(model, leaves_at, tensor.size, found, torch_adapter.mark_call)
-    with (
-        torch_adapter.fake_state(model, mode, at, param_dtype, layout.part_shapes(model)),
-        CudaChoices() if absent else nullcontext(),
-        as_on_cuda() if absent else nullcontext(),
-        layout.applied(model),
-    ):
-        state = {
-            **{n: spec_of(p) for n, p in model.named_parameters(remove_duplicate=False)},
-            **{n: spec_of(b) for n, b in model.named_buffers(remove_duplicate=False)},
-        }
-        layers = layers_of(model) if repeats else None
-        with explained(model, tensor, (NotRepeatedError, WrittenError), loss):
-            joint, reads = torch_adapter.export_joint(
-                model, loss, tree.rebuilder(batch), fakes, mode, layers, meshes, beside, param_dtype in HALF
-            )
-
-    names: dict[torch.fx.Node, str] = {}
-    parameters: dict[str, tuple[TensorSpec, str, str | None]] = {}
-    buffers: dict[str, tuple[TensorSpec, str | None]] = {}
-    leaf_names = list(leaves)
-    for node, (kind, key) in joint.inputs.items():
-        name = leaf_names[int(key)] if kind == "batch" else str(key)
-        names[node] = "tangent" if kind == "tangent" else f"{kind}/{name}"
-        if kind == "param":
-            parameters[name] = (state[name], ties[name], None)
-        elif kind == "buffer":
-            buffers[name] = (state[name], None)
-
-    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
-    read, watch = reads.kept()
-    matched = () if beside is None else beside.matched
-    ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
-    if absent:
-        made = with_cuda_results((traced.op for traced in ops), given)
-        ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
-    gradients: dict[str, str | None] = {}
-    kept: dict[str, str] = {}
-    for kind, key, out in joint.outputs:
-        if kind == "grad" and key not in frozen:
-            gradients[key] = None if out is None else names[out]
-        elif kind in ("loss", "count", "update") and out is not None:
-            kept[f"buffer/{key}" if kind == "update" else kind] = names[out]
-    step = Step(tuple(ops), gradients, kept)
-    step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
-    ops, seen = taken_out(step.ops)
-    gradients, kept = dict(step.grads), dict(step.kept)
-    count = count_of(ops, kept["loss"], kept.pop("count", joint.count), given_whole)
-    divided = mean_over(ops, kept["loss"], given_whole, given) if count is None else None
-    shards = layout.shards
-    parts: dict[str, tuple[str, ...]] = {}
-    spread: frozenset[str] = frozenset()
     if tensor is not None:
         values = tuple(one.value for one in seen)
-        proof = Proof(ops, given, tensor.shards, gradients, kept, tensor.size, meshes is not None, values)
+        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, meshes is not None, values)
         proved = proof.proved()
-        ops, parts, spread = list(proved.ops), dict(proved.partial), _spread(proof)
-        gradients = {key: value and proved.renamed[value] for key, value in gradients.items()}
+        ops, partial_along, sharded = list(proved.ops), proved.partial, _sharded(proof)
+        grads = {name: value and proved.renamed[value] for name, value in grads.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
         seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
-    roots = {*(value for value in gradients.values() if value is not None), *kept.values()}
-    roots |= {one.value for one in seen}
-    ops, renamed = _passed(ops, roots, given, spread, skip_passes)
-    for key, value in gradients.items():
-        now = value if value is None else renamed.get(value, value)
-        parameters[key] = (*parameters[key][:2], now)
-    kept = {what: renamed.get(value, value) for what, value in kept.items()}
-    for key in buffers:
-        buffers[key] = (buffers[key][0], kept.get(f"buffer/{key}"))
-    counting = (op for counted in (count, divided) if counted is not None for op in counted.ops)
+    roots = {value for value in grads.values() if value is not None} | {*kept.values()}
+    ops, now = _passed(ops, roots | {one.value for one in seen}, given, sharded, skip_passes)
+    grads = {name: value and now.get(value, value) for name, value in grads.items()}
+    kept = {what: now.get(value, value) for what, value in kept.items()}
+
+    counting = [op for counted in (count, divided) if counted is not None for op in counted.ops]
     used = {name for op in (*(traced.op for traced in ops), *counting) for name in op.uses}
+    inputs = [(kind, str(name)) for kind, name in joint.inputs.values()]
     return Traced(
         name=type(model).__name__,
         ops=tuple(ops),
         segments=tuple(joint.segments),
-        parameters=parameters,
-        buffers=buffers,
-        constants=tuple(c for c in constants if f"const/{c.name}" in used),
-        batch=tuple((name, spec_of(fake)) for name, fake in zip(leaf_names, fakes, strict=True)),
+        parameters={
+            name: (exported.specs[name], ties[name], grads.get(name))
+            for kind, name in inputs
+            if kind == "param"
+        },
+        buffers={
+            name: (exported.specs[name], kept.get(f"buffer/{name}"))
+            for kind, name in inputs
+            if kind == "buffer"
+        },
+        constants=tuple(c for c in exported.constants if f"const/{c.name}" in used),
+        batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
         loss=kept["loss"],
         param_dtype=None if param_dtype is None else dtype_name(param_dtype),
         own_dtypes=own_dtypes,
-        device=device_kind,
-        fixed=constants_of_batch,
-        shards=shards,
-        partial=parts,
+        device=setup.device,
+        fixed=fixed,
+        shards=layout.shards,
+        partial=partial_along,
         borders=joint.borders,
-        whole=given_whole,
+        whole=whole,
         count=count,
         mean_over=divided,
-        frozen=frozenset(frozen),
-        seen=tuple(one.renamed(renamed) for one in seen),
+        frozen=frozenset(name for name, p in parameters.items() if not p.requires_grad),
+        seen=tuple(one.renamed(now) for one in seen),
         layers=layer_names(model),
         read=read,
         watch=watch,
     )
 
 
-def _alone(
+def _set_up(
     model: nn.Module,
+    batch: Any,
     loss: Loss,
-    rebuild: Callable[[Sequence[torch.Tensor]], Any],
-    fakes: Sequence[torch.Tensor],
-    mode: Any,
-    at: torch.device,
+    microbatches: int,
     param_dtype: torch.dtype | None,
-    calls: Beside,
+    device: torch.device | str | None,
+    layout: Layout,
+    meshes: OnMeshes | None,
     repeats: bool,
-) -> Mapping[Key, Found]:
+) -> _TraceSetup:
+    """Step 1, after all that can be refused before it."""
+    leaves = tree.flatten(batch)
+    check_batch(leaves)
+    shapes = tree.microbatch_shapes(batch, microbatches)
+    check_model(model)
+    if repeats and not equal_layers(model):
+        raise NotRepeatedError("no layers are equal")
+    at = torch.device(device) if device is not None else _device_of(model)
+    absent = at.type == "cuda" and not torch.cuda.is_available()
+    mode = torch_adapter.fake_mode()
+    here = torch.device("cpu") if absent else at
+    fakes = {}
+    for name, leaf in leaves.items():
+        # A number in bfloat16 is another number, and does not make a result of finer dtype anyway.
+        converted = param_dtype is not None and leaf.dtype.is_floating_point and leaf.dim()
+        with mode:
+            fakes[name] = torch.empty(
+                shapes[name], dtype=param_dtype if converted else leaf.dtype, device=here
+            )
+    rebuild = tree.rebuilder(batch)
+    return _TraceSetup(
+        model, loss, rebuild, fakes, mode, here, absent, at.type, param_dtype, layout, meshes, repeats
+    )
+
+
+def _exported(setup: _TraceSetup) -> _ExportedStep:
+    """Steps 2 and 3."""
+    model, layout, tensor = setup.model, setup.layout, setup.layout.tensor
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    beside = None
+    if tensor is not None and setup.meshes is None:
+        leaves_at = layout.leaves()
+        found = _alone(setup, Beside(model, leaves_at, tensor.size))
+        beside = Beside(model, leaves_at, tensor.size, found, torch_adapter.mark_call)
+    with (
+        setup.fake_state(layout.part_shapes(model)),
+        CudaChoices() if setup.absent else nullcontext(),
+        as_on_cuda() if setup.absent else nullcontext(),
+        layout.applied(model),
+    ):
+        specs = {name: spec_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+        specs |= {name: spec_of(b) for name, b in model.named_buffers(remove_duplicate=False)}
+        layers = layers_of(model) if setup.repeats else None
+        with explained(model, tensor, (NotRepeatedError, WrittenError), setup.loss):
+            joint, reads = torch_adapter.export_joint(
+                model,
+                setup.loss,
+                setup.rebuild,
+                tuple(setup.leaves.values()),
+                setup.mode,
+                layers,
+                setup.meshes,
+                beside,
+                setup.param_dtype in HALF,
+            )
+    leaf_names = list(setup.leaves)
+    names: dict[torch.fx.Node, str] = {}
+    for node, (kind, key) in joint.inputs.items():
+        name = leaf_names[int(key)] if kind == "batch" else str(key)
+        names[node] = "tangent" if kind == "tangent" else f"{kind}/{name}"
+    given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
+    matched = () if beside is None else beside.matched
+    ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
+    if setup.absent:
+        made = with_cuda_results((traced.op for traced in ops), given)
+        ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
+    grads: dict[str, str | None] = {}
+    kept: dict[str, str] = {}
+    for kind, key, out in joint.outputs:
+        if kind == "grad" and key not in frozen:
+            grads[key] = None if out is None else names[out]
+        elif kind in ("loss", "count", "update") and out is not None:
+            kept[f"buffer/{key}" if kind == "update" else kind] = names[out]
+    step = TracedStep(tuple(ops), grads, kept)
+    step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
+    return _ExportedStep(joint, reads, step, constants, specs, given)
+
+
+def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, Found]:
     """The calls of the model alone; those of equal layers are those of the first."""
-    layers, known = layers_of(model) if repeats else None, Known()
+    model, loss = setup.model, setup.loss
+    layers, known = layers_of(model) if setup.repeats else None, Known()
     if layers is not None:
         layers.begin(SimpleNamespace(names=[""], follow=lambda names: None), known)
     with (
-        torch_adapter.fake_state(model, mode, at, param_dtype),
+        setup.fake_state(),
         alone(),
-        mode,
+        setup.mode,
         tracing_state(),
         torch.enable_grad(),
         calls.installed(),
         nullcontext() if layers is None else layers.installed(),
         calls.forward(),
-        watched(),  # it calls what the spread model calls
-        LossesInFloat32() if param_dtype in HALF else nullcontext(),
+        watched(),  # it calls what the sharded model calls
+        LossesInFloat32() if setup.param_dtype in HALF else nullcontext(),
         masks_recognised(known),
     ):
-        before = State(("", model), ("the loss", loss))
+        before = PythonState(("", model), ("the loss", loss))
         try:
             with explained(model, passed=(NotRepeatedError,), loss=loss):
-                loss(model, rebuild(fakes))
+                loss(model, setup.rebuild(tuple(setup.leaves.values())))
         finally:
             before.restore()
     found = dict(calls.found)
@@ -339,7 +351,7 @@ def _alone(
     return found
 
 
-def _spread(proof: Proof) -> frozenset[str]:
+def _sharded(proof: Proof) -> frozenset[str]:
     """Values whose first dim ranks share, once it is proved."""
     made = [item.op.name for item in proof.made]
     placers = [placer for _, placer in proof.placers]
@@ -350,15 +362,15 @@ def _passed(
     ops: list[TracedOp],
     roots: set[str],
     given: Mapping[str, TensorSpec],
-    spread: frozenset[str],
+    sharded: frozenset[str],
     skip: Collection[str],
 ) -> tuple[list[TracedOp], Mapping[str, str]]:
-    """Step 4: after all passes, with what roots are called now. What a pass made stands where the op stood
-    that it replaces."""
+    """Step 5: the ops after all passes, and what roots are called now. What a pass made has the place of the
+    op that it replaces."""
     known = {traced.op.name: traced for traced in ops}
     backward = frozenset(name for name, traced in known.items() if traced.backward)
     graph = Graph(
-        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, spread=spread
+        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, spread=sharded
     )
     graph = on_graph(graph, skip)
     made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
@@ -374,9 +386,3 @@ def _device_of(model: nn.Module) -> torch.device:
         )
     device = next(iter(devices), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
-
-
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Parameter name -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    return {n: first.setdefault(id(p), n) for n, p in model.named_parameters(remove_duplicate=False)}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from stretto.batch import tree
 from stretto.batch.loss import Loss, loss_and_count
 from stretto.capturing import capture
-from stretto.capturing.state import State
+from stretto.capturing.state import PythonState
 from stretto.checking.bisect_layout import bisect_layout
 from stretto.config import ParallelSettings
 from stretto.errors import RunError, StrettoError, UsageError
@@ -212,7 +212,7 @@ def _form(
 
 def _copied(model: nn.Module) -> nn.Module:
     """Step 1. Tensors of an earlier call that are in attributes, which PyTorch does not copy, are cut off."""
-    known = State(("", model)).tensors()
+    known = PythonState(("", model)).tensors()
     memo = {key: tensor.detach().clone() for key, tensor in known.items() if not tensor.is_leaf}
     try:
         return copy.deepcopy(model, memo)

@@ -1,14 +1,19 @@
 """From settings to a model and its loss: Stretto's GPT, or a class of `transformers`, with fresh weights.
 
-`transformers` is imported when it is asked for, since most of Stretto works without it.
+`transformers` is imported when it is asked for, since most of Stretto works without it. `hollow` is for
+models whose parameters get their values elsewhere, part by part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from stretto.batch.loss import Loss
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings
@@ -27,7 +32,7 @@ from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 ModelSettings = GPTSettings | MoESettings | HuggingFaceSettings
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""How classes of `transformers` that tell the next token are called."""
+"""How classes of `transformers` that predict the next token are called."""
 
 NOT_OF_A_CONFIG = {
     "name_or_path": "give model.pretrained, which brings its weights too",
@@ -75,36 +80,21 @@ def counted_loss_function(settings: ModelSettings) -> Loss:
     return {"huggingface": huggingface_sum, "moe": moe_token_sum, "gpt": next_token_sum}[settings.kind]
 
 
-def huggingface_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """The mean next-token loss of a causal language model of `transformers`, in nats.
+def huggingface_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
+    """(sum, count) of the next-token loss of a causal language model of `transformers`, in nats.
 
     The model gets `input_ids` alone, and the loss is taken here: `model(labels=...)` shifts the labels
     itself, and so would either read one token more than a sequence has, or leave its last one out. Thus
     every kind of model is measured on the same tokens. A mixture of experts whose configuration has
-    `output_router_logits` adds its balancing loss while it trains.
+    `output_router_logits` adds its balancing loss while it trains, which counts for every token.
     """
-    loss, balance = _huggingface(model, batch, "mean")
-    return loss if balance is None else loss + balance
-
-
-def huggingface_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
-    """(sum, count) of what `huggingface_loss` is the mean of; the balancing loss counts for every token."""
-    loss, balance = _huggingface(model, batch, "sum")
-    count = count_targets(batch)
-    return (loss if balance is None else loss + balance * count), count
-
-
-def _huggingface(
-    model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str
-) -> tuple[Tensor, Tensor | None]:
-    """The cross-entropy, and of a model that trains the balancing loss where there is one."""
     inputs_BS, targets_BS = inputs_and_targets(batch)
     output = model(input_ids=inputs_BS, use_cache=False)
-    loss = cross_entropy(output.logits, targets_BS, reduction)
+    loss, count = cross_entropy(output.logits, targets_BS, "sum"), count_targets(batch)
     balance = getattr(output, "aux_loss", None)
     if balance is None or not model.training:
-        return loss, None
-    return loss, model.config.router_aux_loss_coef * balance  # type: ignore[union-attr]
+        return loss, count
+    return loss + model.config.router_aux_loss_coef * balance * count, count  # type: ignore[union-attr]
 
 
 def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int) -> nn.Module:
@@ -123,7 +113,7 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
         )
     if not name.endswith(CAUSAL):
         raise UsageError(
-            f"model.architecture = {name!r} does not tell the next token; "
+            f"model.architecture = {name!r} does not predict the next token; "
             "give a causal language model, such as 'LlamaForCausalLM'"
         )
     ends = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": END_OF_TEXT_ID}
@@ -151,3 +141,25 @@ def _build_huggingface(settings: HuggingFaceSettings, vocab_size: int, seed: int
             raise UsageError(f"model.config: {name} cannot be built from it: {error}") from error
     assert isinstance(model, nn.Module)
     return model.train()
+
+
+@contextmanager
+def hollow() -> Iterator[None]:
+    """Modules that are made within have their parameters on "meta", and their buffers with values.
+
+    Under `torch.device("meta")` buffers have no values either, and most are in no file: a model computes them
+    as it is made. The memory of a parameter is given back as it is registered, before anything is written
+    into it, in the thread that enters.
+    """
+    own = threading.get_ident()
+
+    def emptied(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if parameter is None or parameter.is_meta or threading.get_ident() != own:
+            return None  # as it is; so what is tied stays tied
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(emptied)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,7 +1,7 @@
 """Whether a folder's weights are those of a model: every tensor of one is in the other, with its shape.
 
-Reads what the files say of themselves; a value only where a tie must be looked at. All that does not fit is
-told at once, before anything is loaded.
+Reads headers of files; a value only where a tie must be checked. All that does not fit is reported at once,
+before anything is loaded.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import nn
 
 from stretto.errors import UsageError
 from stretto.models.gpt import GPT
-from stretto.models.recipes import Recipe
-from stretto.models.transformers_adapter import may_ignore, may_lack, recipes_for
+from stretto.models.transformers_adapter import WeightRecipe, may_ignore, may_lack, recipes_for
 from stretto.models.weight_files import DTYPES, WeightFiles
 
 SHOWN = 5
@@ -30,7 +29,7 @@ class Weights:
 
     files: WeightFiles
     of: dict[str, str]
-    recipes: dict[str, Recipe]
+    recipes: dict[str, WeightRecipe]
 
 
 def weights_of(model: nn.Module, folder: Path) -> Weights:
@@ -48,7 +47,7 @@ def weights_of(model: nn.Module, folder: Path) -> Weights:
         )
     stored = {name: files.meta(name) for name in files.stored}
     found = (
-        [Recipe((name,), {name: one}) for name, one in stored.items()]
+        [WeightRecipe((name,), {name: one}) for name, one in stored.items()]
         if isinstance(model, GPT)
         else recipes_for(model, stored)
     )

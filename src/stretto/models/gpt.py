@@ -166,7 +166,7 @@ class GPT(nn.Module):
         self.init_weights(seed)
 
     def embedded(self, tokens_BS: Tensor) -> Tensor:
-        """What the first block is given: (B, S, D)."""
+        """The input of the first block: (B, S, D)."""
         S = tokens_BS.shape[1]
         if self.config.context < S:
             raise ValueError(f"a sequence of {S} tokens is longer than the context of {self.config.context}")
@@ -190,7 +190,7 @@ class GPT(nn.Module):
         `to_empty` has untied are tied again.
 
         Each parameter has a random stream of its own, made from the seed and its name, so that a rank that
-        holds a few of them gets the values that they have in the whole model.
+        has a few of them gets the values that they have in the full model.
         """
         tied = self.config.tie_embeddings
         if tied and self.head.weight.device == self.embedding.weight.device:
@@ -203,7 +203,7 @@ class GPT(nn.Module):
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
                 continue
             std = residual_std if name.endswith(RESIDUAL) else INIT_STD
-            # A rank may hold the head alone, without the embedding that it is tied to.
+            # A rank may have the head alone, without the embedding that it is tied to.
             stream_name = "embedding.weight" if tied and name == "head.weight" else name
             digest = hashlib.sha256(f"{seed}:{stream_name}".encode()).digest()
             stream = torch.Generator(device="cpu").manual_seed(

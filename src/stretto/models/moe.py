@@ -34,7 +34,7 @@ from stretto.models.gpt import (
 )
 
 EP_PLAN = {"blocks.*.mlp.experts": "experts"}
-"""The modules whose parameters hold one expert a row, which expert-parallel ranks share."""
+"""The modules whose parameters have one expert a row, which expert-parallel ranks share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Routed(NamedTuple):
 
 def weighed(score_NK: Tensor) -> Tensor:
     """Weights of the chosen experts' results, by their scores: they sum to 1. That of one alone is its score
-    (Switch Transformers), since 1 would tell the router nothing of the loss."""
+    (Switch Transformers), since 1 would give the router no gradient of the loss."""
     return score_NK if score_NK.shape[-1] == 1 else score_NK / score_NK.sum(dim=-1, keepdim=True)
 
 
@@ -220,31 +220,18 @@ class MoEGPT(GPT):
         return Output(self.head(self.norm(x_BSD)), losses)
 
 
-def moe_token_loss(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """The mean next-token loss of a `MoEGPT` and, while it trains, its routers' weighted losses, in nats; for
-    `batch` see `gpt.inputs_and_targets`."""
-    loss, routers = _losses(model, batch, "mean")
-    return loss if routers is None else loss + routers
-
-
 def moe_token_sum(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> tuple[Tensor, Tensor | int]:
-    """(sum, count) of what `moe_token_loss` is the mean of; the routers' losses count for every token."""
-    loss, routers = _losses(model, batch, "sum")
-    count = count_targets(batch)
-    return (loss if routers is None else loss + routers * count), count
+    """(sum, count) of the next-token loss of a `MoEGPT`, in nats; for `batch` see `gpt.inputs_and_targets`.
 
-
-def _losses(
-    model: nn.Module, batch: Tensor | Mapping[str, Tensor], reduction: str
-) -> tuple[Tensor, Tensor | None]:
-    """The cross-entropy, and the routers' losses: an evaluation measures what the model tells of text, and is
-    compared with models that have none."""
+    While it trains, its routers' weighted losses count for every token. An evaluation measures what the model
+    predicts, and is compared with models that have none.
+    """
     inputs_BS, targets_BS = inputs_and_targets(batch)
     output = model(inputs_BS)
     config = model.config
     assert isinstance(config, MoEConfig)
-    loss = cross_entropy(output.logits, targets_BS, reduction)
+    loss, count = cross_entropy(output.logits, targets_BS, "sum"), count_targets(batch)
     if not model.training:
-        return loss, None
+        return loss, count
     balance, z = output.losses.unbind()
-    return loss, config.aux_weight * balance + config.z_weight * z
+    return loss + (config.aux_weight * balance + config.z_weight * z) * count, count

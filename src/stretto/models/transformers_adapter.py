@@ -1,25 +1,39 @@
 """Names and layouts of weights in files of `transformers` models, which are not always those of its modules.
 
 Experts lie in files one by one and in modules as one tensor; what was saved without a head lacks a prefix.
-The library's own rules say so, and it applies them as it loads a whole model (`from_pretrained`). They are
-asked here for each tensor by itself, so that a rank can read what it holds. The names of
+The library applies its own rules as it loads a full model (`from_pretrained`). They are applied here to each
+tensor by itself, so that a rank can read what it keeps. The names of
 `transformers.core_model_loading` and `conversion_mapping` are not promised to stay.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from stretto.models.recipes import Read, Recipe
+Read = Callable[[str], Tensor]
+"""A full tensor of a file, by its name there."""
 
 
-def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[Recipe]:
+@dataclass(frozen=True, slots=True)
+class WeightRecipe:
+    """How tensors of a model come of those in files: one as it is, or several put together.
+
+    names: tensors of files that it takes. makes: names in the model -> what comes of them, on "meta".
+    make: puts them together; None where one tensor is taken as it is."""
+
+    names: tuple[str, ...]
+    makes: Mapping[str, Tensor]
+    make: Callable[[Read], Mapping[str, Tensor]] | None = None
+
+
+def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[WeightRecipe]:
     """What a model of `transformers` makes of tensors in files, each by itself; also what it has no use for,
     under the name that it would have. stored: shapes and dtypes, on "meta"."""
     from transformers import conversion_mapping
@@ -32,7 +46,7 @@ def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[Recipe]:
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known, prefix = model.state_dict(), of.base_model_prefix
     joined: dict[str, list[tuple[str, str]]] = {}
-    found: list[Recipe] = []
+    found: list[WeightRecipe] = []
     for name in sorted(stored, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
@@ -40,12 +54,12 @@ def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[Recipe]:
         if pattern is not None:
             joined.setdefault(target, []).append((name, pattern))
         else:
-            found.append(Recipe((name,), {target: stored[name]}))
+            found.append(WeightRecipe((name,), {target: stored[name]}))
     for target, parts in joined.items():
         make = partial(_join, of, by_pattern[parts[0][1]], target, parts)
         names = tuple(name for name, _ in parts)
         makes = make(stored.__getitem__) if target in known else {target: stored[names[0]]}
-        found.append(Recipe(names, makes, make))
+        found.append(WeightRecipe(names, makes, make))
     return found
 
 

@@ -1,7 +1,8 @@
-"""A folder of weights as safetensors: what is in it, and tensors or boxes of them, read when asked for.
+"""A folder of weights as safetensors: where it is, what is in it, and tensors or boxes of them.
 
-Files are mapped into memory: what a rank does not ask for takes none. Reads that folder; whose weights they
-are is for the rooms above.
+A folder is named by its path, or by a model's name on the Hugging Face Hub, whose own library keeps a cache
+and downloads what is lacking, if it can. Files are mapped into memory, and read where a tensor is asked for:
+what a rank does not ask for takes none.
 """
 
 from __future__ import annotations
@@ -35,9 +36,39 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """What safetensors calls them. Others (F8_E4M3 and the like) are of quantised weights, with scales."""
 
+NEEDED = (
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "*.json",
+    "tokenizer*",
+    "*.model",
+    "*.jinja",
+    "*.txt",
+)
+"""Files of a model of the Hub: weights as safetensors, and what tokenizers are made of."""
+
+
+def weights_folder(source: str) -> Path:
+    """The folder of what `model.pretrained` names. Raises UsageError for a name that the Hub does not know,
+    or that is not in the cache while the Hub cannot be reached."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute():
+        raise UsageError(f"{source} is no folder here: name a folder of weights that every machine has")
+    from huggingface_hub import snapshot_download  # comes with transformers
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(NEEDED)))
+    except Exception as error:  # whatever the network makes of it
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(
+            f"model.pretrained = {source!r} is no folder here, and the Hub reports: {lines[0]}"
+        ) from None
+
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     file: str
@@ -49,11 +80,11 @@ class WeightFiles:
     """The tensors of a folder, by name."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads what the files say of themselves. Raises UsageError for a folder without weights, and for
+        """Reads the headers of its files. Raises UsageError for a folder without weights, and for
         files that are absent, cut off, or of another kind."""
         self.folder = folder
         self._open: dict[str, Any] = {}
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredTensor] = {}
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed is not None else [WEIGHTS]:
             try:
@@ -61,7 +92,7 @@ class WeightFiles:
                 self._open[file] = handle
                 for name in handle.keys():  # noqa: SIM118
                     one = handle.get_slice(name)
-                    self.stored[name] = Stored(file, tuple(one.get_shape()), one.get_dtype())
+                    self.stored[name] = StoredTensor(file, tuple(one.get_shape()), one.get_dtype())
             except FileNotFoundError:
                 raise UsageError(f"{folder} lacks {file}, which its {INDEX} names: copy it there") from None
             except (OSError, SafetensorError) as error:
@@ -71,7 +102,7 @@ class WeightFiles:
             raise UsageError(f"{folder / INDEX} names {absent}, which no file has: copy or make them again")
 
     def _listed(self) -> Mapping[str, str] | None:
-        """What the index says; None for a single file."""
+        """Which file each tensor is in, by the index; None for a single file."""
         index = self.folder / INDEX
         if (self.folder / WEIGHTS).is_file():
             return None
@@ -104,7 +135,7 @@ class WeightFiles:
         return torch.empty(one.shape, dtype=DTYPES[one.dtype], device="meta")
 
     def read(self, name: str) -> torch.Tensor:
-        """The whole tensor, in its own dtype, on the processor."""
+        """The full tensor, in its own dtype, on the processor."""
         found: torch.Tensor = self._open[self.stored[name].file].get_tensor(name)
         return found
 

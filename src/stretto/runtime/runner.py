@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from stretto.backend.heap import keep_freed_memory
-from stretto.batch.values import watch_model
+from stretto.batch.constants import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
@@ -57,10 +57,11 @@ class Runner:
     `torch.distributed` by default. seed: random ops draw from (seed, step, microbatch, op), whatever the
     schedule. shares: another Runner on this rank, of a plan that spreads the same model in the same way; its
     parts are used, so that this one reads what that one trains. empty: parameters may be on "meta", and
-    buffers have values (`stretto.models.hollow`): this rank's parts get memory, so that none needs it for the
+    buffers have values (`models.build.hollow`): this rank's parts get memory, so that none needs it for the
     whole model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
     "inductor" compiles stretches of compute between communications; it takes some seconds for each kind of
-    stretch here, and results differ in rounding (`docs/accelerators.md`). cuda_graph: whether the step is recorded
+    stretch here, and results differ in rounding (`docs/accelerators.md`). cuda_graph: whether the step is
+    recorded
     once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not queue it;
     on an accelerator, without dropout.
 

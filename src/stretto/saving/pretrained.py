@@ -15,7 +15,7 @@ from torch import nn
 
 from stretto.errors import UsageError
 from stretto.models.fitting import Weights, weights_of
-from stretto.models.hub import weights_folder
+from stretto.models.weight_files import weights_folder
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.shards import Part

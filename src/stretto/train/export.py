@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from stretto.config import HuggingFaceSettings, Model
 from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
-from stretto.models.hub import weights_folder
 from stretto.models.pretrained import save_gpt
+from stretto.models.weight_files import weights_folder
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import TOKENIZER, find, read_kept, read_state
 from stretto.train.tokenizer import END_OF_TEXT, given_tokenizer

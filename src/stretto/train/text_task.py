@@ -13,9 +13,8 @@ from torch import nn
 
 from stretto.config import TrainSettings
 from stretto.files.say import Say
-from stretto.models.build import build_model, counted_loss_function
+from stretto.models.build import build_model, counted_loss_function, hollow
 from stretto.models.gpt import generate
-from stretto.models.hollow import hollow
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.data import TextData, prepare_data
 from stretto.train.task import Task, check_files, own_task

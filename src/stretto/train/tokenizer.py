@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from stretto.config import HuggingFaceSettings, Model
 from stretto.config.pretrained import transformers_for
 from stretto.errors import UsageError
-from stretto.models.hub import weights_folder
+from stretto.models.weight_files import weights_folder
 from stretto.train.checkpoint_files import TOKENIZER
 
 END_OF_TEXT = "<|endoftext|>"

@@ -1,12 +1,12 @@
-"""How many a microbatch's loss counts, as a program of its own: read off the ops of a traced step.
+"""What a traced step gives beside gradients: how many its loss counts, and values that its code observes.
 
-1. The ops from which the count follows are taken out of the step. They read the microbatch alone, so every
-   rank computes them for all microbatches of the whole batch before the step, and no count is communicated.
-2. What else a count could read (a parameter, a buffer, a draw, other ranks) is refused.
-3. Of a loss that is a mean, what it is divided by: the labels that count in a cross-entropy, or a number that
-   the code makes from the microbatch. It serves a note to the user only; None where the ops do not tell.
-
-Touches `stretto.ir` and traced ops only.
+1. The ops from which the count follows become a program of their own. They read the microbatch alone, so
+   every rank computes them for all microbatches before the step, and no count is communicated. A count
+   that reads a parameter, a buffer, a draw or other ranks is refused.
+2. Of a loss that is a mean, what it is divided by: the labels that count in a cross-entropy, or a number
+   that the code makes from the microbatch. It serves a note to the user only; None where the ops do not
+   show it.
+3. Each `observe` (`stretto.backend.observe_adapter`) goes; its value stays needed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from stretto.capturing.expand import TracedOp
+from stretto.backend.observe_adapter import TARGET
+from stretto.capturing.graph import ObservedValue, TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.flow import is_external
 from stretto.ir.op_names import LIKELIHOODS
@@ -29,8 +30,8 @@ DIVISION = "aten.div.Tensor"
 def count_of(
     ops: Sequence[TracedOp], loss: str, count: str | float | None, whole: Collection[str]
 ) -> Count | None:
-    """Steps 1 and 2. count: the value's name, the number, or None for a loss that is a mean. whole: leaves of
-    the batch that every microbatch is given whole.
+    """Step 1. count: the value's name, the number, or None for a loss that is a mean. whole: leaves of
+    the batch that every microbatch takes in full.
 
     Raises CaptureError for a count that does not follow from the microbatch, and for the count of a mean.
     """
@@ -45,19 +46,19 @@ def count_of(
     if not isinstance(count, str):
         return Count(count)
     if is_external(count):  # nothing was computed
-        raise _of_another(count, whole)
+        raise _no_count(count, whole)
     needed, read = _closure(by_name, count)
-    strange = [op for op in needed if _communicates(op) or op.random]
     outside = [name for name in read if not name.startswith(("batch/", "const/"))]
-    if outside or strange:
-        raise _of_another(outside[0] if outside else "", whole)
-    leaves = [name.removeprefix("batch/") for name in read if name.startswith("batch/")]
-    if leaves and all(leaf in whole for leaf in leaves):
-        raise _of_another(f"batch/{leaves[0]}", whole)
+    if outside or any(_communicates(op) or op.random for op in needed):
+        raise _no_count(outside[0] if outside else "", whole)
+    leaves = [name for name in read if name.startswith("batch/")]
+    if leaves and all(leaf.removeprefix("batch/") in whole for leaf in leaves):
+        raise _no_count(leaves[0], whole)
     return Count(count, tuple(needed))
 
 
-def _of_another(name: str, whole: Collection[str]) -> CaptureError:
+def _no_count(name: str, whole: Collection[str]) -> CaptureError:
+    """The refusal of a count that reads the value `name`, or ("") another thing than the microbatch."""
     kind, _, key = name.partition("/")
     start = "the count that loss(model, microbatch) returned beside its sum "
     if kind == "batch" and key in whole:
@@ -77,7 +78,7 @@ def _of_another(name: str, whole: Collection[str]) -> CaptureError:
 def mean_over(
     ops: Sequence[TracedOp], loss: str, whole: Collection[str], given: Mapping[str, TensorSpec]
 ) -> Count | None:
-    """Step 3. given: specs of what comes from outside the step."""
+    """Step 2. given: specs of what comes from outside the step."""
     by_name = {traced.op.name: traced.op for traced in ops}
     needed, _ = _closure(by_name, loss)
     for op in reversed(needed):
@@ -99,7 +100,7 @@ def _labels(ops: Mapping[str, Op], loss: Op, given: Mapping[str, TensorSpec]) ->
     """How many targets a likelihood does not ignore."""
     target = loss.args[1].name
     needed, read = _closure(ops, target)
-    if not all(name.startswith(("batch/", "const/")) for name in read) or any(map(_communicates, needed)):
+    if not _of_microbatch(needed, read):
         return None
     spec = given[target] if target in given else ops[target].outputs[0]
     assert spec is not None
@@ -109,15 +110,17 @@ def _labels(ops: Mapping[str, Op], loss: Op, given: Mapping[str, TensorSpec]) ->
 
 
 def _divisor(ops: Mapping[str, Op], dividend: str, divisor: str) -> Count | None:
-    """A number that follows from the microbatch, by which one is divided that does not."""
-    if is_external(divisor):
+    """A number that follows from the microbatch, by which one is divided that depends on parameters."""
+    if is_external(divisor) or not _is_number(ops[divisor]):
         return None
     needed, read = _closure(ops, divisor)
     _, above = _closure(ops, dividend)
-    plain = all(name.startswith(("batch/", "const/")) for name in read)
-    if not plain or any(map(_communicates, needed)) or not any(name.startswith("param/") for name in above):
-        return None
-    return Count(divisor, tuple(needed)) if _is_number(ops[divisor]) else None
+    trained = any(name.startswith("param/") for name in above)
+    return Count(divisor, tuple(needed)) if trained and _of_microbatch(needed, read) else None
+
+
+def _of_microbatch(needed: Sequence[Op], read: Sequence[str]) -> bool:
+    return all(name.startswith(("batch/", "const/")) for name in read) and not any(map(_communicates, needed))
 
 
 def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
@@ -132,7 +135,7 @@ def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
         elif name not in found:
             found.add(name)
             left.extend(ops[name].uses)
-    # The module is for people who read a stage's program.
+    # The module is for users who read a stage's program.
     return [replace(op, module="", flops=0) for name, op in ops.items() if name in found], list(read)
 
 
@@ -154,3 +157,29 @@ def _is_number(op: Op) -> bool:
 
 def _communicates(op: Op) -> bool:
     return op.target in (*STARTS, WAIT, INDEX, CHUNK)
+
+
+def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[ObservedValue, ...]]:
+    """Step 3: the other ops, and what is observed. Raises CaptureError for a value of the backward, and for
+    one name with several shapes."""
+    kept: list[TracedOp] = []
+    seen: list[ObservedValue] = []
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    for item in ops:
+        op = item.op
+        if op.target != TARGET:
+            kept.append(item)
+            continue
+        value, name, joined = op.args[0].name, str(op.args[1]), op.args[2]
+        where = f"{op.module or 'the model'} calls observe({name!r}, ...)"
+        if item.backward:
+            raise CaptureError(f"{where} in the backward: observe what the forward makes")
+        made = op.outputs[0]
+        assert made is not None
+        first = shapes.setdefault((op.module, name), made.shape)
+        if first != made.shape:
+            raise CaptureError(
+                f"{where} of shape {list(made.shape)} after one of {list(first)}: give them two names"
+            )
+        seen.append(ObservedValue(op.module, name, value, joined))
+    return kept, tuple(seen)

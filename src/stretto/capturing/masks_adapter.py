@@ -5,13 +5,20 @@ of the products over. A mask that depends on constants alone is known (`known`):
 the call is made with `is_causal=True` in its place; where it hides nothing, without it. Any other mask stays:
 one of the batch (padding), a parameter or a buffer, a window, a bias.
 
-Models of `transformers` write masks out where they are exported, and not where they train. They are told to
-do as they do when they train (`transformers_adapter`).
+Models of `transformers` (5.17 and later) leave such masks out where they train, and write them out where they
+are exported, since an exported model may be called with another length; a captured step has one length. And
+without a cache they look for sequences that are packed into one row, in positions whose elements they do not
+know then. They do here as they do when they train, by these names, without which masks are written out and
+recognised in attention's calls:
+
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS   what makes masks, by kind of attention; _local_mapping of it
+    masking_utils.find_packed_sequence_indices   which tokens belong together, by their positions
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,13 +28,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from stretto.capturing.known import Known
-from stretto.capturing.transformers_adapter import masks_as_in_training
+from stretto.capturing.torch_state_adapter import not_exporting
 
 CAUSAL, NOTHING = "causal", "nothing"
 """What a mask hides: later keys, or none."""
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-"""Of the arguments that attention may be given by position."""
+"""Of attention's arguments that may be positional."""
+
+KINDS = ("sdpa", "eager")
+"""Kinds of attention whose masks are tensors."""
 
 
 @contextmanager
@@ -66,7 +76,7 @@ class _Calls(TorchFunctionMode):
 def hidden_by(mask: Tensor) -> str | None:
     """`CAUSAL` or `NOTHING`, if a mask (..., S, T) is exactly that; None if not.
 
-    Truth values say what is seen. Numbers are added to scores: 0 is seen; -inf is hidden, and so is the
+    Truth values mark what is seen. Numbers are added to scores: 0 is seen; -inf is hidden, and so is the
     lowest number of the dtype, which leaves nothing of a score that it is added to."""
     for dim, stride in enumerate(mask.stride()[:-2]):
         if stride == 0:
@@ -83,3 +93,51 @@ def hidden_by(mask: Tensor) -> str | None:
     S, T = mask.shape[-2:] if mask.dim() > 1 else (1, 0)
     causal = S == T and bool((seen == torch.ones(S, T, dtype=torch.bool).tril()).all())
     return CAUSAL if causal else None
+
+
+@contextmanager
+def masks_as_in_training(known: Known) -> Iterator[None]:
+    """While the context lasts, masks are left out that are left out in training."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    makers: Any = getattr(masking, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    find: Any = getattr(masking, "find_packed_sequence_indices", None)
+    local = dict(getattr(makers, "_local_mapping", {}))
+    try:
+        for kind in KINDS:
+            if makers is not None and kind in makers:
+                makers[kind] = _by_shapes(makers[kind])
+        if find is not None:
+            masking.find_packed_sequence_indices = _packed(find, known)
+        yield
+    finally:
+        if find is not None:
+            masking.find_packed_sequence_indices = find
+        for kind in KINDS:
+            if kind in local:
+                makers[kind] = local[kind]
+            elif makers is not None and kind in makers:
+                del makers[kind]
+
+
+def _by_shapes(own: Callable[..., Any]) -> Callable[..., Any]:
+    """What chooses by shapes alone, as it gets no tensor, chooses as in training."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
+            return own(*args, **kwargs)
+        with not_exporting():
+            return own(*args, **kwargs)
+
+    return made
+
+
+def _packed(own: Callable[[Tensor], Any], known: Known) -> Callable[[Tensor], Any]:
+    def found(position_ids: Tensor) -> Any:
+        """None for one sequence a row, as in training, where positions are known."""
+        return None if known.ask(position_ids, _one_after_the_other) else own(position_ids)
+
+    return found
+
+
+def _one_after_the_other(positions: Tensor) -> bool:
+    return bool((positions.diff(dim=-1) == 1).all())

@@ -1,0 +1,133 @@
+"""The graph of a step while it is captured: as the exporter makes it, as ops, and with all that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from stretto.batch.constants import ConstantsWatch, Path
+from stretto.errors import CaptureError
+from stretto.ir.metrics import Joined
+from stretto.ir.program import Constant, Count, Op, Shard, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class JointGraph:
+    """Forward and backward as PyTorch exports them, with their calling convention in plain words.
+
+    inputs: placeholder node -> ("param" | "buffer" | "batch" | "tangent", name or position).
+    outputs: (kind, name, node or None) in order, kind in "loss", "count", "grad", "update".
+    segments: the module whose code runs in each segment, by number. borders: stage of a program on several
+    meshes -> the segment in which execution first goes on there. count: how many each microbatch's loss
+    counts, where that is a number.
+    """
+
+    module: torch.fx.GraphModule
+    inputs: dict[torch.fx.Node, tuple[str, str | int]]
+    outputs: list[tuple[str, str, torch.fx.Node | None]]
+    segments: list[str]
+    borders: dict[int, int] = field(default_factory=dict)
+    count: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients.
+
+    whole: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
+    scaled: the op's bounds count a rank's part; repeated: each head of keys before it is for several; own: it
+        belongs to the library's own code, which knows what it does.
+    """
+
+    op: Op
+    segment: int | None
+    backward: bool
+    whole: tuple[int, ...] | None = None
+    scaled: bool = False
+    repeated: bool = False
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """The ops of a step. grads: parameter -> its gradient's value or None. kept: other values that must stay
+    (the loss, buffers' updates), under the names of what they are."""
+
+    ops: tuple[TracedOp, ...]
+    grads: Mapping[str, str | None]
+    kept: Mapping[str, str]
+
+    def with_ops(self, ops: Iterable[TracedOp], now: Callable[[str], str]) -> TracedStep:
+        """Other ops. now: what a value is called in them."""
+        return TracedStep(
+            tuple(ops),
+            {parameter: None if value is None else now(value) for parameter, value in self.grads.items()},
+            {what: now(value) for what, value in self.kept.items()},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedValue:
+    """As `ir.metrics.Metric`, before there are stages."""
+
+    module: str
+    name: str
+    value: str
+    joined: Joined
+    partial: tuple[str, ...] = ()
+
+    def renamed(
+        self, now: Mapping[str, str], partial: Mapping[str, tuple[str, ...]] | None = None
+    ) -> ObservedValue:
+        """With the name that the value has now. partial: value before -> axes along which it is partial.
+
+        Raises CaptureError for the greatest of partial values, which is not the greatest of their sums.
+        """
+        axes = self.partial if partial is None else partial.get(self.value, ())
+        if axes and self.joined == "max":
+            raise CaptureError(
+                f"{self.module or 'the model'} calls observe({self.name!r}, ..., 'max') with a value that is "
+                f"partial along {', '.join(axes)}, and the greatest partial value is no greatest sum: "
+                "observe it joined by 'sum', or observe what is made of it where it is replicated"
+            )
+        return replace(self, value=now.get(self.value, self.value), partial=axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """One microbatch's forward and backward. segments: the module that runs in each segment.
+
+    parameters: name -> (spec, first name of its tie, value name of its gradient or None).
+    buffers: name -> (spec, value name of its update or None).
+    whole, count, mean_over: as in `ir.program.Job`.
+    shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
+    layers: names of the model's repeated modules (`stretto.capturing.split`).
+    read, watch: as in `ir.program.Job`.
+    borders: as in `JointGraph`.
+    """
+
+    name: str
+    ops: tuple[TracedOp, ...]
+    segments: tuple[str, ...]
+    parameters: Mapping[str, tuple[TensorSpec, str, str | None]]
+    buffers: Mapping[str, tuple[TensorSpec, str | None]]
+    constants: tuple[Constant, ...]
+    batch: tuple[tuple[str, TensorSpec], ...]
+    loss: str
+    param_dtype: str | None
+    own_dtypes: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    fixed: tuple[tuple[str, str], ...] = ()
+    shards: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
+    partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    borders: Mapping[int, int] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    count: Count | None = None
+    mean_over: Count | None = None
+    frozen: frozenset[str] = frozenset()
+    seen: tuple[ObservedValue, ...] = ()
+    layers: frozenset[str] = frozenset()
+    read: tuple[tuple[Path, str], ...] = ()
+    watch: ConstantsWatch = field(default_factory=ConstantsWatch, compare=False, repr=False)
