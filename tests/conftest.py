@@ -22,7 +22,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from stretto.backend.collector import RARELY
+from stretto.backend.process_memory import RARELY
 from stretto.capture.trace import Traced
 from stretto.order import refine, whole_step, window
 from tests.forks import end_server

@@ -18,7 +18,7 @@ from stretto.backend import collectives
 from stretto.ir.collectives import IN_PROGRAMS, KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.lone import LoneEnd
+from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport
 from tests.runtime.launch import launch
@@ -109,7 +109,7 @@ def test_processes_get_what_the_formula_says(tmp_path: Path) -> None:
                 )
 
 
-class Alone(LoneEnd["Alone"]):
+class Alone(SingleRankEnd["Alone"]):
     """A lone rank, of no plan, whose collectives are over when they begin."""
 
     def __init__(self, rank: int, size: int) -> None:

@@ -34,9 +34,8 @@ from stretto.planning.make_plan import make_plan
 from stretto.report.perfetto import to_perfetto
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
-from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, rows_named
 from stretto.runtime.rank import RankState
-from stretto.runtime.rehearse import rehearse
+from stretto.runtime.rehearse import made_up_batch, made_up_buffers, made_up_parameters, rehearse, rows_named
 from tests.runtime.equality import from_transformers, huggingface_loss, made_up_costs, tokens
 
 COLLECTIVE_US = 3000.0

@@ -22,7 +22,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from stretto.backend.schema_adapter import draws as draws_of
+from stretto.backend.dispatch_adapter import draws as draws_of
 from stretto.capture.explain import COMMUNICATES
 from stretto.errors import CaptureError
 

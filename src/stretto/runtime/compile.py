@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stretto.backend.dispatch import resolve
+from stretto.backend.dispatch_adapter import resolve
 from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Op, Ref, TensorSpec

@@ -6,7 +6,7 @@ The contract:
 1. A lane is a stream of high priority. A transfer waits there for what was queued on the compute stream
    before it (an event), then takes its time; a wait makes the compute stream wait for the transfer's event.
    The processor that queues the work never stands.
-2. What takes time is a kernel that leaves the device free (`stretto.backend.device_delay`).
+2. What takes time is a kernel that leaves the device free (`stretto.backend.device_time`).
 3. A received message begins when the plan's simulation says, counted from the step's start, or when its
    receive is posted and the one before it has arrived, whichever is later. The peers do not answer to this
    rank's pace, as they do on processors: nothing knows the time on the device while work is queued.
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 
 import torch
 
-from stretto.backend.device_delay import DeviceDelay, mark
+from stretto.backend.device_time import DeviceDelay, mark
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
-from stretto.runtime.lone import LoneEnd
+from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
 from stretto.simulate import simulate
 from stretto.verify.trace import ends_of
@@ -46,7 +46,7 @@ class Taken:
     ended: torch.cuda.Event
 
 
-class CudaTransport(LoneEnd["Queued"]):
+class CudaTransport(SingleRankEnd["Queued"]):
     """The end of rank `rank` of a plan on `device`. `begin` comes before each step, `timeline` after it."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:

@@ -1,11 +1,12 @@
-"""A transport without peers: what a lone rank sends and receives takes the time that its plan predicts.
+"""A transport without peers: what a single rank sends and receives takes the time that its plan predicts.
 
 The contract:
 
 1. Lanes, network cards and the other places of the pipeline are those of the simulation, which goes on while
    this rank really works (`stretto.simulate.live`). The clock is this machine's. A peer that is waited for
    answers when the simulation says, given when this rank really started what the peer waits for.
-2. What every lone end does is that of `stretto.runtime.lone`; by it a transfer is known.
+2. The k-th start on a lane is the k-th that the plan's order has there (`SingleRankEnd`, of which an
+   accelerator's transport is one, too).
 3. What is received is made up: messages are small random numbers; other members of a collective hold what
    this rank holds, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
    transport's own threads or a device's copy engine would do: the step's clock stands meanwhile.
@@ -15,17 +16,102 @@ The contract:
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from stretto.ir.plan import Plan
-from stretto.runtime.lone import LoneEnd
+from stretto.backend.collectives import arrived, put_together
+from stretto.errors import RunError
+from stretto.ir.collectives import KINDS, How
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import Communicator, Plan
+from stretto.runtime.transport import not_open
 from stretto.simulate.clock import Moment
 from stretto.simulate.collectives import Collective
-from stretto.simulate.live import Live
+from stretto.simulate.live import Live, calls_of, messages_of, ready_windows
+from stretto.verify.trace import EventKind
+
+Under = TypeVar("Under")
+"""The handle of a transfer under way."""
+
+
+class SingleRankEnd(ABC, Generic[Under]):
+    """The transport of rank `rank` of a plan, of which no other runs. `begin` comes before each step.
+
+    Raises PlanError for a plan that cannot be simulated.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.rank = rank
+        self.size = plan.world
+        self._plan = plan
+        self._place = plan.mesh.place(rank)
+        self._windows = ready_windows(plan)
+        self._works = calls_of(plan, self._place, self._windows)
+        self._sends = messages_of(plan, self._place, EventKind.SEND)
+        self._posts = messages_of(plan, self._place, EventKind.RECV)
+        self._members: dict[str, tuple[int, ...]] = {}
+
+    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
+        for communicator in communicators:
+            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
+            if group is not None:
+                self._members[communicator.name] = group
+
+    def close(self) -> None:
+        self._members.clear()
+
+    def begin(self) -> None:
+        """A step begins: nothing that the plan's order has on a lane has started."""
+        self._next_send = {lane: deque(messages) for lane, messages in self._sends.items()}
+        self._next_post = {lane: deque(messages) for lane, messages in self._posts.items()}
+        self._next_work = {lane: deque(works) for lane, works in self._works.items()}
+
+    @abstractmethod
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Under:
+        """Start the lane's next collective; `fill` writes what it gives."""
+
+    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Under:
+        return self._collective(lane)
+
+    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Under:
+        return self._collective(lane)
+
+    def collective(
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+    ) -> Under:
+        row, members = KINDS[kind], self._members[lane]
+        if row.in_place:
+            return self._collective(lane)
+        me = members.index(self.rank)
+        parts = arrived(row, [value] * len(members), me, how)
+        return self._collective(
+            lane, lambda: put_together(row, result, parts[me : me + 1] if row.sums else parts, how)
+        )
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return [item] * self.size
+
+    def clock_offset_us(self) -> float:
+        return 0.0
+
+    def during_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
+        """What the plan's order starts next on a lane. Raises RunError when that is nothing."""
+        if lane not in self._members:
+            raise not_open(self.rank, lane, self._members)
+        if not queues.get(lane):
+            raise RunError(f"rank {self.rank}: the plan's order has nothing more to start on lane {lane!r}")
+        return queues[lane].popleft()
+
 
 SPIN_US = 150.0
 """The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""
@@ -45,7 +131,7 @@ class Idle:
     end_us: float
 
 
-class EmulatedTransport(LoneEnd["Emulated"]):
+class EmulatedTransport(SingleRankEnd["Emulated"]):
     """The end of rank `rank` of a plan. `begin` comes before each step and `end` after it."""
 
     def __init__(self, plan: Plan, rank: int) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from stretto.backend.dispatch import op_key, resolve
+from stretto.backend.dispatch_adapter import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.axes import TENSOR
 from stretto.ir.flow import PHASES, is_external, results_of

@@ -20,10 +20,8 @@ from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.plan import Plan
 from stretto.ir.program import Parameter
 from stretto.runtime.fit import check_tensor, check_ties
-from stretto.runtime.frozen import Frozen
-from stretto.runtime.hooked_adapter import Hooked
-from stretto.runtime.old_adapter import unmarked
 from stretto.runtime.shards import Part, part_here, part_of, pieces_of, whole_spec
+from stretto.runtime.stale_adapter import unmarked
 
 
 class Held:
@@ -50,6 +48,8 @@ class Held:
         self.cut_along: dict[str, tuple[int, ...]] = {}
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.on_mesh = False
+        if shares is not None:
+            _check_shares(plan, shares.plan)
         self._shared = {} if shares is None else shares.by_tie()
         self._parts: dict[int, nn.Parameter] = {}
         self._empty, self.without_values = empty, False
@@ -76,8 +76,6 @@ class Held:
                 if cut := tuple(dim for dim in range(part.dim()) if part.shape[dim] != found.shape[dim]):
                     self.cut_along[parameter.tied_to] = cut
         check_ties(self.plan.job, given)
-        self.frozen = Frozen(self.plan.job, given, self.parameters)
-        self.hooked = Hooked(self.plan.job.parameters, given, self.parameters)
         for k, buffer in enumerate(self.plan.job.buffers):
             if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
                 found_buffer = held.get(buffer.name)
@@ -232,3 +230,26 @@ class Held:
             if first.get(parameter.tied_to) == self.coordinates[PIPELINE] and not copy:
                 owned.add(parameter.name)
         return frozenset(owned)
+
+
+def _check_shares(plan: Plan, trained: Plan) -> None:
+    """Raises UsageError, on all ranks, where the plan has a parameter on other ranks than the one that is
+    trained, or as other parts."""
+    theirs = _pipeline_ranks(trained)
+    shards = {p.tied_to: p.shards for p in trained.job.parameters}
+    ranks = _pipeline_ranks(plan)
+    for p in plan.job.parameters:
+        tie = p.tied_to
+        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or p.shards != shards[tie]):
+            raise UsageError(
+                f"shares: the plan has {p.name!r} on other ranks than the Runner that it shares with, "
+                "or shards it otherwise: capture both with the same layout and the same split"
+            )
+
+
+def _pipeline_ranks(plan: Plan) -> dict[str, set[int]]:
+    """First name of a tie -> the pipeline ranks that use the parameter."""
+    ranks: dict[str, set[int]] = {}
+    for p in plan.job.parameters:
+        ranks.setdefault(p.tied_to, set()).update(map(plan.rank_of, p.stages))
+    return ranks

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from stretto.backend.products import add_product, product
+from stretto.backend.dispatch_adapter import add_product, product
 from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
@@ -22,9 +22,9 @@ from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
+from stretto.runtime.gradients import Slot, apart, slot_of, together
 from stretto.runtime.observed import Watch
 from stretto.runtime.record import Marks
-from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
 
 _DRAWING = threading.Lock()

@@ -14,26 +14,24 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stretto.backend.heap import keep_freed_memory
+from stretto.backend.process_memory import keep_freed_memory
 from stretto.batch.values import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.runtime.accumulate import accumulate
 from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
-from stretto.runtime.failed_op import telling_what_op_failed
-from stretto.runtime.fit import agree, fit_batch
+from stretto.runtime.fit import Ranges, agree, explaining_failed_ops, fit_batch
+from stretto.runtime.given_model import GivenModel
+from stretto.runtime.gradients import accumulate
 from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
-from stretto.runtime.old_model import OldModel, refuse_old
 from stretto.runtime.part_gradient_adapter import PartGradient
-from stretto.runtime.ranges import Ranges
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.step_graph import StepGraph
@@ -99,8 +97,6 @@ class Runner:
                 f"the plan divides its batch over {unknown[0]} = {plan.job.size(unknown[0])} ranks, and a "
                 f"Runner divides it over {DP.name} alone: plan with {DP.name} in its place"
             )
-        if shares is None:
-            refuse_old(model)
         self._shares = shares
         self.held: Held = Held(
             plan, self.rank, model, None if shares is None else shares.held, empty or shares is not None
@@ -108,6 +104,7 @@ class Runner:
         self.unfit: str | None = None
         if self.held.without_values:
             self.unfit = 'its model is on "meta": load values (stretto.load, load_state_dict)'
+        self.model: GivenModel = GivenModel(model, self.held, None if shares is None else shares.model)
         self.coordinates, self.device = self.held.coordinates, self.held.device
         if self.device.type != plan.job.device:
             raise UsageError(
@@ -142,7 +139,6 @@ class Runner:
         self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
             watch(self.held)
-        self.old_model: OldModel = OldModel(model, self.held, None if shares is None else shares.old_model)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -200,7 +196,7 @@ class Runner:
         """
         if self._shares is not None:
             return self._shares.state_dict(only_on=only_on)
-        self.old_model.rivals.check(self.transport)
+        self.model.synchronise()
         return gather(self.held, self.transport, self.plain_state, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
@@ -224,7 +220,7 @@ class Runner:
     def loaded(self) -> None:
         """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
         self.unfit = None
-        self.old_model.changed(loaded=True)
+        self.model.changed(loaded=True)
 
     def _unfit(self) -> str | None:
         """Why what this one holds, or shares, is no whole model; None where it is."""
@@ -256,7 +252,7 @@ class Runner:
             self._last = self.state.clock.read(self._last)  # not hours later, when they are asked for
         # The first step makes what is made on first use; threads among it would be of the lane's class.
         with (
-            telling_what_op_failed(self.rank) if self.plan.edited else nullcontext(),
+            explaining_failed_ops(self.rank) if self.plan.edited else nullcontext(),
             self._metered(),
             nullcontext() if self._last is None else self.transport.during_step(),
         ):
@@ -271,7 +267,7 @@ class Runner:
             if parameter.grad is not None:
                 parameter.grad = self._of_part(k, parameter.grad)
         if self.plan.job.trains:
-            self.old_model.changed()
+            self.model.changed()
         if not self.replayed:
             self._last = self.state.marks
         return loss
@@ -284,17 +280,14 @@ class Runner:
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
-        self.held.frozen.check()
+        self.model.check()
         self._values.check()
         if self.plan.job.watch is not None:
             self.plan.job.watch.check()
-        self.held.hooked.check()
         self.held.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no whole values: {unfit}")
-        self.old_model.rivals.check(self.transport)
-        if self._last is None:
-            self.old_model.check_unchanged()
+        self.model.synchronise()
         self.held.refresh()
         return leaves
 

@@ -18,8 +18,8 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.held import Held
-from stretto.runtime.old_adapter import unmarked
 from stretto.runtime.shards import part_of, whole_spec
+from stretto.runtime.stale_adapter import unmarked
 from stretto.runtime.transport import Transport
 
 LANE = "state"

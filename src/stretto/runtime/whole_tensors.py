@@ -21,7 +21,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,6 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
     """What the tensor is of a live Runner's model."""
     piece: Piece | None = _PIECES.get(tensor)  # type: ignore[no-untyped-call]
     return piece if piece is not None and piece.holder() is not None else None
-
-
-def has_stepped(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether an optimizer of PyTorch's kind has stepped over one of these, or beside it."""
-    holders = (piece.holder() for piece in map(piece_of, tensors) if piece is not None)
-    return any(holder is not None and holder.optimizers for holder in holders)
 
 
 @functools.cache

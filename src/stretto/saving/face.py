@@ -118,7 +118,7 @@ def write(
     transport = runner.transport
     first = runner.rank == 0
 
-    runner.old_model.rivals.check(transport)
+    runner.model.synchronise()
 
     def tell() -> tuple[dict[str, Part], states.Table | None]:  # step 1
         if (

@@ -93,7 +93,7 @@ def state_of(runner: Runner, optimizer: Optimizer) -> State:
             parameter = mine.get(id(tensor))
             state = optimizer.state.get(tensor, {})
             if parameter is None:
-                runner.old_model.refuse_in_optimizer(tensor)
+                runner.model.refuse_in_optimizer(tensor)
                 if state:
                     raise UsageError(
                         f"the optimizer has state for a parameter of shape {list(tensor.shape)} that is not "

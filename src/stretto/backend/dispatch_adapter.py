@@ -1,6 +1,6 @@
-"""What the schema of one of the dispatcher's functions says: whether it computes, draws, or returns a view.
+"""PyTorch's operators, as a program's ops call them: by name, and what their schemas state of them.
 
-A program's ops compute tensors from what they are given, and nothing else: a plan file may be anybody's. So a
+A program's ops compute tensors from their arguments, and nothing else: a plan file may be anybody's. So a
 function is an op only if, by its schema,
 
     1. it writes into none of its arguments;
@@ -10,15 +10,64 @@ function is an op only if, by its schema,
        of the program: a file to read, a record to begin;
     5. no argument of it names a group of processes: what communicates has ops of its own in programs.
 
-Knows no program.
+Uses a private name, the `_schema` of an overload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from stretto.backend import grouped_adapter as grouped_adapter  # its ops are known from here on
+from stretto.errors import RunError
+from stretto.ir.program import VIEWS
+
+INSTEAD = dict.fromkeys(VIEWS, "aten.reshape.default")
+"""What is called instead: a view where strides allow one, else a copy. Some kernels lay out their result in
+another way than their shape functions say (measured: softplus_backward of a transposed gradient on CPU,
+PyTorch 2.13), so what was a view in the capture may be none when it runs. Measured cost: 0.1 us."""
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """The function that computes an op of a name such as `aten.mm.default`.
+
+    Raises RunError for a name that is none of this PyTorch's operators, and for an operator that does other
+    things than compute tensors: a plan file may name anything.
+    """
+    function = overload(target)
+    if function is None:
+        raise RunError(
+            f"PyTorch {torch.__version__} has no operator {target!r}: load what defines it before the plan, "
+            "or capture and plan again with this PyTorch"
+        )
+    if why := refused(function):
+        raise RunError(f"{target!r} is no op of a plan: {why}. Capture and plan again")
+    return function
+
+
+def overload(target: str) -> Callable[..., Any] | None:
+    """The dispatcher's function of that name; None where this PyTorch has none."""
+    found: Any = torch.ops
+    parts = INSTEAD.get(target, target).split(".")
+    try:
+        for part in parts:
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError, ImportError):
+        found = None
+    # An overload says which operator it is one of; nothing else that can be reached from `torch.ops` does.
+    if len(parts) != 3 or getattr(found, "overloadpacket", None) is None or not callable(found):
+        return None
+    function: Callable[..., Any] = found
+    return function
+
+
+def op_key(name: str) -> int:
+    """A number for an op by its name, equal in every process and for every schedule."""
+    return zlib.crc32(name.encode())
+
 
 NUMBERS = ("int", "float", "bool", "number")
 DATA = (*NUMBERS, "complex", "str", "Tensor", "Device")
@@ -79,3 +128,14 @@ def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
     found.update((argument.name, value) for argument, value in zip(taken, args))
     found.update(kwargs)
     return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """(N, K) and (K, M) to (N, M), or (B, N, K) and (B, K, M) to (B, N, M)."""
+    return torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`total`, to which the product is added: BLAS reads and writes it once, and there is no other tensor."""
+    added = torch.addmm if left.dim() == 2 else torch.baddbmm
+    return added(total, left, right, out=total)
