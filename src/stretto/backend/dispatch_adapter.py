@@ -50,17 +50,17 @@ def resolve(target: str) -> Callable[..., Any]:
 
 def overload(target: str) -> Callable[..., Any] | None:
     """The dispatcher's function of that name; None where this PyTorch has none."""
-    found: Any = torch.ops
+    result: Any = torch.ops
     parts = INSTEAD.get(target, target).split(".")
     try:
         for part in parts:
-            found = getattr(found, part)
+            result = getattr(result, part)
     except (AttributeError, RuntimeError, ImportError):
-        found = None
+        result = None
     # An overload says which operator it is one of; nothing else that can be reached from `torch.ops` does.
-    if len(parts) != 3 or getattr(found, "overloadpacket", None) is None or not callable(found):
+    if len(parts) != 3 or getattr(result, "overloadpacket", None) is None or not callable(result):
         return None
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = result
     return function
 
 
@@ -81,13 +81,13 @@ def refused(function: Any) -> str:
     schema = function._schema
     kinds = {argument.name: _kind(str(argument.type)) for argument in schema.arguments}
     needed = [argument.name for argument in schema.arguments if not argument.has_default_value()]
-    made = [str(result.type) for result in schema.returns]
+    built = [str(result.type) for result in schema.returns]
     texts = [name for name, kind in kinds.items() if kind == "str"]
     if schema.is_mutable:
         return "it writes into its arguments"
-    if not any("Tensor" in kind for kind in made):
+    if not any("Tensor" in kind for kind in built):
         return "it makes no tensor"
-    if not all(kind in NUMBERS or "Tensor" in kind for kind in made):
+    if not all(kind in NUMBERS or "Tensor" in kind for kind in built):
         return "it makes something that is no tensor"
     if GROUP in kinds:
         return "it communicates in a way of its own"
@@ -124,10 +124,10 @@ def returns_view(function: Any) -> bool:
 def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments by name, those left out at their defaults, and lists as tuples."""
     taken = function._schema.arguments
-    found = {argument.name: argument.default_value for argument in taken if argument.has_default_value()}
-    found.update((argument.name, value) for argument, value in zip(taken, args))
-    found.update(kwargs)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    result = {argument.name: argument.default_value for argument in taken if argument.has_default_value()}
+    result.update((argument.name, value) for argument, value in zip(taken, args))
+    result.update(kwargs)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in result.items()}
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -27,13 +27,13 @@ def asked_itself(kind: Kind) -> Kind:
     if torch.__version__ >= "2.12":
         return kind
     own = kind.__torch_dispatch__
-    found = GenericTorchDispatchRuleHolder.find
+    result = GenericTorchDispatchRuleHolder.find
 
     def rule(_kind: type, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return own(op, types, args, kwargs)
 
     def find(self: GenericTorchDispatchRuleHolder, torch_dispatch_class: type) -> Any:
-        return rule if torch_dispatch_class is kind else found(self, torch_dispatch_class)
+        return rule if torch_dispatch_class is kind else result(self, torch_dispatch_class)
 
     GenericTorchDispatchRuleHolder.find = find  # type: ignore[method-assign]
     return kind

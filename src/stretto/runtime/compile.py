@@ -67,32 +67,32 @@ def _fuses(op: Op) -> bool:
 def block_of(module: str) -> str:
     """The block that a module is in, `blocks.3` of `blocks.3.mlp.up`; "-" for a module that is in none, and
     "" for no module."""
-    found = _BLOCK.match(module)
-    return found[0] if found else module and "-"
+    result = _BLOCK.match(module)
+    return result[0] if result else module and "-"
 
 
 def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ...]]:
     """Step 1: positions of the window's items, in the order in which they are to run; each item alone or in a
     stretch. ops: (stage, name) -> op."""
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     between: dict[int, list[tuple[int, Op]]] = {}
 
     def close() -> None:
         for part in between.values():
-            found.extend(_by_block(part))
+            result.extend(_by_block(part))
         between.clear()
 
     for at, item in enumerate(window.items):
         op = ops[window.parts[item.part][0], str(item.ref)] if item.kind is ItemKind.OP else None
         if op is None or not is_compute(op):
             close()
-            found.append((at,))
+            result.append((at,))
         else:
             if any(mate in between for mate in window.mates(item.part)):
                 close()  # what the other part has made may be read
             between.setdefault(item.part, []).append((at, op))
     close()
-    return found
+    return result
 
 
 def _by_block(ops: Sequence[tuple[int, Op]]) -> Iterator[tuple[int, ...]]:
@@ -135,8 +135,8 @@ class Stretch:
 def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set[Key]) -> Stretch:
     """Steps 2 and 3. ops: (part, op) in order; outside: values of them that are read outside or kept;
     products: those that are matrix products to add to a gradient."""
-    made = {(part, op.name) for part, op in ops}
-    before = tuple((part, op) for part, op in ops if op.target == GETITEM and (part, op.uses[0]) not in made)
+    built = {(part, op.name) for part, op in ops}
+    before = tuple((part, op) for part, op in ops if op.target == GETITEM and (part, op.uses[0]) not in built)
     given = {(part, op.name) for part, op in before}
     # 2. Backwards: what is read outside, and what it is made of.
     needed = set(outside)
@@ -185,8 +185,8 @@ class Compiled:
         with _CALLING:
             if self.meter is None:
                 return self.function(*inputs)
-            found: tuple[torch.Tensor, ...] = self.meter.outside(self.function, *inputs)
-            return found
+            result: tuple[torch.Tensor, ...] = self.meter.outside(self.function, *inputs)
+            return result
 
 
 class Compiler:

@@ -39,7 +39,7 @@ def check_copies(
     transport: Transport,
     parameters: Mapping[int, torch.Tensor],
     buffers: Mapping[int, torch.Tensor],
-    wholes: Mapping[str, torch.Tensor],
+    full_tensors: Mapping[str, torch.Tensor],
 ) -> None:
     """Every rank must call it. Raises UsageError on all ranks when two hold different copies.
 
@@ -48,11 +48,11 @@ def check_copies(
     """
     if transport.size == 1:
         return
-    held = _copies(plan, transport.rank, parameters, buffers, wholes)
-    told = _difference(transport.all_gather({copy: digest(tensor) for copy, tensor in held.items()}))
-    if told:
+    kept = _copies(plan, transport.rank, parameters, buffers, full_tensors)
+    gathered = _difference(transport.all_gather({copy: digest(tensor) for copy, tensor in kept.items()}))
+    if gathered:
         raise UsageError(
-            f"{told}: copies that start apart stay apart. Seed all ranks alike before the model is made "
+            f"{gathered}: copies that start apart stay apart. Seed all ranks alike before the model is made "
             "(not by rank), and load weights on every rank, not on one"
         )
 
@@ -62,33 +62,33 @@ def _copies(
     rank: int,
     parameters: Mapping[int, torch.Tensor],
     buffers: Mapping[int, torch.Tensor],
-    wholes: Mapping[str, torch.Tensor],
+    full_tensors: Mapping[str, torch.Tensor],
 ) -> dict[Copy, torch.Tensor]:
     """Step 1, for one rank."""
     job, coordinates = plan.job, plan.mesh.coordinates(rank)
     stages: dict[str, set[int]] = {}
     for parameter in job.parameters:
         stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
-    found: dict[Copy, torch.Tensor] = {}
-    for k, held in sorted(parameters.items()):
+    result: dict[Copy, torch.Tensor] = {}
+    for k, kept in sorted(parameters.items()):
         parameter = job.parameters[k]
         name = parameter.tied_to
-        shards = () if name in wholes else parameter.shards
+        shards = () if name in full_tensors else parameter.shards
         if _is_elsewhere(plan, stages[name], [s.axis for s in shards if s.copies == 1]):
             part = tuple(s.part(coordinates[s.axis]) for s in shards)
-            found.setdefault((f"parameter {name!r}", part), wholes.get(name, held))
+            result.setdefault((f"parameter {name!r}", part), full_tensors.get(name, kept))
     # An evaluation reads what a training wrote.
-    for k, held in sorted(buffers.items()) if job.trains else ():
+    for k, kept in sorted(buffers.items()) if job.trains else ():
         buffer = job.buffers[k]
         if not buffer.updates and _is_elsewhere(plan, buffer.stages, ()):
-            found[f"buffer {buffer.name!r}", ()] = held
-    return found
+            result[f"buffer {buffer.name!r}", ()] = kept
+    return result
 
 
-def _is_elsewhere(plan: Plan, stages: Iterable[int], spread: Sequence[str]) -> bool:
+def _is_elsewhere(plan: Plan, stages: Iterable[int], sharded: Sequence[str]) -> bool:
     """Whether what these stages use, and these axes spread, is on more than one rank."""
-    places = {plan.rank_of(stage) for stage in stages}
-    return len(places) > 1 or any(size > 1 and axis not in spread for axis, size in plan.job.axes)
+    pp_ranks = {plan.rank_of(stage) for stage in stages}
+    return len(pp_ranks) > 1 or any(size > 1 and axis not in sharded for axis, size in plan.job.axes)
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -111,11 +111,11 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
     return (words ^ (words >> 31 & 2**33 - 1)) * MIX
 
 
-def _difference(found: Sequence[Mapping[Copy, str]]) -> str:
+def _difference(result: Sequence[Mapping[Copy, str]]) -> str:
     """Step 3: what differs, and where; "" if nothing does. found: by rank."""
     first: dict[Copy, tuple[int, str]] = {}
     apart: dict[Copy, list[int]] = {}
-    for rank, digests in enumerate(found):
+    for rank, digests in enumerate(result):
         for copy, text in digests.items():
             _, expected = first.setdefault(copy, (rank, text))
             if text != expected:

@@ -61,7 +61,7 @@ class CudaTransport(SingleRankEnd["Queued"]):
         spans = [
             span
             for span in simulate(self._plan).spans
-            if span.rank == self._place and span.kind is SpanKind.MESSAGE and span.sender is not None
+            if span.rank == self._pp_rank and span.kind is SpanKind.MESSAGE and span.sender is not None
         ]
         return {s.name: s.start_us for s in spans}, {s.name: s.end_us for s in spans}
 
@@ -97,24 +97,24 @@ class CudaTransport(SingleRankEnd["Queued"]):
         def us(event: torch.cuda.Event) -> float:
             return 1000.0 * float(self._start.elapsed_time(event))
 
-        place, step_us = self._place, us(end)
+        pp_rank, step_us = self._pp_rank, us(end)
         spans = [
-            Span(place, taken.lane, SpanKind.MESSAGE, taken.name, us(taken.begun), us(taken.ended))
+            Span(pp_rank, taken.lane, SpanKind.MESSAGE, taken.name, us(taken.begun), us(taken.ended))
             for taken in self._taken
         ]
         idle = [
             span
             for taken, before, after in self._waits
-            for span in idle_spans(place, taken.name, us(before), us(taken.begun), us(after))
+            for span in idle_spans(pp_rank, taken.name, us(before), us(taken.begun), us(after))
         ]
         cursor = 0.0
         for start_us, end_us in [*((s.start_us, s.end_us) for s in idle), (step_us, step_us)]:
             if start_us - cursor > LEAST_SPAN_US:
-                spans.append(Span(place, COMPUTE_LANE, SpanKind.COMPUTE, "compute", cursor, start_us))
+                spans.append(Span(pp_rank, COMPUTE_LANE, SpanKind.COMPUTE, "compute", cursor, start_us))
             cursor = max(cursor, end_us)
         spans += idle
-        spans += gap_spans(place, [s for s in spans if s.lane == COMPUTE_LANE], step_us)
-        peaks = tuple(peak_bytes if rank == place else 0 for rank in range(self._plan.ranks))
+        spans += gap_spans(pp_rank, [s for s in spans if s.lane == COMPUTE_LANE], step_us)
+        peaks = tuple(peak_bytes if rank == pp_rank else 0 for rank in range(self._plan.ranks))
         members = self._plan.members
         return Timeline("measured", self._plan.ranks, step_us, tuple(spans), peaks, members=members)
 

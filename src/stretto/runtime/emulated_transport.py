@@ -51,11 +51,11 @@ class SingleRankEnd(ABC, Generic[Under]):
         self.rank = rank
         self.size = plan.world
         self._plan = plan
-        self._place = plan.mesh.place(rank)
+        self._pp_rank = plan.mesh.place(rank)
         self._windows = ready_windows(plan)
-        self._works = calls_of(plan, self._place, self._windows)
-        self._sends = messages_of(plan, self._place, EventKind.SEND)
-        self._posts = messages_of(plan, self._place, EventKind.RECV)
+        self._works = calls_of(plan, self._pp_rank, self._windows)
+        self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
+        self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)
         self._members: dict[str, tuple[int, ...]] = {}
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
@@ -138,20 +138,20 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
         super().__init__(plan, rank)
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
         self.idle: list[Idle] = []
-        self._live = Live(plan, self._place, self._windows)
+        self._live = Live(plan, self._pp_rank, self._windows)
         self._origin_ns = 0
         # When the clock went on after it had stood, and for how long it had in all, in nanoseconds.
         self._went_on_ns: list[int] = []
-        self._stood_ns: list[int] = [0]
+        self._stalled_ns: list[int] = [0]
 
     # The step.
 
     def begin(self) -> None:
         """A step begins now."""
         super().begin()
-        self._live = Live(self._plan, self._place, self._windows)
+        self._live = Live(self._plan, self._pp_rank, self._windows)
         self.idle = []
-        self._went_on_ns, self._stood_ns = [], [0]
+        self._went_on_ns, self._stalled_ns = [], [0]
         self._origin_ns = time.perf_counter_ns()
         self._live.begin()
 
@@ -166,7 +166,7 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
     def us_of(self, time_ns: int) -> float:
         """A reading of the process's clock, as microseconds of the step: since `begin`, without the time in
         which values were made up."""
-        stood_ns = self._stood_ns[bisect_right(self._went_on_ns, time_ns)]
+        stood_ns = self._stalled_ns[bisect_right(self._went_on_ns, time_ns)]
         return (time_ns - self._origin_ns - stood_ns) / 1000.0
 
     # The transport's words.
@@ -188,17 +188,17 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Emulated:
         work, microbatch = self._take(self._next_work, lane)
         self._live.advance(self.now_us())
-        made: Collective = self._live.start(work, microbatch)
-        return Emulated(self, made.done, made.name, fill)
+        built: Collective = self._live.start(work, microbatch)
+        return Emulated(self, built.done, built.name, fill)
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         """Step 3."""
         key = (like.shape, like.dtype)
         if key not in self._noise:
-            made = torch.zeros_like(like)
+            built = torch.zeros_like(like)
             if like.is_floating_point():
-                made.normal_(0.0, NOISE)
-            self._noise[key] = made
+                built.normal_(0.0, NOISE)
+            self._noise[key] = built
         return self._noise[key]
 
     def wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
@@ -221,7 +221,7 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
             fill()
         now_ns = time.perf_counter_ns()
         self._went_on_ns.append(now_ns)
-        self._stood_ns.append(self._stood_ns[-1] + now_ns - begun_ns)
+        self._stalled_ns.append(self._stalled_ns[-1] + now_ns - begun_ns)
 
     def _sleep_until(self, time_us: float) -> None:
         left_us = time_us - self.now_us()

@@ -132,11 +132,11 @@ def agree(plan: Plan, transport: Transport, seed: int) -> None:
     # What the model's code read may be a rank's own: its number, a path.
     shared = replace(plan, job=replace(plan.job, read=()))
     digest = hashlib.sha256(f"{seed}\n{plan_to_text(shared)}".encode()).hexdigest()[:12]
-    found = transport.all_gather(digest)
-    if len(set(found)) > 1:
-        told = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
+    result = transport.all_gather(digest)
+    if len(set(result)) > 1:
+        shown = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(result))
         raise UsageError(
-            f"the ranks hold different plans or seeds ({told}): plan on one rank and load the file on all, "
+            f"the ranks have different plans or seeds ({shown}): plan on one rank and load the file on all, "
             "or call stretto.plan on all ranks after init_process_group, which agrees on the costs"
         )
 
@@ -150,19 +150,19 @@ def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
     first: dict[int, tuple[str, str]] = {}
     tied: dict[str, tuple[str, nn.Parameter]] = {}
     for parameter in job.parameters:
-        found = given.get(parameter.name)
-        if found is None:
+        result = given.get(parameter.name)
+        if result is None:
             continue
-        name, tie = first.setdefault(id(found), (parameter.name, parameter.tied_to))
+        name, tie = first.setdefault(id(result), (parameter.name, parameter.tied_to))
         if tie != parameter.tied_to:
             raise UsageError(
                 f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model "
                 "that was captured: capture this model anew"
             )
-        if found.is_meta:
+        if result.is_meta:
             continue
-        name, same = tied.setdefault(parameter.tied_to, (parameter.name, found))
-        if same is not found:
+        name, same = tied.setdefault(parameter.tied_to, (parameter.name, result))
+        if same is not result:
             raise UsageError(
                 f"{name!r} and {parameter.name!r} are two tensors in this model, but one in the model "
                 "that was captured: tie them again before making a Runner (model.to_empty(device=...) "
@@ -173,30 +173,30 @@ def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
 def check_tensor(
     rank: int,
     name: str,
-    found: torch.Tensor | None,
+    result: torch.Tensor | None,
     spec: TensorSpec,
     compute_dtype: str | None,
     empty: bool = False,
 ) -> None:
     """What the model has under a name is what the plan's stage on this rank uses. empty: it may be on "meta".
     Raises UsageError."""
-    kind = type(found).__name__.lower()
-    if found is None:
+    kind = type(result).__name__.lower()
+    if result is None:
         raise UsageError(
             f"the plan's stage on rank {rank} uses {name!r}, which the model does not have: "
             "give the model that was captured, or capture this one"
         )
-    if found.is_meta and not empty:
+    if result.is_meta and not empty:
         raise UsageError(
             f"{kind} {name!r} is on the meta device and has no values: initialise the model "
             "(model.to_empty(device=...), tie again what was tied, then its init) before making a Runner, or "
             "give its parameters values after (Runner(..., empty=True))"
         )
-    dtype = str(found.dtype).removeprefix("torch.")
-    fits = dtype == spec.dtype or (compute_dtype == spec.dtype and found.dtype.is_floating_point)
-    if tuple(found.shape) != spec.shape or not fits:
+    dtype = str(result.dtype).removeprefix("torch.")
+    fits = dtype == spec.dtype or (compute_dtype == spec.dtype and result.dtype.is_floating_point)
+    if tuple(result.shape) != spec.shape or not fits:
         raise UsageError(
-            f"{kind} {name!r} is {dtype}{list(found.shape)}, but the plan was made for "
+            f"{kind} {name!r} is {dtype}{list(result.shape)}, but the plan was made for "
             f"{spec.dtype}{list(spec.shape)}: capture this model anew"
         )
 
@@ -227,8 +227,8 @@ class Ranges:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._ops = {op.name: op for stage in job.stages for op in stage.ops[Phase.F]}
-        found = (self._use(op) for op in self._ops.values())
-        self._uses = [use for use in found if use is not None]
+        result = (self._use(op) for op in self._ops.values())
+        self._uses = [use for use in result if use is not None]
 
     def _use(self, op: Op) -> _Use | None:
         """Step 1."""
@@ -246,8 +246,8 @@ class Ranges:
         kind, _, name = argument.name.partition("/")
         if kind == "param":
             return next((p.spec.shape for p in self._job.parameters if p.name == name), None)
-        made = self._ops.get(argument.name)
-        return made.outputs[0].shape if made is not None and made.outputs[0] is not None else None
+        built = self._ops.get(argument.name)
+        return built.outputs[0].shape if built is not None and built.outputs[0] is not None else None
 
     def _of(self, argument: object, count: int, ignored: object, what: str) -> _Use | None:
         """The chain from the leaf to what is read; None where the value is computed."""
@@ -288,9 +288,9 @@ class Ranges:
 
     def _refuse(self, use: _Use, leaf: torch.Tensor) -> None:
         """Step 3."""
-        whole = use.leaf in self._job.whole
+        full = use.leaf in self._job.whole
         read = Alone(self._job, use.ops, use.value, torch.device("cpu")) if use.ops else None
-        for at, part in enumerate((leaf,) if whole else leaf.chunk(self._job.pieces)):
+        for at, part in enumerate((leaf,) if full else leaf.chunk(self._job.pieces)):
             wrong = self._wrong(use, part if read is None else read(part))
             if wrong is not None:
                 rest = f", or {use.ignored}, which does not count" if use.ignored is not None else ""

@@ -283,17 +283,17 @@ class Writer:
         if taken:
             self.take(part, op.name, [f"parts[{k}]" for k in range(len(op.outputs))], "parts")
 
-    def take(self, part: int, made: str, parts: Sequence[str], whole: str) -> None:
+    def take(self, part: int, built: str, parts: Sequence[str], full: str) -> None:
         """Step 2: parts of a tuple become values, or are kept for a later window; nothing else holds them.
 
         made: the tuple; parts: an expression for each of its parts; whole: the variables in these.
         """
         stage, phase = self.window.parts[part]
-        for sub, op in self.takers[stage, made]:
+        for sub, op in self.takers[stage, built]:
             here = sub in phase.parts
             value = self.name(part, op.name) if here else f"store{part}[{op.name!r}]"
             self.line(f"{value} = {parts[op.args[1]]}")
-        self.line(f"del {whole}")
+        self.line(f"del {full}")
 
     def _key(self, op: Op) -> int:
         """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""

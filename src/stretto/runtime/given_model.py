@@ -27,7 +27,7 @@ from torch import nn
 
 from stretto.errors import UsageError
 from stretto.ir.parameters import Parameter
-from stretto.runtime.held import Held
+from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.shards import part_of
 from stretto.runtime.stale_adapter import (
     Mark,
@@ -84,17 +84,17 @@ class GivenTensor:
 class GivenModel:
     """Watches the model of one Runner."""
 
-    def __init__(self, model: nn.Module, held: Held, shares: GivenModel | None) -> None:
-        """held: what the runner trains. shares: of the Runner whose parts these are.
+    def __init__(self, model: nn.Module, tensors: RankTensors, shares: GivenModel | None) -> None:
+        """tensors: what the runner trains. shares: of the Runner whose parts these are.
 
         Raises UsageError where the model cannot be trained by the plan."""
-        self._held = held
+        self._rank = tensors
         self._shares = shares
         self._owner: object = object() if shares is None else shares._owner
-        self._tensors = list(_tensors_of(model, held))
+        self._tensors = list(_tensors_of(model, tensors))
         self._first = self._samples()
         self._has_trained = self._looked = False
-        job = held.plan.job
+        job = tensors.plan.job
         known = {parameter.name for parameter in job.parameters}
         given = model.named_parameters(remove_duplicate=False)
         new = [name for name, parameter in given if parameter.requires_grad and name not in known]
@@ -109,7 +109,7 @@ class GivenModel:
             _LIVE.add(self)
 
     def _samples(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        trained = [p for p in self._held.parameters.values() if p.requires_grad and not p.is_meta]
+        trained = [p for p in self._rank.parameters.values() if p.requires_grad and not p.is_meta]
         return {id(parameter): (parameter, _sample_of(parameter)) for parameter in trained}
 
     def _is_as_first(self, parameter: torch.Tensor) -> bool:
@@ -120,7 +120,7 @@ class GivenModel:
     def check(self) -> None:
         """Step 1 of what gradients need. Raises UsageError."""
         with unguarded():
-            for one in self._tensors if self._held.plan.job.trains else ():
+            for one in self._tensors if self._rank.plan.job.trains else ():
                 tensor = one.tensor()
                 if tensor is not None and one.known is not None:
                     self._check_frozen(one, tensor, one.known)
@@ -155,7 +155,7 @@ class GivenModel:
             self._shares.synchronise()
         anew, self._looked = not self._looked, True
         changed = False
-        for one in self._tensors if not self._held.on_mesh else ():
+        for one in self._tensors if not self._rank.on_mesh else ():
             tensor, module = one.tensor(), one.module()
             if tensor is None or not one.here:
                 continue
@@ -193,14 +193,14 @@ class GivenModel:
         if one.part is None or one.known is None or tensor.is_meta:
             return False
         with torch.no_grad():
-            one.part.copy_(part_of(tensor, one.known, self._held.plan.job, self._held.coordinates))
+            one.part.copy_(part_of(tensor, one.known, self._rank.plan.job, self._rank.coordinates))
         return True
 
     def changed(self, *, loaded: bool = False) -> None:
         """Step 3: the runner has taken a step, or all of its values were loaded."""
         self._has_trained = self._has_trained or loaded
         mine: set[int] | None = None
-        for one in self._tensors if not self._held.on_mesh else ():
+        for one in self._tensors if not self._rank.on_mesh else ():
             tensor = one.tensor()
             if tensor is None or (one.known is not None and not one.known.stages):
                 continue
@@ -219,8 +219,8 @@ class GivenModel:
         """Tensors that Runners of this plan train themselves: ranks that are threads may share a model, which
         is then trained in full."""
         with _ADDING:
-            helds = [live._held for live in _LIVE if live._held.plan is self._held.plan]
-        return {id(t) for held in helds for t in (*held.parameters.values(), *held.buffers.values())}
+            live = [one._rank for one in _LIVE if one._rank.plan is self._rank.plan]
+        return {id(t) for kept in live for t in (*kept.parameters.values(), *kept.buffers.values())}
 
     def _mark(self, one: GivenTensor) -> Mark:
         me, is_buffer = weakref.ref(self), one.known is None
@@ -243,7 +243,7 @@ class GivenModel:
         self._has_trained = (
             self._has_trained
             or not self._first
-            or bool(self._held.optimizers)
+            or bool(self._rank.optimizers)
             or not all(self._is_as_first(tensor) for tensor, _ in self._first.values())
         )
         return self._has_trained
@@ -266,15 +266,15 @@ def _message(one: GivenTensor) -> str:
     return f"the model's {one.name!r} is not what was trained: {why}. {_TAKE}"
 
 
-def _tensors_of(model: nn.Module, held: Held) -> Iterator[GivenTensor]:
+def _tensors_of(model: nn.Module, tensors: RankTensors) -> Iterator[GivenTensor]:
     """What of the model the plan uses, module by module; a tied parameter in each of its modules."""
-    job = held.plan.job
+    job = tensors.plan.job
     names = {parameter.name: parameter for parameter in job.parameters}
     given = model.named_parameters(remove_duplicate=False)
     known = {id(tensor): names[name] for name, tensor in given if name in names}
     changes = {parameter.tied_to for parameter in job.parameters if parameter.grads}
     written = {buffer.name for buffer in job.buffers if buffer.updates and job.trains}
-    trained, mine = held.by_tie(), {id(buffer) for buffer in held.buffers.values()}
+    trained, mine = tensors.by_tie(), {id(buffer) for buffer in tensors.buffers.values()}
     for prefix, module in model.named_modules():
         at = f"{prefix}." if prefix else ""
         make: Callable[..., GivenTensor] = partial(GivenTensor, module=weakref.ref(module))

@@ -31,8 +31,8 @@ class Slot(NamedTuple):
 def slot_of(job: Job, parameter: Parameter, axis: str, coordinates: Mapping[str, int]) -> Slot:
     """Of a parameter's gradient in a sum over an axis (or a communicator of ties)."""
     slots = parameter.slots(axis, job.size(axis))
-    found = (s.part(coordinates[axis]) for s in parameter.shards if s.axis == axis and slots > 1)
-    return Slot(next(found, 0), slots)
+    result = (s.part(coordinates[axis]) for s in parameter.shards if s.axis == axis and slots > 1)
+    return Slot(next(result, 0), slots)
 
 
 def together(grads: Sequence[torch.Tensor], slots: Sequence[Slot]) -> torch.Tensor:
@@ -83,5 +83,5 @@ def accumulate(parameters: Sequence[nn.Parameter], grads: list[torch.Tensor]) ->
     """Add each gradient to its parameter's `.grad`; one that is given twice gets the sum. Empties `grads`."""
     if parameters:
         with torch.inference_mode(False), torch.enable_grad():
-            made = _Backward.apply(grads, *parameters)  # type: ignore[no-untyped-call]
-            made.backward(made.detach())
+            built = _Backward.apply(grads, *parameters)  # type: ignore[no-untyped-call]
+            built.backward(built.detach())

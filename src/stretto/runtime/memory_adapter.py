@@ -31,11 +31,11 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     held: tensors that exist before and throughout; each storage counts once.
     """
 
-    def __init__(self, held: Iterable[torch.Tensor]) -> None:
+    def __init__(self, kept: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: set[int] = set()
         self._bytes = 0
-        for tensor in held:
+        for tensor in kept:
             self._see(tensor)
         self.peak_bytes = self._bytes
 

@@ -78,14 +78,14 @@ class RankState:
         fixed |= {f"buffer/{job.buffers[k].name}": t for k, t in buffers.items()}
         for constant in job.constants:
             dtype = getattr(torch, constant.spec.dtype)
-            made = torch.tensor(constant.data, dtype=dtype, device=device)
-            fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
+            built = torch.tensor(constant.data, dtype=dtype, device=device)
+            fixed[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
         self._loss_dtype: torch.dtype = getattr(torch, job.loss_spec.dtype)
         fixed["tangent"] = torch.tensor(job.tangent, dtype=self._loss_dtype, device=device)
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
-        self.place = self.coordinates[PIPELINE]
-        self.watch = Watch(plan, self.place, device)
+        self.pp_rank = self.coordinates[PIPELINE]
+        self.watch = Watch(plan, self.pp_rank, device)
         externals = Externals(
             fixed,
             device,
@@ -93,7 +93,7 @@ class RankState:
             self.coordinates,
             frozenset(differing_in(job, TENSOR) if job.size(TENSOR) > 1 else ()),
         )
-        order = plan.orders[self.place]
+        order = plan.orders[self.pp_rank]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals)
@@ -125,9 +125,9 @@ class RankState:
         }
         self._clear()
 
-    def _peer(self, place: int) -> int:
+    def _peer(self, pp_rank: int) -> int:
         """The rank at another place of the pipeline that this one exchanges messages with."""
-        return self.plan.mesh.rank({**self.coordinates, PIPELINE: place})
+        return self.plan.mesh.rank({**self.coordinates, PIPELINE: pp_rank})
 
     def _clear(self) -> None:
         self.grads = {}
@@ -161,7 +161,7 @@ class RankState:
         try:
             with torch.no_grad():
                 self.marks.start = self.clock.now()
-                for instruction in self.plan.orders[self.place]:
+                for instruction in self.plan.orders[self.pp_rank]:
                     self._actions[instruction.kind](instruction)
                 self.marks.end = self.clock.now()
         finally:
@@ -211,8 +211,8 @@ class RankState:
         self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, self.clock.now()))
 
     def _slots(self, groups: Sequence[str], lane: str) -> list[Slot]:
-        held = (self.plan.job.parameters[self._members[group][0]] for group in groups)
-        return [slot_of(self.plan.job, parameter, lane, self.coordinates) for parameter in held]
+        kept = (self.plan.job.parameters[self._members[group][0]] for group in groups)
+        return [slot_of(self.plan.job, parameter, lane, self.coordinates) for parameter in kept]
 
     def _grad_of(self, name: str) -> torch.Tensor:
         """The gradient of a tied group as this rank has it, in one piece, and kept under one parameter."""
@@ -292,8 +292,8 @@ class RankState:
             assert shape is not None, "the plan is proved"
             result = source.new_empty(shape)
         handle = self.transport.collective(lane, kind, result, source, how)
-        whole = max(result.nbytes, source.nbytes)
-        self.marks.starts.append((name, whole, began))
+        full = max(result.nbytes, source.nbytes)
+        self.marks.starts.append((name, full, began))
         return Started(name, lane, handle, result, source)
 
     def finish(self, started: Started) -> torch.Tensor:
@@ -303,9 +303,9 @@ class RankState:
         return started.result
 
     def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None:
-        held = self.grads.get(parameter)
-        if held is not None:
-            held.add_(value)
+        kept = self.grads.get(parameter)
+        if kept is not None:
+            kept.add_(value)
             return
         dtype = self._grad_dtype[parameter]
         if value.dtype is not dtype:
@@ -317,11 +317,11 @@ class RankState:
     def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a matrix product to a gradient. BLAS adds while it multiplies, which saves writing and reading
         a tensor of the parameter's size for every microbatch; it rounds otherwise than product, then sum."""
-        held = self.grads.get(parameter)
-        if held is None or held.dtype is not left.dtype:
+        kept = self.grads.get(parameter)
+        if kept is None or kept.dtype is not left.dtype:
             self.add_grad(parameter, product(left, right), True)
         else:
-            add_product(held, left, right)
+            add_product(kept, left, right)
 
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
         self._losses[microbatch] = value

@@ -26,19 +26,19 @@ from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import Ranges, agree, explaining_failed_ops, fit_batch
+from stretto.runtime.full_state import LeftKeys, PlainState, gather, plain_state, put
 from stretto.runtime.given_model import GivenModel
 from stretto.runtime.gradients import accumulate
-from stretto.runtime.held import Held
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
+from stretto.runtime.optimizer_trial import watch
 from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.runtime.rank import RankState
+from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
-from stretto.runtime.whole_state import LeftKeys, PlainState, gather, plain_state, put
-from stretto.runtime.whole_tensors import watch
 from stretto.verify import verify
 
 
@@ -98,14 +98,14 @@ class Runner:
                 f"Runner divides it over {DP.name} alone: plan with {DP.name} in its place"
             )
         self._shares = shares
-        self.held: Held = Held(
-            plan, self.rank, model, None if shares is None else shares.held, empty or shares is not None
+        self.tensors: RankTensors = RankTensors(
+            plan, self.rank, model, None if shares is None else shares.tensors, empty or shares is not None
         )
         self.unfit: str | None = None
-        if self.held.without_values:
+        if self.tensors.without_values:
             self.unfit = 'its model is on "meta": load values (stretto.load, load_state_dict)'
-        self.model: GivenModel = GivenModel(model, self.held, None if shares is None else shares.model)
-        self.coordinates, self.device = self.held.coordinates, self.held.device
+        self.model: GivenModel = GivenModel(model, self.tensors, None if shares is None else shares.model)
+        self.coordinates, self.device = self.tensors.coordinates, self.tensors.device
         if self.device.type != plan.job.device:
             raise UsageError(
                 f"the plan was captured for {plan.job.device}, but the model is on {self.device}: kernels "
@@ -118,15 +118,15 @@ class Runner:
         agree(plan, self.transport, seed)
         if not self._unfit():
             self.check_copies()
-        self.held.wholes.clear()  # what this rank does not hold may be dropped
+        self.tensors.full_tensors.clear()  # what this rank does not hold may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
-        dtypes = {k: parameter.dtype for k, parameter in self.held.parameters.items()}
+        dtypes = {k: parameter.dtype for k, parameter in self.tensors.parameters.items()}
         self.state = RankState(
             plan,
             self.transport,
             self.device,
-            self.held.compute,
-            self.held.buffers,
+            self.tensors.compute,
+            self.tensors.buffers,
             seed,
             dtypes,
             self.compiler,
@@ -138,7 +138,7 @@ class Runner:
         self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
         self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
-            watch(self.held)
+            watch(self.tensors)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -151,7 +151,7 @@ class Runner:
                     "cuda_graph=True records what one process gives its accelerator, and the ranks of this "
                     "run are threads of one: start processes, or leave it out"
                 )
-            self._graph = StepGraph(self.state, self.held.parameters)
+            self._graph = StepGraph(self.state, self.tensors.parameters)
         self._last: Marks | None = None
         self._peak_bytes = 0
 
@@ -168,11 +168,11 @@ class Runner:
         A tied parameter has the first of its names, as in `model.named_parameters()`, on ranks too whose
         stages use it by a later one: what is chosen by name is then the same for all copies.
         """
-        return self.held.named_parameters()
+        return self.tensors.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers with their names in the model."""
-        return self.held.named_buffers()
+        return self.tensors.named_buffers()
 
     def owns(self, name: str) -> bool:
         """Whether this rank is the one to count and save what it holds of the parameter: the first of those
@@ -182,7 +182,7 @@ class Runner:
         one copy is saved. Of a parameter that is spread, each rank owns its part, of ranks with the same part
         the first.
         """
-        return self.held.owns(name)
+        return self.tensors.owns(name)
 
     # Values.
 
@@ -197,7 +197,7 @@ class Runner:
         if self._shares is not None:
             return self._shares.state_dict(only_on=only_on)
         self.model.synchronise()
-        return gather(self.held, self.transport, self.plain_state, only_on)
+        return gather(self.tensors, self.transport, self.plain_state, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
         """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
@@ -209,7 +209,7 @@ class Runner:
         """
         if self._shares is not None:
             return self._shares.load_state_dict(state_dict, strict)
-        left = put(self.held, self.transport, self.plain_state, state_dict, strict)
+        left = put(self.tensors, self.transport, self.plain_state, state_dict, strict)
         lacking = self.unfit if left.missing_keys else None
         self.loaded()
         self.unfit = lacking
@@ -228,7 +228,13 @@ class Runner:
 
     def check_copies(self) -> None:
         """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
-        check_copies(self.plan, self.transport, self.held.parameters, self.held.buffers, self.held.wholes)
+        check_copies(
+            self.plan,
+            self.transport,
+            self.tensors.parameters,
+            self.tensors.buffers,
+            self.tensors.full_tensors,
+        )
 
     def close(self) -> None:
         """Give the communicators back. Every rank calls it; the runner cannot step after it."""
@@ -260,10 +266,10 @@ class Runner:
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
         check_room(self.plan, self.transport, self.state.watch)
-        trained = [k for k in sorted(grads) if self.held.parameters[k].requires_grad]  # not frozen since
-        held = [self.held.parameters[k] for k in trained]
-        accumulate(held, [self._of_part(k, grads.pop(k)) for k in trained])
-        for k, parameter in zip(trained, held, strict=True):
+        trained = [k for k in sorted(grads) if self.tensors.parameters[k].requires_grad]  # not frozen since
+        kept = [self.tensors.parameters[k] for k in trained]
+        accumulate(kept, [self._of_part(k, grads.pop(k)) for k in trained])
+        for k, parameter in zip(trained, kept, strict=True):
             if parameter.grad is not None:
                 parameter.grad = self._of_part(k, parameter.grad)
         if self.plan.job.trains:
@@ -274,7 +280,7 @@ class Runner:
 
     def _of_part(self, k: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient, which of a part of a parameter knows that it is."""
-        is_part = self.plan.job.parameters[k].tied_to in self.held.cut_along
+        is_part = self.plan.job.parameters[k].tied_to in self.tensors.cut_along
         return grad.as_subclass(PartGradient) if is_part else grad
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
@@ -284,11 +290,11 @@ class Runner:
         self._values.check()
         if self.plan.job.watch is not None:
             self.plan.job.watch.check()
-        self.held.check_bound()
+        self.tensors.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no whole values: {unfit}")
         self.model.synchronise()
-        self.held.refresh()
+        self.tensors.refresh()
         return leaves
 
     @contextmanager
@@ -297,8 +303,12 @@ class Runner:
         if self._last is not None:
             yield
             return
-        held = (*self.held.compute.values(), *self.held.parameters.values(), *self.held.buffers.values())
-        meter = MemoryMeter(held)
+        kept = (
+            *self.tensors.compute.values(),
+            *self.tensors.parameters.values(),
+            *self.tensors.buffers.values(),
+        )
+        meter = MemoryMeter(kept)
         with meter, nullcontext() if self.compiler is None else self.compiler.metered(meter):
             yield
         self._peak_bytes = meter.peak_bytes
@@ -316,7 +326,7 @@ class Runner:
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
         marks = self.state.clock.read(self._last)
-        marks.peak_bytes = self._peak_bytes + self.held.state_bytes()
+        marks.peak_bytes = self._peak_bytes + self.tensors.state_bytes()
         gathered = self.transport.all_gather((marks, self.transport.clock_offset_us()))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
@@ -335,8 +345,8 @@ class Runner:
         except LostRankError:
             raise
         except Exception as error:
-            told = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-            return Report(self.plan, None, seen, told)
+            gathered = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+            return Report(self.plan, None, seen, gathered)
 
 
 def _default_transport(plan: Plan) -> Transport:

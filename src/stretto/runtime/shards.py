@@ -20,10 +20,10 @@ class Part:
     """What a rank holds of a tensor: a box, or several. Of packed query, key and value columns a rank holds a
     piece of each.
 
-    whole: the tensor's shape. boxes: (offsets in the whole, view of what the rank holds there).
+    full_shape: the tensor's shape. boxes: (offsets in the whole, view of what the rank holds there).
     """
 
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     boxes: tuple[tuple[tuple[int, ...], torch.Tensor], ...]
 
     @staticmethod
@@ -32,7 +32,7 @@ class Part:
         return Part(tuple(tensor.shape), (((0,) * tensor.dim(), tensor),))
 
 
-def whole_spec(job: Job, parameter: Parameter) -> TensorSpec:
+def full_spec(job: Job, parameter: Parameter) -> TensorSpec:
     """The spec of the model's own tensor, of which a rank holds `parameter.spec`."""
     shape = list(parameter.spec.shape)
     for shard in parameter.shards:
@@ -41,12 +41,12 @@ def whole_spec(job: Job, parameter: Parameter) -> TensorSpec:
 
 
 def part_of(
-    whole: torch.Tensor, parameter: Parameter, job: Job, coordinates: Mapping[str, int]
+    full: torch.Tensor, parameter: Parameter, job: Job, coordinates: Mapping[str, int]
 ) -> torch.Tensor:
     """The part of the rank at `coordinates`; a view where it can be."""
     for shard in parameter.shards:
-        whole = local_part(whole, shard, job.size(shard.axis), coordinates[shard.axis])
-    return whole
+        full = local_part(full, shard, job.size(shard.axis), coordinates[shard.axis])
+    return full
 
 
 def pieces_of(
@@ -57,29 +57,29 @@ def pieces_of(
     One box, or one for each packed block. What has the part's shape (a gradient, an optimizer's average)
     lies there too.
     """
-    found = [((0,) * part.dim(), part)]
+    result = [((0,) * part.dim(), part)]
     for shard in parameter.shards:
         parts, at = shard.parts(job.size(shard.axis)), shard.part(coordinates[shard.axis])
         boxes: list[tuple[tuple[int, ...], torch.Tensor]] = []
-        for offsets, held in found:
-            for block, piece in enumerate(held.chunk(shard.blocks, dim=shard.dim)):
+        for offsets, kept in result:
+            for block, piece in enumerate(kept.chunk(shard.blocks, dim=shard.dim)):
                 first = (block * parts + at) * piece.shape[shard.dim]
                 boxes.append(((*offsets[: shard.dim], first, *offsets[shard.dim + 1 :]), piece))
-        found = boxes
-    return found
+        result = boxes
+    return result
 
 
 def join(parts: Sequence[torch.Tensor], parameter: Parameter, job: Job, copy: int = 0) -> torch.Tensor:
     """The whole from the parts of all ranks along the parameter's axes, in the order of ranks. copy: which
     of those that hold the same is taken. A parameter that is not spread is the first part."""
-    held = list(parts)
+    kept = list(parts)
     # The last of a job's axes is the fastest.
     for axis, size in reversed(job.axes):
         for shard in parameter.shards:
             if shard.axis == axis:
                 first = copy % shard.copies
-                held = [whole_of(held[at + first : at + size], shard) for at in range(0, len(held), size)]
-    return held[0]
+                kept = [whole_of(kept[at + first : at + size], shard) for at in range(0, len(kept), size)]
+    return kept[0]
 
 
 def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: int) -> torch.Tensor:

@@ -88,9 +88,9 @@ class StepGraph:
     def _keep(self) -> None:
         """Step 3."""
         for k, grad in self._grads.items():
-            held = self._parameters[k].grad
-            if held is not None and held.data_ptr() == grad.data_ptr():
-                self._parameters[k].grad = held.clone()
+            kept = self._parameters[k].grad
+            if kept is not None and kept.data_ptr() == grad.data_ptr():
+                self._parameters[k].grad = kept.clone()
 
 
 def _refuse(microbatch: int, op: int) -> NoReturn:

@@ -159,12 +159,12 @@ class TorchTransport:
         return self._start(lane, None, begin, result, value)
 
     def all_gather(self, item: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
+        result: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, item, group=self._control)
+            dist.all_gather_object(result, item, group=self._control)
         except RuntimeError as error:
             raise self._lost("control", None, error) from None
-        return found
+        return result
 
     def during_step(self) -> AbstractContextManager[None]:
         return lanes_first() if self._on_processors else nullcontext()

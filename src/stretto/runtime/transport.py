@@ -170,9 +170,9 @@ class ThreadTransport:
         return _Collective(self, lane, value, finish, set(members))
 
     def all_gather(self, item: Any) -> list[Any]:
-        found: dict[int, Any] = {}
-        _Collective(self, "control", item, found.update, set(range(self.size))).wait()
-        return [found[rank] for rank in range(self.size)]
+        result: dict[int, Any] = {}
+        _Collective(self, "control", item, result.update, set(range(self.size))).wait()
+        return [result[rank] for rank in range(self.size)]
 
     def clock_offset_us(self) -> float:
         return 0.0

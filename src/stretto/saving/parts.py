@@ -44,7 +44,7 @@ class PartsWriter(DefaultSavePlanner):
                     tensor_data=TensorWriteData(
                         _chunk(offsets, view),
                         TensorProperties.create_from_tensor(view),
-                        torch.Size(part.whole),
+                        torch.Size(part.full_shape),
                     ),
                 )
                 for name, part in self._parts.items()

@@ -22,7 +22,7 @@ from stretto.report.load import load_grid
 from stretto.report.rundir import load_run
 from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
-from stretto.runtime.shards import whole_spec
+from stretto.runtime.shards import full_spec
 from stretto.train.metrics import speed_line, writing
 from stretto.train.progress import duration
 from stretto.train.run_files import TRACE, end_run
@@ -115,7 +115,7 @@ def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
     if report is None or results.checkpoint is None:
         return {}
     job = results.plan.job
-    size_bytes = sum(whole_spec(job, p).numel * 4 for p in job.parameters if p.name == p.tied_to)
+    size_bytes = sum(full_spec(job, p).numel * 4 for p in job.parameters if p.name == p.tied_to)
     if size_bytes > LARGEST_SAMPLED_BYTES:
         say(
             f"no sample: the model has {size_bytes / 1e9:.1f} GB of weights, and above "
