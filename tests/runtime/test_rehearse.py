@@ -85,7 +85,7 @@ def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> No
             stood_us = found.step_us - found.compute_us
             if stood_us < 2.0 * guess_us:
                 break
-        assert found.place == place
+        assert found.pp_rank == place
         assert len(found.steps_us) == 3
         assert found.step_us == sorted(found.steps_us)[1]
         assert 0.85 * guess_us < stood_us < 2.0 * guess_us

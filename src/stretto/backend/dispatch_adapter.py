@@ -27,7 +27,7 @@ from stretto.ir.program import VIEWS
 
 INSTEAD = dict.fromkeys(VIEWS, "aten.reshape.default")
 """What is called instead: a view where strides allow one, else a copy. Some kernels lay out their result in
-another way than their shape functions say (measured: softplus_backward of a transposed gradient on CPU,
+another way than by their shape functions (measured: softplus_backward of a transposed gradient on CPU,
 PyTorch 2.13), so what was a view in the capture may be none when it runs. Measured cost: 0.1 us."""
 
 
@@ -57,7 +57,7 @@ def overload(target: str) -> Callable[..., Any] | None:
             result = getattr(result, part)
     except (AttributeError, RuntimeError, ImportError):
         result = None
-    # An overload says which operator it is one of; nothing else that can be reached from `torch.ops` does.
+    # An overload knows its operator; nothing else that can be reached from `torch.ops` does.
     if len(parts) != 3 or getattr(result, "overloadpacket", None) is None or not callable(result):
         return None
     function: Callable[..., Any] = result

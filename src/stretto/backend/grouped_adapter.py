@@ -1,4 +1,4 @@
-"""Ops of mixtures of experts that a captured graph can hold: products of groups of rows.
+"""Ops of mixtures of experts that a captured graph can contain: products of groups of rows.
 
     grouped_mm(x_RD, w_EDM, ends_E)    rows ends[e - 1] to ends[e] of x times w[e]; zero behind the last end
     grouped_mm_t(x_RD, y_RM, ends_E)   for each group x' y, (E, D, M): the gradient of w

@@ -82,8 +82,8 @@ _makers = _Makers()
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """While the context lasts, in any thread, garbage is collected as `RARELY` says, unless it is already
-    less often."""
+    """While the context lasts, in any thread, garbage is collected as rarely as `RARELY`, or as before
+    where that is less often."""
     _makers.begin()
     try:
         yield

@@ -16,7 +16,7 @@ from stretto.errors import LostRankError, StrettoError, UsageError
 T = TypeVar("T")
 
 BEAT_S = 5.0
-"""How often a rank that works tells the others so; far below the time that they wait for a message. In
+"""How often a rank that works signals the others; far below the time that they wait for a message. In
 between they are inside a library, and act on no signal."""
 
 
@@ -85,7 +85,7 @@ def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
     """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it.
     Returns on rank 0 what it gave, None elsewhere.
 
-    The work is done by the thread that calls, so that signals reach it; another one tells the ranks that
+    The work is done by the thread that calls, so that signals reach it; another one signals the ranks that
     wait. It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a
     defect) is LostRankError on the others; what: what rank 0 does, for that message.
     """
@@ -113,7 +113,7 @@ def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
 
 
 class _Beating:
-    """While it is entered, a thread of rank 0's tells those that wait that it works."""
+    """While it is entered, a thread of rank 0 signals those that wait."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -137,7 +137,7 @@ class _Beating:
 
     def end(self, gathered: Exception | bool) -> None:
         """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the
-        work itself has failed, which says more."""
+        work itself has failed, which explains more."""
         self._done.set()
         self._thread.join()
         if gathered is not True:

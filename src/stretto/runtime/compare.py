@@ -1,5 +1,5 @@
 """Measured against predicted, as plain text: what `print(runner.report())` shows on every rank, and a
-rehearsal of the place that ran."""
+rehearsal of the pipeline rank that ran."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line(name: str, predicted: float | None, measured: float | None, unit: tuple
 
 
 def predicted_lines(predicted: Prediction, pp_rank: int, prefix: str) -> Iterator[str]:
-    """A place's accounts as predicted, where nothing is measured."""
+    """A pipeline rank's accounts as predicted, where nothing is measured."""
     yield line(f"{prefix}compute", predicted.compute_us[pp_rank], None)
     for axis, exposed_us in sorted(predicted.exposed_axis_us.items()):
         yield line(f"{prefix}exposed {axis}", exposed_us[pp_rank], None)
@@ -37,7 +37,7 @@ def predicted_lines(predicted: Prediction, pp_rank: int, prefix: str) -> Iterato
 def rank_lines(
     predicted: Prediction | None, measured: Timeline, pp_rank: int, prefix: str = ""
 ) -> Iterator[str]:
-    """A place's accounts of its compute lane, and its peak of memory."""
+    """A pipeline rank's accounts of its compute lane, and its peak of memory."""
     exposed = measured.exposed_axis_us()
     compute_us, bubble_us = (measured.total_us(kind, pp_rank) for kind in (SpanKind.COMPUTE, SpanKind.BUBBLE))
     yield line(f"{prefix}compute", predicted.compute_us[pp_rank] if predicted else None, compute_us)
@@ -76,7 +76,7 @@ def metric_line(one: Observed) -> str:
 @dataclass(frozen=True, slots=True)
 class Report:
     """The last measured step beside the plan's prediction. `str()` is a table, with who waits for whom, and
-    what the model lets see. measured: None where there is none; `why` says why."""
+    what the model lets see. measured: None where there is none; `why` is the reason."""
 
     plan: Plan
     measured: Timeline | None

@@ -3,7 +3,7 @@
 Knows ops and windows, and calls `torch.compile`; `stretto.runtime.compiled_window` writes the calls.
 
     1. Cut the window's items into stretches: ops that follow each other with no communication, message or
-       random op between. Between two of these, ops of each part of the window stand together. A stretch also
+       random op between. Between two of these, ops of each part of the window are together. A stretch also
        ends where another block of the model begins, so that equal blocks give equal stretches, and what a
        block has read is freed before the next.
     2. A weight gradient that is a matrix product stays outside: it is added where the gradient is kept. So
@@ -115,7 +115,7 @@ class Stretch:
 
     before: parts of tuples that are made earlier, taken before the call. inputs: what the graph reads.
     graph: its ops. outputs: what it makes that is read outside. tuples: values of several outputs that are
-    read outside as a whole; their parts are outputs, named (part, "<name>#<index>"). after: products and
+    read outside as one value; their parts are outputs, named (part, "<name>#<index>"). after: products and
     views, to be called afterwards.
     """
 
@@ -195,7 +195,7 @@ class Compiler:
     Compiling happens at once, on zeros of the inputs' shapes, and not in the first step. Inductor keeps what
     it compiled on disk, for other processes and later runs.
 
-    threads: ranks are threads of one process. PyTorch 2.13 counts for the whole process whether a call ran
+    threads: ranks are threads of one process. PyTorch 2.13 counts for the process whether a call ran
     compiled, so it is not asked to refuse one that did not: that runs op by op, with equal numbers.
     """
 
@@ -278,7 +278,7 @@ def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
     if spec.stride is None:
         return torch.zeros(spec.shape, dtype=dtype, device=device)
-    # An expanded tensor has fewer elements than its shape says.
+    # An expanded tensor has fewer elements than its shape has.
     reach = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
     return torch.zeros(reach, dtype=dtype, device=device).as_strided(spec.shape, spec.stride)
 
@@ -294,7 +294,7 @@ def make_compiler(how: str | None, device: torch.device, threads: bool) -> Compi
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise UsageError, which says what to install, unless Inductor can compile for the device.
+    """Raise UsageError, which names what to install, unless Inductor can compile for the device.
 
     On processors it writes C++ and calls a compiler (the one that $CXX names, else g++ or clang++); on
     accelerators it writes Triton.

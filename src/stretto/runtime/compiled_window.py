@@ -1,7 +1,7 @@
 """A window's function whose stretches of compute are calls of compiled functions.
 
 The order of communications, messages, draws and gradients is that of the plan, as in
-`stretto.runtime.generate`; `stretto.runtime.compile` says what a stretch is.
+`stretto.runtime.generate`; `stretto.runtime.compile` defines a stretch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stretto.runtime.generate import Externals, Generated, Writer
 
 
 def generate_compiled(job: Job, window: Window, externals: Externals, compiler: Compiler) -> Generated:
-    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    """Make the function of a window. externals: with all fixed tensors that the window's stages read."""
     return CompiledWriter(job, window, externals, compiler).write()
 
 

@@ -1,9 +1,9 @@
 """What a step's loss is divided by: the number of microbatches, or what they count, known before the step.
 
-Every rank is given the whole batch, and counts all of it: no count is communicated, and gradients are right
+Every rank is given the full batch, and counts all of it: no count is communicated, and gradients are right
 from the first backward on.
 
-1. The count's ops become a function, as a window's do. It is called once for all microbatches of the whole
+1. The count's ops become a function, as a window's do. It is called once for all microbatches of the full
    batch (`torch.vmap`), or where an op cannot be, once for each.
 2. The tangent, from which every backward begins, is set to one over their sum. On accelerators nothing waits
    for it.
@@ -75,7 +75,7 @@ class Counter:
 
     @torch.no_grad()
     def counts(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """batch: leaves of the whole batch, on the device. Returns float64 (microbatches of all copies,)."""
+        """batch: leaves of the full batch, on the device. Returns float64 (microbatches of all copies,)."""
         given = [
             leaf if full else leaf.view(self._pieces, leaf.shape[0] // self._pieces, *leaf.shape[1:])
             for leaf, full in zip((batch[name] for name in self._leaves), self._whole, strict=True)
@@ -123,7 +123,7 @@ class Divisor:
             self._total = job.count.value * job.pieces
 
     def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Step 2. batch: leaves of the whole batch."""
+        """Step 2. batch: leaves of the full batch."""
         if self._counter is not None:
             self._total = self._counter.counts(batch).sum()
             self._tangent.copy_(self._total.reciprocal())
@@ -163,7 +163,7 @@ class UnequalMeans:
         self._left = NOTED_STEPS if device.type == "cpu" else 1
 
     def look(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """batch: leaves of the whole batch."""
+        """batch: leaves of the full batch."""
         if not self._left:
             return
         self._left -= 1

@@ -2,14 +2,14 @@
 
 The contract:
 
-1. Lanes, network cards and the other places of the pipeline are those of the simulation, which goes on while
+1. Lanes, network cards and the other pipeline ranks are those of the simulation, which goes on while
    this rank really works (`stretto.simulate.live`). The clock is this machine's. A peer that is waited for
-   answers when the simulation says, given when this rank really started what the peer waits for.
+   answers at the time of the simulation, given when this rank really started what the peer waits for.
 2. The k-th start on a lane is the k-th that the plan's order has there (`SingleRankEnd`, of which an
    accelerator's transport is one, too).
-3. What is received is made up: messages are small random numbers; other members of a collective hold what
-   this rank holds, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
-   transport's own threads or a device's copy engine would do: the step's clock stands meanwhile.
+3. What is received is made up: messages are small random numbers; other members of a collective have what
+   this rank has, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
+   transport's own threads or a device's copy engine would do: the step's clock is stopped meanwhile.
 4. A wait that finds its transfer unfinished sleeps until the end that is predicted, and is recorded.
 """
 
@@ -122,7 +122,7 @@ NOISE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """The rank stood from start to end for a communication that was under way from `begun_us` on. Times are
+    """The rank stalled from start to end for a communication that was under way from `begun_us` on. Times are
     microseconds from the step's start."""
 
     name: str
@@ -140,7 +140,7 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
         self.idle: list[Idle] = []
         self._live = Live(plan, self._pp_rank, self._windows)
         self._origin_ns = 0
-        # When the clock went on after it had stood, and for how long it had in all, in nanoseconds.
+        # When the clock went on after it had stopped, and for how long it had in all, in nanoseconds.
         self._went_on_ns: list[int] = []
         self._stalled_ns: list[int] = [0]
 
@@ -156,7 +156,7 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
         self._live.begin()
 
     def end(self) -> tuple[float, Live]:
-        """The step has ended here: (when the last of all places ends, in microseconds; the simulation)."""
+        """The step has ended here: (when the last pipeline rank ends, in microseconds; the simulation)."""
         return self._live.end(self.now_us()), self._live
 
     def now_us(self) -> float:
@@ -215,7 +215,7 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
         self.idle.append(Idle(name, start_us, begun_us, self.now_us()))
 
     def _outside_of_time(self, fill: Callable[[], object]) -> None:
-        """Write what is received while the step's clock stands."""
+        """Write what is received while the step's clock is stopped."""
         begun_ns = time.perf_counter_ns()
         with torch.no_grad():
             fill()

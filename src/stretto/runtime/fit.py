@@ -1,4 +1,4 @@
-"""What must hold before a rank runs: model and batch fit the plan, and all ranks have the same plan.
+"""What must be true before a rank runs: model and batch fit the plan, and all ranks have the same plan.
 
 Numbers of a batch that name a row or a class are looked at: one that is out of range would end a step inside
 an op on processors, and end the process on accelerators (`Ranges`).
@@ -112,14 +112,14 @@ def _check_marks(
 
 
 def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """A leaf that every microbatch is given whole."""
+    """A leaf that every microbatch is given in full."""
     dtype = getattr(torch, spec.dtype)
     if tuple(leaf.shape) != spec.shape:
         raise UsageError(
             f"batch leaf {name!r}, given whole to every microbatch, has shape {list(leaf.shape)}; the plan "
             f"was made for {list(spec.shape)}"
         )
-    # A whole number stands for the floating-point one, as in Python.
+    # An integer is taken for the floating-point one, as in Python.
     converts = leaf.is_floating_point() or (not leaf.dim() and not leaf.is_complex())
     if leaf.dtype is not dtype and not (dtype.is_floating_point and converts):
         raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
@@ -127,7 +127,7 @@ def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device
 
 
 def agree(plan: Plan, transport: Transport, seed: int) -> None:
-    """All ranks must hold the same plan and seed. A plan that each rank measured alone differs, and would
+    """All ranks must have the same plan and seed. A plan that each rank measured alone differs, and would
     hang or mix up messages. Raises UsageError on every rank."""
     # What the model's code read may be a rank's own: its number, a path.
     shared = replace(plan, job=replace(plan.job, read=()))
@@ -142,10 +142,10 @@ def agree(plan: Plan, transport: Transport, seed: int) -> None:
 
 
 def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
-    """One tensor must not stand for two ties of the plan, nor two for one: copies would drift apart.
+    """One tensor must not have two ties of the plan, nor two tensors one: copies would drift apart.
 
     Names of other ranks' stages count, too, because a tie may join ranks; not those on the meta device,
-    which say nothing of what those ranks hold.
+    which tell nothing of what those ranks have.
     """
     first: dict[int, tuple[str, str]] = {}
     tied: dict[str, tuple[str, nn.Parameter]] = {}
@@ -267,7 +267,7 @@ class Ranges:
         return _Use(leaf, value, tuple(reversed(chain)), count, left, what)
 
     def check(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """leaves: of the whole batch, as the user gave it. Raises UsageError with leaf, number and range."""
+        """leaves: of the full batch, as the user gave it. Raises UsageError with leaf, number and range."""
         for use in self._uses:
             leaf = leaves[use.leaf]
             if leaf.device.type == "cpu" and leaf.numel() and self._wrong(use, leaf) is not None:

@@ -1,7 +1,7 @@
-"""The whole model's values, gathered from all ranks under the names of the plain model's, and put back.
+"""The full model's values, gathered from all ranks under the names of the plain model's, and put back.
 
-1. Each rank tells what it owns (`Runner.owns`): boxes of wholes.
-2. Rank by rank, box by box, they are broadcast; whoever wants the wholes puts each in its place.
+1. Each rank reports what it owns (`Runner.owns`): boxes of full tensors.
+2. Rank by rank, box by box, they are broadcast; whoever wants the full tensors copies each to where it lies.
 """
 
 from __future__ import annotations

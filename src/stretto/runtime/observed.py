@@ -150,7 +150,7 @@ def _joined(plan: Plan) -> Mapping[Key, tuple[Metric, int]]:
 
 
 def _adding(plan: Plan, metric: Metric, pp_rank: int) -> Sequence[int]:
-    """The ranks of a place that have values of their own; along other axes than these they are equal."""
+    """The ranks at a pipeline rank that have values of their own; along other axes they are equal."""
     own = {*plan.job.data_axes, *metric.partial}
     mesh = plan.mesh
     return [

@@ -1,13 +1,13 @@
 """Optimizers over a Runner's parameters: known to it by their first step, and some refused then.
 
-One that looks at a whole tensor, or at all parameters, is refused where a rank holds a part.
+One that looks at a full tensor, or at all parameters, is refused where a rank has a part.
 
-A rank of tensor or expert parallelism holds parts of tensors; one of a pipeline holds some of the tensors.
+A rank of tensor or expert parallelism has parts of tensors; one of a pipeline has some of the tensors.
 An optimizer that updates each element by itself (AdamW, SGD) needs no more. One that does not would train
 other weights than the plain model, so each is tried once, before its first step:
 
     1. A new optimizer of its class and options updates a small tensor of the parameter's kind; others update
-       the halves that ranks would hold. Where the updates differ, it looks at the whole tensor.
+       the halves that ranks would have. Where the updates differ, it looks at the full tensor.
     2. The same with two tensors, together and each alone: where updates differ, one depends on the other.
 
 May read an optimizer's options; never steps it, and keeps no parameter alive.
@@ -71,7 +71,7 @@ class _UntriedError(Exception):
 
 
 def watch(kept: RankTensors) -> None:
-    """From now on optimizers over what is held are known, and tried where a rank holds a part of it all."""
+    """From now on optimizers over the rank's tensors are known, and tried if these are a part of it all."""
     trained = {p.tied_to for p in kept.plan.job.parameters if p.grads}
     known = [(p, tensor) for p, tensor in kept.known_parameters() if p.tied_to in trained]
     partial = len(known) < len(trained) or any(p.name in kept.cut_along for p, _ in known)
@@ -107,7 +107,7 @@ def _guard_clip() -> None:
 
 
 def _meet(optimizer: Optimizer, *_: Any) -> None:
-    """An optimizer steps. Raises UsageError for one whose updates depend on what this rank does not hold."""
+    """An optimizer steps. Raises UsageError for one whose updates depend on what this rank does not have."""
     if getattr(_HERE, "trying", False):
         return
     pieces = (piece_of(tensor) for group in optimizer.param_groups for tensor in group["params"])
@@ -183,8 +183,8 @@ def _difference(
     full: Tensors,
     cut: Callable[[Tensors], list[Tensors]],
 ) -> float:
-    """The largest difference between updates of the whole and of its pieces, relative to the largest; 0 for
-    what rounding makes. Raises _UntriedError."""
+    """The largest difference between updates of a tensor and of its pieces, relative to the largest; 0 for
+    rounding makes. Raises _UntriedError."""
     try:
         together = _updates(optimizer, options, full)
         apart = [_updates(optimizer, options, piece) for piece in cut(full)]

@@ -1,4 +1,4 @@
-"""One rank's walk through its instructions: the values it holds, the buffers it lends, the grads it adds up.
+"""One rank's walk through its instructions: the values it has, the buffers it lends, the grads it adds up.
 
 Knows nothing of optimizers or files; `stretto.runtime.runner` is the public face.
 """
@@ -126,7 +126,7 @@ class RankState:
         self._clear()
 
     def _peer(self, pp_rank: int) -> int:
-        """The rank at another place of the pipeline that this one exchanges messages with."""
+        """The rank with which this one exchanges messages, at another pipeline rank."""
         return self.plan.mesh.rank({**self.coordinates, PIPELINE: pp_rank})
 
     def _clear(self) -> None:
@@ -139,9 +139,9 @@ class RankState:
         self._loss: torch.Tensor | None = None
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Walk all instructions once. batch: leaves of the whole batch. Returns the step's loss.
+        """Walk all instructions once. batch: leaves of the full batch. Returns the step's loss.
 
-        Afterwards `grads[index]` holds this step's gradient of each parameter that has one, and `watch` what
+        Afterwards `grads[index]` has this step's gradient of each parameter that has one, and `watch` what
         the model lets see.
         """
         self._clear()

@@ -1,7 +1,7 @@
-"""What one rank holds of a model: the parameters and buffers that its stages use, and what ops read of them.
+"""What one rank has of a model: the parameters and buffers that its stages use, and what ops read of them.
 
-a parameter that is whole here    the model's own tensor
-one that is spread over ranks     a copy of this rank's part, one for each tie
+a parameter that is replicated    the model's own tensor
+one that is sharded               a copy of this rank's part, one for each tie
 one on a mesh of ranks            this rank's part, which shares the model's memory
 one on "meta", if it may be       memory for this rank's part, without values yet
 """
@@ -26,16 +26,17 @@ from stretto.runtime.stale_adapter import unmarked
 
 class RankTensors:
     """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
-    or copies in the dtype of the computation. wholes: tied name -> the whole of which a part was cut, until
+    or copies in the dtype of the computation. full_tensors: tied name -> the full tensor
+    of which a part was cut, until
     the Runner drops them. on_mesh: whether any of it lies on a mesh. without_values: whether any of it has
-    memory alone. cut_along: first name of a tie -> the dims along which this rank holds a part.
+    memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
     optimizers: those that have stepped over the parameters.
     """
 
     def __init__(
         self, plan: Plan, rank: int, model: nn.Module, shares: RankTensors | None, empty: bool = False
     ) -> None:
-        """shares: what another Runner on this rank holds, whose parts are used. empty: parameters may be on
+        """shares: what another Runner on this rank has, whose parts are used. empty: parameters may be on
         "meta".
 
         Raises UsageError where the model does not fit the plan."""
@@ -95,7 +96,7 @@ class RankTensors:
         return frozenset(buffer.name for buffer in trained.job.buffers if buffer.updates)
 
     def _part(self, parameter: Parameter, full: nn.Parameter) -> nn.Parameter:
-        """What this rank holds of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
+        """What this rank has of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
         a model on several meshes, its part, which shares the model's memory."""
         here = part_here(parameter.name, full, parameter.spec, self.rank, self._rank_in_stage())
         on_mesh = here is not full
@@ -116,7 +117,7 @@ class RankTensors:
         return self._parts[id(full)]
 
     def _rank_in_stage(self) -> int:
-        """This rank's place among the ranks of its stage: on a mesh of their own, its coordinate there."""
+        """This rank's number among the ranks of its stage: on a mesh of their own, its coordinate there."""
         return self.coordinates.get(TENSOR, 0)
 
     def by_tie(self) -> dict[str, nn.Parameter]:
@@ -181,7 +182,7 @@ class RankTensors:
                 )
 
     def parts(self) -> dict[str, Part]:
-        """Views of all that this rank holds: `model.<name>`, a parameter under the first name of its tie;
+        """Views of all that this rank has: `model.<name>`, a parameter under the first name of its tie;
         `buffer.<name>`. Raises UsageError for a model on meshes."""
         self.refuse_on_mesh()
         result = {
@@ -190,7 +191,7 @@ class RankTensors:
         return result | {f"buffer.{name}": Part.all_of(buffer) for name, buffer in self.named_buffers()}
 
     def refuse_on_mesh(self) -> None:
-        """Raises UsageError for a model on meshes: where its parts lie in the whole is not known here."""
+        """Raises UsageError for a model on meshes: where its parts lie is not known here."""
         if self.on_mesh:
             raise UsageError(
                 "the Runner's model lies on meshes (stretto.shard), whose tensors the Runner shares: take, "
@@ -198,13 +199,13 @@ class RankTensors:
             )
 
     def part(self, parameter: Parameter, kept: torch.Tensor) -> Part:
-        """Where what has the shape of this rank's part of the parameter lies in the whole."""
+        """Where what has the shape of this rank's part of the parameter lies in the full tensor."""
         job = self.plan.job
         boxes = pieces_of(kept, parameter, job, self.coordinates)
         return Part(full_spec(job, parameter).shape, tuple(boxes))
 
     def owned_parts(self) -> dict[str, Part]:
-        """Of `parts`, what this rank is the one to save, or one of those that hold the same."""
+        """Of `parts`, what this rank is the one to save, or one of those that have the same."""
         kept = {f"model.{name}" for name, _ in self.named_parameters() if self.owns(name)}
         # Of those that write a buffer, or read it, the first.
         for buffer in () if any(self.within_stage.values()) else self.plan.job.buffers:

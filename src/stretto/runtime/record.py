@@ -48,8 +48,8 @@ class Marks:
     sends: list[tuple[int, int, int]] = field(default_factory=list)
     """(edge, microbatch, start)."""
     starts: list[tuple[str, int, int]] = field(default_factory=list)
-    """(name, bytes, start) of collectives: the program's, sums of gradients, the loss; names begin with the
-    axis."""
+    """(name, bytes, start) of collectives: the program's, gradient reductions, the loss; names begin with
+    the axis."""
     finishes: list[tuple[str, str, int, int]] = field(default_factory=list)
     """(name, communicator, start, end) of waits for them."""
     others: list[tuple[str, int, int]] = field(default_factory=list)
@@ -58,11 +58,11 @@ class Marks:
 
 
 def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[float]) -> Timeline:
-    """The measured timeline of the plan's places.
+    """The measured timeline of the plan's pipeline ranks.
 
     marks[rank], offsets_us[rank] = rank 0's clock minus that rank's, for every rank of the run. Ranks that
-    differ in other coordinates than pp do equal work: a place shows the first of them; the step lasts until
-    the last of all ends, and the peak is the highest of a place's ranks.
+    differ in other coordinates than pp do equal work: a pipeline rank shows the first of them; the step
+    lasts until the last of all ends, and the peak is the highest of a pipeline rank's ranks.
     """
     clock = _Clock(marks, offsets_us)
     mesh = plan.mesh
@@ -102,7 +102,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         for name, lane, start_ns, end_ns in marks[rank].finishes:
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
             members = plan.communicator(lane)
-            # Places of the pipeline start when their work is done: until the last has, there is nothing to
+            # Pipeline ranks start when their work is done: until the last has, there is nothing to
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
             # communicating.
             group = mesh.group(rank, members.axes, members.ranks) if members.joins_places else None
@@ -260,7 +260,7 @@ def _collective(
 
 
 def idle_spans(rank: int, name: str, start: float, begun: float, stop: float) -> list[Span]:
-    """The lane stood from `start` to `stop`; what it waited for was under way from `begun` on."""
+    """The lane stalled from `start` to `stop`; what it waited for was under way from `begun` on."""
     if stop - start < LEAST_SPAN_US:
         return []
     middle = min(max(begun, start), stop)

@@ -1,13 +1,14 @@
 """Rehearsal: one rank of a plan on one device, alone. Its compute is real; its communication takes the time
 that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.emulated_cuda`).
 
-So a plan for many devices can be tried on one: whether ops take what the plan says, whether the order hides
+So a plan for many devices can be tried on one: whether ops take the time of the plan, whether the order hides
 what it should, whether a rank's memory suffices.
 
 1. Parameters, buffers and the batch: from the model and batch if they are given, else made up; and memory as
    the optimizer's state takes, which nothing reads.
 2. A step to warm up, in which peak memory is counted; then the steps that count.
-3. The step in the middle by time is told: its accounts and its timeline, in which the other places are those
+3. The step in the middle by time is reported: its accounts and its timeline, in which the other pipeline
+   ranks are those
    of the simulation that answered to this rank.
 
 Made-up values have the right shapes:
@@ -54,8 +55,8 @@ LONGEST_US = 3600e6
 class Rehearsal:
     """What one rank did alone. Times are microseconds of the step in the middle, by time, of `steps_us`.
 
-    step_us: from the step's start until the last place's end, this one's real, the others' simulated.
-    exposed_us: axis -> time for which the compute lane stood for a communication under way. bubble_us: for
+    step_us: from the step's start until the last pipeline rank's end, this one's real, the others' simulated.
+    exposed_us: axis -> time for which the compute lane stalled for a communication under way. bubble_us: for
     one that had not begun, or for the step's end. peak_bytes: all tensors of this rank. `str()` is a table.
     """
 
@@ -71,13 +72,13 @@ class Rehearsal:
 
     @property
     def pp_rank(self) -> int:
-        """The rank's place of the pipeline, which the plan calls its rank."""
+        """The rank's coordinate along pp."""
         return self.plan.mesh.place(self.rank)
 
     def __str__(self) -> str:
         result, pp_rank = self.plan.prediction, self.pp_rank
         head = f"{self.plan.job.name}, {self.plan.schedule.family}, rank {self.rank} of {self.plan.world}"
-        where = f" (place {pp_rank} of the pipeline)" if self.plan.ranks > 1 else ""
+        where = f" (pipeline rank {pp_rank})" if self.plan.ranks > 1 else ""
         step = line("step", result.step_us if result else None, self.step_us)
         rows = [step, *rank_lines(result, self.timeline, pp_rank)]
         return "\n".join([f"{head}{where}: predicted, rehearsed", *rows])
@@ -157,7 +158,7 @@ def _whole(what: str, given: object) -> int:
 
 
 def _refuse_endless(plan: Plan) -> None:
-    """The rank waits as long as its costs say that others compute. Raises UsageError, PlanError."""
+    """The rank waits as long as others compute by its costs. Raises UsageError, PlanError."""
     step_us = simulate(plan).step_us
     if not step_us <= LONGEST_US:
         key, most_us = max(plan.costs.op_us.items(), key=lambda item: item[1], default=((0, ""), 0.0))
@@ -271,7 +272,7 @@ def made_up_parameters(
 
 
 def made_up_states(plan: Plan, pp_rank: int, device: torch.device) -> list[torch.Tensor]:
-    """As much memory as the optimizer's state takes at one place."""
+    """As much memory as the optimizer's state takes at one pipeline rank."""
     nbytes = bytes_throughout(plan.job, plan.schedule.stages_of(pp_rank))["optimizer"]
     return [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
 

@@ -46,24 +46,24 @@ class Runner:
     """Walks a plan's orders for this rank, step after step.
 
     Holds the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
-    a parameter is spread over ranks, a copy of this rank's part; of a model on meshes its part itself. The
+    a parameter is sharded over ranks, a copy of this rank's part; of a model on meshes its part itself. The
     rest of the model may be dropped, but one whose own code makes values of its `state_dict`
     (`get_extra_state`, a hook) is kept. Gradients are added to `.grad`.
 
-    plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values,
+    plan: the plan; every rank must have an equal one. model: the model that was captured, with its values,
     the same on all ranks; it must not be on "meta", but see `empty`. transport: how messages travel;
     `torch.distributed` by default. seed: random ops draw from (seed, step, microbatch, op), whatever the
-    schedule. shares: another Runner on this rank, of a plan that spreads the same model in the same way; its
+    schedule. shares: another Runner on this rank, of a plan that shards the same model in the same way; its
     parts are used, so that this one reads what that one trains. empty: parameters may be on "meta", and
     buffers have values (`stretto.models.hollow`): this rank's parts get memory, so that none needs it for the
-    whole model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
+    full model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
     "inductor" compiles stretches of compute between communications; it takes some seconds for each kind of
     stretch here, and results differ in rounding (`docs/compute.md`). cuda_graph: whether the step is recorded
     once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not queue it;
     on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
-    hold different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
+    have different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
     run; RunError when a rank is lost.
     """
 
@@ -118,7 +118,7 @@ class Runner:
         agree(plan, self.transport, seed)
         if not self._unfit():
             self.check_copies()
-        self.tensors.full_tensors.clear()  # what this rank does not hold may be dropped
+        self.tensors.full_tensors.clear()  # what this rank does not have may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
         dtypes = {k: parameter.dtype for k, parameter in self.tensors.parameters.items()}
         self.state = RankState(
@@ -175,11 +175,11 @@ class Runner:
         return self.tensors.named_buffers()
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is the one to count and save what it holds of the parameter: the first of those
-        that hold the same.
+        """Whether this rank is the one to count and save what it has of the parameter: the first of those
+        that have the same.
 
-        A tied parameter lives on several ranks, and data-parallel copies hold all; a norm counts it once, and
-        one copy is saved. Of a parameter that is spread, each rank owns its part, of ranks with the same part
+        A tied parameter lives on several ranks, and data-parallel copies have all; a norm counts it once, and
+        one copy is saved. Of a sharded parameter each rank owns its part, of ranks with the same part
         the first.
         """
         return self.tensors.owns(name)
@@ -187,11 +187,11 @@ class Runner:
     # Values.
 
     def state_dict(self, *, only_on: int | None = None) -> dict[str, Any]:
-        """What the plain model's `state_dict` would be, of the whole trained model; every rank must call it.
+        """What the plain model's `state_dict` would be, of the full trained model; every rank must call it.
 
-        Copies on the processor, each tensor whole, tied keys one tensor; what the model's own code adds or
+        Copies on the processor, each tensor in full, tied keys one tensor; what the model's own code adds or
         renames (`get_extra_state`, hooks) too, as it is in this rank's model. only_on: the rank that gets
-        them, the others {}; by default all do. For what one machine's memory cannot hold there is
+        them, the others {}; by default all do. For what is too large for one machine's memory there is
         `stretto.save`. Raises UsageError where another Runner has trained the model since.
         """
         if self._shares is not None:
@@ -200,7 +200,7 @@ class Runner:
         return gather(self.tensors, self.transport, self.plain_state, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
-        """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
+        """Take values as the plain model's `state_dict` has them, in full, the same on every rank, which all
         must call it; optimizers keep their state. Of tied keys one is enough. Returns what was not loaded,
         `.missing_keys` and `.unexpected_keys`, which is nothing unless `strict` is False.
 
@@ -218,16 +218,16 @@ class Runner:
         return left
 
     def loaded(self) -> None:
-        """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
+        """For who writes values into this rank's parameters: they are complete, and no longer the model's."""
         self.unfit = None
         self.model.changed(loaded=True)
 
     def _unfit(self) -> str | None:
-        """Why what this one holds, or shares, is no whole model; None where it is."""
+        """Why what this one has, or shares, is no full model; None where it is."""
         return self.unfit or (None if self._shares is None else self._shares.unfit)
 
     def check_copies(self) -> None:
-        """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
+        """Raise UsageError on every rank when two have other values of the same; every rank must call it."""
         check_copies(
             self.plan,
             self.transport,
@@ -246,7 +246,7 @@ class Runner:
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the step's loss (0-d):
         the mean of the microbatches' losses, or their sum over what they count, of all data-parallel copies.
 
-        batch: a tree like the captured one; every rank is given the whole batch and reads its part.
+        batch: a tree like the captured one; every rank is given the full batch and reads its part.
 
         Raises UsageError for a batch whose leaves do not fit the plan, RunError when a rank is lost.
         """
@@ -337,8 +337,8 @@ class Runner:
 
     def report(self) -> Report:
         """Measured against predicted of the last step, and what `observed` would give; every rank must call
-        it. `print` shows a table. What cannot be told is said in its place, so that a script's last line does
-        not lose the rest."""
+        it. `print` shows a table. What cannot be reported is replaced by the reason, so that a script's last
+        line does not lose the rest."""
         seen = observed(self.plan, self.transport, self.state.watch, forget=False)
         try:
             return Report(self.plan, self.timeline(), seen)
