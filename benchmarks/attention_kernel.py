@@ -30,7 +30,7 @@ MODEL = "llama 512"
 
 @contextmanager
 def left_as_they_are(*_: Any) -> Iterator[None]:
-    """In the place of `stretto.capture.masks.masks_recognised`."""
+    """In the place of `stretto.capturing.masks.masks_recognised`."""
     yield
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         return stretto.Runner(stretto.plan(job, stretto.Cluster()), model)
 
     kept = runner()
-    adapter: Any = importlib.import_module("stretto.capture.torch_adapter")
+    adapter: Any = importlib.import_module("stretto.capturing.torch_adapter")
     recognised = adapter.masks_recognised
     adapter.masks_recognised = left_as_they_are
     try:

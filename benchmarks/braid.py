@@ -33,7 +33,7 @@ from stretto.ir.program import WAIT, Edge, Job, Op, OverlapMode, Parameter, Ref,
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
 from stretto.schedule.timing import peak_live
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 UNITS = 2
 """Of a chunk: attention and MLP."""

@@ -1,11 +1,11 @@
-"""What plans of 24 jobs promise and what planning takes: the planner before and after a change.
+"""What plans of 36 jobs promise and what planning takes: the planner before and after a change.
 
     python benchmarks/grid.py --out FILE.json              # plans the jobs, writes and prints their figures
     python benchmarks/grid.py --compare OLD.json NEW.json  # prints ratios; exit status 1 where NEW is worse
 
 Costs are described, no device is touched, and nothing is measured but the processor time of planning: all
 other figures repeat exactly. To compare two versions of Stretto run this file with each of them
-(`PYTHONPATH=.../src`); it uses public names only, which they share.
+(`PYTHONPATH=.../src`); it uses names that they share. One job needs `diffusers`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import stretto
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss, next_token_sum
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 
-STEP_LIMIT = 1.005
-"""A step may take this many times as long as before."""
+STEP_LIMIT = 1.01
+"""A step may take this many times as long as before: half of the 2 % by which costs are off."""
+MEAN_STEP_LIMIT = 1.003
+"""All steps may take this many times as long as before in their mean."""
 PLANNING_LIMIT = 1.2
 """Planning may take this many times as long as before: each job, and all together."""
 PLANNING_FLOOR_S = 0.3
@@ -75,7 +78,7 @@ class GridJob:
     """One job of the grid. On a cluster of cores it computes in float32, else in bfloat16 for "cuda".
 
     parallel: arguments of `stretto.Parallel`; a `schedule` of `CSVS` is one by its name.
-    model: fields of `GPTConfig` that differ from `SHAPE`; `rows` is the batch of the step.
+    model: fields of the model's configuration that differ from `SHAPE`; `rows` is the batch of the step.
     """
 
     name: str
@@ -85,8 +88,9 @@ class GridJob:
     model: Mapping[str, Any] = field(default_factory=dict)
     counts: bool = False
     """Whether the loss is a sum and a count."""
-    llama: bool = False
-    """Whether the model is a Llama of `transformers` with heads of keys that queries share."""
+    kind: Literal["gpt", "llama", "experts", "unet"] = "gpt"
+    """Stretto's GPT; a Llama of `transformers` with heads of keys that queries share; Stretto's GPT with
+    experts (`model` then has all fields of `MoEConfig`); the U-Net of `diffusers`."""
     stages: int | None = None
 
     @property
@@ -99,14 +103,29 @@ SHORT, TIED, LEARNED = {"layers": 2}, {"tie_embeddings": True}, {"layers": 8, "p
 LARGE = {"hidden": 4096, "heads": 32, "context": 2048, "vocab_size": 32000}
 """For an accelerator; tensors have shapes only, so that size costs nothing here."""
 
-LIMIT = 50 * 2**20
-"""Bytes that a rank may hold in the job that is planned by a limit. Without one it holds 70 MiB; with this
-one a little is computed again, and windows of pairs hold too much."""
+LIMIT = 64 * 2**20
+"""Memory limit of a rank, in bytes, in the job that is planned by a limit. Without one its peak is 70 MiB;
+with this one a little is computed again, and windows of pairs need too much."""
+
+DEEPSEEK = {"vocab_size": 102400, "layers": 2, "hidden": 2048, "heads": 16, "context": 4096, "experts": 64}
+DEEPSEEK |= {"top_k": 6, "expert_ratio": 1408 / 2048, "capacity_factor": 1.0, "shared_experts": 2}
+"""Two layers with the shapes of DeepSeek-V2-Lite (arXiv 2405.04434)."""
+SMALL_EXPERTS = SHAPE | {"layers": 2, "experts": 8, "top_k": 2, "capacity_factor": 1.25}
+LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "context": 4096, "vocab_size": 32000}
+LLAMA_70B |= {"intermediate": 28672, "key_heads": 8}
+"""Llama 2 of 70 billion parameters (arXiv 2307.09288)."""
+GPT3_175B = {"layers": 96, "hidden": 12288, "heads": 96, "context": 2048, "vocab_size": 51200}
+GPT3_175B |= {"positions": "learned"}
+"""`examples/gpt3_175b.toml`."""
+MOE: Mapping[str, Any] = {"rows": 64, "kind": "experts", "model": DEEPSEEK}
+EIGHT = {"layers": 8}
+UNET_CHANNELS = 320
+"""Of the first of four levels: the smallest of Alpa's U-Nets, `examples/unet_large.toml`."""
 
 
 def _job(name: str, cluster: str, schedule: str = "1f1b", **given: Any) -> GridJob:
     """given: fields of `GridJob`, and beside them arguments of `stretto.Parallel`."""
-    own = {key: given.pop(key) for key in ("rows", "model", "counts", "llama", "stages") if key in given}
+    own = {key: given.pop(key) for key in ("rows", "model", "counts", "kind", "stages") if key in given}
     return GridJob(name, cluster, {"schedule": schedule, **given}, **own)
 
 
@@ -131,7 +150,7 @@ JOBS = (
         sequence_parallel=True,
         microbatches=4,
         model=LARGE | SHORT,
-        llama=True,
+        kind="llama",
     ),
     _job("tp2 split_ops", "cores 1gbit", tp=2, split_ops=True, model=SHORT),
     _job(
@@ -187,7 +206,75 @@ JOBS = (
         microbatches=4,
         rows=32,
         model=LARGE | SHORT,
-        llama=True,
+        kind="llama",
+    ),
+    # Experts: windows, chunks of the sequence, slices of the capacity; chunks of dense blocks.
+    _job("ep16 windows", "h100x16", ep=16, dp=16, microbatches=4, overlap="window", **MOE),
+    _job("ep16 ampipe auto", "h100x16", ep=16, dp=16, microbatches=4, ampipe_degree="auto", **MOE),
+    _job(
+        "ep16 ampipe 2, pipe-experts",
+        "h100x16",
+        ep=16,
+        dp=16,
+        microbatches=4,
+        ampipe_degree=2,
+        pipe_experts_multi_data=2,
+        overlap="local",
+        **MOE,
+    ),
+    _job(
+        "pp2 ep2 experts",
+        "cores 1gbit",
+        pp=2,
+        ep=2,
+        dp=2,
+        microbatches=4,
+        rows=16,
+        kind="experts",
+        model=SMALL_EXPERTS,
+    ),
+    _job("tp8 ampipe 2", "h100x8", tp=8, ampipe_degree=2, overlap="local", rows=2, model=LARGE),
+    # A U-Net whose skips cross stages.
+    _job(
+        "pp2 unet",
+        "h100x2",
+        "eager-1f1b",
+        pp=2,
+        microbatches=16,
+        rows=1024,
+        kind="unet",
+        split=["up_blocks.1.resnets.1"],
+    ),
+    # Several stages a rank; the family that planning chooses.
+    _job("pp4 zb-v", "h100 pairs 25gbit", "zb-v", pp=4, microbatches=8, model=LARGE | {"layers": 8}),
+    _job(
+        "pp4 tp2 dualpipev", "h100 pairs 25gbit", "dualpipev", pp=4, tp=2, microbatches=8, model=LARGE | EIGHT
+    ),
+    _job("pp4 auto", "cores 100mbit", "auto", pp=4, microbatches=8, model=EIGHT),
+    _job("pp2 tp2 auto", "cores 1gbit", "auto", pp=2, tp=2, microbatches=8),
+    # Large models, planned from their shapes.
+    _job(
+        "70B pp8 tp8 dp8",
+        "h100x512",
+        pp=8,
+        tp=8,
+        dp=8,
+        sequence_parallel=True,
+        microbatches=32,
+        rows=256,
+        kind="llama",
+        model=LLAMA_70B,
+    ),
+    _job(
+        "175B pp16 tp8 dp8",
+        "h100x1024",
+        pp=16,
+        tp=8,
+        dp=8,
+        sequence_parallel=True,
+        microbatches=192,
+        rows=1536,
+        model=GPT3_175B,
     ),
 )
 
@@ -200,19 +287,7 @@ def capture(job: GridJob, folder: Path) -> stretto.Job:
         path = folder / f"{parallel['schedule']}.csv"
         path.write_text(CSVS[parallel["schedule"]])
         parallel["schedule"] = str(path)
-    tokens = torch.zeros(job.rows, shape["context"] + 1, dtype=torch.int64)
-    model: torch.nn.Module
-    batch: Any = tokens
-    loss: Callable[..., Any] = next_token_sum if job.counts else next_token_loss
-    with torch.device("meta"):
-        if job.llama:
-            model, batch, loss = (
-                _llama(shape),
-                {"input_ids": tokens[:, 1:], "labels": tokens[:, 1:]},
-                _own_loss,
-            )
-        else:
-            model = GPT(GPTConfig(**shape))
+    model, batch, loss = _KINDS[job.kind](job, shape)
     return stretto.capture(
         model,
         batch,
@@ -224,21 +299,65 @@ def capture(job: GridJob, folder: Path) -> stretto.Job:
     )
 
 
-def _llama(shape: Mapping[str, Any]) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM  # takes seconds, and two jobs only need it
+Built = tuple[torch.nn.Module, Any, Callable[..., Any]]
+"""A model on the meta device, a batch of all rows, and the loss."""
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=shape["vocab_size"],
-            hidden_size=shape["hidden"],
-            intermediate_size=shape["hidden"] * 5 // 2,
-            num_hidden_layers=shape["layers"],
-            num_attention_heads=shape["heads"],
-            num_key_value_heads=shape["heads"] // 4,
-            max_position_embeddings=shape["context"] + 1,
-            use_cache=False,
-        )
+
+def _gpt(job: GridJob, shape: Mapping[str, Any]) -> Built:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**shape))
+    return model, _tokens(job, shape), next_token_sum if job.counts else next_token_loss
+
+
+def _experts(job: GridJob, shape: Mapping[str, Any]) -> Built:
+    with torch.device("meta"):
+        model = MoEGPT(MoEConfig(**job.model))
+    return model, _tokens(job, job.model), moe_token_sum
+
+
+def _unet(job: GridJob, shape: Mapping[str, Any]) -> Built:
+    from examples.unet_large import large
+
+    with torch.device("meta"):
+        task = large(seed=0, channels=UNET_CHANNELS)
+        model = task.model()
+    return model, task.train(0, job.rows), task.loss
+
+
+def _tokens(job: GridJob, shape: Mapping[str, Any]) -> torch.Tensor:
+    return torch.zeros(job.rows, shape["context"] + 1, dtype=torch.int64)
+
+
+def _llama(job: GridJob, shape: Mapping[str, Any]) -> Built:
+    from transformers import LlamaForCausalLM  # the import takes seconds, and few jobs need it
+
+    tokens = _tokens(job, shape)[:, 1:]
+    with torch.device("meta"):
+        model = LlamaForCausalLM(_llama_config(shape))
+    return model, {"input_ids": tokens, "labels": tokens}, _own_loss
+
+
+def _llama_config(shape: Mapping[str, Any]) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=shape["vocab_size"],
+        hidden_size=shape["hidden"],
+        intermediate_size=shape.get("intermediate", shape["hidden"] * 5 // 2),
+        num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"],
+        num_key_value_heads=shape.get("key_heads", shape["heads"] // 4),
+        max_position_embeddings=shape["context"] + 1,
+        use_cache=False,
     )
+
+
+_KINDS: Mapping[str, Callable[[GridJob, Mapping[str, Any]], Built]] = {
+    "gpt": _gpt,
+    "llama": _llama,
+    "experts": _experts,
+    "unet": _unet,
+}
 
 
 def _own_loss(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -329,6 +448,10 @@ def compare(old: Figures, new: Figures, say: Callable[[str], None] = print) -> l
             faults.append(
                 f"{name}: planning takes {now['planning_s']:.2f} s, and took {was['planning_s']:.2f} s"
             )
+    mean = statistics.fmean(_ratio(before[name]["step_us"], after[name]["step_us"]) for name in names)
+    say(f"steps in the mean: {mean:.5f}")
+    if mean > MEAN_STEP_LIMIT:
+        faults.append(f"all jobs: steps take {mean:.5f} times as long in the mean")
     sums_s = [sum(jobs[name]["planning_s"] for name in names) for jobs in (before, after)]
     say(f"all of planning: {sums_s[1]:.1f} s, and took {sums_s[0]:.1f} s ({_ratio(*sums_s):.3f})")
     if sums_s[1] > PLANNING_LIMIT * sums_s[0]:

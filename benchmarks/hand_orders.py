@@ -31,7 +31,7 @@ from stretto.planning.lower import captured_windows
 from stretto.planning.schedules import paired
 from stretto.planning.sums_within import sums_within
 from stretto.planning.windows import lowered
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 Orderer = Callable[[WindowGraph], Sequence[int]]
 

@@ -24,18 +24,18 @@ ROOMS = (
     "train",
     "report",
     "lab",
-    "check",
+    "checking",
     "saving",
     "planning",
     "runtime",
     "order",
-    "simulate",
-    "verify",
+    "simulating",
+    "verifying",
     "bounds",
     "measure",
     "price",
     "schedule",
-    "capture",
+    "capturing",
     "passes",
     "parallelize",
     "tensor",
@@ -52,8 +52,8 @@ ROOMS = (
 
 
 def room_of(module: str) -> str:
-    """`capture` of `capture.graph`. The package itself, an empty string, is the room `stretto`; `__main__` is
-    the command line's."""
+    """`capturing` of `capturing.graph`. The package itself, an empty string, is the room `stretto`;
+    `__main__` is the command line's."""
     first = module.split(".")[0]
     return {"": "stretto", "__main__": "cli"}.get(first, first)
 
@@ -61,7 +61,7 @@ def room_of(module: str) -> str:
 def read_imports(source: Path = SOURCE) -> dict[str, set[str]]:
     """For each module of the package, the modules of the package that it imports.
 
-    A module is named `capture.graph`; the package itself is an empty string.
+    A module is named `capturing.graph`; the package itself is an empty string.
     """
     files = {_module(path.relative_to(source)): path for path in source.rglob("*.py")}
     package = source.name

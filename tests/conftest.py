@@ -23,7 +23,7 @@ import torch
 from hypothesis import settings
 
 from stretto.backend.process_memory import RARELY
-from stretto.capture.trace import Traced
+from stretto.capturing.trace import Traced
 from stretto.order import refine, whole_step, window
 from tests.forks import end_server
 from tests.remembered import remembering
@@ -88,11 +88,11 @@ _traces: dict[Hashable, Traced] = {}
 @pytest.fixture(autouse=True, scope="module")
 def equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None]:
     """A trace that was made serves again; not where capture itself is tested."""
-    if request.module.__name__.startswith("tests.capture."):
+    if request.module.__name__.startswith("tests.capturing."):
         yield
         return
     # By its module, as the package has a function of this name.
-    room: Any = import_module("stretto.capture.trace")
+    room: Any = import_module("stretto.capturing.trace")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "_trace", remembering(room._trace, _traces))
         yield

@@ -30,7 +30,7 @@ REPOSITORY = Path(__file__).parents[1]
 # runs import.
 SHARED = (
     "torch",
-    "stretto.capture",
+    "stretto.capturing",
     "stretto.planning.make_plan",
     "stretto.runtime",
     "torch._dynamo",

@@ -1,7 +1,7 @@
 """Traces of equal models are made once: half of the processor time of the tests was the tracing of a few.
 
 A trace depends on the model's modules and what they hold beside values, the shapes of a microbatch, the loss
-and the settings (`stretto.capture.trace`). Where all of that can be told and is the same, the first trace
+and the settings (`stretto.capturing.trace`). Where all of that can be told and is the same, the first trace
 serves again; where anything cannot be told, and in the tests of capture themselves, the model is traced.
 """
 
@@ -100,7 +100,7 @@ def told_of_batch(batch: Any, microbatches: int) -> Hashable:
 
 
 def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callable[..., Any]:
-    """`stretto.capture.trace._trace` that makes a trace only if it is not among those kept."""
+    """`stretto.capturing.trace._trace` that makes a trace only if it is not among those kept."""
 
     def traced(
         model: nn.Module,

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.capture.split import place
-from stretto.capture.stages import cut
-from stretto.capture.trace import trace
+from stretto.capturing.split import place
+from stretto.capturing.stages import cut
+from stretto.capturing.trace import trace
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
@@ -39,7 +39,7 @@ from tests.runtime.equality import (
     run,
 )
 from tests.runtime.launch import launch
-from tests.verify.random_programs import random_schedule
+from tests.verifying.random_programs import random_schedule
 
 FAST = 8
 SEEDS = 200

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.cli.main import main
 from stretto.config import Parallel, load_settings
 from stretto.errors import StrettoError, UsageError

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.capture.trace import Traced, trace
+from stretto.capturing.trace import Traced, trace
 from stretto.config.stage_text import of_counts
 from stretto.errors import UsageError
 from stretto.ir.action import Phase, Schedule
@@ -29,7 +29,7 @@ from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.list_schedule import list_orders
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.runtime.equality import Result, assert_equal, gpt, job_of, made_up_costs, plain, tokens
 from tests.runtime.strict import run_strictly
 from tests.synthetic import make_costs, make_job

@@ -15,7 +15,7 @@ import stretto
 from stretto.ir.stage_maps import PLACES
 from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.runtime.equality import (
     assert_equal,
     assert_same_bits,

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
-from stretto.capture.evaluation import capture_evaluation
+from stretto.capturing import capture
+from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import Parallel
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.runtime import run_threads
 from stretto.runtime.rehearse import rehearse
 from stretto.schedule.sums import with_sums
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import (
     SMALL,
     assert_equal,

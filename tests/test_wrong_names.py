@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 import stretto
-from stretto.capture import torch_adapter
+from stretto.capturing import torch_adapter
 from stretto.cli.plan import make as plan_of
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError, meant, nearest
@@ -20,7 +20,7 @@ from stretto.price.cluster import describe
 from stretto.schedule.families import FAMILIES
 from stretto.train import launch
 from stretto.tune.choices import read_fixed
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 
 
 def test_the_nearest_name_is_found_whatever_its_case() -> None:

@@ -9,16 +9,14 @@
 Names are loaded on first use, so that printing a schedule does not wait for PyTorch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.backend.observe_adapter import observe
     from stretto.batch.tree import whole
-    from stretto.capture import capture
-    from stretto.check.compare import Check, check
+    from stretto.capturing import capture
+    from stretto.checking.compare import Check, check
     from stretto.config import Parallel
     from stretto.errors import CaptureError, PlanError, RunError, StrettoError, UsageError
     from stretto.ir.plan import Plan
@@ -30,10 +28,10 @@ if TYPE_CHECKING:
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.saving import load, save
-    from stretto.simulate import simulate
+    from stretto.simulating import simulate
     from stretto.tensor.face import GlobalTensor, local, reshard, reshard_all, shard
     from stretto.train.heldout import Evaluation
-    from stretto.verify import verify
+    from stretto.verifying import verify
 
 __version__ = "0.1.0"
 
@@ -73,7 +71,7 @@ __all__ = [
 
 _HOMES = {
     "CaptureError": "stretto.errors",
-    "Check": "stretto.check.compare",
+    "Check": "stretto.checking.compare",
     "Cluster": "stretto.price.flat",
     "Evaluation": "stretto.train.heldout",
     "GlobalTensor": "stretto.tensor.face",
@@ -87,6 +85,8 @@ _HOMES = {
     "StrettoError": "stretto.errors",
     "Timeline": "stretto.ir.timeline",
     "UsageError": "stretto.errors",
+    "capture": "stretto.capturing",
+    "check": "stretto.checking",
     "load": "stretto.saving",
     "load_plan": "stretto.ir.serialize",
     "local": "stretto.tensor.face",
@@ -98,6 +98,8 @@ _HOMES = {
     "run_threads": "stretto.runtime",
     "save": "stretto.saving",
     "shard": "stretto.tensor.face",
+    "simulate": "stretto.simulating",
+    "verify": "stretto.verifying",
     "whole": "stretto.batch.tree",
 }
 
@@ -119,19 +121,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
-
-
-def _function_of_package(name: str) -> property:
-    """`stretto.capture` is the function, although a package (or module) has the same name: importing that
-    binds it to this attribute, which is let pass without effect."""
-    return property(lambda _self: _load(name, f"stretto.{name}"), lambda _self, _package: None)
-
-
-class _Face(ModuleType):
-    capture = _function_of_package("capture")
-    check = _function_of_package("check")
-    simulate = _function_of_package("simulate")
-    verify = _function_of_package("verify")
-
-
-sys.modules[__name__].__class__ = _Face

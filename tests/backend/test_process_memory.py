@@ -19,7 +19,7 @@ import stretto.measure.profile
 import stretto.runtime.runner
 from stretto.backend import process_memory
 from stretto.backend.process_memory import RARELY, rarely_collected
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, PlanError
 from stretto.planning.make_plan import make_plan
@@ -109,7 +109,7 @@ def test_planning_leaves_the_collector_as_it_was(thresholds: tuple[int, int, int
 
 def test_capture_leaves_it_too(thresholds: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     # By its module, as the package has a function of this name.
-    room: Any = import_module("stretto.capture.trace")
+    room: Any = import_module("stretto.capturing.trace")
     own, seen = room._trace, list[tuple[int, int, int]]()
 
     def seeing(*given: Any, **named: Any) -> Any:

@@ -19,7 +19,7 @@ import stretto
 from stretto.batch import tree
 from stretto.batch.constants import text_of
 from stretto.runtime.fit import fit_batch
-from tests.capture.zoo import Chain, rows
+from tests.capturing.zoo import Chain, rows
 
 
 class Mode(enum.Enum):

@@ -22,7 +22,7 @@ from stretto.cli.bench_tables import pipeline_table
 from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.simulate import predict, simulate
+from stretto.simulating import predict, simulate
 from tests.bench.small_race import run_small
 from tests.synthetic import make_plan
 

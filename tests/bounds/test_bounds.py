@@ -19,7 +19,7 @@ from stretto.ir.program import Edge, Job
 from stretto.ir.timeline import COMPUTE_LANE
 from stretto.planning.lower import lower
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.simulate import predict, simulate
+from stretto.simulating import predict, simulate
 from tests.synthetic import ACTIVATION, make_costs, make_job
 from tests.synthetic_comm import plan_with
 

@@ -17,7 +17,7 @@ from stretto.ir.processor import Processor
 from stretto.planning.pair import whole
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import peak_live
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 from tests.bounds.test_bounds import overlapped, virtual
 from tests.synthetic_comm import ACTIVATION, KINDS, make_comm_costs, make_comm_job, plan_with, shuffled
 

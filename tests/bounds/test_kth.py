@@ -14,7 +14,7 @@ from stretto.bounds.step import lower_bound
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.schedule.families import make_schedule
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 from tests.synthetic import ACTIVATION, make_costs, make_job
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 

@@ -23,10 +23,10 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan, save_plan
 from stretto.report.grid import Grid
-from stretto.simulate import predict
+from stretto.simulating import predict
 from tests.cli.test_convert_command import FLAGS
 from tests.files.test_whole_file import full_disk
-from tests.simulate.test_engine import ONE_F_ONE_B
+from tests.simulating.test_engine import ONE_F_ONE_B
 from tests.synthetic import make_plan
 
 FULL = Path("/dev/full")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import stretto
 from stretto.cli.main import app
 from stretto.errors import UsageError
-from stretto.verify.summary import plan_summary
+from stretto.verifying.summary import plan_summary
 from tests.train.tiny import write_settings
 
 AXES = ("parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence_parallel=true")

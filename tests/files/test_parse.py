@@ -21,7 +21,7 @@ from stretto.price.profiler_trace import read_trace
 from stretto.report.jsonfile import load_timeline
 from stretto.schedule.csv import read_csv
 from stretto.train.checkpoint_files import read_state
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 
 DIGITS = "9" * 400
 DEEP = "[" * 100_000 + "]" * 100_000

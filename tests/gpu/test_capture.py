@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.capture.trace import Traced, trace
+from stretto.capturing.trace import Traced, trace
 from stretto.models.gpt import next_token_sum
 from stretto.models.moe import moe_token_sum
 from tests.gpu.test_numbers import CONTEXT, gpt, moe

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.capture.trace import trace
+from stretto.capturing.trace import trace
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.program import Job
-from tests.capture.zoo import EQUAL, mean_square, rows
+from tests.capturing.zoo import EQUAL, mean_square, rows
 from tests.runtime.equality import assert_equal, evenly, job_of, lowered, plain, run
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from stretto.ir.plan import VERSION
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.verify import verify
-from stretto.verify.messages import message_faults
-from tests.verify.edits import order
+from stretto.verifying import verify
+from stretto.verifying.messages import message_faults
+from tests.verifying.edits import order
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan-format.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)

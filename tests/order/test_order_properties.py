@@ -14,9 +14,9 @@ from stretto.ir.stage_maps import virtual_stages_of
 from stretto.planning.make_plan import make_plan
 from stretto.planning.variants import communicates
 from stretto.schedule.families import FAMILIES
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.synthetic_comm import make_comm_costs
-from tests.verify.comm_plans import AXES, comm_job
+from tests.verifying.comm_plans import AXES, comm_job
 
 TIMES = st.sampled_from([0.0, 1.0, 30.0, 100.0, 250.0, 1000.0])
 

@@ -35,10 +35,10 @@ from stretto.order.scope import make_whole
 from stretto.order.search import Point, Scope
 from stretto.order.window import urgencies
 from stretto.planning.make_plan import make_plan
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.order.best import shortest_us
 from tests.synthetic_comm import make_comm_costs
-from tests.verify.comm_plans import comm_job
+from tests.verifying.comm_plans import comm_job
 
 C = 400.0
 """Microseconds of a collective of the made-up case."""

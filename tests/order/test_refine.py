@@ -16,9 +16,9 @@ from stretto.planning import tries, windows
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.synthetic_comm import make_comm_costs
-from tests.verify.comm_plans import comm_job
+from tests.verifying.comm_plans import comm_job
 
 
 def job_of(microbatches: int = 4, blocks: int = 2) -> tuple[Job, Costs]:

@@ -36,12 +36,12 @@ from stretto.planning.pair import whole
 from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
-from stretto.simulate import simulate
-from stretto.simulate.clock import Clock
-from stretto.simulate.windows import make_ready
-from stretto.verify import plan_faults, verify
+from stretto.simulating import simulate
+from stretto.simulating.clock import Clock
+from stretto.simulating.windows import make_ready
+from stretto.verifying import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
-from tests.verify.comm_plans import comm_job
+from tests.verifying.comm_plans import comm_job
 
 
 def job_of(

@@ -22,9 +22,9 @@ from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import pair
 from stretto.planning.tries import Tried, why_less
 from stretto.schedule.families import make_schedule
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs
-from tests.verify.comm_plans import comm_job
+from tests.verifying.comm_plans import comm_job
 
 
 def job_of(stages: int, microbatches: int, *, blocks: int = 1, sequence: bool = False) -> Job:

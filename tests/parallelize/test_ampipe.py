@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.plan import Plan

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError
 from tests.parallelize.test_tensor_equality import assert_plan_is_plain

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Costs

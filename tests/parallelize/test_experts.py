@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan

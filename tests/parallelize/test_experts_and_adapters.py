@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError
 from tests.parallelize.test_expert_trial import BATCH, SHARED, Base, Model, assert_equals, loss, model_of

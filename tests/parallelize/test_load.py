@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
-from stretto.capture.evaluation import capture_evaluation
+from stretto.capturing import capture
+from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import Parallel
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.models.moe import moe_token_sum

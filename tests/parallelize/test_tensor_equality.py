@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job

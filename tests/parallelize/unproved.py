@@ -7,8 +7,8 @@ from importlib import import_module
 
 import pytest
 
-from stretto.capture.expand import TracedOp
-from stretto.capture.proof import Proof, Proved
+from stretto.capturing.expand import TracedOp
+from stretto.capturing.proof import Proof, Proved
 from stretto.ir.program import CHUNK, INDEX
 from stretto.parallelize.alone import Beside
 from stretto.parallelize.expert_trial import ExpertTrial
@@ -42,4 +42,4 @@ def without_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Proof, "proved", _unproved)
     monkeypatch.setattr(Beside, "_note", lambda *_: None)
     monkeypatch.setattr(ExpertTrial, "weighed", lambda *_: "after")
-    monkeypatch.setattr(import_module("stretto.verify.plan"), "placement_faults", lambda _: [])
+    monkeypatch.setattr(import_module("stretto.verifying.plan"), "placement_faults", lambda _: [])

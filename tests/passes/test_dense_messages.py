@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.collectives import KINDS
@@ -24,7 +24,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.rank import RankState
 from stretto.schedule.families import make_schedule
-from stretto.verify.memory import peak_bytes
+from stretto.verifying.memory import peak_bytes
 from tests.passes.steps import after
 from tests.passes.test_messages_in_parts import costs_of
 from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run

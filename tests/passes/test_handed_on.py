@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Link
@@ -21,10 +21,10 @@ from stretto.passes.handed_on import handed_on, sent_once
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.passes.steps import after
 from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
-from tests.verify.plans import hand_schedule
+from tests.verifying.plans import hand_schedule
 
 WIDTH, MICROBATCHES = 6, 3
 

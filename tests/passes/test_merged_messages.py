@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
-from stretto.capture.trace import trace
+from stretto.capturing import capture
+from stretto.capturing.trace import trace
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost, Costs, Link
@@ -24,7 +24,7 @@ from stretto.planning import variants
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.parallelize.test_tensor_equality import assert_plain, step
 from tests.passes.steps import after
 from tests.passes.test_scatter_borders import SKIPS_BATCH, Skips, skips_loss

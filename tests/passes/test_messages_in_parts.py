@@ -17,7 +17,7 @@ from stretto.ir.program import Edge, Job
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.parallelize.test_tensor_equality import (
     MODELS,
     SMALL,

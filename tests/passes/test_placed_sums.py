@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
-from stretto.capture.split import place
-from stretto.capture.stages import cut
-from stretto.capture.trace import Traced, trace
+from stretto.capturing import capture
+from stretto.capturing.split import place
+from stretto.capturing.stages import cut
+from stretto.capturing.trace import Traced, trace
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.costs import Link
@@ -24,7 +24,7 @@ from stretto.passes.placed_sums import placed_sums
 from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.passes.steps import after
 from tests.passes.test_handed_on import BATCH, MICROBATCHES, WIDTH, decoder, loss_of
 from tests.random_stages import batch_of
@@ -38,7 +38,7 @@ from tests.runtime.equality import (
     run,
 )
 from tests.test_equality_graphs import drawn
-from tests.verify.plans import hand_schedule
+from tests.verifying.plans import hand_schedule
 
 LOOPED = hand_schedule(
     (0, 1, 0, 1), MICROBATCHES,

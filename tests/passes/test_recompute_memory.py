@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.cli.main import app
 from stretto.config import Parallel
 from stretto.errors import PlanError

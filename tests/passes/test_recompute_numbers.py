@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
@@ -23,8 +23,8 @@ from stretto.planning.choose import choose_schedule
 from stretto.planning.costs import listed
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
-from stretto.verify import verify
-from stretto.verify.memory import peak_bytes
+from stretto.verifying import verify
+from stretto.verifying.memory import peak_bytes
 from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
 from tests.passes.steps import after
 from tests.runtime.equality import lowered, made_up_costs

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT
 from stretto.models.gpt import next_token_loss
 from stretto.passes.recompute import is_repeated
 from stretto.planning.make_plan import make_plan
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.order.test_order_equality import costs_of, numbers
 from tests.parallelize.test_tensor_equality import batch_of, gpt
 

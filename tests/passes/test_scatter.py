@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.parallelize import ops

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.braid import Table, exposed_us, live_chunks, planned
 
 from stretto.ir.program import OverlapMode
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 REDUCE_US = (20.0, 50.0, 100.0)
 """An all-reduce, where a unit's forward takes 100."""

@@ -22,7 +22,7 @@ from stretto.planning import make_plan as making
 from stretto.planning import tries, windows
 from stretto.planning.choose import choose_schedule
 from stretto.planning.schedules import one_window
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.order.test_whole_step import job_of
 
 CORES = stretto.Cluster(

@@ -26,7 +26,7 @@ from stretto.ir.program import Job, Op, OverlapMode, Parameter, Ref, Stage, Tens
 from stretto.ir.timeline import Span, SpanKind, Timeline
 from stretto.planning.costs import listed
 from stretto.planning.make_plan import make_plan
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, chain
 
 TIMES = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.capture.trace import trace
+from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import Job
@@ -32,7 +32,7 @@ from tests.runtime.equality import (
     traced,
 )
 from tests.synthetic_comm import make_comm_costs
-from tests.verify.comm_plans import comm_job
+from tests.verifying.comm_plans import comm_job
 
 
 def job_for(microbatches: int, stages: int = 2) -> Job:

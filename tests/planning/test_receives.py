@@ -21,8 +21,8 @@ from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.posting import post_positions
-from stretto.verify import plan_faults
-from stretto.verify.memory import peak_bytes
+from stretto.verifying import plan_faults
+from stretto.verifying.memory import peak_bytes
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, make_costs, make_job
 
 ONE_STAGE = [family for family in FAMILIES if make_schedule(family, 2, 4).stages == 2]

@@ -21,7 +21,7 @@ from stretto.planning.groups import balanced_groups, equal_groups, groups_on, lo
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
-from stretto.verify import schedule_faults, verify
+from stretto.verifying import schedule_faults, verify
 from tests.planning.test_receives import skips_job
 from tests.synthetic import ACTIVATION, WEIGHT, make_costs, make_job
 

@@ -20,9 +20,9 @@ from stretto.planning import sums_within as within
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
-from stretto.verify import verify
+from stretto.verifying import verify
 from tests.synthetic_comm import make_comm_costs
-from tests.verify.comm_plans import comm_job
+from tests.verifying.comm_plans import comm_job
 
 
 def cluster(bytes_per_us: float) -> stretto.Cluster:

@@ -10,9 +10,9 @@ from stretto.ir.flow import PHASES
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import SpanKind
 from stretto.price.calls import Calls, calls_us, line_through
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 from tests.price.comm_job import comm_job
-from tests.simulate.test_engine import schedule
+from tests.simulating.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.capture.trace import trace
+from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
@@ -22,7 +22,7 @@ from stretto.planning.costs import costs_of
 from stretto.price.flat import flat_link
 from stretto.price.roofline import ACTION_US, ring_cost
 from stretto.schedule.families import make_schedule
-from tests.capture.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
+from tests.capturing.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
 from tests.price.comm_job import comm_job
 from tests.runtime.equality import evenly, job_of, tokens, traced
 

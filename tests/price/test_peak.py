@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.ir.program import Job
 from stretto.ir.work import work_of
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import stretto
-from stretto.capture.trace import trace as capture
+from stretto.capturing.trace import trace as capture
 from stretto.errors import UsageError
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import price_list
@@ -20,7 +20,7 @@ from stretto.price.calibration import Calibration
 from stretto.price.op_times import Machine
 from stretto.price.priced import CalibratedPricer
 from stretto.price.profiler_trace import read_trace
-from tests.capture.zoo import mean_square
+from tests.capturing.zoo import mean_square
 from tests.runtime.equality import evenly
 
 

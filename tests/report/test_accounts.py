@@ -21,8 +21,8 @@ from stretto.report.text import timeline_text
 from stretto.report.traffic import axes_of, communication_of, traffic_of
 from stretto.report.words import format_us
 from stretto.schedule.families import make_schedule
-from stretto.simulate import predict, simulate
-from tests.simulate.test_engine import schedule
+from stretto.simulating import predict, simulate
+from tests.simulating.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
 
 

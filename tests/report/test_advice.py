@@ -17,7 +17,7 @@ from stretto.report.help import SEQUENCE, Reason, help_for
 from stretto.report.rates import rates_grid
 from stretto.report.traffic import Traffic
 from stretto.schedule.families import make_schedule
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 from tests.synthetic_comm import make_comm_plan
 
 NAMES = {

@@ -16,8 +16,8 @@ from stretto.errors import UsageError
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.curve import draw_loss
 from stretto.schedule.families import make_schedule
-from stretto.simulate import simulate
-from tests.simulate.test_engine import NBYTES, ONE_F_ONE_B, RATE
+from stretto.simulating import simulate
+from tests.simulating.test_engine import NBYTES, ONE_F_ONE_B, RATE
 from tests.synthetic import make_plan
 from tests.synthetic_comm import make_comm_plan
 

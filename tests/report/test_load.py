@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.timeline import Stall, Timeline
@@ -21,7 +21,7 @@ from stretto.report.load import dropped_words, load_findings, load_grid, loads_o
 from stretto.report.load_picture import draw_loads
 from stretto.report.rundir import Run
 from stretto.report.stalls import stalls_findings, stalls_grid
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 
 
 def of(module: str, name: str, *values: float, least: float = 0.0, joined: str = "sum") -> Observed:

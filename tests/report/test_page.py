@@ -19,7 +19,7 @@ from stretto.report.html import render
 from stretto.report.pack import drawing_data
 from stretto.report.rundir import Run
 from stretto.schedule.families import make_schedule
-from stretto.simulate import predict, simulate
+from stretto.simulating import predict, simulate
 from tests.report.chromium import open_page
 from tests.synthetic_comm import make_comm_plan
 

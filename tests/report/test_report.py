@@ -24,8 +24,8 @@ from stretto.report.tables import comparison_grid, ranks_grid, summary_grid
 from stretto.report.words import format_bytes
 from stretto.runtime.compare import Report
 from stretto.schedule.families import make_schedule
-from stretto.simulate import predict, simulate
-from tests.simulate.test_engine import ONE_F_ONE_B, RATE
+from stretto.simulating import predict, simulate
+from tests.simulating.test_engine import ONE_F_ONE_B, RATE
 from tests.synthetic import make_plan
 from tests.synthetic_comm import make_comm_plan
 

@@ -15,7 +15,7 @@ from stretto.report import perfetto
 from stretto.report.flows import count_ops
 from stretto.report.perfetto import ops_left_out, to_perfetto
 from stretto.schedule.families import make_schedule
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 from tests.synthetic_comm import make_comm_plan
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.capture.split import place, split
-from stretto.capture.stages import cut
-from stretto.capture.trace import Traced, trace
+from stretto.capturing.split import place, split
+from stretto.capturing.stages import cut
+from stretto.capturing.trace import Traced, trace
 from stretto.ir.action import Schedule
 from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Plan

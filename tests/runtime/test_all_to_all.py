@@ -25,11 +25,11 @@ from stretto.report.traffic import communication_of
 from stretto.runtime.local import run_threads
 from stretto.runtime.rehearse import rehearse
 from stretto.runtime.runner import Runner
-from stretto.simulate import simulate
-from stretto.verify import verify
+from stretto.simulating import simulate
+from stretto.verifying import verify
 from tests.exchange_job import Products, batch_of, exchange_job
 from tests.runtime.launch import launch
-from tests.verify.edits import op
+from tests.verifying.edits import op
 
 Grads = dict[str, torch.Tensor]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.action import Phase

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture.evaluation import capture_evaluation
+from stretto.capturing.evaluation import capture_evaluation
 from stretto.ir.plan import Plan
 from stretto.models.gpt import next_token_loss
 from stretto.runtime import copies
 from stretto.runtime.copies import CHUNK, digest
 from stretto.runtime.transport import ThreadTransport
-from tests.capture.zoo import BatchNorm, Chain, mean_square, rows
+from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
 from tests.parallelize.test_tensor_equality import batch_of, gpt
 from tests.runtime.equality import lowered
 

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.runtime import run_threads
 from stretto.runtime.counting import NOTED_STEPS, Counter
 from stretto.runtime.fit import fit_batch
-from tests.capture.zoo import Chain, rows
+from tests.capturing.zoo import Chain, rows
 from tests.runtime.equality import lowered
 
 LABELS = torch.tensor([0, -100, 1, 1, -100, -100, 0, 1])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import stretto
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.models.gpt import next_token_loss
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import gpt, tokens
 
 CLUSTER = stretto.Cluster()

@@ -19,7 +19,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.stale_adapter import Mark, mark_of, mark_stale, unmark, unmarked
 from stretto.runtime.transport import ThreadTransport
-from tests.capture.zoo import BatchNorm, Chain, mean_square, rows
+from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
 from tests.parallelize.test_tensor_equality import batch_of
 from tests.runtime.equality import lowered
 from tests.runtime.test_state_dict import SPREAD, run, told

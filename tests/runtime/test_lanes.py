@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import RunError, UsageError
 from stretto.ir.mesh import Mesh

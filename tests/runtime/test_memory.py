@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 import stretto
-from stretto.capture import capture
-from stretto.capture.trace import trace
+from stretto.capturing import capture
+from stretto.capturing.trace import trace
 from stretto.config import Parallel
 from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import FAMILIES, evenly, gpt, made_up_costs, plain, plan_of, tokens
 from tests.runtime.launch import launch
 from tests.synthetic_comm import make_comm_costs

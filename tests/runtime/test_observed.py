@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.capture import capture
-from stretto.capture.evaluation import capture_evaluation
+from stretto.capturing import capture
+from stretto.capturing.evaluation import capture_evaluation
 from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.metrics import Observed, one_after_another

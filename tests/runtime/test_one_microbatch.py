@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.capture.trace import trace
+from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Plan
-from stretto.verify import verify
-from tests.capture.zoo import Chain, mean_square, rows
+from stretto.verifying import verify
+from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import assert_equal, job_of, lowered, plain, run
-from tests.verify.plans import hand_schedule
+from tests.verifying.plans import hand_schedule
 
 
 def with_weights_first(plan: Plan, name: str) -> Plan:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.capture.trace import trace
+from stretto.capturing.trace import trace
 from stretto.ir.plan import Plan
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.transport import ThreadTransport
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import evenly, gather, gpt, job_of, plan_of, tokens
 
 MICROBATCHES = 4

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import stretto
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.cli.main import app
 from stretto.config import Parallel
 from stretto.errors import PlanError, RunError, UsageError

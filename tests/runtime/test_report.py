@@ -7,7 +7,7 @@ import torch
 
 import stretto
 from stretto.runtime.clock import HostClock
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 
 
 def made() -> stretto.Runner:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.runtime.runner import Runner
-from tests.capture.zoo import BatchNorm, Chain, mean_square, rows
+from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
 from tests.runtime.equality import lowered
 from tests.saving.test_face import STEPS, adamw, assert_close, model, plan_of, train, trained
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.capture.trace import trace
+from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT
@@ -26,10 +26,10 @@ from stretto.runtime.clock import HostClock
 from stretto.runtime.record import Marks, build_timeline, compute_spans
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.schedule.families import make_schedule
-from tests.capture.zoo import Chain, mean_square, rows
+from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, lowered, plan_of, tokens
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
-from tests.verify.plans import hand_schedule
+from tests.verifying.plans import hand_schedule
 
 
 def measured(plan: Plan, model: torch.nn.Module, batch: torch.Tensor) -> Timeline:

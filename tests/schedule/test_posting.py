@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tests.synthetic import make_costs, make_job
 from tests.synthetic_comm import make_comm_costs, plan_with
-from tests.verify.comm_plans import comm_job
-from tests.verify.plans import LOOPED, lowered, rich_job
+from tests.verifying.comm_plans import comm_job
+from tests.verifying.plans import LOOPED, lowered, rich_job
 
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
@@ -17,8 +17,8 @@ from stretto.ir.stage_maps import virtual_stages_of
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.posting import latest_posts, post_positions
-from stretto.verify import plan_faults
-from stretto.verify.trace import EventKind, trace_of
+from stretto.verifying import plan_faults
+from stretto.verifying.trace import EventKind, trace_of
 
 
 def job_with_a_value_for_w(stages: int, microbatches: int) -> Job:

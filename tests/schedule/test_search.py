@@ -27,7 +27,7 @@ from stretto.schedule.room import Room, most_held
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
 from stretto.schedule.urgencies import periodic
-from stretto.verify import schedule_faults
+from stretto.verifying import schedule_faults
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "data" / "zero_bubble_table5.csv").open()))
 """Zero Bubble Pipeline Parallelism, Tables 9 and 5."""

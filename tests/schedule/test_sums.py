@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.verify.comm_plans import comm_job
+from tests.verifying.comm_plans import comm_job
 
 from stretto.ir.action import Phase
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op

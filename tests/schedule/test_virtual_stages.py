@@ -17,7 +17,7 @@ from stretto.ir.stage_maps import PLACES, loop, v, virtual_stages_of
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.interleaved import groups_of, visits
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
-from stretto.verify import schedule_faults
+from stretto.verifying import schedule_faults
 
 SPLIT = ("zb-v", "v-half", "v-min")
 HOLDS_ALL = ("looped-bfs",)

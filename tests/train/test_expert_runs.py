@@ -17,7 +17,7 @@ from tests.train.test_kill import ended, until_checkpoint
 from tests.train.test_layouts import HALF, STEPS, TOLERANCE, alone, check_export, losses, resume, write
 from tests.train.tiny import ranks_of, run, start, steps_of, write_settings
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.models.build import huggingface_sum
 from stretto.train import trainer

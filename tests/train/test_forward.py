@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.capture.evaluation import capture_evaluation
+from stretto.capturing.evaluation import capture_evaluation
 from stretto.errors import CaptureError, PlanError
 from stretto.ir.action import Phase
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.forward import forward_schedule
-from stretto.verify.plan import plan_faults
+from stretto.verifying.plan import plan_faults
 
 CLUSTER = stretto.Cluster()
 

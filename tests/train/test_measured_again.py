@@ -12,7 +12,7 @@ import stretto
 from stretto.config import load_settings
 from stretto.ir.program import Job
 from stretto.report.rundir import load_run
-from stretto.simulate import predict
+from stretto.simulating import predict
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 

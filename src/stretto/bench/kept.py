@@ -19,7 +19,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.ir.timeline import Timeline
 from stretto.report.jsonfile import save_json
-from stretto.simulate import predict
+from stretto.simulating import predict
 
 
 def with_costs(plan: Plan, costs: Costs) -> Plan:

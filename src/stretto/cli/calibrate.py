@@ -74,7 +74,7 @@ def job_of(path: Path) -> Job:
     PlanError for a plan that is not proved."""
     if path.suffix == ".json":
         from stretto.ir.serialize import load_plan
-        from stretto.verify import verify
+        from stretto.verifying import verify
 
         plan = load_plan(path)
         verify(plan)  # its ops are run, with the shapes that it says

@@ -16,9 +16,9 @@ from stretto.ir.serialize import load_plan
 from stretto.report import save_json, save_perfetto, save_svg
 from stretto.report.perfetto import ops_left_out
 from stretto.report.tables import ranks_grid, summary_grid
-from stretto.simulate import predict
-from stretto.simulate import simulate as expected_step
-from stretto.verify import verify
+from stretto.simulating import predict
+from stretto.simulating import simulate as expected_step
+from stretto.verifying import verify
 
 simulate = typer.Typer(add_completion=False)
 

@@ -32,8 +32,8 @@ def prove(
     """
     from stretto.ir.serialize import plan_from_text
     from stretto.schedule.csv import read_csv
-    from stretto.verify import verify as prove_free
-    from stretto.verify.summary import plan_summary, schedule_summary
+    from stretto.verifying import verify as prove_free
+    from stretto.verifying.summary import plan_summary, schedule_summary
 
     text = _read(path)
     if text.lstrip().startswith(("{", "[")):

@@ -5,7 +5,7 @@
 
 `|` stands between two stages; `x*3` and `(x|)*3` repeat what is before the star; commas and blanks mean
 nothing. "embedding" is all that runs before the first layer, "loss" all that runs after the last one. Which
-modules are layers is for who has the model (`stretto.capture.layers`).
+modules are layers is for who has the model (`stretto.capturing.layers`).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _in_order(ops: Sequence[Op]) -> Iterator[Op]:
             if waiting.keys().isdisjoint(op.uses):
                 yield waiting.pop(op.name)
         if len(waiting) == before:
-            return  # a circle, which `stretto.verify.windows` refuses
+            return  # a circle, which `stretto.verifying.windows` refuses
 
 
 def differing(

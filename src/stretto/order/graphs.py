@@ -16,7 +16,7 @@ from stretto.ir.program import Job
 from stretto.order.depend import Node, Role, WindowGraph, make_graph
 from stretto.order.scope import Whole, make_whole
 from stretto.schedule.windows import make_window, window_name
-from stretto.simulate.windows import Call, make_ready
+from stretto.simulating.windows import Call, make_ready
 
 Frees = Sequence[Sequence[tuple[int, int]]]
 """By rank, `frees` of `make_graph`."""

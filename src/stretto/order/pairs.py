@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.schedule.posting import Message
-from stretto.simulate.clock import Clock
+from stretto.simulating.clock import Clock
 
 MORE = (0, 1, 2, 3)
 """Of how many microbatches more than in 1F1B values go ahead of gradients, tried. Measured on the tensor

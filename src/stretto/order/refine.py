@@ -22,7 +22,7 @@ from stretto.order import NOTHING, Arranger, Outside, Role
 from stretto.order.search import GAIN, Budget, Point, Scope, Search
 from stretto.order.walk import Chosen
 from stretto.passes.watch import Watch
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 GRID = (0.0, 0.3, 0.6, 0.9, 1.3)
 """Arrivals and tails that are tried, in parts of a window's work. Assumed."""

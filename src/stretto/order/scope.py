@@ -13,7 +13,7 @@ from functools import cached_property
 
 from stretto.order.depend import Role, WindowGraph
 from stretto.order.storages import Memory
-from stretto.simulate.windows import Call
+from stretto.simulating.windows import Call
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 1. A rank's compute lane does one op after another. Which comes next, a subclass says: by how urgent ops
    are (`order.listing`), or by an order that is given (`order.follow`).
 2. What ranks share, and how long things take, is their world's (`order.worlds`).
-3. A wait for a collective waits for the slowest rank of the place too (`simulate.straggler`).
+3. A wait for a collective waits for the slowest rank of the place too (`simulating.straggler`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.order.depend import Node, Role
 from stretto.order.scope import Whole
 from stretto.order.storages import Memory
 from stretto.order.worlds import Flight, World
-from stretto.simulate.clock import Moment
+from stretto.simulating.clock import Moment
 
 STANDING = 0.01
 """What a lane's standing for collectives counts beside the step, where single ops are moved. Measured on GPTs

@@ -20,12 +20,12 @@ from typing import Protocol
 from stretto.ir.plan import Plan
 from stretto.order.depend import Node, WindowGraph
 from stretto.order.scope import Whole
-from stretto.simulate.cards import Cards
-from stretto.simulate.clock import Clock, Moment
-from stretto.simulate.collectives import Collectives
-from stretto.simulate.compute_lane import ComputeLane
-from stretto.simulate.network import Network
-from stretto.simulate.straggler import Straggler
+from stretto.simulating.cards import Cards
+from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.collectives import Collectives
+from stretto.simulating.compute_lane import ComputeLane
+from stretto.simulating.network import Network
+from stretto.simulating.straggler import Straggler
 
 
 class Flight(Protocol):

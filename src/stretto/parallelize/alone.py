@@ -9,7 +9,7 @@ part, where the model alone counts the whole. So the model alone is run first, o
     2. The spread model must make the same calls, in each module and visit of it. Numbers may differ where
        they are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
     3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
-       placements (`stretto.capture.proof`) must come to it from the rank's shape and what is spread.
+       placements (`stretto.capturing.proof`) must come to it from the rank's shape and what is spread.
 
 Modules that are spread by a style are one call each: what is in them is the library's own, as is what split
 logits do for a function that is called with them.

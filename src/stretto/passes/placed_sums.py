@@ -2,8 +2,9 @@
 
 Where a value is read by several stages, its gradient is a sum of parts that arise on all of them; and a
 stage may begin with a sum of two values that another has made. Captured, a sum stands where its code was, or
-where the last of its parts arises (`stretto.capture.split`). Which stages share a rank, and what links take,
-is not known then. Parts that travel the same way are summed before they go on: one message instead of two.
+where the last of its parts arises (`stretto.capturing.split`). Which stages share a rank, and what links
+take, is not known then. Parts that travel the same way are summed before they go on: one message instead of
+two.
 
     1. Take sums of two values of one shape and dtype, of the phase in which both are made. Those that nothing
        reads but another such sum are one tree with it; the order of adding stays as it is.
@@ -14,7 +15,7 @@ is not known then. Parts that travel the same way are summed before they go on: 
        between ranks: none on one rank, and none for a value that something else brings there anyway. Where
        nothing is cheaper, all stays where it was.
 
-Parts of a parameter's gradient are summed once a step instead (`stretto.capture.stages`). Planning tries a
+Parts of a parameter's gradient are summed once a step instead (`stretto.capturing.stages`). Planning tries a
 step with and without. No number changes. Touches `stretto.ir` only.
 """
 

@@ -26,8 +26,8 @@ from stretto.planning.sends import sends_waited
 from stretto.planning.tries import Tries
 from stretto.planning.variants import begins, brief_ways
 from stretto.planning.windows import lowered
-from stretto.simulate import simulate
-from stretto.verify.memory import peak_bytes
+from stretto.simulating import simulate
+from stretto.verifying.memory import peak_bytes
 
 ONCE = (PP.name, DP.name)
 """Axes whose communication is not within blocks: messages between ranks, and sums once a step."""

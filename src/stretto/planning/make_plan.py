@@ -54,9 +54,9 @@ from stretto.price.cluster import Description, describe
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.families import OWN as OWN_FAMILIES
 from stretto.schedule.sums import without_sums
-from stretto.simulate import predict, simulate
-from stretto.verify import verify
-from stretto.verify.memory import memory_faults
+from stretto.simulating import predict, simulate
+from stretto.verifying import verify
+from stretto.verifying.memory import memory_faults
 
 CLEAR = 0.97
 """A variant that takes at most this share of the baseline's time over a shorter step does so over the whole

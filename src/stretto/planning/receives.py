@@ -25,8 +25,8 @@ from stretto.ir.plan import Plan
 from stretto.passes.step import Context, Step
 from stretto.planning.sends import sends_waited
 from stretto.planning.windows import as_short, lowered
-from stretto.simulate import simulate
-from stretto.verify.memory import memory_faults
+from stretto.simulating import simulate
+from stretto.verifying.memory import memory_faults
 
 MOST = 3
 """As many microbatches as lowering posts ahead where each has one message (`planning.lower.LOOKAHEAD`)."""

@@ -41,7 +41,7 @@ from stretto.planning.variants import AHEAD, begins, brief_ways, may_pair
 from stretto.planning.windows import lowered
 from stretto.schedule.room import Room
 from stretto.schedule.search import Found, Sought, search
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 WITHIN = 1.15
 """Times the fastest by the clock of schedules, up to where an order is simulated: that clock knows no ops,

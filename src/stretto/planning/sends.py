@@ -11,7 +11,7 @@ from stretto.ir.timeline import SpanKind, Timeline
 from stretto.passes.step import Context, Step
 from stretto.planning.windows import lowered
 from stretto.schedule.posting import Message
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 SENT_MARGIN = 2.0
 """A send is waited for once this many times its predicted duration has gone by since its start. Assumed:

@@ -21,7 +21,7 @@ from stretto.order.early_sums import early_sums
 from stretto.passes.step import Context, Step
 from stretto.planning.lower import lower
 from stretto.planning.windows import as_short, lowered
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 
 def sums_within(step: Step, context: Context) -> Step:

@@ -27,7 +27,7 @@ from stretto.planning.schedules import moved_across, of_short
 from stretto.planning.sums_within import least_us
 from stretto.planning.variants import Variant, again, begins, names, overlaps, ways
 from stretto.planning.windows import at_once, lowered, short_bound_us, whole_step
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 PROMISING = 3
 """Variants that are ordered again for the step as a whole (step 3), of those that are no slower than WITHIN

@@ -18,7 +18,7 @@ from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import apart, frees
 from stretto.schedule.timing import peak_live
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 
 BRIEF = 20
 """Steps walked to see whether one window a rank can be held at all, where memory has a limit. Assumed."""

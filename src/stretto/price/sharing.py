@@ -15,7 +15,7 @@ def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -
 
     leaving: the axes whose groups span hosts, `pp` among them if messages do; pipelined: whether there are
     messages. One axis alone has the card to itself. With messages that stay inside a host nothing shares:
-    cards carry all messages or none (`stretto.simulate.cards`).
+    cards carry all messages or none (`stretto.simulating.cards`).
     """
     if pipelined and PIPELINE not in leaving:
         return ()

@@ -1,5 +1,5 @@
 """What a rank under a quota has of its processor, period by period: how fast its compute lane goes
-(`simulate.compute_lane.Speed`).
+(`simulating.compute_lane.Speed`).
 
 Knows neither clock nor lane. The contract:
 

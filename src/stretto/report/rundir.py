@@ -26,9 +26,9 @@ from stretto.ir.timeline import Timeline
 from stretto.report.figures import FIGURES, Figures
 from stretto.report.jsonfile import FILE as TIMELINE
 from stretto.report.jsonfile import OBSERVED
-from stretto.simulate import predict, simulate
-from stretto.simulate.predict import accounts_of
-from stretto.verify import verify
+from stretto.simulating import predict, simulate
+from stretto.simulating.predict import accounts_of
+from stretto.verifying import verify
 
 SUMMARY = "summary.json"
 

@@ -29,8 +29,8 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
 from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
-from stretto.simulate import simulate
-from stretto.verify.trace import ends_of
+from stretto.simulating import simulate
+from stretto.verifying.trace import ends_of
 
 HIGH_PRIORITY = -1
 """The priority of lanes; streams have 0 by default, and lower numbers go first."""

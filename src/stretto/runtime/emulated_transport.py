@@ -3,7 +3,7 @@
 The contract:
 
 1. Lanes, network cards and the other pipeline ranks are those of the simulation, which goes on while
-   this rank really works (`stretto.simulate.live`). The clock is this machine's. A peer that is waited for
+   this rank really works (`stretto.simulating.live`). The clock is this machine's. A peer that is waited for
    answers at the time of the simulation, given when this rank really started what the peer waits for.
 2. The k-th start on a lane is the k-th that the plan's order has there (`SingleRankEnd`, of which an
    accelerator's transport is one, too).
@@ -32,10 +32,10 @@ from stretto.ir.collectives import KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.runtime.transport import not_open
-from stretto.simulate.clock import Moment
-from stretto.simulate.collectives import Collective
-from stretto.simulate.live import Live, calls_of, messages_of, ready_windows
-from stretto.verify.trace import EventKind
+from stretto.simulating.clock import Moment
+from stretto.simulating.collectives import Collective
+from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
+from stretto.verifying.trace import EventKind
 
 Under = TypeVar("Under")
 """The handle of a transfer under way."""

@@ -43,9 +43,9 @@ from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans, idle_spans
 from stretto.runtime.runner import Runner
-from stretto.simulate import simulate
-from stretto.simulate.memory import bytes_throughout
-from stretto.verify import verify
+from stretto.simulating import simulate
+from stretto.simulating.memory import bytes_throughout
+from stretto.verifying import verify
 
 LONGEST_US = 3600e6
 """A step that is longer is no step of training, but a cost that is wrong. Assumed."""

@@ -39,7 +39,7 @@ from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
-from stretto.verify import verify
+from stretto.verifying import verify
 
 
 class Runner:

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from stretto.batch.loss import Loss
-from stretto.capture.evaluation import capture_evaluation
-from stretto.capture.trace import PLAIN
+from stretto.capturing.evaluation import capture_evaluation
+from stretto.capturing.trace import PLAIN
 from stretto.config import ParallelSettings, TrainingSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
-from stretto.capture import DTYPES
-from stretto.capture.captures import Captures
+from stretto.capturing import DTYPES
+from stretto.capturing.captures import Captures
 from stretto.config import TrainSettings
 from stretto.models.build import build_model, counted_loss_function
 from stretto.price.calibration import Calibration

@@ -17,7 +17,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
 from stretto.schedule.sums import without_sums
-from stretto.simulate import predict
+from stretto.simulating import predict
 from stretto.train.metrics import writing
 from stretto.train.run_files import PLANNED, write_plan
 

@@ -22,7 +22,7 @@ from stretto.report.figures import FIGURES, Figures
 from stretto.report.html import REPORT, write_page
 from stretto.report.jsonfile import OBSERVED
 from stretto.report.rundir import SUMMARY, load_run
-from stretto.simulate import simulate
+from stretto.simulating import simulate
 from stretto.train.checkpoint_files import earlier_in
 from stretto.train.metrics import writing
 

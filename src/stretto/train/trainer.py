@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stretto.capture import capture
+from stretto.capturing import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
 from stretto.files.say import unheard

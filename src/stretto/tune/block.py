@@ -1,6 +1,6 @@
 """What one microbatch takes on the devices of one layout: the model captured and priced once.
 
-A layout's trace (`stretto.capture.captures`) serves all layouts that spread layers in the same way over
+A layout's trace (`stretto.capturing.captures`) serves all layouts that spread layers in the same way over
 microbatches of the same size. What is read off it holds for any number of pipeline ranks: sums over the whole
 model, of which each pipeline rank has a share. Touches no clock: sums only.
 """
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from stretto.capture.captures import Captures
+from stretto.capturing.captures import Captures
 from stretto.config import ParallelSettings
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Phase

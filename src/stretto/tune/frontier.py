@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from stretto.capture.captures import traced_by
+from stretto.capturing.captures import traced_by
 from stretto.price.cluster import Description
 from stretto.tune.block import Block, Work
 from stretto.tune.choices import Choices, Layout

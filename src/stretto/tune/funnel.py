@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from stretto.capture.captures import KEPT
+from stretto.capturing.captures import KEPT
 from stretto.errors import UsageError
 from stretto.order.policies import DEFAULT
 from stretto.price.cluster import Description

@@ -19,7 +19,7 @@ from stretto.train.job import captures_of
 from stretto.tune.block import Block, block_of, shares_of
 from stretto.tune.choices import Candidate, Choices
 from stretto.tune.outcome import Briefed, Planned, Refused, planned_of
-from stretto.verify.memory import MemoryFault
+from stretto.verifying.memory import MemoryFault
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,165 @@
+"""Captures of one model under several settings: what settings do not change is traced once.
+
+Tracing takes most of a capture. What is traced depends on how layers are spread and cut, and on how many rows
+a microbatch has (`TRACED_BY`); where stages begin, how many data-parallel copies there are, the schedule and
+what the backward computes again come after it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.batch.loss import Loss
+from stretto.capturing.explain import explained
+from stretto.capturing.layers import layer_names
+from stretto.capturing.meshes import on_meshes, place_on_meshes
+from stretto.capturing.norms import check_synchronised
+from stretto.capturing.split import check_split, split
+from stretto.capturing.stages import cut
+from stretto.capturing.trace import Traced, trace
+from stretto.config import ParallelSettings
+from stretto.errors import UsageError
+from stretto.ir.program import Job
+from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
+from stretto.parallelize.layout import Layout, layout_of
+from stretto.passes import on_job
+
+TRACED_BY = (
+    "tp",
+    "sequence_parallel",
+    "tp_plan",
+    "ep",
+    "ep_plan",
+    "ep_buffer",
+    "ep_overflow",
+    "ampipe_degree",
+    "ampipe_capacity",
+    "pipe_experts",
+    "pipe_experts_multi_data",
+    "skip_passes",
+)
+"""The settings that a trace depends on, beside the number of microbatches of all copies."""
+
+KEPT = 4
+"""Traces that are kept, the ones used last. Assumed: one of 96 layers takes about 100 MB."""
+
+
+EACH = (1, 2, 4)
+"""Stages a rank among which planning chooses. Assumed: idle time falls as one over their number (Megatron-LM,
+arXiv 2104.04473), messages and the time of planning grow with it."""
+
+
+class Captures:
+    """A model, its loss, and what has been traced of them. Arguments are those of `stretto.capture`; dtype:
+    of the parameters in the computation, None for their own."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        tp_plan: Mapping[str, Any] | None = None,
+        equal_layers: bool = True,
+    ) -> None:
+        self._model = model
+        self._batch = batch
+        self._loss = loss
+        self._dtype = dtype
+        self._device = device
+        self._tp_plan = tp_plan
+        self._equal_layers = equal_layers
+        self._traced: OrderedDict[str, tuple[Traced, Layout]] = OrderedDict()
+
+    def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
+        """The job of these settings. stages: those of `split`, or `pp` times
+        `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
+        with explained(self._model):
+            return self._job(parallel, stages, degree)
+
+    def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:
+        """In how many stages the settings cut the model; several where they leave that to planning, the
+        fewest first."""
+        asked = parallel.stages_asked
+        if asked is not None:
+            return (asked,)
+        if parallel.virtual_stages != "auto":
+            return (parallel.pp * virtual_stages_of(parallel.schedule, parallel.virtual_stages),)
+        if on_meshes(self._model, parallel, self._tp_plan) is not None:
+            return (parallel.pp,)  # its meshes are the stages
+        most = len(layer_names(self._model)) // parallel.pp
+        return tuple(parallel.pp * each for each in EACH if each == 1 or each <= most)
+
+    def _job(self, parallel: ParallelSettings, stages: int | None, degree: int | None) -> Job:
+        count = stages if stages is not None else self.stages(parallel)[0]
+        check_split(self._model, parallel.split)  # names are told before what takes long
+        check_synchronised(self._model, parallel.dp)
+        meshes = on_meshes(self._model, parallel, self._tp_plan)
+        if meshes is None:
+            traced, layout = self._trace(parallel, degree)
+        else:
+            layout = Layout(meshes.tensor_parallel(self._model))
+            traced = self._traced_now(parallel, layout, meshes)
+        if meshes is not None and count != len(meshes.meshes):
+            raise UsageError(
+                f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
+            )
+        placement = (
+            split(traced, count, parallel.split, stage_ranks_of(parallel.schedule, parallel.pp, count))
+            if meshes is None
+            else place_on_meshes(traced, meshes)
+        )
+        job = cut(traced, placement, count, parallel.microbatches)
+        job = replace(
+            job,
+            schedule=parallel.schedule,
+            max_live=parallel.max_live,
+            microbatch_group=parallel.microbatch_group,
+            pp=parallel.pp,
+            axes=parallel.axes,
+            overlap=parallel.overlap,
+            recompute=parallel.recompute,
+            split_ops=parallel.split_ops,
+            chunks=1 if layout.chunks is None else layout.chunks.degree,
+        )
+        return on_job(job, parallel.skip_passes)
+
+    def _trace(self, parallel: ParallelSettings, degree: int | None) -> tuple[Traced, Layout]:
+        """What was traced before, or is now."""
+        key = traced_by(parallel, degree)
+        if key in self._traced:
+            self._traced.move_to_end(key)
+        else:
+            layout = layout_of(self._model, parallel, self._tp_plan, degree)
+            self._traced[key] = self._traced_now(parallel, layout), layout
+            while len(self._traced) > KEPT:
+                self._traced.popitem(last=False)
+        return self._traced[key]
+
+    def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
+        return trace(
+            self._model,
+            self._batch,
+            self._loss,
+            microbatches=parallel.microbatches * parallel.dp,
+            param_dtype=self._dtype,
+            device=self._device,
+            layout=layout,
+            equal_layers=self._equal_layers,
+            skip_passes=parallel.skip_passes,
+            meshes=meshes,
+        )
+
+
+def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:
+    """Equal for settings of which one trace serves all."""
+    given = [(name, getattr(parallel, name)) for name in TRACED_BY]
+    return repr((given, parallel.microbatches * parallel.dp, degree))

@@ -1,0 +1,191 @@
+"""What one call of the forward leaves in Python, and whether the next one reads it.
+
+The step of a plan runs one captured forward for every microbatch. That is the plain model's only if no call
+sees what the call before it has left in an attribute, a list or a counter (buffers apart, which the graph has
+as inputs). Every run of the forward while it is captured therefore begins with what the user's model holds,
+and where it leaves something else:
+
+    1. The forward is captured again from what it has left.
+    2. The nodes of both graphs are given numbers: that of the op with the numbers of its arguments, so that
+       equal numbers mean equal values, whatever else is computed.
+    3. A tensor that the first call left has in the second graph the number of its value in the first, if that
+       depends on constants alone (a mask that is kept for the next call); else it has none of its own.
+    4. The loss, gradients and updates must have the same numbers in both.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.capturing.calls_adapter import constant_key, draws, nodes_of
+from stretto.capturing.graphs import JointGraph
+from stretto.capturing.read import Reads
+from stretto.capturing.repeat import Call, NotRepeatedError
+from stretto.capturing.state import State
+from stretto.errors import CaptureError
+
+NAMED = 3
+"""How many names of what is carried a message has."""
+
+
+class Calls:
+    """What model and loss hold around each run of the forward. When the context ends, all is as it was."""
+
+    def __init__(self, model: nn.Module, loss: Any, layers: Sequence[Call] = ()) -> None:
+        self._roots = (("", model), ("the loss", loss))
+        self.reads = Reads(model, loss)
+        self.layers = layers
+        self._known: dict[Hashable, int] = {}
+        self._numbers: dict[int, int] = {}
+        self._left: dict[str, Tensor] = {}
+
+    def __enter__(self) -> Calls:
+        self._first = self._begin = State(*self._roots)
+        self._generators = _generators()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._first.restore()
+        random.setstate(self._generators["Python's random"])
+        if "numpy.random" in self._generators:
+            sys.modules["numpy"].random.set_state(self._generators["numpy.random"])
+
+    @contextmanager
+    def one(self, left: Mapping[str, Tensor | None]) -> Iterator[None]:
+        """Around one run. left: what stands for the tensors that an earlier call left, by the names that
+        `check` gave them."""
+        others = {id(tensor): left[name] for name, tensor in self._left.items()}
+        self._begin.restore(running=True, others=others)
+        before = _generators()
+        with self.reads.recording(self._first.objects(), self.layers):
+            yield
+        drawn = [
+            name
+            for name, state in _generators().items()
+            if pickle.dumps(before.get(name)) != pickle.dumps(state)
+        ]
+        if drawn:
+            raise CaptureError(
+                f"the forward draws from {drawn[0]}, and the draw would be a constant of the plan: draw with "
+                "torch (torch.rand, torch.bernoulli), and choose with torch.where"
+            )
+        if self._begin is self._first and self._first.changes():
+            self._number_left()
+
+    def stand_ins(self, left: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(what stands for a tensor, the tensor that an earlier call left), by the names of `one`."""
+        return [(left[name], tensor) for name, tensor in self._left.items()]
+
+    def _number_left(self) -> None:
+        """Step 3: the numbers of tensors that this run left."""
+        under_way = nodes_of(self._new_tensors(self._first.again()))
+        if under_way is not None:
+            graph, holder, nodes = under_way
+            found = self._numbered(graph, holder, {})
+            made = {key: found[node] for key, node in nodes.items()}
+            self._numbers = {key: number for key, (number, constant) in made.items() if constant}
+
+    def _new_tensors(self, state: State) -> dict[int, Tensor]:
+        known = self._first.tensors()
+        return {key: tensor for key, tensor in state.tensors().items() if key not in known}
+
+    def check(
+        self,
+        joint: JointGraph,
+        export: Callable[[Mapping[str, Tensor]], JointGraph],
+        like: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Steps 1 to 4. export: captures again, with tensors given as buffers by name; like: another tensor
+        of the same shape and dtype.
+
+        Raises CaptureError where a call reads what an earlier one left.
+        """
+        changed = self._first.changes()
+        if not changed:
+            return
+        more = f" and {len(changed) - NAMED} more" if len(changed) > NAMED else ""
+        carried = CaptureError(
+            f"the forward reads what an earlier call of it left in {', '.join(changed[:NAMED])}{more}, and a "
+            "plan hands on nothing but buffers from one microbatch to the next: let it keep that in a buffer "
+            "(register_buffer) and write it in place (copy_, add_), or leave it out"
+        )
+        self._begin = self._first.again()
+        tensors = self._new_tensors(self._begin)
+        self._left = {f"(left {at})": tensor for at, tensor in enumerate(tensors.values())}
+        stand_ins = {name: like(tensor) for name, tensor in self._left.items()}
+        self._begin.restore(others={id(self._left[name]): tensor for name, tensor in stand_ins.items()})
+        try:
+            again = export(stand_ins)
+        except NotRepeatedError:
+            raise
+        except Exception as error:
+            raise carried from error
+        results = self._results(again)
+        if any(results.get(key) != number for key, number in self._results(joint).items()):
+            raise carried
+
+    def _results(self, joint: JointGraph) -> dict[tuple[str, str], int]:
+        """Step 4's numbers, by (kind, name) of the output."""
+        found = self._numbered(joint.module.graph, joint.module, joint.inputs)
+        made = {(kind, name): node for kind, name, node in joint.outputs if node is not None}
+        return {key: found[node][0] for key, node in made.items()}
+
+    def _numbered(
+        self,
+        graph: torch.fx.Graph,
+        holder: Any,
+        inputs: Mapping[torch.fx.Node, tuple[str, str | int]],
+    ) -> dict[torch.fx.Node, tuple[int, bool]]:
+        """Step 2: node -> (its number, whether it depends on constants alone)."""
+        found: dict[torch.fx.Node, tuple[int, bool]] = {}
+        drawn = 0
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                kind, name = inputs.get(node, ("", node.name))
+                number = self._numbers.get(id(self._left.get(str(name)))) if kind == "buffer" else None
+                found[node] = self._number(("input", kind, name)) if number is None else number, False
+            elif node.op == "get_attr":
+                value = holder
+                for part in str(node.target).split("."):
+                    value = getattr(value, part)
+                found[node] = self._number(("constant", constant_key(value))), True
+            elif node.op == "call_function":
+                draw = draws(node)
+                drawn += draw
+                arguments = _told(node.args, found), _told(node.kwargs, found)
+                number = self._number((str(node.target), *arguments, drawn if draw else 0))
+                found[node] = number, not draw and all(found[source][1] for source in node.all_input_nodes)
+        return found
+
+    def _number(self, key: Hashable) -> int:
+        return self._known.setdefault(key, len(self._known))
+
+
+def _told(value: Any, found: Mapping[torch.fx.Node, tuple[int, bool]]) -> Hashable:
+    """An argument with numbers in the places of nodes."""
+    if isinstance(value, torch.fx.Node):
+        return "node", found[value][0]
+    if isinstance(value, (tuple, list)):
+        return tuple(_told(item, found) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _told(item, found)) for key, item in value.items())
+    return type(value), repr(value)
+
+
+def _generators() -> dict[str, Any]:
+    """States of the generators that are not PyTorch's, by the names of their modules."""
+    found: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    return found if numpy is None else {**found, "numpy.random": numpy.random.get_state()}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return pickle.dumps(one) != pickle.dumps(other)

@@ -1,0 +1,188 @@
+"""Which layers of a model are equal: the same code on parameters of the same shapes.
+
+Candidates are the members of a `ModuleList` or `Sequential`. Two are equal when, module by module, they have
+
+    * the same class, with the same children under the same names, and no hooks of a user's;
+    * parameters and buffers of equal shape, dtype, stride and need of a gradient, which no other module has;
+    * equal attributes, and functions put in place of `forward` that close over equal things.
+
+An attribute that is not known to be equal (the layer's index, most often) does not make two layers different,
+but it is noted: `stretto.capturing.repeat` watches that the layer's code never reads it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+FEWEST = 4
+"""Equal layers of which it pays to trace two and repeat them."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+Attribute = tuple[str, str]
+"""(name of the module within the layer, attribute)."""
+
+
+@dataclass(slots=True)
+class Group:
+    """Equal layers: their full names, and the attributes in which they may differ."""
+
+    names: list[str]
+    differing: set[Attribute]
+
+
+def equal_layers(model: nn.Module) -> list[Group]:
+    """The groups of equal layers, the outermost only; each has at least `FEWEST`."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    tensors = Counter(id(t) for module in model.modules() for t in _tensors(module))
+    found: list[Group] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        inside = [f"{name}.{child}" if name else child for child in module._modules]
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            groups = _groups(dict(zip(inside, module.children(), strict=True)), places, tensors)
+            if groups:
+                found.extend(groups)
+                return
+        for child, sub in zip(inside, module._modules.values(), strict=True):
+            if sub is not None:
+                visit(child, sub)
+
+    try:
+        visit("", model)
+    except ValueError:  # a child is None or stands in several places: such containers are left alone
+        return []
+    return found
+
+
+def _groups(members: dict[str, nn.Module], places: Counter[int], tensors: Counter[int]) -> list[Group]:
+    groups: list[tuple[nn.Module, Group]] = []
+    for name, member in members.items():
+        if not _stands_alone(member, places, tensors):
+            continue
+        for first, group in groups:
+            differing = _differing(first, member, group.names[0], name)
+            if differing is not None:
+                group.names.append(name)
+                group.differing |= differing
+                break
+        else:
+            groups.append((member, Group([name], set())))
+    return [group for _, group in groups if len(group.names) >= FEWEST]
+
+
+def _stands_alone(member: nn.Module, places: Counter[int], tensors: Counter[int]) -> bool:
+    """Whether no other part of the model has one of the layer's modules, parameters or buffers, and nobody
+    looks at what goes in and out of them."""
+    own = Counter(id(t) for module in member.modules() for t in _tensors(module))
+    return (
+        all(places[id(module)] == 1 for module in member.modules())
+        and all(tensors[key] == count for key, count in own.items())
+        and not any(getattr(module, hooks) for module in member.modules() for hooks in _HOOKS)
+    )
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    for table in (module._parameters, module._buffers):
+        yield from (tensor for tensor in table.values() if tensor is not None)
+
+
+def _differing(a: nn.Module, b: nn.Module, a_name: str, b_name: str) -> set[Attribute] | None:
+    """The attributes in which two layers may differ; None when they are not equal."""
+    ours, theirs = dict(a.named_modules()), dict(b.named_modules())
+    if list(ours) != list(theirs):
+        return None
+    same = _Same({id(ours[name]): theirs[name] for name in ours}, a_name, b_name)
+    found: set[Attribute] = set()
+    for name, module in ours.items():
+        other = theirs[name]
+        if type(module) is not type(other) or module.__dict__.keys() != other.__dict__.keys():
+            return None
+        for attribute, value in module.__dict__.items():
+            against = other.__dict__[attribute]
+            if attribute in ("_parameters", "_buffers"):
+                if not _same_tensors(value, against):
+                    return None
+            elif attribute != "_modules" and not same(value, against):
+                if attribute == "forward" or attribute.startswith("_"):
+                    return None
+                found.add((name, attribute))
+    return found
+
+
+def _same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    def kind(tensor: torch.Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        return tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad, tensor.device
+
+    return [(k, kind(v)) for k, v in ours.items()] == [(k, kind(v)) for k, v in theirs.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """Whether two things mean the same, one in layer a and the other in layer b."""
+
+    counterpart: dict[int, nn.Module]
+    a_name: str
+    b_name: str
+
+    def __call__(self, a: Any, b: Any) -> bool:
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, nn.Module):
+            counterpart: object = self.counterpart.get(id(a), a)
+            return counterpart is b
+        if a is b:
+            return True
+        if isinstance(a, str):
+            return b in (a, self._renamed(a))
+        if isinstance(a, _PLAIN):
+            return bool(a == b)
+        if isinstance(a, (tuple, list)):
+            return len(a) == len(b) and all(self(x, y) for x, y in zip(a, b, strict=True))
+        if isinstance(a, (set, frozenset)):
+            return bool(a == b) and all(isinstance(x, _PLAIN) for x in a)
+        if isinstance(a, dict):
+            return list(a) == list(b) and all(self(value, b[key]) for key, value in a.items())
+        if isinstance(a, MethodType):
+            return a.__func__ is b.__func__ and self(a.__self__, b.__self__)
+        if isinstance(a, FunctionType):
+            return self._same_code(a, b)
+        return False
+
+    def _renamed(self, text: str) -> str:
+        return self.b_name + text[len(self.a_name) :] if _under(text, self.a_name) else text
+
+    def _same_code(self, a: FunctionType, b: FunctionType) -> bool:
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
+        return (
+            a.__code__ is b.__code__
+            and a.__globals__ is b.__globals__
+            and self(a.__defaults__, b.__defaults__)
+            and self(a.__kwdefaults__, b.__kwdefaults__)
+            and self(cells[0], cells[1])
+        )
+
+
+def _under(name: str, layer: str) -> bool:
+    return name == layer or name.startswith(f"{layer}.")
+
+
+def renamed(name: str, source: str, target: str) -> str:
+    """The name in layer `target` of what is called `name` in layer `source`; another name as it is."""
+    return target + name[len(source) :] if _under(name, source) else name

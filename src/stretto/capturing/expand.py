@@ -1,0 +1,332 @@
+"""Ops in which equal layers stand as one op each become the ops of the whole step.
+
+Given are the ops between the marks that `stretto.capturing.repeat` left:
+
+    forward     enter ... the layer's ops ... leave              or  layer
+    backward    leave_grad ... the layer's ops ... enter_grad    or  layer_grad
+
+    1. Find the ops of each traced layer. Nothing else stands between its marks, and what it makes is used by
+       itself and through its marks alone.
+    2. The first traced layer of a kind is the second, op by op, but for names.
+    3. In the place of `layer` and `layer_grad` come the first layer's ops: parameters, buffers, modules and
+       segments are those of the layer, and what goes in is what its op was given.
+    4. Marks go, values are named anew in order (as a trace of everything names them), and views are told
+       again whose storage they share.
+
+Where anything is otherwise, `NotRepeatedError` says so, and the step is traced as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from stretto.capturing.equal import renamed
+from stretto.capturing.repeat import MARKS, NAMESPACE, Call, NotRepeatedError
+from stretto.ir.program import GETITEM, Constant, Op, TensorSpec
+from stretto.passes.rewrite import rooted, with_uses
+
+
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients.
+
+    whole: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
+    scaled: the op's bounds count a rank's part; repeated: heads of keys before it stand for several; own: it
+        belongs to the library's own code, which knows what it does.
+    """
+
+    op: Op
+    segment: int | None
+    backward: bool
+    whole: tuple[int, ...] | None = None
+    scaled: bool = False
+    repeated: bool = False
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A traced step. grads: parameter -> its gradient's value or None. kept: other values that must stay (the
+    loss, buffers' updates), under the names of what they are."""
+
+    ops: tuple[TracedOp, ...]
+    grads: Mapping[str, str | None]
+    kept: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class _Inside:
+    """What stands between a traced layer's marks. enter, leave_grad: place -> the mark, which the layer's ops
+    use; leave, enter_grad: place -> the value that goes out."""
+
+    forward: list[TracedOp]
+    backward: list[TracedOp]
+    enter: dict[int, str]
+    leave: dict[int, str]
+    leave_grad: dict[int, str]
+    enter_grad: dict[int, str]
+
+
+def expand(step: Step, calls: Sequence[Call], segments: Sequence[str], constants: Sequence[Constant]) -> Step:
+    """The whole step. calls: of equal layers, as the ops' marks number them. segments: the module of each.
+
+    Raises NotRepeatedError when the layers cannot be repeated.
+    """
+    specs = {item.op.name: item.op.outputs for item in step.ops}
+    inside = {n: _inside(step.ops, n, call) for n, call in enumerate(calls) if call.template}
+    _check_closed(step, calls, inside)
+    _check_used_once(step, calls)
+    first: dict[int, int] = {}
+    values = {f"const/{c.name}": f"{c.spec} {c.data!r}" for c in constants}
+    forms = {n: _form(step, calls[n], layer, specs, values) for n, layer in inside.items()}
+    for number, call in enumerate(calls):
+        one = first.setdefault(call.kind, number)
+        if call.template and forms[one] != forms[number]:
+            raise NotRepeatedError(f"{calls[one].layer} and {call.layer} are not the same ops")
+
+    stands_for: dict[str, str] = {}
+    local: dict[int, dict[str, str]] = {}
+    results: dict[str, tuple[int, list[str]]] = {}
+    grads = dict(step.grads)
+    made: list[TracedOp] = []
+
+    def now(name: str) -> str:
+        return stands_for.get(name, name)
+
+    def copy(number: int, ops: Sequence[TracedOp]) -> None:
+        """Step 3. Names that are made here are told apart by the call's number."""
+        call, source = calls[number], calls[first[calls[number].kind]]
+        names = local[number]
+        names.update((item.op.name, f"{item.op.name}@{number}") for item in ops)
+
+        def name(old: str) -> str:
+            return names.get(old) or _external(old, source, call)
+
+        for item in ops:
+            segment = None if item.segment is None else item.segment - source.begin + call.begin
+            module = item.op.module if segment is None else segments[segment]
+            made.append(replace(item, op=replace(_with_names(item.op, name), module=module), segment=segment))
+
+    for item in step.ops:
+        op, word = item.op, _word(item.op)
+        if word in MARKS:
+            stands_for[op.name] = now(op.args[0].name)
+        elif word == "layer":
+            number = op.args[1]
+            like = inside[first[calls[number].kind]]
+            given = enumerate(op.args[0])  # the exporter drops marks of what a layer does not use
+            local[number] = {like.enter[at]: now(ref.name) for at, ref in given if at in like.enter}
+            copy(number, like.forward)
+            results[op.name] = number, [like.leave[at] for at in range(len(calls[number].outputs))]
+        elif word == "layer_grad":
+            _, number, which = op.args
+            call, source = calls[number], calls[first[calls[number].kind]]
+            like = inside[first[call.kind]]
+            if set(which) != set(like.leave_grad) or set(call.grads) != set(like.enter_grad):
+                raise NotRepeatedError(f"{call.layer} has other gradients than {source.layer}")
+            for at, ref in zip(which, op.args[0], strict=True):
+                _check_layout(call, specs, like.leave_grad[at], ref.name)
+                local[number][like.leave_grad[at]] = now(ref.name)
+            copy(number, like.backward)
+            results[op.name] = number, [like.enter_grad[at] for at in call.grads]
+            for parameter, value in step.grads.items():
+                own = renamed(parameter, source.layer, call.layer)
+                if own != parameter and value is not None:
+                    if step.grads.get(own) is not None:
+                        raise NotRepeatedError(f"{own} is used outside of its layer")
+                    grads[own] = local[number][value]
+        elif op.target == GETITEM and op.args[0].name in results:
+            number, values_out = results[op.args[0].name]
+            value = values_out[op.args[1]]
+            _check_layout(calls[number], specs, value, op.name)
+            stands_for[op.name] = local[number][value]
+        else:
+            made.append(replace(item, op=_with_names(op, now)))
+
+    return named(
+        Step(
+            tuple(made),
+            {parameter: None if value is None else now(value) for parameter, value in grads.items()},
+            {name: now(value) for name, value in step.kept.items()},
+        )
+    )
+
+
+def named(step: Step) -> Step:
+    """Step 4, for any step: `mm`, `mm_1`, `mm_2` in order, so that names tell nothing of how it was traced.
+
+    Numbers begin where those of the trace did (`sum_1`: the exporter avoids the names of Python's own).
+    """
+    following: dict[str, int] = {}
+    for base, number in (_parts(item.op.name) for item in step.ops):
+        following[base] = min(number, following.get(base, number))
+    names: dict[str, str] = {}
+    for item in step.ops:
+        base, _ = _parts(item.op.name)
+        number = following[base]
+        following[base] = number + 1
+        names[item.op.name] = f"{base}_{number}" if number else base
+
+    def final(value: str) -> str:
+        return names.get(value, value)
+
+    owned = rooted(_with_names(item.op, final) for item in step.ops)
+    return Step(
+        tuple(replace(item, op=op) for item, op in zip(step.ops, owned, strict=True)),
+        {parameter: None if value is None else final(value) for parameter, value in step.grads.items()},
+        {name: final(value) for name, value in step.kept.items()},
+    )
+
+
+def _word(op: Op) -> str:
+    return op.target.split(".")[1] if op.target.startswith(f"{NAMESPACE}.") else ""
+
+
+def _inside(ops: Sequence[TracedOp], number: int, call: Call) -> _Inside:
+    """Step 1 for one call."""
+    marks: dict[str, dict[int, int]] = {word: {} for word in MARKS}
+    stray: list[int] = []
+    for at, item in enumerate(ops):
+        word = _word(item.op)
+        if word in MARKS:
+            if item.op.args[1] == number:
+                marks[word][item.op.args[2]] = at
+        elif item.segment is not None and call.begin <= item.segment <= call.end:
+            stray.append(at)
+    enters, leaves = marks["enter"].values(), marks["leave"].values()
+    if not enters or not leaves:
+        raise NotRepeatedError(f"{call.layer} takes or returns no tensor")
+    ends = [*marks["enter_grad"].values(), *(at for at in stray if ops[at].backward)]
+    begin = min(marks["leave_grad"].values(), default=len(ops))
+    regions = range(min(enters), max(leaves) + 1), range(begin, max(ends, default=begin - 1) + 1)
+    parts: list[list[TracedOp]] = []
+    own = {at for places in marks.values() for at in places.values()}
+    for region, backward in zip(regions, (False, True), strict=True):
+        part = [at for at in region if at not in own]
+        for at in part:
+            segment = ops[at].segment
+            foreign = not backward if segment is None else not call.begin <= segment <= call.end
+            if foreign or ops[at].backward is not backward or _word(ops[at].op):
+                raise NotRepeatedError(f"{ops[at].op.name} stands among the ops of {call.layer}")
+        parts.append([ops[at] for at in part])
+    if not all(any(at in region for region in regions) for at in stray):
+        raise NotRepeatedError(f"ops of {call.layer} stand outside of it")
+    return _Inside(
+        forward=parts[0],
+        backward=parts[1],
+        enter={place: ops[at].op.name for place, at in marks["enter"].items()},
+        leave={place: ops[at].op.args[0].name for place, at in marks["leave"].items()},
+        leave_grad={place: ops[at].op.name for place, at in marks["leave_grad"].items()},
+        enter_grad={place: ops[at].op.args[0].name for place, at in marks["enter_grad"].items()},
+    )
+
+
+def _check_closed(step: Step, calls: Sequence[Call], inside: Mapping[int, _Inside]) -> None:
+    """Step 1: what a layer uses is its own or goes in by a mark; what others use goes out by a mark."""
+    home: dict[str, int] = {}
+    for number, layer in inside.items():
+        home.update((item.op.name, number) for item in (*layer.forward, *layer.backward))
+    for number, layer in inside.items():
+        call = calls[number]
+        marks = {*layer.enter.values(), *layer.leave_grad.values()}
+        for item in (*layer.forward, *layer.backward):
+            for used in item.op.uses:
+                if used in marks or home.get(used) == number or used.startswith(("buffer/", "const/")):
+                    continue
+                if not used.startswith("param/") or _external(used, call, _ELSEWHERE) == used:
+                    raise NotRepeatedError(f"{call.layer} uses {used}, which is not given to it")
+        for value in (*layer.leave.values(), *layer.enter_grad.values()):
+            if value not in marks and home.get(value) != number:
+                raise NotRepeatedError(f"{call.layer} returns {value}, which is not its own")
+        for parameter, gradient in step.grads.items():
+            own = renamed(parameter, call.layer, "") != parameter
+            made = gradient is not None and (gradient in marks or home.get(gradient) == number)
+            if gradient is not None and own is not made:
+                raise NotRepeatedError(f"the gradient of {parameter} does not arise in the layer that has it")
+    for item in step.ops:
+        at = home.get(item.op.name)
+        if at is None and _word(item.op) in MARKS:
+            at = item.op.args[1]
+        for used in item.op.uses:
+            if used in home and home[used] != at:
+                raise NotRepeatedError(f"{used} is used outside of {calls[home[used]].layer}")
+    for what, value in step.kept.items():
+        if value in home or any(renamed(what, f"buffer/{call.layer}", "") != what for call in calls):
+            raise NotRepeatedError(f"{what} is made in a layer")
+
+
+def _check_used_once(step: Step, calls: Sequence[Call]) -> None:
+    """What goes into a layer, and has a gradient, goes nowhere else: else its gradient is a sum with terms
+    from outside, which a trace of all layers may add in another order. (No gradient comes from a detach.)"""
+    forward = [item.op for item in step.ops if not item.backward and item.op.target != "aten.detach.default"]
+    users = Counter(used for op in forward for used in op.uses)
+    for item in step.ops:
+        word = _word(item.op)
+        if word not in ("enter", "layer"):
+            continue
+        call = calls[item.op.args[1]]
+        given = {item.op.args[2]: item.op.args[0]} if word == "enter" else dict(enumerate(item.op.args[0]))
+        if any(users[given[at].name] > 1 for at in call.grads if at in given):
+            raise NotRepeatedError(f"what {call.layer} is given is used elsewhere, too")
+
+
+_ELSEWHERE = Call("", 0, 0, False, [], [])
+
+
+def _form(
+    step: Step,
+    call: Call,
+    inside: _Inside,
+    specs: Mapping[str, tuple[TensorSpec | None, ...]],
+    constants: Mapping[str, str],
+) -> object:
+    """Step 2: a traced layer without its own names; equal ones are the same ops. constants: name -> what it
+    holds, as a text."""
+    given = {mark: f"given {at}" for at, mark in inside.enter.items()}
+    given |= {mark: f"gradient {at}" for at, mark in inside.leave_grad.items()}
+    names = {**constants, **given}
+
+    def name(value: str) -> str:
+        return names.get(value) or _external(value, call, _ELSEWHERE)
+
+    ops = []
+    for at, item in enumerate((*inside.forward, *inside.backward)):
+        names[item.op.name] = f"op {at}"
+        op = replace(_with_names(item.op, name), module=renamed(item.op.module, call.layer, ""))
+        ops.append((op, item.segment if item.segment is None else item.segment - call.begin, item.backward))
+    results = [{at: name(value) for at, value in made.items()} for made in (inside.leave, inside.enter_grad)]
+    own = {p: value for p, value in step.grads.items() if renamed(p, call.layer, "") != p}
+    grads = {renamed(p, call.layer, ""): value and name(value) for p, value in own.items()}
+    return {what: specs[mark] for mark, what in given.items()}, ops, results, grads
+
+
+def _check_layout(
+    call: Call, specs: Mapping[str, tuple[TensorSpec | None, ...]], value: str, other: str
+) -> None:
+    """What stands for another value must be of its shape, dtype and strides."""
+    if specs.get(value) != specs.get(other):
+        raise NotRepeatedError(f"{call.layer}: {other} has another layout than {value}")
+
+
+def _external(name: str, source: Call, target: Call) -> str:
+    """A parameter or buffer of one layer, in another."""
+    kind, slash, rest = name.partition("/")
+    return kind + slash + renamed(rest, source.layer, target.layer) if slash else name
+
+
+def _with_names(op: Op, name: Callable[[str], str]) -> Op:
+    """The op with all values that it names renamed, its own too."""
+    alias = None if op.alias is None else name(op.alias)
+    return replace(with_uses(op, name), name=name(op.name), alias=alias)
+
+
+_NUMBERED = re.compile(r"^(.+?)(?:_(\d+))?$")
+
+
+def _parts(name: str) -> tuple[str, int]:
+    found = _NUMBERED.match(name.partition("@")[0])
+    assert found is not None
+    return found[1], int(found[2] or 0)

@@ -1,0 +1,252 @@
+"""Values that code makes of constants alone (positions, masks): known while a model is captured.
+
+Tensors of a model that is captured have no elements. Those that depend on no parameter, no leaf of the batch
+and no draw are known all the same, by the calls that made them:
+
+    1. Of each call of a PyTorch function whose tensors are all known, a recipe is kept: the function, its
+       arguments, and the recipes of its tensors. Equal recipes have equal numbers.
+    2. What is written to later, under whatever name, is known no more (its version counter tells), unless the
+       call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), and
+       where an op of another library's writes, nothing is known from there on of what was made before.
+    3. For who asks, the calls are made again on real tensors. None of them may draw, or leave elements unset.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from stretto.capturing.calls_adapter import NotConstantError, of_constants, writes_uncounted
+
+Answer = TypeVar("Answer")
+
+MOST_BYTES = 1 << 30
+"""Bytes of the tensors that one question may make, above which there is no answer: all masks of 8,192 tokens
+in float32, and of 16,384 as truth values. Assumed: what a machine that plans has to spare."""
+
+PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Arguments that nobody changes afterwards."""
+
+LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "new_tensor"))
+"""Functions that read shape and dtype of their first tensor alone."""
+
+TURNED = frozenset(("T", "mT", "H", "mH"))
+"""Attributes that are the tensor, turned."""
+
+UNCOUNTED = frozenset(
+    ("data", "set_", "untyped_storage", "storage", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
+)
+"""Attributes and functions that give elements another name with a version counter of its own, or none: what
+is written to that is counted nowhere else."""
+
+_DEVICE = re.compile(r"(cpu|cuda|meta|xpu|mps|npu)(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """How a value is made. number: equal recipes have equal ones. call: function, arguments and named
+    arguments, with recipes in the places of tensors. at: which of the results it is; None: the first
+    argument, which the call writes. writes: whether the call writes to what it is given. nbytes: of the
+    value."""
+
+    number: int
+    call: tuple[Callable[..., Any], Any, Any]
+    at: int | None
+    writes: bool
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __repr__(self) -> str:
+        return f"#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """Stands for a tensor of which no element is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _UnknownError(Exception):
+    """An argument is."""
+
+
+class Known:
+    """What is known of the tensors of one trace, whose exporter may run the forward several times."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._tensors: dict[int, tuple[Tensor, int, Recipe]] = {}
+        self._kept: dict[int, tuple[Tensor, Recipe | None]] = {}
+        self._answers: dict[tuple[int, Any], Any] = {}
+
+    def begin(self, others: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        """Before each run of the forward. others: (a tensor of this run, one of an earlier run that it stands
+        for)."""
+        stand_ins = []
+        for new, old in others:
+            self._kept.setdefault(id(old), (old, self.recipe(old)))
+            stand_ins.append((new, self._kept[id(old)][1]))
+        self._tensors.clear()
+        for new, recipe in stand_ins:
+            self._is(new, recipe)
+
+    def recipe(self, x: Tensor) -> Recipe | None:
+        """How a tensor is made of constants; None where it is not."""
+        found = self._tensors.get(id(x))
+        return found[2] if found is not None and found[1] == _version(x) else None
+
+    def number(self, x: Tensor) -> int | None:
+        """Equal for tensors that equal calls made of constants; None for all others."""
+        recipe = self.recipe(x)
+        return None if recipe is None else recipe.number
+
+    def same(self, x: Tensor, other: Tensor) -> None:
+        """The first tensor has the elements of the other."""
+        self._is(x, self.recipe(other))
+
+    def ask(self, x: Tensor, question: Callable[[Tensor], Answer]) -> Answer | None:
+        """The answer to a question about a tensor's elements (a function that gets a real tensor, on a
+        processor); None where they are not known."""
+        recipe = self.recipe(x)
+        if recipe is None:
+            return None
+        key = recipe.number, question
+        if key not in self._answers:
+            try:
+                with of_constants():
+                    self._answers[key] = question(_made_again(recipe))
+            except Exception:  # of a call that real tensors refuse, nothing is known
+                self._answers[key] = None
+        answer: Answer | None = self._answers[key]
+        return answer
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the call gives; step 1 for it."""
+        name = getattr(function, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = getattr(getattr(function, "__self__", None), "__name__", "")
+            if name not in TURNED:
+                if name in UNCOUNTED:
+                    self._tensors.clear()
+                return function(*args, **kwargs)
+        elif name in UNCOUNTED or writes_uncounted(function):
+            self._tensors.clear()
+        given: list[Tensor] = []
+        try:
+            frozen = self._frozen_call(name, args, kwargs, given)
+        except _UnknownError:
+            return function(*args, **kwargs)
+        before = [_version(x) for x in given]
+        made = function(*args, **kwargs)
+        writes = any(_version(x) != version for x, version in zip(given, before, strict=True))
+        call = (function, *frozen)
+        if name == "__setitem__" and isinstance(args[0], Tensor):
+            self._is(args[0], self._new(call, None, writes, args[0]))
+        for at, out in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
+            if isinstance(out, Tensor):
+                self._is(out, self._new(call, at, writes, out))
+        return made
+
+    def _is(self, x: Tensor, recipe: Recipe | None) -> None:
+        version = _version(x)
+        if recipe is not None and version is not None:
+            self._tensors[id(x)] = x, version, recipe
+        else:
+            self._tensors.pop(id(x), None)
+
+    def _new(self, call: tuple[Any, Any, Any], at: int | None, writes: bool, x: Tensor) -> Recipe:
+        number = self._numbers.setdefault((call[0], repr(call[1:]), at), len(self._numbers))
+        return Recipe(number, call, at, writes, x.numel() * x.element_size(), tuple(x.shape), x.dtype)
+
+    def _frozen_call(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[Tensor]
+    ) -> tuple[Any, Any]:
+        args = tuple(args)
+        blank: tuple[Any, ...] = ()
+        if name in LIKE and args and isinstance(args[0], Tensor):
+            blank, args = (_Blank(tuple(args[0].shape), args[0].dtype),), args[1:]
+        kind, items = self._frozen(args, given)
+        return (kind, (*blank, *items)), self._frozen(dict(kwargs), given)
+
+    def _frozen(self, value: Any, given: list[Tensor]) -> Any:
+        """The argument with recipes in the places of tensors, which `given` gets."""
+        if isinstance(value, Tensor):
+            recipe = self.recipe(value)
+            if recipe is None:
+                raise _UnknownError
+            given.append(value)
+            return recipe
+        if value is None or value is ... or isinstance(value, PLAIN):
+            return value
+        if type(value) is slice:
+            return slice, tuple(self._frozen(n, given) for n in (value.start, value.stop, value.step))
+        if type(value) in (tuple, list, torch.Size):
+            return type(value), tuple(self._frozen(item, given) for item in value)
+        if type(value) is dict:
+            return dict, tuple((key, self._frozen(item, given)) for key, item in value.items())
+        raise _UnknownError
+
+
+def _version(x: Tensor) -> int | None:
+    """How often a tensor's storage was written to; None of a tensor that does not count."""
+    try:
+        return x._version
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _made_again(recipe: Recipe) -> Tensor:
+    """Step 3. Raises NotConstantError where that makes too much, or something else."""
+    order: dict[int, Recipe] = {}
+    _needed(recipe, order)
+    if sum(one.nbytes for one in order.values()) > MOST_BYTES:
+        raise NotConstantError
+    values: dict[int, Tensor] = {}
+    for one in order.values():
+        function, args, kwargs = one.call
+        given = _thawed(args, values, one.writes)
+        made = function(*given, **_thawed(kwargs, values, one.writes))
+        value = given[0] if one.at is None else made if isinstance(made, Tensor) else made[one.at]
+        if tuple(value.shape) != one.shape or value.dtype != one.dtype or value.device.type != "cpu":
+            raise NotConstantError
+        values[one.number] = value
+    return values[recipe.number]
+
+
+def _needed(value: Any, order: dict[int, Recipe]) -> None:
+    """All recipes in an argument, those first of which others are made."""
+    if isinstance(value, Recipe):
+        if value.number not in order:
+            _needed(value.call[1:], order)
+            order[value.number] = value
+    elif isinstance(value, tuple):
+        for item in value:
+            _needed(item, order)
+
+
+def _thawed(value: Any, values: Mapping[int, Tensor], copies: bool) -> Any:
+    """The argument with real tensors in the places of recipes, copies of them for a call that writes."""
+    if isinstance(value, Recipe):
+        known = values[value.number]
+        return known.clone() if copies else known
+    if isinstance(value, _Blank):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if isinstance(value, str):
+        return "cpu" if _DEVICE.fullmatch(value) else value
+    if not isinstance(value, tuple):
+        return value
+    kind, items = value
+    if kind is dict:
+        return {key: _thawed(item, values, copies) for key, item in items}
+    thawed = [_thawed(item, values, copies) for item in items]
+    return slice(*thawed) if kind is slice else kind(thawed)

@@ -1,0 +1,235 @@
+"""A program on several meshes while it is traced: one rank's part of all stages, in one process.
+
+1. This process stands at the first place of every mesh, so that all stages compute here, on the part of
+   tensor-parallel rank 0. Parameters and buffers are tensors on their meshes, made of plain parts; the
+   gradient of a part is brought to the parameter's placement.
+2. Placements change with collectives of the axis tp (`stretto.capturing.redistribute`), wherever DTensor or
+   the program changes them.
+3. A `reshard` to another mesh is three things: placements change on the first mesh to what crosses; the
+   border, at which execution goes on at the other; placements change there to what is wanted. Rank i of
+   the one mesh sends to rank i of the other, and the gradient goes the same way back.
+4. The loss becomes whole on every rank of the last mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from stretto.capturing.calls_adapter import replaced
+from stretto.capturing.redistribute import check_placement, message, redistributed
+from stretto.errors import UsageError
+from stretto.ir.program import Shard
+from stretto.parallelize.tensor import AXIS, TensorParallel
+from stretto.tensor.captured import capturing
+from stretto.tensor.clip import layout_on
+from stretto.tensor.dtensor_adapter import Spec, local_of, new_spec, outside_modes, spec_of
+from stretto.tensor.errors import tensor_name
+from stretto.tensor.global_tensor import GlobalTensor, global_tensor
+from stretto.tensor.reshard.arguments import checked_placements
+from stretto.tensor.tracing_adapter import redistributing, standing_first
+
+
+@dataclass(frozen=True, slots=True)
+class OnMeshes:
+    """Where a model lies. meshes: of each stage, all of one size; places, placements: parameter or buffer
+    name -> its stage, and how it lies on that stage's mesh."""
+
+    meshes: tuple[DeviceMesh, ...]
+    places: Mapping[str, int]
+    placements: Mapping[str, Placement]
+
+    @property
+    def size(self) -> int:
+        """Ranks of each mesh."""
+        return int(self.meshes[0].size())
+
+    def place(self, mesh: DeviceMesh) -> int:
+        """The stage of a mesh to which the program reshards. Raises UsageError for a mesh of no parameter."""
+        with outside_modes():
+            ranks = ranks_of(mesh)
+        for stage, own in enumerate(self.meshes):
+            if ranks_of(own) == ranks:
+                return stage
+        raise UsageError(
+            f"the captured program reshards to a mesh of ranks {list(ranks)}, on which no parameter "
+            "lies: stages are the meshes of parameters"
+        )
+
+    def tensor_parallel(self, model: nn.Module) -> TensorParallel | None:
+        """What is spread along the axis tp; None for meshes of one rank."""
+        if self.size == 1:
+            return None
+        shards = {
+            name: Shard(AXIS, placement.dim)  # type: ignore[attr-defined]
+            for name, _ in model.named_parameters(remove_duplicate=False)
+            if not (placement := self.placements[name]).is_replicate()
+        }
+        return TensorParallel(self.size, {}, shards)
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """All ranks of a mesh."""
+    return tuple(layout_on(mesh, (Replicate(),) * mesh.ndim).ranks)
+
+
+class MeshProgram:
+    """What stands for `stretto.shard`, `reshard` and `local` while the program is traced.
+
+    border: is told the stage at which execution goes on.
+    """
+
+    def __init__(self, on: OnMeshes, border: Callable[[int], None]) -> None:
+        self._on = on
+        self._border = border
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Steps 1 and 2, while the context lasts."""
+        with standing_first(self._on.meshes), redistributing(redistributed), capturing(self):
+            yield
+
+    def state(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Step 1: while the context lasts, the model's plain parts are tensors on meshes."""
+        return replaced(model, self._from_part)
+
+    def _from_part(self, name: str, part: Tensor) -> Tensor:
+        mesh, placement = self._on.meshes[self._on.places[name]], self._on.placements[name]
+        shape = list(part.shape)
+        stride: Sequence[int] = part.stride()
+        if not placement.is_replicate() and self._on.size > 1:
+            shape[placement.dim] *= self._on.size  # type: ignore[attr-defined]
+            stride = torch.empty(shape, device="meta").stride()
+        spec = new_spec(mesh, (placement,), shape, stride, part.dtype)
+        return _entered(part, spec)
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Step 4; a plain loss stays what it is."""
+        return self.local(self.redistribute(loss, (Replicate(),))) if isinstance(loss, DTensor) else loss
+
+    # What the program calls.
+
+    def shard(self, tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> GlobalTensor:
+        """A plain tensor, which all ranks have, as one on a mesh."""
+        if isinstance(tensor, DTensor):
+            raise UsageError(
+                f"shard of {tensor_name(tensor)}: it is on a mesh already; use stretto.reshard(x, mesh, "
+                "placements)"
+            )
+        own = self._on.meshes[self._on.place(mesh)]
+        wanted = [Replicate()] if placements is None else placements
+        wanted = checked_placements(f"shard of {tensor_name(tensor)}", tuple(tensor.shape), mesh, wanted)
+        whole = new_spec(own, (Replicate(),), tensor.shape, tensor.stride(), tensor.dtype)
+        return self.redistribute(_entered(tensor, whole), wanted)
+
+    def reshard(self, x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> GlobalTensor:
+        """Step 3."""
+        stage = self._on.place(mesh)
+        own = self._on.meshes[stage]
+        if not isinstance(x, DTensor):
+            self._border(stage)
+            return self.shard(x, mesh, placements)
+        (new,) = checked_placements(f"reshard of {tensor_name(x)}", tuple(x.shape), mesh, placements)
+        if own == x.device_mesh:
+            return self.redistribute(x, (new,))
+        (old,) = x.placements
+        for placement in (old, new):
+            check_placement(tensor_name(x), x.shape, placement, self._on.size)
+        crossing = message(old, new, x.shape, self._on.size)
+        left = _moved(x, crossing)
+        self._border(stage)
+        return _arrived(left, own, new, _whole(old))
+
+    def redistribute(self, x: DTensor, placements: Sequence[Placement]) -> GlobalTensor:
+        """Other placements on the tensor's own mesh."""
+        (new,) = placements
+        check_placement(tensor_name(x), x.shape, new, self._on.size)
+        return _moved(x, new)
+
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's part; a plain tensor is whole on every rank."""
+        return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _whole(placement: Placement) -> Placement:
+    """The placement of a tensor's gradient: an addend's is that of the sum."""
+    return Replicate() if placement.is_partial() else placement
+
+
+def _on(spec: Spec, placement: Placement, mesh: DeviceMesh | None = None) -> Spec:
+    """The same tensor, placed otherwise."""
+    meta = spec.tensor_meta
+    assert meta is not None, "it is the description of a tensor"
+    return new_spec(spec.mesh if mesh is None else mesh, (placement,), meta.shape, meta.stride, meta.dtype)
+
+
+def _placed(x: DTensor, placement: Placement) -> GlobalTensor:
+    spec = _on(spec_of(x), placement)
+    return global_tensor(redistributed(local_of(x), spec_of(x), spec), spec)
+
+
+class _Pair(torch.autograd.Function):
+    """A function, and the one that its gradient goes through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
+        ctx.set_materialize_grads(False)
+        ctx.back = back
+        found: GlobalTensor = there(x)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> Any:
+        return None if gradient is None else ctx.back(gradient), None, None
+
+
+def _pair(x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
+    made: GlobalTensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return made
+
+
+def _entered(part: Tensor, spec: Spec) -> GlobalTensor:
+    """A plain part as a tensor on a mesh."""
+    (placement,) = spec.placements
+    return _pair(
+        part,
+        lambda part: global_tensor(part.detach(), spec),
+        lambda gradient: local_of(_placed(gradient, placement)),
+    )
+
+
+def _moved(x: DTensor, placement: Placement) -> GlobalTensor:
+    """Another placement on the same mesh; the gradient goes back to the one before."""
+    (old,) = x.placements
+
+    def there(x: DTensor) -> GlobalTensor:
+        found = _placed(x, placement)
+        # Detached for the mark: a backward op is in the stage of the forward op that it derives.
+        return global_tensor(local_of(found).detach(), spec_of(found))
+
+    return _pair(x, there, lambda gradient: _placed(gradient, _whole(old)))
+
+
+def _arrived(x: GlobalTensor, mesh: DeviceMesh, placement: Placement, home: Placement) -> GlobalTensor:
+    """What has crossed, on the other mesh. home: the placement that the gradient has when it is back."""
+    first = x.device_mesh
+
+    def there(x: GlobalTensor) -> GlobalTensor:
+        (crossed,) = x.placements
+        return _placed(global_tensor(local_of(x).detach(), _on(spec_of(x), crossed, mesh)), placement)
+
+    def back(gradient: DTensor) -> GlobalTensor:
+        (held,) = gradient.placements
+        crossing = message(held, home, gradient.shape, gradient.device_mesh.size())
+        leaving = _placed(gradient, crossing)
+        return global_tensor(local_of(leaving), _on(spec_of(leaving), crossing, first))
+
+    return _pair(x, there, back)

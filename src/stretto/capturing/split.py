@@ -1,0 +1,231 @@
+"""Which stage an op belongs to: cut the forward into contiguous stages, and let the backward follow.
+
+1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that
+   begins a stage. By name: the segment in which the named module is entered. By a text of stages: where
+   its layers are entered (`stretto.capturing.layers`); stages that begin with one segment hold nothing but
+   the last of them. Automatic: cuts that make stages, and the sums of ranks with several,
+   as even as can be, a message counted as part of its stage.
+2. A forward op is in the stage of its segment. A backward op is in the stage of the forward op that
+   it derives; a sum of gradients where its last part arises, which is the lowest of its parts' stages.
+3. What neither depends on parameters nor draws at random, and is cheap beside a message (masks, rotary
+   tables), belongs to every stage that uses it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from torch import nn
+
+from stretto.capturing.layers import stage_cuts
+from stretto.capturing.trace import Traced
+from stretto.config.stage_text import read_stages
+from stretto.errors import UsageError, meant
+from stretto.ir.balance import cut_chain, even_ranks
+from stretto.ir.program import STARTS, WAIT, Op
+
+BYTE_FLOPS = 10.0
+"""Flops that take as long as moving one byte of memory. Assumed: between a CPU core (80 GFLOP/s over
+10 GB/s) and an accelerator (990 TFLOP/s over 3.35 TB/s is 300); only the balance of stages depends on it."""
+
+MESSAGE_BYTE_FLOPS = 1000.0
+"""The same for a byte sent to another rank. Assumed: 80 GFLOP/s over 1 Gbit/s is 640, 990 TFLOP/s over
+400 Gbit/s is 20,000, most of it hidden. It keeps cuts at places where little crosses."""
+
+FREE_FLOPS_PER_BYTE = 50.0
+"""A value is made again in each stage that uses it when that costs fewer flops for each of its bytes."""
+
+MAX_CANDIDATES = 512
+"""Places considered by the automatic cut, the ones with the least traffic first; the search is quadratic."""
+
+Placement = Mapping[str, tuple[int, ...]]
+"""Op name -> the stages that compute it (several for cheap shared values)."""
+
+
+def op_cost(op: Op) -> float:
+    """A rough cost in flops: arithmetic, or memory traffic of the result (a read and a write)."""
+    return 0.0 if op.alias is not None else max(float(op.flops), BYTE_FLOPS * 2.0 * op.nbytes)
+
+
+def split(
+    traced: Traced, stages: int, how: str | Sequence[str] = "auto", ranks: Sequence[int] | None = None
+) -> Placement:
+    """Assign every op to a stage.
+
+    how: "auto"; the names of the modules that begin stages 1, 2, ... in the order of execution; or a text of
+    stages (`stretto.config.stage_text`).
+    ranks: the pipeline rank of each stage, where that is known; "auto" gives ranks with several even work.
+
+    Raises UsageError for names that do not exist, are never called, are out of order, or do not make
+    `stages` stages, and for a text that has other layers than the model.
+    """
+    if stages < 1:
+        raise UsageError(f"a model needs at least one stage, not {stages}")
+    if how == "auto":
+        cuts = _auto_cuts(traced, stages, _free(traced), ranks)
+    elif isinstance(how, str):
+        cuts = _cuts_of_text(traced, stages, how)
+    else:
+        cuts = _named_cuts(traced, stages, how)
+    return place(traced, stages, cuts)
+
+
+def check_split(model: nn.Module, how: str | Sequence[str]) -> None:
+    """Before the model is traced: raises UsageError for a name that none of its modules has."""
+    names = () if isinstance(how, str) else how
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in names:
+        if name not in modules:
+            near = meant(name, modules, "; {}")
+            raise UsageError(f"split names the module {name!r}, which the model does not have{near}")
+
+
+def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = True) -> Placement:
+    """Steps 2 and 3, for given cuts: the segments that begin stages 1, 2, ..., ascending.
+
+    buffers: whether every stage has all buffers, so that what is made of them can be made anywhere.
+    """
+    free = _free(traced, buffers)
+    assert len(cuts) == stages - 1, "each stage but the first has where it begins"
+    placed: dict[str, int] = {}
+    backward: set[str] = set()
+    last = bisect_right(cuts, len(traced.segments) - 1)  # that holds anything
+    for item in traced.ops:
+        stage = last if item.segment is None else bisect_right(cuts, item.segment)
+        if item.backward:
+            # A gradient flows down the stages; what sums parts of several waits for the lowest.
+            stage = min([stage, *(placed[name] for name in item.op.uses if name in backward)])
+            backward.add(item.op.name)
+        placed[item.op.name] = stage
+    return _share(traced, placed, free)
+
+
+def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
+    """Step 1, by name: the first segment of each named module, without that of stage 0."""
+    first: dict[str, int] = {}
+    for segment, module in enumerate(traced.segments):
+        first.setdefault(module, segment)
+    found: list[int] = []
+    for name in names:
+        if name not in first:
+            hint = meant(name, first, "; {}")
+            raise UsageError(f"split names the module {name!r}, which the forward never enters{hint}")
+        found.append(first[name])
+    if found != sorted(set(found)):
+        raise UsageError(f"split must name modules in the order of execution, each once: {', '.join(names)}")
+    if len(found) != stages - 1:
+        raise UsageError(
+            f"split names {len(names)} modules, which makes {len(found) + 1} stages, but the pipeline has "
+            f"{stages}: name the modules that begin stages 1 to {stages - 1}"
+        )
+    return found
+
+
+def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
+    """Step 1, by a text of stages."""
+    try:
+        found = read_stages(text)
+    except ValueError as error:
+        raise UsageError(f"split = {error}") from None
+    if len(found.of) != stages:
+        raise UsageError(f"split = {text!r} has {len(found.of)} stages, but the pipeline has {stages}")
+    return stage_cuts(traced.name, traced.segments, traced.layers, found)
+
+
+def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequence[int] | None) -> list[int]:
+    """Step 1, automatic: stages, and ranks with several, of as equal cost as places to cut allow."""
+    if stages == 1:
+        return []
+    count = len(traced.segments)
+    load = [0.0] * count
+    last_use: dict[str, int] = {}
+    for item in traced.ops:
+        if item.segment is not None:
+            load[item.segment] += op_cost(item.op)
+            if not item.backward:
+                for name in item.op.uses:
+                    last_use[name] = max(last_use.get(name, 0), item.segment)
+    # Bytes that cross a cut before segment k: values made before it and used at it or after.
+    change = [0] * (count + 1)
+    roots: dict[str, str] = {}
+    crossing_until: dict[str, int] = {}
+    made: dict[str, int] = {}
+    size: dict[str, int] = {}
+    for item in traced.ops:
+        if item.backward or item.segment is None or item.op.name in free:
+            continue
+        op = item.op
+        roots[op.name] = op.alias if op.alias is not None and op.alias in made else op.name
+        root = roots[op.name]
+        made.setdefault(root, item.segment)
+        size.setdefault(root, sum(spec.nbytes for spec in op.outputs if spec is not None))
+        crossing_until[root] = max(crossing_until.get(root, 0), last_use.get(op.name, 0))
+    for root, segment in made.items():
+        if crossing_until[root] > segment:
+            change[segment + 1] += size[root]
+            change[crossing_until[root] + 1] -= size[root]
+    crossing = list(accumulate(change))
+    total = list(accumulate(load, initial=0.0))
+    places = [k for k in range(1, count) if 0.0 < total[k] < total[count] and crossing[k] > 0]
+    # Of places with the same work before them, the last is the one where a module begins.
+    places = list({total[k]: k for k in places}.values())
+    if len(places) < stages - 1:
+        raise UsageError(
+            f"the model has {len(places) + 1} parts that can be stages, fewer than the {stages} asked for; "
+            "use fewer pipeline stages"
+        )
+    if len(places) > MAX_CANDIDATES:
+        places = sorted(sorted(places, key=lambda k: crossing[k])[: max(MAX_CANDIDATES, stages)])
+    ends = [0, *places, count]
+    until = [total[end] for end in ends]
+    border = [0.0, *(MESSAGE_BYTE_FLOPS * crossing[place] for place in places), 0.0]
+
+    def stage_cost(first: int, end: int, _: int) -> float:
+        return until[end] - until[first] + border[first] + border[end]
+
+    cuts = cut_chain(until, stages, stage_cost)
+    assert cuts is not None, "there are enough places"
+    if ranks is not None and len(set(ranks)) < stages:
+        cuts = even_ranks(cuts, until, border, ranks)
+    return [ends[cut] for cut in cuts]
+
+
+def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
+    """Step 3: values that depend on no parameter, no tangent and no draw, at little cost."""
+    free: set[str] = set()
+    spent: dict[str, float] = {}
+    # A buffer that the model writes is up to date in one stage only.
+    given = {f"buffer/{name}" for name, (_, update) in traced.buffers.items() if buffers and update is None}
+    for item in traced.ops:
+        op = item.op
+        inputs = [n for n in op.uses if not n.startswith(("batch/", "const/")) and n not in given]
+        if (
+            item.backward
+            or op.random
+            or op.target in (*STARTS, WAIT)
+            or any(name not in free for name in inputs)
+        ):
+            continue
+        flops = float(op.flops) + sum(spent[name] for name in inputs)
+        if flops <= FREE_FLOPS_PER_BYTE * sum(s.nbytes for s in op.outputs if s is not None):
+            free.add(op.name)
+            spent[op.name] = flops
+    return frozenset(free)
+
+
+def _share(traced: Traced, placed: Mapping[str, int], free: frozenset[str]) -> Placement:
+    """Free ops go to all stages that use them; the loss and other roots keep their own."""
+    stages: dict[str, set[int]] = defaultdict(set)
+    kept = {traced.loss, *(update for _, update in traced.buffers.values() if update is not None)}
+    kept |= {one.value for one in traced.seen}
+    for item in reversed(traced.ops):
+        name = item.op.name
+        if name not in free or name in kept or not stages[name]:
+            stages[name].add(placed[name])
+        for used in item.op.uses:
+            if used in free:
+                stages[used] |= stages[name]
+    return {item.op.name: tuple(sorted(stages[item.op.name])) for item in traced.ops}

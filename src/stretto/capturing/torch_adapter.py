@@ -1,0 +1,348 @@
+"""The room of capture that knows PyTorch's private corners (2.11 to 2.13), with `torch_state_adapter`.
+
+What it uses, so that the next release breaks this file alone, with a test for each:
+
+    torch._functorch.aot_autograd.aot_export_joint_with_descriptors   forward and backward as one graph
+    torch._functorch._aot_autograd.descriptors                        what each input and output means
+    torch._subclasses.fake_tensor.FakeTensorMode                      tensors without storage
+    torch.fx.traceback.current_meta                                   marks that reach the backward nodes
+    torch._ops.OpOverload and its _schema                             what is an op, which results are views
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._functorch._aot_autograd import descriptors as described
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stretto.backend.observe_adapter import watched
+from stretto.batch.loss import Loss, loss_and_count
+from stretto.capturing.calls_adapter import OpsSeen, buffers_in_place, replaced
+from stretto.capturing.carried import Calls
+from stretto.capturing.explain import at_fault
+from stretto.capturing.float32_losses import LossesInFloat32, in_float32
+from stretto.capturing.graphs import JointGraph
+from stretto.capturing.hooks_adapter import hooks_that_change
+from stretto.capturing.known import Known
+from stretto.capturing.masks import masks_recognised
+from stretto.capturing.mesh_program import MeshProgram, OnMeshes
+from stretto.capturing.read import Reads
+from stretto.capturing.repeat import Layers, NotRepeatedError
+from stretto.capturing.torch_state_adapter import tracing_state
+from stretto.errors import CaptureError
+from stretto.parallelize.alone import Beside
+from stretto.parallelize.unseen import CHUNK, OWN
+
+SEGMENT = "stretto_segment"
+"""The annotation's key. Its value counts how often execution entered or left a module so far."""
+
+CALL = "stretto_call"
+"""Likewise, for the call that made a node (`stretto.parallelize.alone` numbers them)."""
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shape, dtype and device, and no storage."""
+    return FakeTensorMode()
+
+
+def fake_state(
+    module: nn.Module,
+    mode: FakeTensorMode,
+    device: torch.device,
+    param_dtype: torch.dtype | None,
+    parts: Mapping[int, tuple[int, ...]] | None = None,
+) -> AbstractContextManager[None]:
+    """Put fake tensors on `device` in the place of all parameters and buffers while the context lasts.
+
+    Ties stay ties. The originals, of whatever device ("meta" too), are put back untouched.
+    param_dtype: dtype of the fake floating-point parameters; None keeps theirs.
+    parts: id of a parameter -> the shape of the part of it that a rank holds.
+    """
+    shapes = parts or {}
+
+    def fake(_name: str, tensor: torch.Tensor) -> torch.Tensor:
+        parameter, dtype = isinstance(tensor, nn.Parameter), tensor.dtype
+        if parameter and param_dtype is not None and dtype.is_floating_point:
+            dtype = param_dtype
+        with mode:
+            if id(tensor) in shapes:
+                made = torch.empty(shapes[id(tensor)], dtype=dtype, device=device)
+            else:
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
+            return nn.Parameter(made, requires_grad=tensor.requires_grad) if parameter else made
+
+    return replaced(module, fake)
+
+
+class _Segments:
+    """Numbers the stretches of execution between entering and leaving modules, as annotations on nodes.
+
+    The annotation is written straight into the tracer's current metadata: segments follow one another and
+    do not nest, so `annotate` contexts would have to be left and entered at every module's door.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.borders: dict[int, int] = {}
+        self._running: list[str] = []
+        self._called: set[str] = set()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """One run of the forward, from segment 0; nothing outside it is annotated."""
+        self.names.clear()
+        self.borders.clear()
+        self._running.clear()
+        self._called.clear()
+        try:
+            self._switch()
+            yield
+        except Exception as error:
+            at_fault(error, self._running[-1] if self._running else "", self._called)
+            raise
+        finally:
+            fx_traceback.current_meta.pop("custom", None)
+
+    @contextmanager
+    def hooks(self, module: nn.Module) -> Iterator[None]:
+        handles = []
+        for name, sub in module.named_modules():
+
+            def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
+                self._running.append(name)
+                self._called.add(name)
+                self._switch()
+
+            def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+                self._running.pop()
+                self._switch()
+
+            handles.append(sub.register_forward_pre_hook(enter, prepend=True))
+            handles.append(sub.register_forward_hook(leave))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Number stretches in which nothing is executed, and go on in the last of them."""
+        self.names.extend(names)
+        self._mark()
+
+    def border(self, place: int) -> None:
+        """Execution goes on at another mesh."""
+        self._switch()
+        self.borders.setdefault(place, len(self.names) - 1)
+
+    def _switch(self) -> None:
+        self.names.append(self._running[-1] if self._running else "")
+        self._mark()
+
+    def _mark(self) -> None:
+        fx_traceback.current_meta["custom"] = {SEGMENT: len(self.names) - 1}
+
+
+def mark_call(number: int | None) -> None:
+    """Nodes that are made from now on belong to this call; None: to no call."""
+    custom = fx_traceback.current_meta.get("custom")
+    if custom is not None:
+        kept = {key: value for key, value in custom.items() if key != CALL}
+        fx_traceback.current_meta["custom"] = kept if number is None else {**kept, CALL: number}
+
+
+Leaves = Sequence[torch.Tensor]
+
+
+class _Step(nn.Module):
+    """Model and loss as one module whose inputs are the microbatch's tensors. run: (buffers, leaves) -> its
+    results."""
+
+    def __init__(self, model: nn.Module, run: Callable[[Mapping[str, Any], Leaves], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+
+    def forward(self, *leaves: torch.Tensor) -> Any:
+        return self._run(self._buffers, leaves)
+
+
+def _check_loss(loss: torch.Tensor, function: Loss) -> None:
+    """Raises CaptureError for a loss that has no gradient."""
+    code = getattr(function, "__code__", None)
+    where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+    if loss.is_complex():
+        raise CaptureError(f"the loss{where} is a complex number: return a real one")
+    if not loss.requires_grad:
+        raise CaptureError(
+            f"the loss{where} does not depend on any parameter that requires a gradient (all are "
+            "frozen, or it is computed under torch.no_grad, of detached values or of whole numbers)"
+        )
+
+
+def export_joint(
+    model: nn.Module,
+    loss: Loss,
+    rebuild: Callable[[Sequence[torch.Tensor]], Any],
+    leaves: Sequence[torch.Tensor],
+    mode: FakeTensorMode,
+    layers: Layers | None = None,
+    meshes: OnMeshes | None = None,
+    beside: Beside | None = None,
+    float32_losses: bool = False,
+) -> tuple[JointGraph, Reads]:
+    """Forward, loss and backward of one microbatch as one functional graph, and what of Python they read. All
+    tensors are fake.
+
+    layers: the equal layers that are not all traced; `stretto.capturing.expand` then gives the whole graph.
+    meshes: where a program on several meshes lies.
+    beside: compares the calls of a spread model with those of the model alone. float32_losses: whether
+    losses of half precision are taken in float32 (`stretto.capturing.float32_losses`).
+    """
+    segments = _Segments()
+    program = None if meshes is None else MeshProgram(meshes, segments.border)
+    calls = Calls(model, loss, () if layers is None else layers.calls)
+    values = Known()
+    number: float | None = None
+
+    def run(left: Mapping[str, Any], given: Leaves) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        nonlocal number
+        if layers is not None:
+            layers.begin(segments, values)
+        with (
+            calls.one(left),
+            nullcontext() if program is None else program.state(model),
+            segments.forward(),
+            watched(),
+            buffers_in_place(model),
+            nullcontext() if beside is None else beside.forward(),
+            LossesInFloat32() if float32_losses else nullcontext(),
+            masks_recognised(values, calls.stand_ins(left)),
+            OpsSeen() as seen,
+        ):
+            value, count = loss_and_count(loss(model, rebuild(given)), loss)
+            if seen.infos and layers is not None:
+                raise NotRepeatedError("a layer asks for more than it returns")
+            value = seen.not_a_number(in_float32(value) if float32_losses else value)
+            if program is not None:
+                value = program.loss(value)
+                count = program.loss(count) if isinstance(count, torch.Tensor) else count
+        _check_loss(value, loss)
+        if isinstance(count, torch.Tensor):
+            return value.reshape(()), count.reshape(()) if count.dim() else count
+        number = count
+        return value.reshape(())
+
+    step = _Step(model, run)
+
+    def export(left: Mapping[str, torch.Tensor]) -> JointGraph:
+        for name, tensor in left.items():
+            step.register_buffer(name, tensor)
+        with ExitStack() as stack:
+            # PyTorch traces the backward in anomaly mode. Whatever is raised there, Ctrl-C too, it then calls
+            # an error of an op "with the traceback of its forward", which here is empty.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "Error detected in ")
+            joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
+        return _joint(joint.graph_module, segments, number)
+
+    with (
+        torch.enable_grad(),  # whatever the caller switched off, there is a backward to capture
+        mode,
+        tracing_state(),
+        fx_traceback.preserve_node_meta(),
+        segments.hooks(model),
+        nullcontext() if beside is None else beside.installed(),
+        nullcontext() if layers is None else layers.installed(),
+        nullcontext() if program is None else program.installed(),
+        hooks_that_change(model),
+        calls,
+    ):
+        joint = export({})
+        known = [] if layers is None else list(layers.calls)
+        calls.check(joint, export, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype))
+        if layers is not None:
+            layers.calls[:] = known
+    return joint, calls.reads
+
+
+def _joint(module: torch.fx.GraphModule, segments: _Segments, count: float | None) -> JointGraph:
+    inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        inputs[node] = _input(node.meta["desc"])
+    (output,) = module.graph.find_nodes(op="output")
+    outputs = [
+        (*_output(desc), node)
+        for desc, node in zip(output.meta["desc"], output.args[0], strict=True)
+        if desc is not None
+    ]
+    return JointGraph(module, inputs, outputs, list(segments.names), dict(segments.borders), count)
+
+
+def _plain(name: str) -> str:
+    """Names without the wrapper's own prefix."""
+    return name.removeprefix("model.")
+
+
+def _input(desc: Any) -> tuple[str, str | int]:
+    if isinstance(desc, described.ParamAOTInput):
+        return "param", _plain(desc.target)
+    if isinstance(desc, described.BufferAOTInput):
+        return "buffer", _plain(desc.target)
+    if isinstance(desc, described.PlainAOTInput):
+        return "batch", desc.idx
+    if isinstance(desc, described.TangentAOTInput):
+        return "tangent", ""
+    raise CaptureError(f"the graph has an input of a kind that is not supported: {desc}")
+
+
+def _output(desc: Any) -> tuple[str, str]:
+    if isinstance(desc, described.PlainAOTOutput):
+        return ("loss", "count")[desc.idx], ""
+    if isinstance(desc, described.GradAOTOutput):
+        kind, name = _input(desc.grad_of)
+        return ("grad", str(name)) if kind == "param" else ("input grad", str(name))
+    if isinstance(desc, described.InputMutationAOTOutput):
+        kind, name = _input(desc.mutated_input)
+        if kind == "batch":
+            raise CaptureError(
+                f"the model writes into the batch in place (tensor {int(name) + 1} of it); "
+                "let it write into a copy (x = x.clone())"
+            )
+        if kind != "buffer":
+            raise CaptureError(
+                f"the model writes into its {kind} {name!r} in the forward (nn.Embedding with max_norm does "
+                "so, too): write into a copy, or into a buffer"
+            )
+        return "update", str(name)
+    raise CaptureError(f"the graph has an output of a kind that is not supported: {desc}")
+
+
+def call_of(node: torch.fx.Node) -> int | None:
+    """The number of the call that made the node, if one did."""
+    custom = node.meta.get("custom")
+    return custom.get(CALL) if custom else None
+
+
+def chunk_of(node: torch.fx.Node) -> int | None:
+    """The number of the chunk of a sequence that the node is of, if it is of one."""
+    return (node.meta.get("custom") or {}).get(CHUNK)
+
+
+def is_own(node: torch.fx.Node) -> bool:
+    """Whether the node belongs to the library's own code (`stretto.parallelize.unseen.own_code`)."""
+    return bool((node.meta.get("custom") or {}).get(OWN))
+
+
+def segment_of(node: torch.fx.Node) -> int | None:
+    """The segment whose code made the node, forward or backward; None for sums of gradients."""
+    custom = node.meta.get("custom")
+    return custom.get(SEGMENT) if custom else None

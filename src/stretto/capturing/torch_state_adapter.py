@@ -1,0 +1,189 @@
+"""PyTorch's global state while a model is traced, and back as it was when that is over.
+
+Like `torch_adapter`, a room for private corners of PyTorch (2.11 to 2.13):
+
+    torch.compiler._is_compiling_flag, _is_exporting_flag   what `torch.export` tells model code
+    torch._C._set_mkldnn_enabled                            recurrent layers as plain ops
+    torch.utils.checkpoint._checkpoint_hook                 whether the model asks to recompute
+    torch.autograd.Function.apply                           what runs a backward within a backward
+    torch._library.simple_registry.singleton                checks that the exporter would make inputs for
+    torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_*  what a failed transform leaves switched off
+    loggers of torch._functorch and torch._subclasses       tracebacks of the exporter's own
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.utils.checkpoint
+from torch._library import simple_registry
+
+from stretto.capturing.explain import INTERNAL
+from stretto.errors import CaptureError
+
+
+@contextmanager
+def tracing_state() -> Iterator[None]:
+    """Everything that this room sets, for as long as the context lasts."""
+    with (
+        _transforms_ended(),
+        _checkpoints_told(),
+        _no_inner_backward(),
+        _exporting(),
+        _plain_ops(),
+        _checks_dropped(),
+    ):
+        yield
+
+
+@contextmanager
+def _transforms_ended() -> Iterator[None]:
+    """A transform of `torch.func` that fails within PyTorch has guards in its frames, which switch autograd
+    off for good when the frames are freed: they are freed here, and what is switched off is as it was."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        try:
+            yield
+        except RuntimeError as error:
+            if INTERNAL in str(error):
+                traceback.clear_frames(error.__traceback__)
+            raise
+
+
+@contextmanager
+def _checks_dropped() -> Iterator[None]:
+    """Let the exporter drop checks of values by `torch.linalg`, which have effects in newer releases, and for
+    which it makes tokens, inputs of the graph. What they check is seen by `calls_adapter.OpsSeen`."""
+    entry = simple_registry.singleton.find("aten::_linalg_check_errors")
+    holder: Any = getattr(entry, "effect", None)
+    if holder is None or holder.effect is None:
+        yield
+        return
+    kept = holder.effect
+    holder.register(None)
+    try:
+        yield
+    finally:
+        holder.register(kept)
+
+
+@contextmanager
+def _exporting(told: bool = True) -> Iterator[None]:
+    """Tell model code that it is being exported, as `torch.export` does: models (Hugging Face's among them)
+    ask `torch.compiler.is_compiling()` before they look at the values of tensors."""
+    flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = told
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
+
+
+def not_exporting() -> AbstractContextManager[None]:
+    """Tell code that it is not, where it cannot look at the values of tensors."""
+    return _exporting(told=False)
+
+
+@contextmanager
+def _plain_ops() -> Iterator[None]:
+    """Keep the exporter's log out of the user's terminal, compiled code eager, and oneDNN's recurrent layers,
+    which save nothing for their backward when they run without autograd, in their plain form."""
+    loggers = [logging.getLogger(name) for name in ("torch._functorch", "torch._subclasses.fake_tensor")]
+    levels = [logger.level for logger in loggers]
+    mkldnn = torch._C._get_mkldnn_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _checkpoints_told() -> Iterator[None]:
+    """Warn once when the model asks for activation checkpointing, of which a graph keeps no trace."""
+    hook = torch.utils.checkpoint._checkpoint_hook
+    enter = hook.__init__
+    asked: list[bool] = []
+
+    def noted(self: Any, frame: Any) -> None:
+        asked.append(True)
+        enter(self, frame)
+
+    hook.__init__ = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        hook.__init__ = enter  # type: ignore[method-assign]
+        if asked:
+            warnings.warn(
+                "the model asks for activation checkpointing (torch.utils.checkpoint), which has no effect: "
+                "activations are kept from the forward to the backward, and the plan's peak memory counts "
+                "them. Give recompute='full', 'selective' or a limit to Parallel (parallel.recompute in "
+                "a settings file) instead",
+                stacklevel=2,
+            )
+
+
+_BACKWARD = torch.autograd.backward
+
+
+@contextmanager
+def _no_inner_backward() -> Iterator[None]:
+    """Refuse code that runs a backward of its own: what it adds to `.grad` is no part of any graph.
+
+    Functions that do so in their backward, as re-entrant checkpointing does, are refused where they are
+    called: nothing calls their backward while the graph is made if they are given what needs no gradient but
+    by `requires_grad_`, and the gradients of all that is in them would be lost.
+    """
+    backward, function = torch.autograd.backward, torch.autograd.Function
+    apply = function.__dict__["apply"]
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise CaptureError(
+            "the code runs a backward of its own, whose gradients no plan has: let loss(model, microbatch) "
+            "return the loss, of which capture makes the backward, and take gradients within it by "
+            "torch.autograd.grad"
+        )
+
+    def applied(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        if _runs_backward(kind.backward):
+            ours = issubclass(kind, torch.utils.checkpoint.CheckpointFunction)
+            what = (
+                "torch.utils.checkpoint with use_reentrant=True" if ours else f"the function {kind.__name__}"
+            )
+            how = "give use_reentrant=False" if ours else "call what it wraps as it stands"
+            raise CaptureError(
+                f"{what} runs a backward of its own within the backward, whose gradients no plan has: {how}; "
+                "what is computed again is for recompute='full', 'selective' or a limit of Parallel to say"
+            )
+        return apply.__func__(kind, *args, **kwargs)
+
+    torch.autograd.backward = refuse
+    function.apply = classmethod(applied)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        function.apply = apply  # type: ignore[method-assign]
+
+
+def _runs_backward(method: Any) -> bool:
+    """Whether a function's code names PyTorch's backward, or computes again and calls one."""
+    found = inspect.unwrap(method)
+    code = getattr(found, "__code__", None)
+    if code is None:
+        return False
+    named = any(found.__globals__.get(name) is _BACKWARD for name in code.co_names)
+    return named or ("backward" in code.co_names and bool({"autograd", "enable_grad"} & {*code.co_names}))

@@ -1,5 +1,0 @@
-"""Check: a layout's step against the plain model, and which part of the layout makes the difference."""
-
-from stretto.check.compare import Check, check
-
-__all__ = ["Check", "check"]

@@ -1,0 +1,333 @@
+"""Check: does the step that a layout makes of a model compute what the plain model computes?
+
+Nothing proves that a plan of tensor parallelism means what its author thinks: a fused matrix that is called
+`colwise` trains another model, and no message is missing. So the step is run, once, and compared.
+
+    1. The model is copied in float64; rounding then is far below any mistake. What draws random numbers
+       while it trains is put into evaluation.
+    2. The plain model: loss and gradients of every microbatch, one after the other.
+    3. The same batch through capture, plan and Runner, on ranks that are threads of this process.
+    4. Each gradient, put together from its parts, is compared with the plain one. Where ranks hold the same,
+       each is compared.
+    5. When something differs: the layout is taken apart, to say which part of it is wrong (`suspects`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.batch import tree
+from stretto.batch.loss import Loss, loss_and_count
+from stretto.capturing import capture
+from stretto.capturing.state import State
+from stretto.checking.bisect_layout import bisect_layout
+from stretto.config import ParallelSettings
+from stretto.errors import RunError, StrettoError, UsageError
+from stretto.ir.action import Phase
+from stretto.ir.collectives import PRICED
+from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.curve import Curve
+from stretto.ir.forms import differing, forms_of, nouns, number
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job
+from stretto.planning.make_plan import make_plan
+from stretto.runtime.local import run_threads
+from stretto.runtime.runner import Runner
+from stretto.runtime.shards import join
+
+TOLERANCE = 1e-9
+"""Largest relative difference by default. Measured: sums in another order differ by 2e-15 in small models."""
+LOW_PRECISION_TOLERANCE = 1e-4
+"""The same where the model's own code computes gradients in float32 or less, whatever it is given. Measured:
+1e-5 in Qwen3.5's linear attention."""
+NEGLIGIBLE = 1e-6
+"""A gradient's norm over that of all, below which it counts as this much: one that is zero but for rounding
+(the bias of keys, which softmax cancels) has no relative precision. Assumed."""
+MAX_RANKS = 64
+"""Assumed: as many threads as a machine still carries."""
+TOLD = 8
+"""How many differences a message lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Of one parameter's gradient, or of `loss`: the norm of the difference over the plain one's norm."""
+
+    name: str
+    relative: float
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A step compared with the plain model's: of the loss, and of every gradient, largest difference first.
+
+    evaluated: the model draws random numbers in training, and was compared in evaluation. whole_capacity: it
+    was compared with `ampipe_capacity` "whole", since with "chunk" the layout means another step.
+    forms: in which forms of the step it was compared, where planning may choose; differences are the largest.
+    """
+
+    loss: float
+    plain_loss: float
+    differences: tuple[Difference, ...]
+    tolerance: float
+    world: int
+    evaluated: bool = False
+    whole_capacity: bool = False
+    forms: str = ""
+
+    @property
+    def wrong(self) -> tuple[Difference, ...]:
+        """What differs by more than the tolerance (NaN does)."""
+        return tuple(d for d in self.differences if not d.relative <= self.tolerance)
+
+    def __str__(self) -> str:
+        ranks = f"{self.world} rank{'s' if self.world > 1 else ''}"
+        lines = [
+            f"loss {self.loss:.12g} on {ranks}, {self.plain_loss:.12g} of the plain model",
+            f"{len(self.wrong)} of {len(self.differences)} values (the loss, gradients) differ by more than "
+            f"{self.tolerance:.0e}; largest differences:",
+            *(f"  {d.relative:8.1e}  {d.name}" for d in self.differences[:TOLD]),
+        ]
+        if self.evaluated:
+            lines.append("compared in evaluation, since the model draws random numbers in training")
+        if self.forms:
+            lines.append(f"compared in {self.forms}: planning takes one of them")
+        if self.whole_capacity:
+            lines.append(
+                "compared with ampipe_capacity = 'whole', since with 'chunk' each chunk of a sequence has "
+                "its own share of an expert's capacity, and other tokens are dropped than without chunks"
+            )
+        return "\n".join(lines)
+
+
+def check(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    parallel: ParallelSettings,
+    *,
+    tp_plan: Mapping[str, Any] | None = None,
+    tolerance: float | None = None,
+) -> Check:
+    """Compare one step of the job that `parallel` makes with the plain model's, in float64, in this process.
+
+    model: with values, not on "meta"; every rank gets a copy, so few layers are best. batch, loss, tp_plan:
+    as for `stretto.capture`; the batch should be small, with two or more rows a microbatch. tolerance: the
+    largest relative difference (by norm) of the loss and of each gradient; by default 1e-9, or 1e-4 where the
+    model's own code computes gradients in float32.
+
+    Raises RunError that names the gradients that differ, and the part of the layout that makes them
+    differ; UsageError and CaptureError as `capture` does, and for a model that cannot be compared.
+    """
+    if parallel.world > MAX_RANKS:
+        raise UsageError(
+            f"the check runs all ranks in this process, and {parallel.world} are too many (at most "
+            f"{MAX_RANKS}): check with smaller dp and pp, which do not change what is spread"
+        )
+    if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            "the model is on the meta device and has no values to compute with: build it on the CPU"
+        )
+    found = _compare(model, batch, loss, parallel, tp_plan, tolerance)
+    if not found.wrong:
+        return found
+    if parallel.ampipe_degree != 1 and parallel.ampipe_capacity == "chunk":
+        # Where experts have a capacity, this differs by design.
+        whole = parallel.model_copy(update={"ampipe_capacity": "whole"})
+        other = _compare(model, batch, loss, whole, tp_plan, tolerance)
+        if not other.wrong:
+            return replace(other, whole_capacity=True)
+
+    def equal(other: ParallelSettings, plan: Mapping[str, Any] | None) -> bool | None:
+        """Step 5: whether another layout is right; None where it is refused."""
+        try:
+            return not _compare(model, batch, loss, other, plan, tolerance).wrong
+        except (StrettoError, RuntimeError):
+            return None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a part of a plan spreads little
+        told = bisect_layout(model, parallel, tp_plan, equal)
+    raise RunError("\n".join(("the step is not the plain model's", str(found), *told)))
+
+
+def _compare(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    parallel: ParallelSettings,
+    tp_plan: Mapping[str, Any] | None,
+    tolerance: float | None,
+) -> Check:
+    """Steps 1 to 4."""
+    if isinstance(parallel.recompute, int):
+        # A limit is meant for the real batch; what it may lead to at the most is this.
+        parallel = parallel.model_copy(update={"recompute": "full"})
+    own, given, evaluated = _copied(model).cpu().double(), _doubled(batch), False
+    job = capture(own, given, loss, parallel, tp_plan=tp_plan)
+    if _draws(job):
+        own, evaluated = own.eval(), True
+        job = capture(own, given, loss, parallel, tp_plan=tp_plan)
+        if _draws(job):
+            raise UsageError(
+                f"{type(model).__name__} draws random numbers in evaluation too, differently on ranks and in "
+                "the plain model: check it with its dropout set to 0"
+            )
+    if tolerance is None:
+        tolerance = LOW_PRECISION_TOLERANCE if _low_precision(job) else TOLERANCE
+    value, expected = _plain(own, given, loss, parallel.microbatches * parallel.dp)
+    if not math.isfinite(value):
+        raise UsageError(
+            f"the plain model's loss is {value}: give a batch and weights with which it is finite"
+        )
+    forms = forms_of(job)
+    compared = [_form(one, own, given, value, expected) for one in forms]
+    told, _ = max(compared, key=lambda one: _largest(one[1][-1].relative))
+    worst = [
+        max(of_one, key=lambda d: _largest(d.relative))
+        for of_one in zip(*(differences for _, differences in compared), strict=True)
+    ]
+    order = tuple(sorted(worst, key=lambda d: _largest(d.relative), reverse=True))
+    differ = differing(forms)
+    *some, last = (number(one, differ) for one in forms)
+    told_forms = f"{', '.join(some)} and {last} {nouns(differ)}" if some else ""
+    return Check(told, value, order, tolerance, parallel.world, evaluated, forms=told_forms)
+
+
+def _form(
+    job: Job, model: nn.Module, batch: Any, value: float, expected: Mapping[str, Tensor | None]
+) -> tuple[float, list[Difference]]:
+    """Steps 3 and 4 of one form of the step: the loss, and the differences of gradients and, last, of it."""
+    told, found = _differences(make_plan(job, _costs(job), order="list"), model, batch, expected)
+    return told, [*found, Difference("loss", abs(told - value) / max(abs(value), 1e-300))]
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Step 1. Tensors of an earlier call that are in attributes, which PyTorch does not copy, are cut off."""
+    held = State(("", model)).tensors()
+    memo = {key: tensor.detach().clone() for key, tensor in held.items() if not tensor.is_leaf}
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UsageError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the check runs "
+            "copies of it: let it hold nothing that copy.deepcopy refuses"
+        ) from error
+
+
+def _largest(value: float) -> float:
+    """To compare by: NaN counts as the largest."""
+    return math.inf if math.isnan(value) else value
+
+
+def _doubled(batch: Any) -> Any:
+    """Step 1 for the batch."""
+    whole = tree.whole_leaves(batch)
+    leaves = {name: leaf.detach().cpu() for name, leaf in tree.flatten(batch).items()}
+    doubled = {n: leaf.double() if leaf.is_floating_point() else leaf for n, leaf in leaves.items()}
+    marked: list[Any] = [tree.whole(leaf) if n in whole else leaf for n, leaf in doubled.items()]
+    return tree.rebuilder(batch)(marked)
+
+
+def _draws(job: Job) -> bool:
+    return any(op.random for stage in job.stages for ops in stage.ops.values() for op in ops)
+
+
+def _low_precision(job: Job) -> bool:
+    """Whether gradients are computed in less than float64. (A table of angles in float32 is an input.)"""
+    specs = [
+        spec
+        for stage in job.stages
+        for phase in (Phase.I, Phase.W)
+        for op in stage.ops[phase]
+        for spec in op.outputs
+    ]
+    return any(spec is not None and spec.dtype in ("float32", "float16", "bfloat16") for spec in specs)
+
+
+def _plain(model: nn.Module, batch: Any, loss: Loss, pieces: int) -> tuple[float, dict[str, Tensor | None]]:
+    """Step 2: the mean of the microbatches' losses, or their sum over what they count, and each parameter's
+    gradient (each tensor once)."""
+    own, total = copy.deepcopy(model), 0.0
+    whole = tree.whole_leaves(batch)
+    cut = [(leaf,) * pieces if n in whole else leaf.chunk(pieces) for n, leaf in tree.flatten(batch).items()]
+    microbatches = [tree.rebuilder(batch)([part[piece] for part in cut]) for piece in range(pieces)]
+    counted = _counted(copy.deepcopy(model), microbatches, loss)
+    for microbatch in microbatches:
+        value = loss_and_count(loss(own, microbatch), loss)[0].reshape(()) / counted
+        value.backward()  # type: ignore[no-untyped-call]
+        total += float(value.detach())
+    return total, {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def _counted(model: nn.Module, microbatches: Sequence[Any], loss: Loss) -> float:
+    """What the sum of the microbatches' losses is divided by."""
+    total = 0.0
+    for microbatch in microbatches:
+        _, count = loss_and_count(loss(model, microbatch), loss)
+        if count is None:
+            return float(len(microbatches))
+        total += float(count)
+    return total or math.nan
+
+
+def _costs(job: Job) -> Costs:
+    """Made up, for nothing but an order: collectives take as long as an op, so that there is overlap."""
+    op_us = {(s.index, op.name): 10.0 for s in job.stages for ops in s.ops.values() for op in ops}
+    each = CollectiveCost(Curve(((0.0, 10.0), (1e12, 10.0))))
+    collectives = {(axis, kind): each for axis, size in job.axes if size > 1 for kind in PRICED}
+    return Costs(op_us, {}, Link(10.0, 1e6), 0.0, "made up", collectives)
+
+
+def _differences(
+    plan: Plan, model: nn.Module, batch: Any, expected: Mapping[str, Tensor | None]
+) -> tuple[float, list[Difference]]:
+    """Steps 3 and 4: the loss as ranks tell it, and the differences of gradients."""
+
+    def work(runner: Runner) -> tuple[dict[str, int], float, dict[str, Tensor]]:
+        value = float(runner.step(batch))
+        grads = {name: p.grad for name, p in runner.named_parameters() if p.grad is not None}
+        return runner.coordinates, value, grads
+
+    results = run_threads(plan, lambda _: copy.deepcopy(model), work)
+    parameters = {p.name: p for p in plan.job.parameters}
+    wholes: dict[str, list[Tensor]] = {}  # by the first name of the tie
+    spread: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tensor]] = {}
+    for at, _, grads in results:
+        for name, grad in grads.items():
+            over = {shard.axis for shard in parameters[name].shards}
+            if over:
+                # Parts of one whole are on ranks that differ along these axes alone.
+                same = tuple((axis, place) for axis, place in at.items() if axis not in over)
+                spread.setdefault((name, same), []).append(grad)
+            else:
+                wholes.setdefault(parameters[name].tied_to, []).append(grad)
+    for (name, _), parts in spread.items():
+        copies = max(shard.copies for shard in parameters[name].shards)
+        wholes.setdefault(parameters[name].tied_to, []).extend(
+            join(parts, parameters[name], plan.job, copy) for copy in range(copies)
+        )
+    norms = [float(grad.norm()) for grad in expected.values() if grad is not None]
+    least = NEGLIGIBLE * sum(norm**2 for norm in norms) ** 0.5 or 1.0
+    found = []
+    for name, want in expected.items():
+        got = wholes.get(parameters[name].tied_to if name in parameters else name, [])
+        relative = 0.0 if want is None and not got else math.inf
+        if want is None:
+            relative = max((float(g.norm()) for g in got), default=0.0) / least
+        elif got:
+            off = max((float((g - want).norm()) for g in got), key=_largest)
+            relative = off / max(float(want.norm()), least)
+        found.append(Difference(name, relative))
+    values = [value for _, value, _ in results]
+    told = next((value for value in values if value != values[0]), values[0])
+    return told, found

@@ -1,0 +1,158 @@
+"""The collectives of the simulation: started by every member, then one after another on their lane.
+
+Knows communicators and their times; nothing of windows or memory. The contract:
+
+1. A communicator that joins places (the loss, a tied gradient's sum) has one lane; the n-th collective that
+   each member starts there is one, and it is ready when the last has. A communicator of another axis has a
+   lane at every place, whose ranks walk one order and start together.
+2. A lane carries one collective at a time, in the order of their starts.
+3. A collective of an axis that shares network cards with messages uses both directions of its place's card
+   for its time less its latency (`simulating.cards`); the latency follows. All others have links of
+   their own; those over places are small, and come once a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stretto.ir.action import ONCE, Phase
+from stretto.ir.plan import Plan
+from stretto.ir.timeline import Span, SpanKind
+from stretto.ir.transfers import CollectiveTime
+from stretto.simulating.cards import Cards, Transfer, nothing
+from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.windows import Call
+
+
+@dataclass(slots=True, eq=False)
+class Collective:
+    """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
+    as in the timeline; done_us: when `done` happened."""
+
+    lane: Lane
+    track: str
+    name: str
+    places: Sequence[int]
+    nbytes: int
+    time: CollectiveTime
+    missing: set[int] = field(default_factory=set)
+    done: Moment = field(default_factory=Moment)
+    done_us: float = 0.0
+    stage: int | None = None
+    phase: Phase | None = None
+    microbatch: int | None = None
+
+    def why_missing(self) -> str:
+        """Which ranks have not started it, in words."""
+        ranks = ", ".join(f"rank {rank}" for rank in sorted(self.missing))
+        return f"collective {self.name}, which {ranks} has not started"
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """Step 2: the collectives of one communicator (at one place) that are ready, in order."""
+
+    busy: bool = False
+    waiting: deque[Collective] = field(default_factory=deque)
+
+
+class Collectives:
+    """All collectives of one step."""
+
+    def __init__(self, plan: Plan, clock: Clock, cards: Cards, spans: list[Span]) -> None:
+        self._clock = clock
+        self._cards = cards
+        self._spans = spans
+        self._shared = set(plan.costs.shared)
+        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._joined: dict[str, list[Collective]] = defaultdict(list)
+        self._started: Counter[tuple[str, int]] = Counter()
+
+    # --- step 1 -------------------------------------------------------------------------------------
+
+    def start(self, call: Call, place: int, microbatch: int) -> Collective:
+        """An op of a window starts a collective, or its place's part of one, now."""
+        number = self._started[call.axis, place]
+        self._started[call.axis, place] += 1
+        joined = self._joined[call.axis]
+        if call.places and number < len(joined):
+            made = joined[number]
+        else:
+            lane = self._lane(call.axis, 0 if call.places else place)
+            places = call.places or (place,)
+            made = Collective(lane, call.axis, call.name, places, call.nbytes, call.time, set(places))
+            if microbatch != ONCE:
+                made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
+            if call.places:
+                joined.append(made)
+        made.missing.discard(place)
+        if not made.missing:
+            self._ready(made)
+        return made
+
+    def _lane(self, communicator: str, place: int) -> Lane:
+        key = (communicator, place)
+        found = self._lanes.get(key)
+        if found is None:
+            found = self._lanes[key] = Lane()
+        return found
+
+    # --- steps 2 and 3 ------------------------------------------------------------------------------
+
+    def _ready(self, collective: Collective) -> None:
+        """All members have started it."""
+        collective.done.begun_us = self._clock.now_us
+        if collective.lane.busy:
+            collective.lane.waiting.append(collective)
+        else:
+            self._begin(collective)
+
+    def _begin(self, collective: Collective) -> None:
+        lane, time = collective.lane, collective.time
+        lane.busy = True
+        start_us = self._clock.now_us
+
+        def finish() -> None:
+            self._draw(collective, start_us)
+            if lane.waiting:
+                self._begin(lane.waiting.popleft())
+            else:
+                lane.busy = False
+            collective.done_us = self._clock.now_us
+            collective.done.happen(self._clock)
+
+        places = collective.places
+        shares = collective.track in self._shared
+        busy_us = time.us - time.latency_us if shares else time.us
+        self._cards.begin(
+            Transfer(
+                busy_us,
+                time.us - busy_us,
+                [(place, out) for place in places for out in (True, False)] if shares else (),
+                places,
+                time.processor,
+                time.slowdown,
+                nothing if shares else finish,
+                finish if shares else nothing,
+                True,
+            )
+        )
+
+    def _draw(self, collective: Collective, start_us: float) -> None:
+        for place in collective.places:
+            self._spans.append(
+                Span(
+                    place,
+                    collective.track,
+                    SpanKind.MESSAGE,
+                    collective.name,
+                    start_us,
+                    self._clock.now_us,
+                    collective.stage,
+                    collective.phase,
+                    collective.microbatch,
+                    collective.nbytes,
+                )
+            )

@@ -1,0 +1,285 @@
+"""The simulation: walks every rank's instructions, item by item, with no device.
+
+The contract:
+
+1. A rank of the plan is a place of the pipeline; ranks of the run that share it walk one order at one time,
+   and are simulated once. It has one compute lane, which walks the rank's instructions in order.
+2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
+   cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
+   value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
+   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and, of a microbatch's,
+   until the slowest of the ranks that share the place has done its part of it (`simulating.straggler`).
+3. `sent` stands until the message has left.
+4. How messages move is the contract of `simulating.network`, how collectives do of `simulating.collectives`,
+   what is shared of `simulating.cards`; what is held in memory is that of `simulating.memory`.
+5. While transfers take shares of a rank's processor, its ops go slower by these shares
+   (`simulating.compute_lane`).
+6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
+   under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
+   step (`simulating.accounts`).
+7. When nothing can happen any more and a rank has instructions left, the plan is refused; the message says
+   what every such rank waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from stretto.errors import PlanError
+from stretto.ir.action import Action
+from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
+from stretto.simulating.accounts import Accounts
+from stretto.simulating.cards import Cards
+from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.collectives import Collective, Collectives
+from stretto.simulating.compute_lane import ComputeLane
+from stretto.simulating.memory import RankMemory
+from stretto.simulating.network import Message, Network
+from stretto.simulating.straggler import Straggler
+from stretto.simulating.windows import Call, Control, ReadyWindow, Segment, make_ready
+
+Lane = Generator[float | Moment, None, None]
+"""Yields microseconds of work to do, or a moment to stand still for."""
+
+
+def simulate(plan: Plan) -> Timeline:
+    """Predict the timeline of a step of `plan`: spans, accounts and memory of every rank.
+
+    Times are microseconds from the step's common start, memory is bytes. By discrete events, as this module's
+    contract says. Raises PlanError when ranks wait for each other for ever, and for windows, ops or costs
+    that are missing.
+    """
+    walk = Walk(plan)
+    try:
+        return walk.run()
+    finally:
+        walk.take_apart()
+
+
+class Walk:
+    """One simulated step. absent: a rank whose lane is not walked here, because it is real
+    (`stretto.simulating.live`). windows: what another walk of the plan has made ready."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        absent: int | None = None,
+        windows: dict[str, ReadyWindow] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.clock = Clock()
+        self.spans: list[Span] = []
+        self.cards = Cards(self.clock, self._change_load, alone=not plan.costs.shared)
+        self.network = Network(plan, self.clock, self.cards, self.spans)
+        self.collectives = Collectives(plan, self.clock, self.cards, self.spans)
+        self.made: set[tuple[int, int]] = set()
+        self._windows = {} if windows is None else windows
+        self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
+
+    def begin(self) -> None:
+        """Let every rank go until it works or stands."""
+        for rank in self.ranks.values():
+            rank.resume()
+
+    def stuck(self) -> list[str]:
+        """Where ranks stand, and for what; empty when all have ended."""
+        return [rank.stuck() for rank in self.ranks.values() if not rank.finished]
+
+    def end(self, least_us: float = 0.0) -> float:
+        """When the last rank ended, or `least_us` if that is later; the others stand until then."""
+        step_us = max((rank.end_us for rank in self.ranks.values()), default=0.0)
+        step_us = max(step_us, least_us)
+        for rank in self.ranks.values():
+            rank.accounts.stand(rank.end_us, step_us, step_us, "end of the step")
+        return step_us
+
+    def run(self) -> Timeline:
+        self.begin()
+        self.clock.run()
+        stuck = self.stuck()
+        if stuck:
+            raise PlanError("the plan stops: its ranks wait for each other for ever", stuck)
+        step_us = self.end()
+        self.spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
+        return Timeline(
+            "simulated",
+            len(self.ranks),
+            step_us,
+            tuple(self.spans),
+            tuple(rank.accounts.peak_bytes for rank in self.ranks.values()),
+            tuple(tuple(rank.accounts.steps) for rank in self.ranks.values()),
+            members=self.plan.members,
+        )
+
+    def take_apart(self) -> None:
+        """Its parts know each other; apart they go at once, and not when garbage is collected."""
+        for rank in self.ranks.values():
+            vars(rank).clear()
+        vars(self).clear()
+
+    def window(self, name: str) -> ReadyWindow:
+        """The window ready to walk; cut into segments once."""
+        if name not in self._windows:
+            self._windows[name] = make_ready(self.plan, name)
+        return self._windows[name]
+
+    def _change_load(self, rank: int, was: float, load: float) -> None:
+        if rank in self.ranks:
+            self.ranks[rank].change_load(was, load)
+
+
+class _Rank:
+    """One rank's compute lane."""
+
+    def __init__(self, walk: Walk, index: int) -> None:
+        costs = walk.plan.costs
+        self._walk = walk
+        self._clock = walk.clock
+        self._index = index
+        self._memory = RankMemory(walk.plan, index)
+        self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
+        self._started: dict[tuple[object, int], Collective] = {}
+        self._compute = ComputeLane(walk.clock, costs)
+        self._lane = self._walk_lane()
+        self.finished = False
+        self.end_us = 0.0
+        self._at: Instruction | None = None
+        self._waits_for: Message | Collective | str = ""
+        self._straggler = Straggler(costs.skew)
+
+    # --- steps 1 to 3: the lane ---------------------------------------------------------------------
+
+    def _walk_lane(self) -> Lane:
+        network, memory = self._walk.network, self._memory
+        for instruction in self._walk.plan.orders[self._index]:
+            self._at = instruction
+            kind = instruction.kind
+            if kind is InstructionKind.RUN:
+                yield from self._run(str(instruction.ref), instruction.microbatches)
+            elif kind is InstructionKind.RECV:
+                network.post(int(instruction.ref), instruction.microbatches[0])
+                memory.post(int(instruction.ref))
+                self.accounts.hold(self._clock.now_us, memory.bytes_held)
+            else:
+                edge, microbatch = int(instruction.ref), instruction.microbatches[0]
+                message = network.message(edge, microbatch)
+                yield from self._wait(message.left, message.name, message)
+                memory.sent(edge, microbatch)
+                self.accounts.hold(self._clock.now_us, memory.bytes_held)
+
+    def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
+        ready = self._walk.window(name)
+        changes = self._memory.run(ready, microbatches)
+        actions = [
+            Action(stage, phase, microbatch)
+            for (stage, phase), microbatch in zip(ready.window.parts, microbatches, strict=True)
+        ]
+        accounts, memory, clock = self.accounts, self._memory, self._clock
+        extra_us = self._walk.plan.costs.action_us if ready.window.actions else 0.0
+        for segment, change in zip(ready.segments, changes, strict=True):
+            work_us = segment.work_us + extra_us
+            start_us = clock.now_us
+            if work_us:
+                accounts.extend(actions[segment.part], start_us)
+                yield work_us
+                self._straggler.work(work_us, self._compute.behind_us())
+                accounts.action_end_us = clock.now_us
+            if change is not None:
+                held = memory.bytes_held
+                if change.peak:
+                    accounts.hold(start_us + change.at * (clock.now_us - start_us), held + change.peak)
+                memory.bytes_held = held + change.end
+                accounts.hold(clock.now_us, memory.bytes_held)
+            extra_us = 0.0
+            call = segment.call
+            if call is not None:
+                microbatch = microbatches[segment.control_part]
+                key = (call.key, microbatch)
+                if segment.control is Control.START:
+                    if call.sums:
+                        accounts.hold(clock.now_us, memory.reduce(call.op))
+                    self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
+                    continue
+                started = self._started.get(key)
+                if started is None or not started.done.happened:
+                    yield from self._finish(started, call)
+                if call.sums:
+                    memory.reduced(call.op)
+                    accounts.hold(clock.now_us, memory.bytes_held)
+                elif started is not None:
+                    yield from self._meet(started)
+            elif segment.control is not Control.NONE:
+                yield from self._message(segment, microbatches[segment.control_part])
+
+    def _meet(self, done: Collective) -> Lane:
+        """Wait until the slowest rank of the place has done its part of a collective that this one has."""
+        now_us = self._clock.now_us
+        late_us = self._straggler.meet(now_us - done.done_us)
+        if late_us > 0.0:
+            there = Moment()
+            there.begun_us = now_us
+            self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
+            yield from self._wait(there, done.name, done)
+
+    def _finish(self, started: Collective | None, call: Call) -> Lane:
+        """A `comm.wait` whose collective is not done."""
+        if started is None:
+            # Only this lane could start it, so the wait can never end.
+            name = f"collective {call.name}"
+            yield from self._wait(Moment(), call.name, f"{name}, which this rank itself starts later")
+        else:
+            yield from self._wait(started.done, started.name, started)
+
+    def _message(self, segment: Segment, microbatch: int) -> Lane:
+        """A window's send, or its wait for a message."""
+        key = (segment.edge, microbatch)
+        if segment.local:
+            if segment.control is Control.SEND:
+                self._walk.made.add(key)
+            elif key not in self._walk.made:
+                name = f"e{segment.edge}:{microbatch}"
+                # Only this lane could make the value, so the wait can never end.
+                yield from self._wait(Moment(), name, f"{name}, which this rank itself makes later")
+        elif segment.control is Control.SEND:
+            self._walk.network.send(*key)
+        else:
+            message = self._walk.network.message(*key)
+            yield from self._wait(message.arrived, message.name, message)
+
+    def _wait(self, moment: Moment, name: str, what: Message | Collective | str) -> Lane:
+        if moment.happened:
+            return
+        start_us = self._clock.now_us
+        self._waits_for = what
+        yield moment
+        begun_us = moment.begun_us
+        self.accounts.flush()
+        self.accounts.stand(start_us, self._clock.now_us, start_us if begun_us is None else begun_us, name)
+
+    # --- step 5: work at the speed that transfers leave ---------------------------------------------
+
+    def resume(self) -> None:
+        """Let the lane go on until it works, stands or has ended."""
+        request = next(self._lane, None)
+        if request is None:
+            self.finished = True
+            self.end_us = self._clock.now_us
+            self.accounts.flush()
+        elif isinstance(request, Moment):
+            request.then(self.resume)
+        else:
+            self._compute.work(request, self.resume)
+
+    def change_load(self, was: float, load: float) -> None:
+        """A transfer that took `was` of the processor takes `load` from now on."""
+        self._compute.change_load(was, load)
+
+    # --- step 7: nothing can happen any more --------------------------------------------------------
+
+    def stuck(self) -> str:
+        """Where the rank stands for ever, and what it waits for."""
+        what = self._waits_for
+        if isinstance(what, Message | Collective):
+            what = what.why_missing()
+        return f"rank {self._index} stands at `{self._at}`: waits for {what}"

@@ -1,0 +1,314 @@
+"""The memory of one rank of the simulation: what is allocated when, and when it goes.
+
+Knows the rank's programs and windows; nothing of time but offsets within a window. The contract:
+
+1. Parameters, one copy a rank, buffers and the optimizer's state are held throughout. Batch leaves, constants
+   and the tangent are not counted.
+2. An op's results exist from the op's start, each to the end of its last use by any program of the rank for
+   that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
+   result is that of the op that starts it. What is gathered or scattered exists until the wait as well.
+3. A receive's buffer exists from the post to its last use. What is sent exists until `sent` as well.
+4. A parameter's gradient exists from the first op that adds to it to the end of the step; the first
+   contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
+   added while it is multiplied has no bytes but those of a gradient that it begins
+   (`stretto.ir.gradients`).
+5. Gradients that are summed together are put into one tensor from the start to the wait, and so are those
+   that only some ranks of an axis share (`Parameter.slots`); those of tied parameters become one before.
+
+What one window does to memory depends only on which of the values that outlive a window end in it, so
+each such case is worked out once, segment by segment, relative to the window's start.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, is_external
+from stretto.ir.gradients import Addend, addends
+from stretto.ir.plan import Plan
+from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
+from stretto.ir.storage import in_flight, makes, owner, reads
+from stretto.simulating.windows import ReadyWindow
+
+Program = tuple[int, Phase]
+"""(stage, F | I | W)."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that one op, or one receive, allocates for each microbatch."""
+
+    nbytes: int
+    users: set[Program] = field(default_factory=set)
+    sends: set[int] = field(default_factory=set)
+    group: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Storages with the same users and sends: they end in the same run, or with the same `sent`."""
+
+    users: frozenset[Program]
+    sends: frozenset[int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a segment does to the bytes held: the highest on the way, where (0 to 1), and at the end."""
+
+    peak: int
+    at: float
+    end: int
+
+
+def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
+    """What a rank with these stages holds throughout, and at the end of a step: "parameters" (with copies in
+    another dtype, and buffers), "optimizer", and "gradients"."""
+    trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
+    held = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
+    buffers = (b for b in job.buffers if any(stage in stages for stage in b.stages))
+    own = [parameter for name, parameter in held.items() if name in trained]
+    return {
+        "parameters": sum(p.held_nbytes for p in held.values()) + sum(b.spec.nbytes for b in buffers),
+        "optimizer": sum(p.state_nbytes(job.optimizer) for p in own),
+        "gradients": sum(p.grad_nbytes for p in own),
+    }
+
+
+def memory_parts(plan: Plan, peak_bytes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Of what peaks consist, by rank: `bytes_throughout`, and as "activations" all else: results of ops,
+    buffers of messages, gradients on their way into a sum."""
+    ranks = [bytes_throughout(plan.job, plan.schedule.stages_of(rank)) for rank in range(plan.ranks)]
+    for held, peak in zip(ranks, peak_bytes, strict=True):
+        held["activations"] = peak - sum(held.values())
+    return {part: tuple(held[part] for held in ranks) for part in ranks[0]}
+
+
+class RankMemory:
+    """Bytes held on one rank, walked in the order of its instructions."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan = plan
+        self._stages = plan.schedule.stages_of(rank)
+        self._ops: dict[tuple[int, str], tuple[Op, Phase]] = {
+            (stage, op.name): (op, phase)
+            for stage in self._stages
+            for phase in PHASES
+            for op in plan.job.stages[stage].ops[phase]
+        }
+        self._edges_into = {
+            (edge.target, edge.value): edge for edge in plan.job.edges if edge.target in self._stages
+        }
+        self._roots: dict[tuple[int, str], Storage | None] = {}
+        self._received: dict[int, Storage] = {}
+        self._touched: dict[tuple[int, str], tuple[Storage, ...]] = {}
+        self._addends: dict[tuple[int, str], tuple[Addend, ...]] = {
+            (stage, value): of for stage in self._stages for value, of in addends(plan.job, stage).items()
+        }
+        self._made: dict[tuple[int, str], int] = {}
+        self._find_lifetimes()
+        self._groups = self._make_groups()
+        self._groups_of_program: dict[Program, list[int]] = defaultdict(list)
+        self._groups_of_send: dict[int, list[int]] = defaultdict(list)
+        for index, group in enumerate(self._groups):
+            for program in sorted(group.users):
+                self._groups_of_program[program].append(index)
+            for edge_index in group.sends:
+                self._groups_of_send[edge_index].append(index)
+        self._grad_names: dict[Program, list[str]] = defaultdict(list)
+        # By group of tied parameters: the names that the rank holds, bytes of one gradient.
+        self._tied: dict[str, tuple[list[str], int]] = {}
+        for parameter in plan.job.parameters:
+            if any(stage in self._stages for stage in parameter.stages):
+                names, _ = self._tied.setdefault(parameter.tied_to, ([], parameter.grad_nbytes))
+                names.append(parameter.name)
+            for stage, phase, _ in parameter.grads:
+                if stage in self._stages:
+                    self._grad_names[stage, phase].append(parameter.name)
+        throughout = bytes_throughout(plan.job, self._stages)
+        self.bytes_held = throughout["parameters"] + throughout["optimizer"]
+        self._remaining: dict[tuple[int, int], int] = {}
+        self._begun_grads: set[str] = set()
+        self._cache: dict[tuple[object, ...], tuple[Change | None, ...]] = {}
+
+    # --- what exists, and who uses it (once a rank) ------------------------------------------------
+
+    def _root(self, stage: int, name: str) -> Storage | None:
+        """The storage that a value lies in; None for what is not counted."""
+        key = (stage, name)
+        if key in self._roots:
+            return self._roots[key]
+        found: Storage | None = None
+        edge = self._edges_into.get(key)
+        if key in self._ops:
+            op, _ = self._ops[key]
+            lies_in = owner(op)
+            found = self._root(stage, lies_in) if lies_in != name else None
+        elif edge is not None and edge.source in self._stages:
+            found = self._root(edge.source, name)
+        elif edge is not None:
+            found = self._received.setdefault(edge.index, Storage(edge.spec.nbytes))
+        self._roots[key] = found
+        return found
+
+    def _find_lifetimes(self) -> None:
+        for (stage, name), (op, _) in self._ops.items():
+            product = any(addend.product for addend in self._addends.get((stage, name), ()))
+            made = {} if product else {(stage, made): Storage(nbytes) for made, nbytes in makes(op)}
+            self._roots.update(made)
+            self._made[stage, name] = sum(storage.nbytes for storage in made.values())
+        for (stage, name), (op, phase) in self._ops.items():
+            read = reads(op)
+            if op.target == WAIT and (stage, op.uses[0]) in self._ops:
+                start, _ = self._ops[stage, op.uses[0]]
+                read = (*read, *in_flight(start))
+            used = (*(made for made, _ in makes(op)), *(use for use in read if not is_external(use)))
+            roots = (self._root(stage, one) for one in used)
+            touched = tuple(root for root in roots if root is not None)
+            self._touched[stage, name] = touched
+            for root in touched:
+                root.users.add((stage, phase))
+        for edge in self._plan.job.edges:
+            if edge.source in self._stages and edge.target not in self._stages:
+                storage = self._root(edge.source, edge.value)
+                if storage is not None:
+                    storage.sends.add(edge.index)
+
+    def _make_groups(self) -> list[Group]:
+        index_of: dict[tuple[frozenset[Program], frozenset[int]], int] = {}
+        nbytes: list[int] = []
+        seen: set[int] = set()
+        for storage in (*self._roots.values(), *self._received.values()):
+            if storage is None or id(storage) in seen:
+                continue
+            seen.add(id(storage))
+            key = (frozenset(storage.users), frozenset(storage.sends))
+            storage.group = index_of.setdefault(key, len(index_of))
+            if storage.group == len(nbytes):
+                nbytes.append(0)
+            nbytes[storage.group] += storage.nbytes
+        return [Group(*key, nbytes[index]) for key, index in index_of.items()]
+
+    # --- the walk ---------------------------------------------------------------------------------
+
+    def post(self, edge: int) -> None:
+        """Step 3: a receive is posted."""
+        self.bytes_held += self._plan.job.edges[edge].spec.nbytes
+
+    def sent(self, edge: int, microbatch: int) -> None:
+        """Step 3: a message has left; what only it kept goes."""
+        for group in self._groups_of_send[edge]:
+            if self._use(group, microbatch):
+                self.bytes_held -= self._groups[group].nbytes
+
+    def reduce(self, start: Op) -> int:
+        """Step 5: a sum starts. Returns the most bytes that are held on the way."""
+        peak = self.bytes_held
+        for group in start.sums if start.alias != STEP_LOSS else ():
+            names, nbytes = self._tied[group]
+            begun = self._begun_grads.intersection(names)
+            # A sum of several, or zeros where there is none; one alone stays as it is.
+            if len(begun) != 1:
+                peak = max(peak, self.bytes_held + nbytes)
+                self.bytes_held += nbytes * (1 - len(begun))
+                self._begun_grads -= begun
+                self._begun_grads.add(names[0])
+        self.bytes_held += start.nbytes
+        return max(peak, self.bytes_held)
+
+    def reduced(self, start: Op) -> None:
+        """Step 5: the gradients are summed."""
+        self.bytes_held -= start.nbytes
+
+    def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change | None, ...]:
+        """What the run's segments do to the bytes held, in order (None: nothing); the caller applies each
+        when it runs."""
+        window = ready.window
+        ending: set[tuple[int, int]] = set()
+        # A window may run one program for two microbatches.
+        programs: list[tuple[Program, int]] = [
+            ((stage, sub), microbatch)
+            for (stage, phase), microbatch in zip(window.parts, microbatches, strict=True)
+            for sub in phase.parts
+        ]
+        for program, microbatch in programs:
+            for group in self._groups_of_program[program]:
+                if self._use(group, microbatch):
+                    ending.add((group, microbatch))
+        first = {
+            name
+            for program, _ in programs
+            for name in self._grad_names[program]
+            if name not in self._begun_grads
+        }
+        self._begun_grads.update(first)
+        # Only which parts share a microbatch matters, not which one it is.
+        shape = tuple(microbatches.index(microbatch) for microbatch in microbatches)
+        ends = frozenset((group, microbatches.index(microbatch)) for group, microbatch in ending)
+        key = (window.name, shape, ends, frozenset(first))
+        if key not in self._cache:
+            self._cache[key] = self._changes(ready, shape, ends, first)
+        return self._cache[key]
+
+    def _use(self, group: int, microbatch: int) -> bool:
+        """Count one use of a group for a microbatch; True when it was the last."""
+        key = (group, microbatch)
+        of = self._groups[group]
+        left = self._remaining.get(key, len(of.users) + len(of.sends)) - 1
+        if left:
+            self._remaining[key] = left
+            return False
+        self._remaining.pop(key, None)
+        return True
+
+    def _changes(
+        self,
+        ready: ReadyWindow,
+        shape: tuple[int, ...],
+        ends: frozenset[tuple[int, int]],
+        first: set[str],
+    ) -> tuple[Change | None, ...]:
+        """Steps 2 and 4 for one case of a window."""
+        parts = ready.window.parts
+        last_use: dict[tuple[int, int], tuple[int, int]] = {}
+        for at, (item, op) in enumerate(zip(ready.window.items, ready.ops, strict=True)):
+            if op is None:
+                continue
+            for storage in self._touched.get((parts[item.part][0], op.name), ()):
+                if (storage.group, shape[item.part]) in ends:
+                    last_use[id(storage), shape[item.part]] = (at, storage.nbytes)
+        freed: dict[int, int] = defaultdict(int)
+        for at, nbytes in last_use.values():
+            freed[at] += nbytes
+
+        changes: list[Change | None] = []
+        for segment in ready.segments:
+            level = peak = 0
+            at_us = peak_us = 0.0
+            for at in range(segment.first, segment.last):
+                op = ready.ops[at]
+                assert op is not None
+                key = (parts[ready.window.items[at].part][0], op.name)
+                level += self._made.get(key, 0)
+                begun = 0
+                for addend in self._addends.get(key, ()):
+                    if addend.parameter in first:
+                        first.discard(addend.parameter)
+                        # What becomes the gradient goes as the gradient comes; a copy stands beside it.
+                        if addend.product or addend.copied:
+                            level += addend.nbytes
+                        else:
+                            begun += addend.nbytes
+                if level > peak:
+                    peak, peak_us = level, at_us
+                at_us += ready.op_us[at]
+                level += begun - freed[at]
+                if level > peak:
+                    peak, peak_us = level, at_us
+            change = Change(peak, peak_us / at_us if at_us else 0.0, level)
+            changes.append(change if peak or level else None)
+        return tuple(changes)

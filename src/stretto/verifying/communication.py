@@ -1,0 +1,242 @@
+"""Proves the communications of a job's programs: collectives over axes of the mesh beside pp.
+
+Ranks along an axis walk one program, so they start its collectives in one order whatever that order is; what
+can be wrong is a start without its one wait, a group that is not there, or a shape that does not fit. Proved
+once for each program, so the cost does not grow with microbatches.
+
+1. The form: axis and size are the job's, the arguments are those that `stretto.ir.program` lists, and shapes
+   fit (`stretto.ir.collectives`).
+2. Every start has exactly one wait, in its own stage. That the wait comes after the start, in the window or
+   in a later one, is proved where all reads are (`stretto.verifying.windows`, `.lifetimes`).
+3. Nothing else touches a start's result, which is being filled until the wait ends: no op, no message, no
+   gradient, update or loss.
+4. What is sent is not written meanwhile: the program's only writes are to buffers, when a window ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from stretto.ir.action import Phase
+from stretto.ir.collectives import Kind
+from stretto.ir.flow import PHASES, given_specs, results_of
+from stretto.ir.plan import Plan
+from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, Stage, TensorSpec
+from stretto.verifying.fault import Fault
+
+COORDINATE = "int64[]"
+"""What `axis.index` gives."""
+
+Place = tuple[Phase, str]
+"""(phase, name) of an op of the stage."""
+
+Found = Iterator[tuple[str, str]]
+"""What is wrong with an op, and what to do about it."""
+
+
+def communication_faults(plan: Plan) -> list[Fault]:
+    """Every fault of the programs' communications. References must be sound."""
+    given = given_specs(plan.job) | {edge.value: edge.spec for edge in plan.job.edges}
+    return [fault for stage in plan.job.stages for fault in _StageProof(plan, stage, given).faults()]
+
+
+class _StageProof:
+    """The proof of one stage's programs."""
+
+    def __init__(self, plan: Plan, stage: Stage, given: dict[str, TensorSpec]) -> None:
+        self.job = plan.job
+        self.axes = dict(plan.job.axes)
+        self.rank = plan.rank_of(stage.index)
+        self.stage = stage
+        self.given = given
+        self.ops: dict[Place, Op] = {(phase, op.name): op for phase in PHASES for op in stage.ops[phase]}
+        self.taken = self.leaving()
+        self.waits: dict[Place, list[Place]] = defaultdict(list)
+        for (phase, name), op in self.ops.items():
+            for source in self.started(phase, op) if op.target == WAIT else ():
+                self.waits[source].append((phase, name))
+
+    def faults(self) -> Iterator[Fault]:
+        for (phase, name), op in self.ops.items():
+            checks = [self.form(phase, op)]
+            if op.target != WAIT:
+                checks.append(self.reads(phase, op))
+            if op.target in STARTS:
+                checks += [self.waited(phase, op), self.uses((phase, name))]
+            for what, fix in (found for check in checks for found in check):
+                yield Fault(self.rank, f"stage {self.stage.index}{phase}, {name}", what, fix)
+
+    def place(self, phase: Phase, name: str) -> Place | None:
+        """Where the value is made that `name` means in a phase. I and W share their names."""
+        for sub in (Phase.F,) if phase is Phase.F else (Phase.I, Phase.W, Phase.F):
+            if (sub, name) in self.ops:
+                return sub, name
+        return None
+
+    def started(self, phase: Phase, op: Op) -> list[Place]:
+        """The starts whose results an op reads."""
+        places = [self.place(phase, name) for name in op.uses]
+        return [place for place in places if place is not None and self.ops[place].target in STARTS]
+
+    def spec(self, phase: Phase, name: str) -> TensorSpec | None:
+        """The tensor that a name stands for; None if it is none."""
+        place = self.place(phase, name)
+        if place is None:
+            return self.given.get(name)
+        outputs = self.ops[place].outputs
+        return outputs[0] if len(outputs) == 1 else None
+
+    # 1. The form.
+
+    def form(self, phase: Phase, op: Op) -> Found:
+        if op.kind is not None:
+            yield from self.start(phase, op, op.kind)
+        elif op.target == WAIT:
+            yield from self.wait(phase, op)
+        elif op.target in (INDEX, CHUNK):
+            yield from self.part(phase, op)
+        elif op.target.startswith(("comm.", "axis.")):
+            yield f"there is no op {op.target}", f"Known are {', '.join((*STARTS, WAIT, INDEX, CHUNK))}"
+
+    def start(self, phase: Phase, op: Op, kind: Kind) -> Found:
+        """A collective's arguments and shapes."""
+        reductions = kind.reductions
+        if not _has_form(op, Ref, *([str] if reductions else [tuple] if kind.sized else []), str, int):
+            how = '"sum", ' if reductions else "sizes, " if kind.sized else ""
+            yield "cannot be read", f"Write {op.target}(value, {how}axis, size) with one tensor as result"
+            return
+        if reductions and op.args[1] not in reductions:
+            yield f"{op.target} knows no reduction {op.args[1]!r}", f"Use {' or '.join(reductions)}"
+        elif not kind.knows(op.how, op.args[-1]):
+            fix = "Name for each rank how many rows go to each, 0 or more"
+            yield f"names no sizes for {op.args[-1]} ranks", fix
+            return
+        group = list(self.group(op))
+        if group:
+            yield from group
+            return
+        name, made, size = op.args[0].name, op.outputs[0], op.args[-1]
+        source = self.spec(phase, name)
+        assert made is not None
+        if op.alias is not None:
+            yield f"says that it is a view of {op.alias}", "A start makes its own buffer"
+        if source is None:
+            yield f"{name} is no tensor", "Communicate a single tensor"
+            return
+        # A reduction that is not known has its own fault.
+        shape = kind.shape(source.shape, size, reductions[0] if reductions else op.how)
+        gives = f"gives {made}, but the {kind.name} of {name}, {source}, over {size} ranks is"
+        if shape is None and kind.sized:
+            yield f"{gives} none", "Each rank must send all of its rows, and get as many as the others"
+        elif shape is None:
+            yield f"{gives} none", f"Dim 0 must be a multiple of {size}"
+        elif (made.shape, made.dtype) != (shape, source.dtype):
+            yield f"{gives} of shape {list(shape)} and dtype {source.dtype}", "Capture the job again"
+
+    def wait(self, phase: Phase, op: Op) -> Found:
+        """A wait's arguments, and that its result is the start's."""
+        if not _has_form(op, Ref):
+            yield "cannot be read", "Write comm.wait(value) with one tensor as result"
+            return
+        name, starts = op.args[0].name, self.started(phase, op)
+        if not starts:
+            what = f"waits for {name}, which starts no communication in stage {self.stage.index}"
+            yield what, "Wait, in the same stage, for what a start gives"
+            return
+        start = self.ops[starts[0]]
+        if (op.outputs, op.alias) != (start.outputs, name):
+            what = f"gives {op.outputs[0]}, a view of {op.alias}; but {name} is {start.outputs[0]}"
+            yield what, f"Make it a view of {name} of the same shape"
+
+    def part(self, phase: Phase, op: Op) -> Found:
+        """`axis.index` and `axis.chunk`."""
+        if not _has_form(op, *((str, int) if op.target == INDEX else (Ref, int, str, int))):
+            form = "axis.index(axis, size)" if op.target == INDEX else "axis.chunk(value, dim, axis, size)"
+            yield "cannot be read", f"Write {form} with one tensor as result"
+            return
+        yield from self.group(op)
+        made, size = op.outputs[0], op.args[-1]
+        assert made is not None
+        if op.target == INDEX:
+            if str(made) != COORDINATE:
+                yield f"gives {made}", f"A coordinate is {COORDINATE}"
+            return
+        name, dim = op.args[0].name, op.args[1]
+        source = self.spec(phase, name)
+        if source is None:
+            yield f"{name} is no tensor", "Take a part of a single tensor"
+        elif not 0 <= dim < len(source.shape):
+            yield f"{name}, {source}, has no dim {dim}", "Name a dim that it has"
+        else:
+            whole = tuple(n * size if d == dim else n for d, n in enumerate(made.shape))
+            if (whole, made.dtype) != (source.shape, source.dtype):
+                what = f"gives {made}, which is no part of {size} along dim {dim} of {name}, {source}"
+                yield what, "Capture the job again"
+
+    def group(self, op: Op) -> Found:
+        """Axis and size, the last two arguments, are the job's."""
+        axis, size = op.args[-2:]
+        if axis not in self.axes:
+            yield f"the job has no axis {axis!r} beside pp", f"It has {', '.join(self.axes) or 'none'}"
+        elif size != self.axes[axis]:
+            what = f"is for {size} ranks along {axis}, but the job has {self.axes[axis]}"
+            yield what, f"Capture the job for {axis} = {self.axes[axis]}"
+
+    # 2 to 4. What happens between start and wait.
+
+    def reads(self, phase: Phase, op: Op) -> Found:
+        for _, name in self.started(phase, op):
+            what = f"reads {name}, which is being filled until its communication is done"
+            yield what, f"Read the result of the `comm.wait` of {name}"
+
+    def waited(self, phase: Phase, op: Op) -> Found:
+        waits = self.waits[phase, op.name]
+        if not waits:
+            fix = f"Add a `comm.wait` of {op.name} to stage {self.stage.index}"
+            yield "nothing waits until it is done", fix
+        elif len(waits) > 1:
+            by = ", ".join(name for _, name in waits)
+            yield f"is waited for {len(waits)} times, by {by}", "Keep one wait"
+        elif op.args and isinstance(op.args[0], Ref) and waits[0][0] is not phase:
+            root = self.root(phase, op.args[0].name)
+            updated = (b for b in self.job.buffers if any(at == self.stage.index for at, *_ in b.updates))
+            if root in {f"buffer/{buffer.name}" for buffer in updated}:
+                is_updated = "which is updated when a window ends, and is waited for in another window"
+                yield f"sends {root}, {is_updated}", f"Wait for it in {phase}, or send a copy"
+
+    def root(self, phase: Phase, name: str) -> str:
+        """The value that owns the storage in which a value lies."""
+        seen: set[Place] = set()
+        place = self.place(phase, name)
+        while place is not None and place not in seen and self.ops[place].alias is not None:
+            seen.add(place)
+            name = str(self.ops[place].alias)
+            place = self.place(place[0], name)
+        return name
+
+    def uses(self, start: Place) -> Found:
+        for use in self.taken[start]:
+            yield f"{use}, while it is being filled", f"Use the result of the `comm.wait` of {start[1]}"
+
+    def leaving(self) -> dict[Place, list[str]]:
+        """What leaves the stage or outlives the microbatch, and in words how."""
+        found: dict[Place, list[str]] = defaultdict(list)
+        for edge in self.job.edges:
+            if edge.source == self.stage.index:
+                found[edge.phase, edge.value].append(f"edge {edge} takes it to stage {edge.target}")
+        for phase in PHASES:
+            for value, uses in results_of(self.job, self.stage.index, phase).items():
+                found[phase, value] += [f"it is {use}" for use in uses]
+        return found
+
+
+def _has_form(op: Op, *kinds: type) -> bool:
+    """Whether the op's arguments are of these kinds, and its result is one tensor."""
+    return (
+        not op.kwargs
+        and len(op.args) == len(kinds)
+        and all(type(arg) is kind for arg, kind in zip(op.args, kinds, strict=True))
+        and len(op.outputs) == 1
+        and op.outputs[0] is not None
+    )

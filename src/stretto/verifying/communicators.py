@@ -1,0 +1,75 @@
+"""Proves communicators: each that is needed is there once, along the right axes, with the right members.
+
+Every rank creates them in the order of the plan's one list, so creation cannot differ between ranks; what can
+be wrong is a name, a member, an axis, or one that is used and not there. Needed are one for each pair of
+places and direction with messages, `loss` where ranks must be told it, one for each tied gradient, and one
+for each axis beside pp, whose groups are all the ranks that differ in that coordinate alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.ir.axes import PIPELINE
+from stretto.ir.plan import LOSS, Communicator, Plan
+from stretto.ir.transfers import tied_ranks
+from stretto.verifying.fault import Fault
+from stretto.verifying.trace import ends_of
+
+TIED = "tied "
+"""What the names of tied gradients' communicators begin with."""
+
+
+def tells_loss(plan: Plan) -> bool:
+    """Whether ranks have a part of the step's loss, or none, and must be told it."""
+    return plan.ranks > 1 or bool(plan.job.data_axes)
+
+
+def _needed(plan: Plan) -> dict[str, Communicator]:
+    found: dict[str, Communicator] = {}
+    for edge in plan.job.edges:
+        ends = ends_of(plan, edge.index)
+        if ends[0] != ends[1]:
+            name = plan.lane_of(edge.index)
+            found[name] = Communicator(name, ends)
+    if tells_loss(plan):
+        found[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
+    for name, ranks in tied_ranks(plan.job, plan.schedule.stage_ranks).items():
+        found[TIED + name] = Communicator(TIED + name, ranks)
+    for axis, size in plan.job.axes:
+        if size > 1:
+            found[axis] = Communicator(axis, tuple(range(size)), (axis,))
+    return found
+
+
+def communicator_faults(plan: Plan) -> list[Fault]:
+    """Every fault of communicators. References must be sound."""
+    return [Fault(None, f"communicator {name}", *found) for name, *found in _faults(plan)]
+
+
+def _faults(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The name of a communicator, what is wrong, and what to do."""
+    needed = _needed(plan)
+    seen: set[str] = set()
+    for communicator in plan.communicators:
+        name = communicator.name
+        want = needed.get(name, communicator)
+        if name in seen:
+            yield name, "is there twice", "Remove one of them"
+        seen.add(name)
+        ranks, axes = list(communicator.ranks), list(communicator.axes)
+        if communicator.ranks != want.ranks:
+            what = f"joins ranks {ranks}, but its work is between ranks {list(want.ranks)}"
+            yield name, what, f"Give it the ranks {list(want.ranks)}"
+        elif len(set(ranks)) < len(ranks):
+            yield name, f"has a rank twice: {ranks}", "Name each rank once"
+        if communicator.axes != want.axes:
+            what = f"is along {', '.join(axes)}, but its work is along {', '.join(want.axes)}"
+            yield name, what, f"Give it the axes {list(want.axes)}"
+        elif len(set(axes)) < len(axes):
+            yield name, f"names an axis twice: {axes}", "Name each axis once"
+    for name, want in needed.items():
+        if name not in seen:
+            along = "" if want.axes == (PIPELINE,) else f" along {' and '.join(want.axes)}"
+            what = f"missing, and ranks {list(want.ranks)}{along} need it"
+            yield name, what, "Add it to the list of communicators"

@@ -1,0 +1,94 @@
+"""Proves that a backward belongs to the forward whose saved results it reads.
+
+A kernel that works back through a norm, a pool or attention takes the statistics, places or sums that the
+forward's kernel has left, and trusts that they are of the shape and meaning that its other arguments say.
+With the flag of another norm it reads past their end.
+
+So where `X_backward` reads a part of what X has made, all arguments that both functions take by one name are
+the same: numbers, flags and lists equal, tensors there in both or in none, and of one shape. And the flags of
+an op by itself fit what it is given, and what it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stretto.backend.dispatch_adapter import named, overload
+from stretto.ir.flow import PHASES
+from stretto.ir.plan import Plan
+from stretto.ir.prices import Specs, specs_of
+from stretto.ir.program import GETITEM, Op, Ref, Stage
+from stretto.verifying.fault import Fault
+
+SAME = {"train": "training"}
+"""Names of a backward's arguments that are another in the forward."""
+
+
+def saved_faults(plan: Plan) -> list[Fault]:
+    """Every op whose saved results are of another call. References must be sound."""
+    specs = specs_of(plan.job)
+    return [fault for stage in plan.job.stages for fault in _in_stage(stage, specs)]
+
+
+def _in_stage(stage: Stage, specs: Specs) -> Iterator[Fault]:
+    made = {op.name: op for phase in PHASES for op in stage.ops[phase]}
+    for phase in PHASES:
+        for op in stage.ops[phase]:
+            if what := _own(op):
+                where = f"stage {stage.index}, {phase.value}, {op.name}"
+                yield Fault(None, where, f"{op.target} {what}", "Capture the step again")
+            parts = (made[name] for name in op.uses if name in made and made[name].target == GETITEM)
+            for name in dict.fromkeys(part.args[0].name for part in parts):
+                works_back = name in made and _works_back(made[name], op)
+                what = _difference(made[name], op, specs) if works_back else ""
+                if what:
+                    where = f"stage {stage.index}, {phase.value}, {op.name}"
+                    said = f"{op.target} reads what {name} has saved, but {what}"
+                    yield Fault(None, where, said, "Capture the step again")
+
+
+def _own(op: Op) -> str:
+    """Why the op's own flags do not fit what it is given and makes; "" where they do."""
+    given = _arguments(op)
+    trains = given.get("training", given.get("train"))
+    if trains is False and "running_mean" in given and not isinstance(given["running_mean"], Ref):
+        return "normalizes by running statistics, and is given none"
+    mask = given.get("output_mask")
+    if isinstance(mask, tuple) and len(mask) == len(op.outputs):
+        for at, (asked, made) in enumerate(zip(mask, op.outputs, strict=True)):
+            if made is not None and not asked:
+                return f"is not asked for part {at}, which the plan says is {made}"
+    return ""
+
+
+def _works_back(forward: Op, backward: Op) -> bool:
+    """Whether one is, by its name, the backward of the other."""
+    first, name = (op.target.split(".")[1] if "." in op.target else "" for op in (forward, backward))
+    stem, is_backward, _ = name.partition("_backward")
+    return bool(is_backward and first) and "_backward" not in first and (stem in first or first in stem)
+
+
+def _difference(forward: Op, backward: Op, specs: Specs) -> str:
+    """In words, an argument that the two do not have in common; "" if there is none."""
+    taken, given = _arguments(forward), _arguments(backward)
+    for name, value in given.items():
+        first = taken.get(SAME.get(name, name), value)
+        tensors = isinstance(first, Ref), isinstance(value, Ref)
+        if all(tensors):
+            shapes = [specs[one.name].shape if one.name in specs else None for one in (first, value)]
+            same = None in shapes or shapes[0] == shapes[1]
+        else:
+            same = not any(tensors) and first == value
+        if not same:
+            return f"its {name!r} is {_shown(value)}, and there it was {_shown(first)}"
+    return ""
+
+
+def _arguments(op: Op) -> Mapping[str, Any]:
+    function = overload(op.target)
+    return {} if function is None else named(function, op.args, dict(op.kwargs))
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, Ref) else str(value)

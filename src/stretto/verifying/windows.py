@@ -1,0 +1,151 @@
+"""Proves each window once, for any microbatch: its ops complete, every read after what it reads, every
+message waited for before its first use and sent after it is made.
+
+A value that an op reads has one of five origins: it is given from outside the step; an op of the same part
+makes it; an edge that arrives in one of the part's phases brings it; another part of the window, of the same
+stage and microbatch, does either; or an earlier phase of the stage has left it. The last is proved on the
+orders, in `stretto.verifying.lifetimes`, as is that runs bind parts to microbatches as the window says. Sums
+of gradients are proved on the orders too, in `stretto.verifying.sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, defined, is_external
+from stretto.ir.plan import Item, ItemKind, Plan, Window
+from stretto.ir.program import Job
+from stretto.verifying.fault import Fault
+
+
+def window_faults(plan: Plan) -> list[Fault]:
+    """Every fault inside the plan's windows. References must be sound."""
+    found: list[Fault] = []
+    for window in plan.windows.values():
+        found += _buffer_faults(plan, window)
+        for part in window.actions:
+            found += _part_faults(plan, window, part)
+    return found
+
+
+def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
+    """A buffer is updated after the window that computes its new value: two microbatches in one window would
+    both begin with the old one, and one update would be lost."""
+    for buffer in plan.job.buffers:
+        for stage, phase, _ in buffer.updates:
+            parts = [
+                k for k, (where, made) in enumerate(window.parts) if where == stage and phase in made.parts
+            ]
+            if len(parts) > 1:
+                what = (
+                    f"parts {', '.join(map(str, parts))} all update buffer {buffer.name!r} of stage {stage}"
+                )
+                where = f"window {window.name}"
+                yield Fault(plan.rank_of(stage), where, what, "Give each a window of its own")
+
+
+def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
+    """Values that the stage may hold when `phase` (F, I or W) begins: name -> the phase that brought it."""
+    found: dict[str, Phase] = {}
+    for before in PHASES[: PHASES.index(phase)]:
+        for name in defined(job.stages[stage].ops[before]):
+            found.setdefault(name, before)
+        for edge in job.edges:
+            if edge.target == stage and edge.user_phase is before:
+                found.setdefault(edge.value, before)
+    return found
+
+
+def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
+    job = plan.job
+    stage, phase = window.parts[part]
+    rank = plan.rank_of(stage)
+    where = f"window {window.name}"
+
+    def fault(item: Item | str, what: str, fix: str) -> Fault:
+        return Fault(rank, f"{where}, {item}", what, fix)
+
+    # 1. Where everything stands; the first place counts, a second is a fault.
+    ops = {op.name: op for sub in phase.parts for op in job.stages[stage].ops[sub]}
+    arriving = {
+        edge.index: edge.value
+        for edge in job.edges
+        if edge.target == stage and edge.user_phase in phase.parts
+    }
+    leaving = {
+        edge.index: edge.value for edge in job.edges if edge.source == stage and edge.phase in phase.parts
+    }
+    at: dict[ItemKind, dict[str | int, int]] = {kind: {} for kind in ItemKind}
+    for position, item in enumerate(window.items):
+        if item.part != part:
+            continue
+        first = at[item.kind].setdefault(item.ref, position)
+        if first != position:
+            yield fault(item, f"stands twice, at items {first} and {position}", "Remove one of them")
+        elif item.kind is ItemKind.WAIT and item.ref not in arriving:
+            yield fault(item, f"the edge brings nothing to stage {stage} in phase {phase}", "Remove it")
+        elif item.kind is ItemKind.SEND and item.ref not in leaving:
+            yield fault(item, f"the edge takes nothing from stage {stage} in phase {phase}", "Remove it")
+
+    # 2. Complete.
+    for needed in ops:
+        if needed not in at[ItemKind.OP]:
+            yield fault(needed, f"the op is missing, and {stage}{phase} needs it", "Add it")
+    for edge, value in leaving.items():
+        if edge not in at[ItemKind.SEND]:
+            yield fault(f"send e{edge}", f"missing: {value} never leaves", f"Add it after {value}")
+        elif at[ItemKind.SEND][edge] < at[ItemKind.OP].get(value, -1):
+            yield fault(f"send e{edge}", f"stands before {value} is made", f"Move it after {value}")
+
+    # 3. F before the backward of its microbatch, as where each is a window of its own.
+    forwards = set() if phase is Phase.F else {m for m in window.mates(part) if window.parts[m][1] is Phase.F}
+    before = [k for k, i in enumerate(window.items) if i.part in forwards and i.kind is ItemKind.OP]
+    last = max(before, default=-1)
+    first = min(at[ItemKind.OP].values(), default=last)
+    if first < last:
+        what = f"stands before {window.items[last]} of {stage}F of the same microbatch, item {last}"
+        yield fault(window.items[first], what, "Move it behind all of that forward")
+
+    # 4. Every read after what it reads.
+    brings = {value: edge for edge, value in arriving.items()}
+    earlier = earlier_values(job, stage, phase.parts[0])
+    beside = _made_beside(plan, window, part)
+    missing_waits: set[int] = set()
+    for name, position in at[ItemKind.OP].items():
+        for value in ops[str(name)].uses:
+            reader, reads = str(name), f"reads {value}"
+            if is_external(value) or (value not in ops and value not in brings and value in earlier):
+                made = beside.get(value, -1)
+                if made > position:
+                    by = f"{stage}{earlier[value]} of the same microbatch brings later, at item {made}"
+                    yield fault(reader, f"{reads}, which {by}", f"Move it after item {made}")
+            elif value in ops:
+                made = at[ItemKind.OP].get(value, -1)
+                if made > position:
+                    what = f"{reads}, which is made later, at item {made}"
+                    yield fault(reader, what, f"Move it after {value}")
+            elif value in brings:
+                edge = brings[value]
+                wait = at[ItemKind.WAIT].get(edge)
+                if wait is None and edge not in missing_waits:
+                    missing_waits.add(edge)
+                    what = f"{reads}, which edge e{edge} brings, but the window never waits for it"
+                    yield fault(reader, what, f"Add `wait e{edge}` before it")
+                elif wait is not None and wait > position:
+                    what = f"{reads} before `wait e{edge}`, which stands later, at item {wait}"
+                    yield fault(reader, what, "Move the wait before it")
+            else:
+                what = f"{reads}, which no op before it makes and no edge brings to stage {stage}"
+                yield fault(reader, what, "Add an edge from the stage that makes it")
+
+
+def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:
+    """Value -> the item that brings it, of the other parts of a part's stage and microbatch."""
+    mates = set(window.mates(part))
+    found: dict[str, int] = {}
+    for position, item in enumerate(window.items):
+        if item.part in mates and item.kind in (ItemKind.OP, ItemKind.WAIT):
+            of_op = item.kind is ItemKind.OP
+            found[str(item.ref) if of_op else plan.job.edges[int(item.ref)].value] = position
+    return found

@@ -1,0 +1,113 @@
+"""Capture for CUDA on a machine without it: the ops are CUDA's, and what they compute is the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stretto
+from stretto.capturing.absent_cuda import CudaChoices
+from stretto.capturing.trace import Traced, trace
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is CUDA: its own choices are captured"
+)
+
+FLASH = "aten._scaled_dot_product_flash_attention.default"
+EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
+
+
+def gpt(heads: int = 2, **changed: object) -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(vocab_size=32, layers=2, hidden=32, heads=heads, context=16, **changed))  # type: ignore[arg-type]
+
+
+def traced(model: nn.Module, dtype: torch.dtype | None, device: str = "cuda") -> Traced:
+    batch = torch.empty((4, 17), dtype=torch.int64, device="meta")
+    return trace(model, batch, next_token_loss, microbatches=2, param_dtype=dtype, device=device)
+
+
+def targets(found: Traced) -> list[str]:
+    return [item.op.target for item in found.ops]
+
+
+def test_half_precision_without_a_mask_takes_flash_attention_forward_and_backward() -> None:
+    found = traced(gpt(), torch.bfloat16)
+    assert found.device == "cuda"
+    assert targets(found).count(FLASH) == 2
+    assert targets(found).count(FLASH.replace(".default", "_backward.default")) == 2
+    (spec,) = {i.op.outputs[0] for i in found.ops if i.op.target == FLASH}
+    assert spec is not None
+    assert spec.shape == (2, 2, 16, 16)
+    assert all(item.op.flops > 0 for item in found.ops if "flash_attention" in item.op.target)
+
+
+def test_float32_takes_the_memory_efficient_kernel() -> None:
+    assert targets(traced(gpt(), None)).count(EFFICIENT) == 2
+
+
+def test_heads_that_no_kernel_takes_are_plain_ops() -> None:
+    found = targets(traced(gpt(heads=8), torch.bfloat16))  # dim 4: not a multiple of 8
+    assert not any("scaled_dot_product" in target for target in found)
+    assert found.count("aten._safe_softmax.default") == 2
+
+
+def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:
+    query, key = torch.randn(2, 3, 8, 16), torch.randn(2, 3, 8, 16)
+    mask = torch.rand(8, 8) < 0.7
+    mask[:, 0] = True
+    seen: list[tuple[str, Tensor]] = []
+
+    class Note(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if "efficient" in str(func):
+                seen.append((str(func), args[3]))
+                raise InterruptedError
+            return func(*args, **(kwargs or {}))
+
+    with pytest.raises(InterruptedError), CudaChoices(), Note():
+        F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+    ((name, added),) = seen
+    assert name == EFFICIENT
+    assert added.shape == (2, 3, 8, 8)
+    plain = (query @ key.mT / 4.0 + added).softmax(-1) @ key
+    torch.testing.assert_close(plain, F.scaled_dot_product_attention(query, key, key, attn_mask=mask))
+
+
+def test_layer_norms_keep_their_statistics_in_float32() -> None:
+    def dtypes(device: str) -> set[str]:
+        found = traced(gpt(), torch.bfloat16, device)
+        norms = {i.op.name: i.op for i in found.ops if i.op.target == "aten.native_layer_norm.default"}
+        parts = [i.op for i in found.ops if i.op.target == "getitem" and i.op.args[0].name in norms]
+        whole = {s.dtype for op in norms.values() for s in op.outputs[1:] if s is not None}
+        taken = {op.outputs[0].dtype for op in parts if op.args[1] > 0 and op.outputs[0] is not None}
+        assert {op.outputs[0].dtype for op in parts if op.args[1] == 0 and op.outputs[0]} == {"bfloat16"}
+        assert whole == taken
+        return taken
+
+    assert dtypes("cuda") == {"float32"}
+
+
+def test_grouped_queries_repeat_their_keys() -> None:
+    query, key = torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4)
+    expected = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    with CudaChoices():  # heads of 4 are plain ops, so that there is something to compute with
+        found = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_job_for_cuda_is_planned_without_it() -> None:
+    batch = torch.empty((8, 17), dtype=torch.int64, device="meta")
+    job = stretto.capture(
+        gpt(),
+        batch,
+        next_token_loss,
+        stretto.Parallel(pp=2, tp=2, microbatches=4),
+        precision="bf16",
+        device="cuda",
+    )
+    assert job.device == "cuda"
+    assert stretto.plan(job, stretto.Cluster(latency_us=1.0)).prediction is not None

@@ -1,0 +1,101 @@
+"""The U-Net of `diffusers` as it comes, over stages that its skips cross: loss and all gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import stretto
+from stretto.capturing.trace import Traced, trace
+from tests.capturing.test_huggingface import without_noise
+from tests.capturing.unets import batch_of, loss, tiny
+from tests.runtime.equality import (
+    FAMILIES,
+    Result,
+    assert_equal,
+    assert_same_bits,
+    evenly,
+    job_of,
+    lowered,
+    plain,
+    plan_of,
+    run,
+)
+
+IN_THE_DECODER = ["up_blocks.1.resnets.1"]
+"""Where two stages are cut: three of the eight skips are used up before it, and five cross."""
+
+
+@pytest.fixture(scope="module")
+def traced() -> Traced:
+    return trace(tiny(), batch_of(1), loss, microbatches=1)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Result:
+    return plain(tiny(), batch_of(4), loss)
+
+
+@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_family_equals_the_plain_model(traced: Traced, expected: Result, stages: int) -> None:
+    job = job_of(traced, stages, 4, IN_THE_DECODER if stages == 2 else "auto")
+    found = {family: run(lowered(job, family), tiny(), batch_of(4)) for family in FAMILIES}
+    for result in found.values():
+        assert_equal(result, expected, 1e-10)
+        assert_same_bits(result, found["gpipe"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+def test_cut_anywhere(traced: Traced, expected: Result, stages: int) -> None:
+    assert_equal(run(plan_of(evenly(traced, stages, 4), "zb-h1"), tiny(), batch_of(4)), expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    "recompute", [pytest.param(r, marks=pytest.mark.slow) for r in ("none", "full", "selective")]
+)
+def test_captured_planned_and_proved_as_users_do(expected: Result, recompute: Any) -> None:
+    parallel = stretto.Parallel(
+        pp=2, microbatches=4, schedule="eager-1f1b", recompute=recompute, split=IN_THE_DECODER
+    )
+    job = stretto.capture(tiny(), batch_of(4), loss, parallel)
+    crossing = [edge.spec for edge in job.edges if edge.source == 0]
+    # The fifth skip is joined to the hidden state by the module that the cut is in front of.
+    assert sorted(spec.shape[1:] for spec in crossing if len(spec.shape) == 4) == sorted(
+        [(8, 16, 16), (8, 16, 16), (8, 8, 8), (16, 8, 8), (32 + 16, 4, 4)]
+    )
+    plan = plan_of(job, "eager-1f1b")
+    stretto.verify(plan)
+    assert_equal(run(plan, tiny(), batch_of(4)), expected, 1e-10)
+
+
+@pytest.mark.slow
+def test_states_that_all_images_share() -> None:
+    """What is attended to may be one constant: every microbatch is given it whole."""
+    batch = {**batch_of(4), "states": batch_of(1)["states"]}
+    marked = {**batch, "states": stretto.whole(batch["states"])}
+    job = job_of(trace(tiny(), marked, loss, microbatches=2), 2, 2)
+    assert_equal(run(plan_of(job, "zb-h2"), tiny(), marked), plain(tiny(), batch, loss), 1e-10)
+
+
+OTHER_KINDS: dict[str, dict[str, Any]] = {
+    "attention to itself": {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    },
+    "time as a scale": {"resnet_time_scale_shift": "scale_shift", "use_linear_projection": True},
+    "uneven levels": {"layers_per_block": (1, 2, 1, 1), "transformer_layers_per_block": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_other_kinds_of_blocks(kind: str) -> None:
+    model = tiny(**OTHER_KINDS[kind])
+    job = job_of(trace(model, batch_of(4), loss, microbatches=2), 2, 2)
+    expected = plain(model, batch_of(4), loss)
+    found = without_noise(run(plan_of(job, "zb-h1"), model, batch_of(4)), expected)
+    expected = without_noise(expected, expected)
+    assert_equal(found, expected, 1e-10)
+    assert len(expected.grads) >= len(list(model.parameters())) - 6, "biases of keys, which a softmax drops"

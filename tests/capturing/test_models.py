@@ -1,0 +1,224 @@
+"""What people write in models is captured and has the plain model's numbers, over two and four stages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import stretto
+from stretto.capturing.trace import trace
+from stretto.ir.action import Phase
+from tests.capturing.zoo import (
+    EQUAL,
+    WIDTH,
+    BatchNorm,
+    Chain,
+    OneGradForTwo,
+    Shared,
+    Skips,
+    mean_square,
+    rows,
+)
+from tests.runtime.equality import (
+    assert_equal,
+    assert_same_bits,
+    evenly,
+    job_of,
+    lowered,
+    plain,
+    plan_of,
+    run,
+)
+
+BLOCKS = ["layers.1", "layers.2", "layers.3"]
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_the_plain_models_numbers(name: str) -> None:
+    model, batch = EQUAL[name](), rows()
+    expected = plain(model, batch, mean_square)
+    found = trace(model, batch, mean_square, microbatches=4)
+    for stages in (2, 4):
+        assert_equal(run(plan_of(evenly(found, stages, 4), "zb-h1"), model, batch), expected, 1e-10)
+
+
+def test_a_module_used_by_several_stages_sums_its_parts_once_a_step() -> None:
+    model, batch = Shared(), rows()
+    found = trace(model, batch, mean_square, microbatches=4)
+    job = evenly(found, 2, 4)
+    weight = next(p for p in job.parameters if p.name == "layers.0.weight")
+    assert weight.stages == (0, 1)
+    assert [stage for stage, _, _ in weight.grads] == [0, 1], "one part from each stage"
+    assert_equal(run(plan_of(job, "zb-h2"), model, batch), plain(model, batch, mean_square), 1e-10)
+
+
+def test_skips_are_edges_to_the_stages_that_use_them() -> None:
+    model, batch = Skips(), rows()
+    job = job_of(trace(model, batch, mean_square, microbatches=4), 4, 4, BLOCKS)
+    forward = {(e.source, e.target) for e in job.edges if e.phase is Phase.F}
+    assert {(0, 2), (0, 3), (1, 3), (2, 3)} <= forward
+    assert all(e.source > e.target for e in job.edges if e.phase is not Phase.F)
+    for family in ("gpipe", "eager-1f1b", "zb-h2"):
+        assert_equal(run(plan_of(job, family), model, batch), plain(model, batch, mean_square), 1e-10)
+
+
+def test_gradients_are_tensors_of_their_own() -> None:
+    """Of one another's and of the next step's: what the user does to one changes no other."""
+    model, batch = OneGradForTwo(), rows()
+    plan = plan_of(evenly(trace(model, batch, mean_square, microbatches=2), 2, 2), "1f1b")
+
+    def work(runner: stretto.Runner) -> tuple[list[Tensor], list[Tensor]]:
+        runner.step(batch)
+        first = [p.grad for p in runner.parameters() if p.grad is not None]
+        before = [grad.clone() for grad in first]
+        storages = {grad.untyped_storage().data_ptr() for grad in first}
+        assert len(storages) == len(first)
+        for parameter in runner.parameters():
+            parameter.grad = None
+        runner.step(batch)
+        second = [p.grad for p in runner.parameters() if p.grad is not None]
+        for grad in second:
+            grad.zero_()
+        return first, before
+
+    for first, before in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
+        assert len(first) > 0
+        assert all(torch.equal(a, b) for a, b in zip(first, before, strict=True))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("family", ["gpipe", "zb-h2"])
+def test_buffers_are_updated_microbatch_by_microbatch(shared: bool, family: str) -> None:
+    model, batch = BatchNorm(shared), rows()
+    expected = copy.deepcopy(model)
+    for piece in batch.chunk(4):
+        (mean_square(expected, piece) / 4).backward()
+    job = job_of(trace(model, batch, mean_square, microbatches=4), 1 if shared else 4, 4)
+    plan = plan_of(job, family)
+
+    def work(runner: stretto.Runner) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
+        runner.step(batch)
+        return dict(runner.named_buffers()), {n: p.grad for n, p in runner.named_parameters()}
+
+    buffers: dict[str, Tensor] = {}
+    grads: dict[str, Tensor | None] = {}
+    for held, found in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
+        buffers |= held
+        grads |= found
+    assert set(buffers) == {name for name, _ in expected.named_buffers()}
+    for name, value in expected.named_buffers():
+        assert torch.allclose(buffers[name], value, rtol=1e-12, atol=0), name
+    for name, parameter in expected.named_parameters():
+        got = grads[name]
+        assert got is not None
+        assert parameter.grad is not None
+        # The bias before a norm has a gradient of zero, up to rounding.
+        assert (got - parameter.grad).norm() <= 1e-10 * parameter.grad.norm() + 1e-15, name
+
+
+def test_a_buffer_that_two_stages_write_is_refused() -> None:
+    found = trace(BatchNorm(shared=True), rows(), mean_square, microbatches=4)
+    with pytest.raises(stretto.CaptureError, match=r"buffer 'norms.0.running_mean' is written in stage"):
+        job_of(found, 2, 4, ["layers.2"])
+
+
+def test_frozen_and_unused_parameters_have_no_gradient() -> None:
+    batch = rows()
+    for name, without in (("Frozen", "layers.2.weight"), ("Unused", "extra.weight")):
+        model = EQUAL[name]()
+        found = run(plan_of(evenly(trace(model, batch, mean_square, microbatches=2), 2, 2)), model, batch)
+        assert found.grads[without] is None
+
+
+class Leaves(Chain):
+    """Reads a tree: integers, booleans, nested tensors, and leaves that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, WIDTH).double()
+
+    def forward(self, tree: Any) -> Tensor:
+        x = self.embedding(tree["ids"])
+        x = torch.where(tree["mask"][:, None], x, tree["nested"]["pair"][1][0])
+        assert tree["text"] == "as it is"
+        assert tree["nested"]["pair"][0] is None
+        return super().forward(x) * tree["scale"]
+
+
+def test_batches_are_trees() -> None:
+    model = Leaves()
+    batch = {
+        "ids": torch.arange(8) % 5,
+        "mask": torch.arange(8) % 3 == 0,
+        "nested": {"pair": (None, [rows()])},
+        "scale": 2.0,
+        "text": "as it is",
+        "empty": torch.zeros(8, 0),
+    }
+    found = trace(model, batch, mean_square, microbatches=4)
+    assert [name for name, _ in found.batch] == ["ids", "mask", "nested.pair.1.0", "empty"]
+    plan = plan_of(evenly(found, 2, 4), "zb-h1")
+    assert_equal(run(plan, model, batch), plain(model, batch, mean_square), 1e-10)
+
+
+def test_a_compiled_model_is_captured_as_it_is_written() -> None:
+    model, batch = Chain(), rows()
+    compiled = torch.compile(model)
+    job = evenly(trace(compiled, batch, mean_square, microbatches=2), 2, 2)
+    expected = plain(model, batch, mean_square)
+    found = run(plan_of(job), compiled, batch)
+    assert torch.equal(found.loss, run(plan_of(job), compiled, batch).loss)
+    for name, grad in expected.grads.items():
+        got = found.grads[f"_orig_mod.{name}"]
+        assert grad is not None
+        assert got is not None
+        assert (got - grad).norm() <= 1e-10 * grad.norm()
+
+
+class Checkpointed(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=False)
+        out: Tensor = self.out(x)
+        return out
+
+
+def test_activation_checkpointing_is_said_to_have_no_effect() -> None:
+    model, batch = Checkpointed(), rows()
+    with pytest.warns(UserWarning, match="activation checkpointing .* has no effect: activations are kept"):
+        found = trace(model, batch, mean_square, microbatches=2)
+    assert_equal(run(plan_of(job_of(found, 2, 2)), model, batch), plain(model, batch, mean_square), 1e-10)
+
+
+def test_autocast_inside_the_loss_is_captured() -> None:
+    model, batch = Chain().float(), rows().float()
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(batch).float().square().mean()
+
+    found = trace(model, batch, loss, microbatches=1)
+    assert any("bfloat16" in str(item.op.outputs[0]) for item in found.ops)
+    # The same casts and kernels in the same order: nothing may differ in one microbatch.
+    expected = plain(model, batch, loss)
+    assert_equal(run(lowered(job_of(found, 2, 1), "1f1b"), model, batch), expected, 1e-6)
+
+
+def test_bf16_computes_in_bfloat16_and_gives_float32_gradients() -> None:
+    model, batch = Chain().float(), rows(16).float()
+    parallel = stretto.Parallel(pp=2, microbatches=4)
+    job = stretto.capture(model, batch, mean_square, parallel, precision="bf16")
+    assert [len(s.ops[Phase.F]) > 0 for s in job.stages] == [True, True]
+    assert job.param_dtype == "bfloat16"
+    results = [run(plan_of(job, family), model, batch) for family in ("gpipe", "1f1b", "zb-h2")]
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+    expected = plain(model, batch, mean_square)
+    # bfloat16 has 8 bits: one rounding is 2**-8 of the value, and each gradient passes through a few.
+    assert_equal(results[0], expected, 0.04)
+    assert max(float((results[0].grads[n] - g).norm() / g.norm()) for n, g in expected.grads.items()) > 1e-4

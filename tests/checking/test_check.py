@@ -1,0 +1,342 @@
+"""`check` finds plans of tensor parallelism that train another model, which nothing else can see."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import stretto
+from stretto.capturing import capture
+from stretto.checking import compare
+from stretto.checking.bisect_layout import bisect_layout
+from stretto.checking.compare import LOW_PRECISION_TOLERANCE, TOLERANCE, Difference
+from stretto.cli.check import make
+from stretto.config import Parallel, ParallelSettings, load_settings
+from stretto.errors import CaptureError, RunError, UsageError
+from stretto.ir.program import Job
+from stretto.models.build import huggingface_loss
+from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
+from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
+from stretto.parallelize.styles import GPT2_PLAN
+from stretto.planning.make_plan import make_plan
+from stretto.price.cluster import Cluster
+from stretto.price.flat import described_costs
+from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
+from tests.parallelize.unproved import without_proof
+from tests.runtime.equality import from_transformers
+from tests.synthetic import make_job
+
+torch.set_num_threads(1)
+
+SPREAD = Parallel(tp=2, microbatches=2)
+SLICED = Parallel(tp=2, sequence_parallel=True, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(gpt, next_token_loss), pytest.param(gpt2, huggingface_loss, marks=pytest.mark.slow)],
+    ids=["gpt", "gpt2"],
+)
+def test_right_plans_pass(model: Any, loss: Any) -> None:
+    found = stretto.check(model(), batch_of(), loss, Parallel(pp=2, tp=2, sequence_parallel=True))
+    assert found.tolerance == TOLERANCE
+    assert found.world == 4
+    assert len(found.differences) == 1 + len(list(model().parameters()))
+    assert 0 < found.differences[0].relative < 1e-12, "all that differs is rounding"
+    assert "0 of" in str(found)
+
+
+def test_the_callers_model_and_batch_stay_as_they_are() -> None:
+    model, batch = gpt(), batch_of()
+    state, given = copy.deepcopy(model.state_dict()), copy.deepcopy(batch)
+    stretto.check(model, batch, next_token_loss, SLICED)
+    assert all(p.dtype is torch.float32 and p.grad is None for p in model.parameters())
+    assert model.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, given[name]) for name, value in batch.items())
+
+
+def test_a_packed_matrix_that_is_called_colwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture refuses it; a check names it where capture let it pass."""
+    plan = {**GPT2_PLAN, "transformer.h.*.attn.c_attn": "colwise"}
+    with pytest.raises(CaptureError, match=r"transformer\.h\.0\.attn cannot be computed in parts"):
+        stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
+    without_proof(monkeypatch)
+    with pytest.raises(RunError, match=r"transformer\.h\.0\.attn\.c_attn\.weight") as caught:
+        stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
+    told = str(caught.value)
+    assert "transformer.h.*.attn is wrong when it is spread alone" in told
+    assert "transformer.h.*.mlp is wrong" not in told
+    assert "embedding and head is wrong" not in told
+    assert "packed_colwise:K" in told
+
+
+class Shifted(Block):
+    """Adds the token before, in the block's own code."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+def test_code_of_a_block_that_mixes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=8), seed=3)
+    model.blocks = nn.ModuleList(Shifted(model.config) for _ in range(2))
+    assert not stretto.check(model, batch_of(), next_token_loss, SPREAD).wrong
+    with pytest.raises(CaptureError, match="is spread along dim 1, and the op needs that dim whole"):
+        stretto.check(model, batch_of(), next_token_loss, SLICED)
+    without_proof(monkeypatch)
+    with pytest.raises(RunError, match="without sequence_parallel it is right") as caught:
+        stretto.check(model, batch_of(), next_token_loss, SLICED)
+    assert "mixes tokens" in str(caught.value)
+
+
+class Normed(nn.Module):
+    """A norm over features that ranks share, between the two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tp_plan = {"inner": "colwise", "outer": "rowwise"}
+        self.inner, self.outer = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.outer(F.layer_norm(self.inner(x), self.inner(x).shape[-1:]))
+        return found
+
+
+def squares(model: nn.Module, x: Tensor) -> Tensor:
+    value: Tensor = (model(x) - 1).square().mean()
+    return value
+
+
+def test_a_sum_over_features_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CaptureError, match="the number comes from the shape of what is spread"):
+        stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
+    with monkeypatch.context() as patched:
+        without_proof(patched)
+        with pytest.raises(RunError, match=r"the model is wrong when it is spread alone.*'inner': 'colwise'"):
+            stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
+    plan = {"inner": "colwise_gather_output", "outer": "rowwise_split_input"}
+    assert not stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD, tp_plan=plan).wrong
+
+
+class Counting(nn.Module):
+    """Computes something else from its third call on, which capture does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x @ self.weight * (1 if self.calls < 3 else 2)
+
+
+def test_a_model_that_differs_on_one_rank_too() -> None:
+    with pytest.raises(RunError, match="on one rank it differs, too"):
+        stretto.check(Counting(), torch.randn(4, 6), squares, Parallel(dp=2, microbatches=2))
+
+
+def test_dropout_is_compared_in_evaluation() -> None:
+    found = stretto.check(gpt(dropout=0.5), batch_of(), next_token_loss, SPREAD)
+    assert found.evaluated
+    assert not found.wrong
+    assert "in evaluation" in str(found)
+
+
+class Noisy(Counting):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ F.dropout(self.weight, 0.5)
+
+
+def test_refusals() -> None:
+    with pytest.raises(UsageError, match="draws random numbers in evaluation too"):
+        stretto.check(Noisy(), torch.randn(4, 6), squares, Parallel())
+    with pytest.raises(UsageError, match="meta device"):
+        stretto.check(gpt().to("meta"), batch_of(), next_token_loss, SPREAD)
+    with pytest.raises(UsageError, match="128 are too many"):
+        stretto.check(gpt(), batch_of(), next_token_loss, Parallel(dp=64, tp=2))
+    broken = gpt()
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    with pytest.raises(UsageError, match="loss is nan"):
+        stretto.check(broken, batch_of(), next_token_loss, SPREAD)
+
+
+def test_models_that_compute_in_float32_have_a_wider_tolerance() -> None:
+    model = from_transformers(
+        "Gemma2ForCausalLM", **SMALL, head_dim=8, sliding_window=4, attn_implementation="eager"
+    )
+    found = stretto.check(model, batch_of(), huggingface_loss, SPREAD)
+    assert found.tolerance == LOW_PRECISION_TOLERANCE
+    assert stretto.check(gpt(), batch_of(), next_token_loss, SPREAD, tolerance=1e-3).tolerance == 1e-3
+
+
+SETTINGS = """
+[model]
+kind = "gpt"
+layers = 2
+hidden = 32
+heads = 4
+context = 16
+vocab_size = 64
+[data]
+sequence_length = 8
+[parallel]
+tp = 2
+microbatches = 2
+[training]
+global_batch = 8
+steps = 1
+"""
+
+
+@pytest.mark.filterwarnings("ignore:the tensor-parallel plan:UserWarning")
+def test_from_settings(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SETTINGS)
+    found = make(load_settings(path, ["parallel.sequence_parallel=true", "parallel.recompute=full"]))
+    assert found.world == 2
+    assert not found.wrong
+    styles = '"blocks.*.attention.qkv" = "packed_colwise:3", "blocks.*.attention.out" = "rowwise"'
+    with pytest.raises(CaptureError, match=r"blocks\.0\.attention cannot be computed in parts"):
+        make(load_settings(path, [f"parallel.tp_plan={{{styles}}}"]))
+
+
+def mixture(capacity: float | None) -> MoEGPT:
+    config = MoEConfig(32, 2, 16, 2, 12, experts=4, expert_ratio=1.5, capacity_factor=capacity)
+    return MoEGPT(config, seed=3)
+
+
+def rows_of_tokens() -> Tensor:
+    return torch.randint(0, 32, (8, 13), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "how"),
+    [
+        pytest.param(None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}, marks=pytest.mark.slow),
+        (0.5, {"ep": 2, "dp": 4}),
+        (None, {"ep": 2, "dp": 2, "pp": 2, "ep_buffer": 4.0, "ampipe_degree": 2}),
+        (0.5, {"ep": 2, "dp": 2, "ampipe_degree": 2, "ampipe_capacity": "whole"}),
+    ],
+    ids=str,
+)
+def test_experts_that_ranks_share(capacity: float | None, how: dict[str, Any]) -> None:
+    """Capacities and routers' losses are of a microbatch, and it is the plain model's microbatches."""
+    found = stretto.check(mixture(capacity), rows_of_tokens(), moe_token_sum, Parallel(**how))
+    assert found.tolerance == TOLERANCE
+    assert found.differences[0].relative < 1e-12
+
+
+@pytest.mark.slow
+def test_a_capacity_of_each_chunk_is_compared_as_one_of_all() -> None:
+    how = Parallel(ep=2, dp=2, ampipe_degree=2)
+    found = stretto.check(mixture(0.5), rows_of_tokens(), moe_token_sum, how)
+    assert found.whole_capacity
+    assert not found.wrong
+    assert "compared with ampipe_capacity = 'whole'" in str(found)
+    with pytest.raises(RunError, match="on one rank it is right: dp = 2 or ep = 2 or ampipe_degree = 2"):
+        stretto.check(mixture(0.5), rows_of_tokens(), unlike_in_copies, how)
+
+
+CHOSEN = Parallel(ep=2, dp=2, ep_buffer=4.0, ampipe_degree="auto")
+
+
+@pytest.mark.slow
+def test_what_planning_may_choose_is_right_in_all_forms() -> None:
+    found = stretto.check(mixture(None), rows_of_tokens(), moe_token_sum, CHOSEN)
+    assert found.differences[0].relative < 1e-12
+    assert "compared in 1, 2 and 4 chunks of the sequence" in str(found)
+
+
+def test_the_form_that_is_furthest_off_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = {1: 0.0, 2: 0.3, 4: 0.1}
+    compared: list[int] = []
+
+    def different(job: Job, *_: Any) -> tuple[float, list[Difference]]:
+        compared.append(job.chunks)
+        return 1.0, [Difference("a", 0.0), Difference("b", off[job.chunks])]
+
+    one = make_job(1, 4)
+    forms = replace(one, forms=tuple(replace(one, chunks=chunks) for chunks in (2, 4)))
+    monkeypatch.setattr(compare, "capture", lambda *_, **__: forms)
+    monkeypatch.setattr(compare, "make_plan", lambda job, *_, **__: job)
+    monkeypatch.setattr(compare, "_differences", different)
+    found = compare._compare(mixture(None), rows_of_tokens(), moe_token_sum, CHOSEN, None, 1e-9)
+    assert compared == [1, 2, 4]
+    assert found.forms == "1, 2 and 4 chunks of the sequence"
+    assert Difference("b", 0.3) in found.wrong
+    assert Difference("a", 0.0) in found.differences
+
+
+def unlike_in_copies(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int]:
+    """A loss whose scale comes from the number of experts that a rank holds."""
+    total, count = moe_token_sum(model, batch)
+    return total * model.blocks[0].mlp.experts.up.shape[0], count  # type: ignore[union-attr,index]
+
+
+def test_one_rank_has_nothing_of_what_ranks_share() -> None:
+    """The last trial of a layout is a step that could be anybody's."""
+    tried: list[ParallelSettings] = []
+
+    def right(parallel: ParallelSettings, plan: Any) -> bool:
+        tried.append(parallel)
+        return len(tried) == 1
+
+    parallel = Parallel(
+        pp=2,
+        dp=4,
+        ep=2,
+        microbatches=2,
+        ep_buffer=3.0,
+        ep_overflow="drop",
+        ampipe_degree=2,
+        ampipe_capacity="whole",
+        pipe_experts=True,
+        pipe_experts_multi_data=2,
+    )
+    (told,) = bisect_layout(mixture(0.5), parallel, None, right)
+    assert tried == [Parallel(microbatches=8)]
+    assert "pp = 2 or dp = 4 or ep = 2" in told
+    (told,) = bisect_layout(mixture(None), Parallel(ampipe_degree=2), None, lambda *_: len(tried) > 1)
+    assert "on one rank it differs, too" in told
+    tried.clear()
+    parallel = Parallel(ampipe_degree=2, ampipe_capacity="whole")
+    (told,) = bisect_layout(mixture(None), parallel, None, right)
+    assert "on one rank it is right: ampipe_degree = 2" in told
+
+
+class OneHeadEach(nn.Module):
+    """Attention by its own products, of as many heads as ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.tp_plan = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (of(x).unflatten(-1, (-1, 4)).transpose(1, 2) for of in (self.q, self.k, self.v))
+        weights = (q @ k.transpose(-1, -2)).softmax(dim=-1)
+        made: Tensor = self.o((weights @ v).transpose(1, 2).flatten(2))
+        return made
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_rank_may_have_one_head_and_a_microbatch_one_row(rows: int) -> None:
+    """Products of a batch of one, which is a slice of a batch that ranks share."""
+    model = OneHeadEach()
+    batch = torch.randn(2 * rows, 5, 8)
+    how = Parallel(tp=2, microbatches=2)
+    found = stretto.check(model, batch, squares, how, tp_plan=model.tp_plan)
+    assert not found.wrong
+    job = capture(model, batch, squares, how, tp_plan=model.tp_plan)
+    make_plan(job, described_costs(job, Cluster()))  # which proves it

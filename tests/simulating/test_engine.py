@@ -1,0 +1,320 @@
+"""The walk against cases done by hand: times, waits, links in order, late posts, lost processor time."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+
+from stretto.errors import PlanError
+from stretto.ir.action import Action, Phase, Schedule, parse_slot
+from stretto.ir.costs import Costs, Link
+from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.program import Edge, Ref
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.planning.lower import lower
+from stretto.simulating import simulate
+from stretto.simulating.cards import Cards
+from stretto.simulating.clock import Clock
+from stretto.simulating.engine import Walk
+from stretto.simulating.network import Network
+from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
+from tests.synthetic_comm import plan_with
+
+NBYTES = ACTIVATION.nbytes
+RATE = NBYTES / 20  # A message keeps its link for 20 us.
+
+
+def schedule(*orders: str, stage_ranks: tuple[int, ...] | None = None) -> Schedule:
+    slots = tuple(tuple(parse_slot(token) for token in order.split()) for order in orders)
+    actions = [a for order in slots for slot in order for a in slot.actions]
+    stages = 1 + max(a.stage for a in actions)
+    return Schedule(
+        "by hand",
+        stages,
+        1 + max(a.microbatch for a in actions),
+        stage_ranks or tuple(range(stages)),
+        slots,
+    )
+
+
+ONE_F_ONE_B = schedule("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+
+
+def lane(timeline: Timeline, rank: int, name: str = COMPUTE_LANE) -> list[tuple[str, str, float, float]]:
+    return [
+        (s.kind.value, s.name, round(s.start_us, 6), round(s.end_us, 6))
+        for s in timeline.spans
+        if s.rank == rank and s.lane == name
+    ]
+
+
+def message(timeline: Timeline, name: str) -> Span:
+    (found,) = [s for s in timeline.spans if s.kind is SpanKind.MESSAGE and s.name == name]
+    return found
+
+
+def test_two_ranks_two_microbatches() -> None:
+    plan = make_plan(ONE_F_ONE_B, f_us=90, i_us=100, w_us=100, latency_us=10, bytes_per_us=RATE)
+    timeline = simulate(plan)
+    assert timeline.step_us == pytest.approx(830)
+    # The backward's message leaves when the input gradient is ready (310), not when the action ends (410).
+    assert lane(timeline, 0) == [
+        ("compute", "0F0", 0, 90),
+        ("compute", "0F1", 90, 180),
+        ("bubble", "pp 1>0 e1:0", 180, 310),
+        ("exposed", "pp 1>0 e1:0", 310, 340),
+        ("compute", "0B0", 340, 540),
+        ("bubble", "pp 1>0 e1:1", 540, 600),
+        ("exposed", "pp 1>0 e1:1", 600, 630),
+        ("compute", "0B1", 630, 830),  # the loss arrives meanwhile
+    ]
+    assert lane(timeline, 1) == [
+        ("bubble", "pp 0>1 e0:0", 0, 90),
+        ("exposed", "pp 0>1 e0:0", 90, 120),
+        ("compute", "1F0", 120, 210),
+        ("compute", "1B0", 210, 410),
+        ("compute", "1F1", 410, 500),
+        ("compute", "1B1", 500, 700),
+        ("bubble", "end of the step", 700, 830),
+    ]
+    assert timeline.by_rank(SpanKind.EXPOSED) == pytest.approx((60, 30))
+    assert timeline.exposed_us["pp"] == pytest.approx(45)
+
+
+def test_a_message_says_who_sent_it_and_when() -> None:
+    plan = make_plan(ONE_F_ONE_B, f_us=90, latency_us=10, bytes_per_us=RATE)
+    span = message(simulate(plan), "pp 0>1 e0:1")
+    assert (span.rank, span.lane, span.sender, span.sent_us) == (1, "pp 0>1", 0, 180)
+    assert (span.nbytes, span.stage, span.phase, span.microbatch) == (NBYTES, 0, Phase.F, 1)
+    assert (span.start_us, span.end_us) == (180, 210)
+    assert (span.edge, span.microbatch) == (0, 1)
+
+
+def test_messages_of_a_communicator_go_in_order_and_latency_is_pipelined() -> None:
+    plan = make_plan(ONE_F_ONE_B, f_us=90, latency_us=10, bytes_per_us=NBYTES / 200)
+    timeline = simulate(plan)
+    first, second = message(timeline, "pp 0>1 e0:0"), message(timeline, "pp 0>1 e0:1")
+    assert (first.start_us, first.end_us) == (90, 300)
+    # Started at 180; the link is free at 290, before the first message has arrived.
+    assert (second.sent_us, second.start_us, second.end_us) == (180, 290, 500)
+
+
+def test_a_receive_posted_late_holds_the_message_back() -> None:
+    plan = make_plan(
+        schedule("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"), f_us=90, latency_us=10, bytes_per_us=RATE
+    )
+    order = list(plan.orders[1])
+    late = Instruction(InstructionKind.RECV, 0, (1,))
+    order.remove(late)
+    order.insert(order.index(Instruction(InstructionKind.RUN, "1F", (1,))), late)
+    timeline = simulate(replace(plan, orders=(plan.orders[0], tuple(order))))
+    span = message(timeline, "pp 0>1 e0:1")
+    assert (span.sent_us, span.start_us, span.end_us) == (180, 210, 240)
+    assert ("exposed", "pp 0>1 e0:1", 210, 240) in lane(timeline, 1)
+
+
+def skip_plan(rate: float, processor_us_per_mb: float = 0.0) -> Plan:
+    """Three stages; what stage 0 makes goes to stages 1 and 2."""
+    job = make_job(3, 1)
+    first, middle, last = job.stages
+    h2, *rest = last.ops[Phase.F]
+    skip = replace(h2, args=(*h2.args, Ref("y0")))
+    last = replace(last, ops={**last.ops, Phase.F: (skip, *rest)})
+    edge = Edge(len(job.edges), "y0", 0, Phase.F, 2, Phase.F, ACTIVATION)
+    job = replace(job, stages=(first, middle, last), edges=(*job.edges, edge))
+    order = schedule("0F0 0B0", "1F0 1B0", "2F0 2B0")
+    costs = replace(make_costs(job, f_us=90), default_link=Link(0, rate, processor_us_per_mb))
+    return lower(job, order, costs)
+
+
+def test_one_sender_sends_to_one_receiver_at_a_time() -> None:
+    timeline = simulate(skip_plan(RATE))
+    first, second = message(timeline, "pp 0>1 e0:0"), message(timeline, "pp 0>2 e4:0")
+    assert (first.start_us, first.end_us) == (90, 110)
+    assert (second.sent_us, second.start_us, second.end_us) == (90, 110, 130)
+
+
+def test_starts_of_messages_keep_the_link_and_latencies_do_not() -> None:
+    plan = skip_plan(RATE)
+    link = Link(7, RATE, 0.0, "made up", start_us=5)
+    timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
+    first, second = message(timeline, "pp 0>1 e0:0"), message(timeline, "pp 0>2 e4:0")
+    assert (first.start_us, first.end_us) == (90, 122)
+    assert (second.sent_us, second.start_us, second.end_us) == (90, 115, 147)
+
+
+def test_a_message_takes_its_own_processor_time_however_small() -> None:
+    """20 us on the link, of which each end's processor loses 10: the ops that it meets go at half their
+    speed."""
+    plan = make_plan(ONE_F_ONE_B, f_us=90, i_us=100, w_us=100)
+    link = Link(0, RATE, 0.0, "made up", processor_us=10.0)
+    timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
+    assert ("compute", "0F1", 90, 190) in lane(timeline, 0)
+    assert ("compute", "1F0", 110, 210) in lane(timeline, 1)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_messages_that_start_at_one_moment_the_lower_ranks_goes_first(first: int) -> None:
+    """Both come to rank 2, whoever's lane is walked first."""
+    clock = Clock()
+    plan = skip_plan(RATE)
+    network = Network(plan, clock, Cards(clock, lambda *_: None, alone=True), [])
+    edges = {plan.rank_of(e.source): e.index for e in plan.job.edges if plan.rank_of(e.target) == 2}
+    for edge in edges.values():
+        network.post(edge, 0)
+    for rank in (first, 1 - first):
+        network.send(edges[rank], 0)
+    clock.step()
+    clock.step()
+    assert network.message(edges[0], 0).left.happened
+    assert not network.message(edges[1], 0).left.happened
+
+
+def test_a_transfer_takes_its_processor_time_from_the_ops_it_meets() -> None:
+    plan = make_plan(ONE_F_ONE_B, f_us=90, i_us=100, w_us=100)
+    lost_us = 10  # of the 20 us that a message transfers: half of the processor
+    link = Link(0, RATE, lost_us / (NBYTES / 1e6))
+    timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
+    # Rank 0 sends at 90 and computes 0F1 meanwhile; rank 1 is idle, and loses nothing.
+    assert ("compute", "0F1", 90, 190) in lane(timeline, 0)
+    # 0F1's message transfers from 190 to 210 while rank 1 computes 1F0 from 110 on.
+    assert ("compute", "1F0", 110, 210) in lane(timeline, 1)
+    assert sum(s.duration_us for s in timeline.spans if s.rank == 0 and s.lane == COMPUTE_LANE) == (
+        pytest.approx(timeline.step_us)
+    )
+
+
+def test_a_transport_slower_than_its_link_stops_the_compute_lane() -> None:
+    plan = make_plan(ONE_F_ONE_B, f_us=90)
+    link = Link(0, RATE, 40 / (NBYTES / 1e6))
+    timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
+    assert message(timeline, "pp 0>1 e0:0").duration_us == pytest.approx(40)
+    assert ("compute", "0F1", 90, 220) in lane(timeline, 0)
+
+
+def test_action_us_is_paid_once_a_run() -> None:
+    plan = make_plan(ONE_F_ONE_B)
+    timeline = simulate(replace(plan, costs=replace(plan.costs, action_us=7.0)))
+    assert lane(timeline, 0)[:2] == [("compute", "0F0", 0, 107), ("compute", "0F1", 107, 214)]
+    # A run begins, and then stands at its first wait.
+    assert lane(timeline, 1)[:3] == [
+        ("compute", "1F0", 0, 7),
+        ("bubble", "pp 0>1 e0:0", 7, 107),
+        ("compute", "1F0", 107, 207),
+    ]
+
+
+def test_overlapped_actions_have_a_span_for_each_stretch() -> None:
+    order = schedule("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1")
+    timeline = simulate(make_plan(order))
+    names = [name for kind, name, *_ in lane(timeline, 0) if kind == "compute"]
+    assert names == ["0F0", "0F1", "0B0", "0B1"]
+
+
+def test_stages_of_one_rank_need_no_message() -> None:
+    job = make_job(2, 1)
+    order = schedule("0F0 1F0 1B0 0B0", stage_ranks=(0, 0))
+    plan = lower(job, order, make_costs(job, latency_us=1e6))
+    timeline = simulate(plan)
+    assert timeline.step_us == pytest.approx(600)
+    assert {s.kind for s in timeline.spans} == {SpanKind.COMPUTE}
+
+
+def test_tied_gradients_are_summed_over_the_slowest_link() -> None:
+    job = make_job(2, 1)
+    parameters = tuple(replace(p, tied_to="w0") for p in job.parameters)
+    job = replace(job, parameters=parameters)
+    order = schedule("0F0 0B0", "1F0 1B0")
+    links = {(1, 0): Link(3.0, 2**20 / 50)}
+    costs = replace(make_costs(job), links=links)
+    timeline = simulate(plan_with(job, order, costs))
+    (span,) = [s for s in timeline.spans if s.lane == "tied w0" and s.rank == 0]
+    # 2 (n - 1) / n of 1 MiB at 1 MiB in 50 us, and 3 us.
+    assert span.duration_us == pytest.approx(53)
+    assert lane(timeline, 0)[-1][:2] == ("exposed", "pp tied w0")
+    assert timeline.step_us == pytest.approx(span.end_us)
+
+
+def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for() -> None:
+    plan = make_plan(schedule("0F0 0B0", "1F0 1B0"))
+    orders = list(plan.orders)
+    orders[1] = tuple(i for i in orders[1] if i.kind is not InstructionKind.RECV)
+    with pytest.raises(PlanError) as refused:
+        simulate(replace(plan, orders=tuple(orders)))
+    text = str(refused.value)
+    assert "2 faults" in text
+    assert "rank 0 stands at `run 0B:0`: waits for message e1:0 on pp 1>0, which rank 1 has not sent" in text
+    assert (
+        "rank 1 stands at `run 1F:0`: waits for message e0:0 on pp 0>1, whose receive rank 1 has not posted"
+        in text
+    )
+
+
+def test_receives_in_another_order_than_the_sends_stop_the_plan() -> None:
+    plan = make_plan(schedule("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"))
+    orders = list(plan.orders)
+    orders[1] = tuple(i for i in orders[1] if str(i) != "recv e0:0")
+    with pytest.raises(
+        PlanError, match=r"e0:1 on pp 0>1, which is behind message e0:0 on pp 0>1, whose receive"
+    ):
+        simulate(replace(plan, orders=tuple(orders)))
+
+
+def test_a_value_that_the_rank_makes_later_stops_the_plan() -> None:
+    job = make_job(2, 1)
+    order = schedule("1F0 0F0 1B0 0B0", stage_ranks=(0, 0))
+    with pytest.raises(PlanError, match="e0:0, which this rank itself makes later"):
+        simulate(lower(job, order, make_costs(job)))
+
+
+def test_a_missing_cost_is_refused() -> None:
+    plan = make_plan(schedule("0F0 0B0", "1F0 1B0"))
+    costs = Costs({}, {}, Link(0, 1), 0.0, "none")
+    with pytest.raises(PlanError, match="window 0F: stage 0's op h0 has no time"):
+        simulate(replace(plan, costs=costs))
+
+
+def test_a_missing_window_is_refused() -> None:
+    plan = make_plan(schedule("0F0 0B0", "1F0 1B0"))
+    with pytest.raises(PlanError, match="window '0F' is run but not defined"):
+        simulate(replace(plan, windows={}))
+
+
+def test_equal_plans_give_equal_timelines() -> None:
+    plan = make_plan(ONE_F_ONE_B, latency_us=3, bytes_per_us=RATE)
+    assert simulate(plan) == simulate(plan)
+
+
+def test_names_of_compute_spans_are_tokens() -> None:
+    spans = [s for s in simulate(make_plan(ONE_F_ONE_B)).spans if s.kind is SpanKind.COMPUTE]
+    for span in spans:
+        assert Action.parse(span.name) == Action(span.stage or 0, span.phase or Phase.F, span.microbatch or 0)
+
+
+def test_work_that_ends_as_a_message_begins_is_not_held_up_by_it() -> None:
+    order = schedule("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
+    plan = make_plan(order, f_us=90, i_us=100, w_us=100, bytes_per_us=RATE)
+    # A message takes a whole processor at both ends, so rank 0 makes value 1 when rank 1 has used value 0.
+    link = replace(plan.costs.link(0, 1), processor_us_per_mb=20 / (NBYTES / 1e6))
+    costs = replace(plan.costs, links=dict.fromkeys(((0, 1), (1, 0)), link))
+    timeline = simulate(replace(plan, costs=costs))
+    first = next(s for s in timeline.spans if s.rank == 1 and s.name == "1F0")
+    assert message(timeline, "pp 0>1 e0:1").start_us == pytest.approx(first.end_us)
+    assert first.end_us - first.start_us == pytest.approx(90)
+
+
+def test_a_simulation_leaves_no_garbage() -> None:
+    plan = make_plan(ONE_F_ONE_B)
+    never = replace(plan, orders=(plan.orders[0], ()))
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(plan)
+        with pytest.raises(PlanError):
+            simulate(never)
+        walks = [x for x in gc.get_objects() if isinstance(x, (Walk, Cards, Network))]
+        assert walks == []
+    finally:
+        gc.enable()
