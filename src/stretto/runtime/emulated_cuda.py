@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,6 +30,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
 from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
+from stretto.runtime.transport import Handle, Pending
 from stretto.simulating import simulate
 from stretto.verifying.trace import ends_of
 
@@ -46,7 +48,7 @@ class Taken:
     ended: torch.cuda.Event
 
 
-class CudaTransport(SingleRankEnd["Queued"]):
+class CudaTransport(SingleRankEnd):
     """The end of rank `rank` of a plan on `device`. `begin` comes before each step, `timeline` after it."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
@@ -120,11 +122,11 @@ class CudaTransport(SingleRankEnd["Queued"]):
 
     # The transport's words.
 
-    def send(self, lane: str, value: torch.Tensor, to: int) -> Queued:
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         edge, microbatch = self._take(self._next_send, lane)
         return self._queue(lane, f"{lane} e{edge}:{microbatch}", self._message_us(edge))
 
-    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Queued:
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
         name = f"{lane} e{edge}:{microbatch}"
         gap_us = self._begins_us[name] - self._until_us.get(lane, 0.0)
@@ -137,7 +139,7 @@ class CudaTransport(SingleRankEnd["Queued"]):
 
     # Behind them.
 
-    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Queued:
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         call, _ = self._take(self._next_work, lane)
         return self._queue(lane, call.name, call.time.us, fill)
 
@@ -145,7 +147,7 @@ class CudaTransport(SingleRankEnd["Queued"]):
         link: Link = self._plan.costs.link(*ends_of(self._plan, edge))
         return message_us(link, self._plan.job.edges[edge].spec.nbytes)
 
-    def _queue(self, lane: str, name: str, us: float, fill: Callable[[], object] | None = None) -> Queued:
+    def _queue(self, lane: str, name: str, us: float, fill: Callable[[], object] | None = None) -> Handle:
         """Step 1: the transfer, behind what is queued on the compute stream and on its lane."""
         stream = self._streams[lane]
         stream.wait_event(mark(torch.cuda.current_stream(self._device)))
@@ -156,26 +158,16 @@ class CudaTransport(SingleRankEnd["Queued"]):
                 fill()
         taken = Taken(name, lane, begun, mark(stream))
         self._taken.append(taken)
-        return Queued(self, taken)
+        return Pending(partial(self._wait_for, taken))
 
     def _spend(self, lane: str, us: float) -> None:
         """Step 2."""
         with torch.cuda.stream(self._streams[lane]):
             self._delay.spend(us, lane)
 
-    def wait_for(self, taken: Taken) -> None:
+    def _wait_for(self, taken: Taken) -> None:
         """The compute stream waits for the transfer."""
         stream = torch.cuda.current_stream(self._device)
         before = mark(stream)
         stream.wait_event(taken.ended)
         self._waits.append((taken, before, mark(stream)))
-
-
-class Queued:
-    """A transfer under way on its lane."""
-
-    def __init__(self, end: CudaTransport, taken: Taken) -> None:
-        self._end, self._taken = end, taken
-
-    def wait(self) -> None:
-        self._end.wait_for(self._taken)

@@ -21,8 +21,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,17 +31,16 @@ from stretto.errors import RunError
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
-from stretto.runtime.transport import not_open
+from stretto.ir.timeline import Span
+from stretto.runtime.record import idle_spans
+from stretto.runtime.transport import Handle, Pending, not_open
 from stretto.simulating.clock import Moment
 from stretto.simulating.collectives import Collective
 from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
 from stretto.verifying.trace import EventKind
 
-Under = TypeVar("Under")
-"""The handle of a transfer under way."""
 
-
-class SingleRankEnd(ABC, Generic[Under]):
+class SingleRankEnd(ABC):
     """The transport of rank `rank` of a plan, of which no other runs. `begin` comes before each step.
 
     Raises PlanError for a plan that cannot be simulated.
@@ -74,18 +73,18 @@ class SingleRankEnd(ABC, Generic[Under]):
         self._next_work = {lane: deque(works) for lane, works in self._works.items()}
 
     @abstractmethod
-    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Under:
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         """Start the lane's next collective; `fill` writes what it gives."""
 
-    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Under:
+    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
         return self._collective(lane)
 
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Under:
+    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
         return self._collective(lane)
 
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
-    ) -> Under:
+    ) -> Handle:
         row, members = KINDS[kind], self._members[lane]
         if row.in_place:
             return self._collective(lane)
@@ -120,24 +119,13 @@ NOISE = 0.02
 """Standard deviation of made-up values: that of freshly initialised weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """The rank stalled from start to end for a communication that was under way from `begun_us` on. Times are
-    microseconds from the step's start."""
-
-    name: str
-    start_us: float
-    begun_us: float
-    end_us: float
-
-
-class EmulatedTransport(SingleRankEnd["Emulated"]):
+class EmulatedTransport(SingleRankEnd):
     """The end of rank `rank` of a plan. `begin` comes before each step and `end` after it."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-        self.idle: list[Idle] = []
+        self.idle: list[Span] = []
         self._live = Live(plan, self._pp_rank, self._windows)
         self._origin_ns = 0
         # When the clock went on after it had stopped, and for how long it had in all, in nanoseconds.
@@ -166,30 +154,30 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
     def us_of(self, time_ns: int) -> float:
         """A reading of the process's clock, as microseconds of the step: since `begin`, without the time in
         which values were made up."""
-        stood_ns = self._stalled_ns[bisect_right(self._went_on_ns, time_ns)]
-        return (time_ns - self._origin_ns - stood_ns) / 1000.0
+        stalled_ns = self._stalled_ns[bisect_right(self._went_on_ns, time_ns)]
+        return (time_ns - self._origin_ns - stalled_ns) / 1000.0
 
     # The transport's words.
 
-    def send(self, lane: str, value: torch.Tensor, to: int) -> Emulated:
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         edge, microbatch = self._take(self._next_send, lane)
         self._live.advance(self.now_us())
         message = self._live.send(edge, microbatch)
-        return Emulated(self, message.left, message.name)
+        return self._pending(message.left, message.name)
 
-    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Emulated:
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
         self._live.advance(self.now_us())
         message = self._live.post(edge, microbatch)
-        return Emulated(self, message.arrived, message.name, lambda: buffer.copy_(self._made_up(buffer)))
+        return self._pending(message.arrived, message.name, lambda: buffer.copy_(self._made_up(buffer)))
 
     # Behind them.
 
-    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Emulated:
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         work, microbatch = self._take(self._next_work, lane)
         self._live.advance(self.now_us())
         built: Collective = self._live.start(work, microbatch)
-        return Emulated(self, built.done, built.name, fill)
+        return self._pending(built.done, built.name, fill)
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         """Step 3."""
@@ -201,7 +189,11 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
             self._noise[key] = built
         return self._noise[key]
 
-    def wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
+    def _pending(self, moment: Moment, name: str, fill: Callable[[], object] | None = None) -> Handle:
+        """fill: what writes the received values."""
+        return Pending(partial(self._wait_for, moment, name, fill))
+
+    def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
         """Step 4."""
         start_us = self.now_us()
         self._live.advance(start_us)
@@ -212,7 +204,7 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
             return
         self._sleep_until(end_us)
         begun_us = start_us if moment.begun_us is None else moment.begun_us
-        self.idle.append(Idle(name, start_us, begun_us, self.now_us()))
+        self.idle += idle_spans(self._pp_rank, name, start_us, begun_us, self.now_us())
 
     def _outside_of_time(self, fill: Callable[[], object]) -> None:
         """Write what is received while the step's clock is stopped."""
@@ -229,19 +221,3 @@ class EmulatedTransport(SingleRankEnd["Emulated"]):
             time.sleep((left_us - SPIN_US) / 1e6)
         while self.now_us() < time_us:
             pass
-
-
-class Emulated:
-    """A transfer under way. fill: what writes the received values."""
-
-    def __init__(
-        self,
-        end: EmulatedTransport,
-        moment: Moment,
-        name: str,
-        fill: Callable[[], object] | None = None,
-    ) -> None:
-        self._end, self._moment, self._name, self._fill = end, moment, name, fill
-
-    def wait(self) -> None:
-        self._end.wait_for(self._moment, self._name, self._fill)

@@ -41,7 +41,7 @@ from stretto.runtime.emulated_transport import EmulatedTransport
 from stretto.runtime.fit import explaining_failed_ops, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
-from stretto.runtime.record import compute_spans, gap_spans, idle_spans
+from stretto.runtime.record import compute_spans, gap_spans
 from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
 from stretto.simulating.memory import bytes_throughout
@@ -230,13 +230,8 @@ def _step(
         return transport.timeline(peak_bytes)
     step_us, live = transport.end()
     plan, pp_rank = state.plan, state.pp_rank
-    idle = [
-        span
-        for result in transport.idle
-        for span in idle_spans(pp_rank, result.name, result.start_us, result.begun_us, result.end_us)
-    ]
-    spans = [*live.spans, *idle]
-    spans += compute_spans(plan, pp_rank, state.marks, transport.us_of, idle)
+    spans = [*live.spans, *transport.idle]
+    spans += compute_spans(plan, pp_rank, state.marks, transport.us_of, transport.idle)
     lane = [span for span in spans if span.rank == pp_rank and span.lane == COMPUTE_LANE]
     spans += gap_spans(pp_rank, lane, step_us)
     spans.sort(key=_order)
