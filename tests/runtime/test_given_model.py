@@ -188,7 +188,7 @@ def test_any_use_of_old_values_is_refused() -> None:
             lambda: [torch.zeros_like(p).lerp_(p, 0.1) for p in kept],
             lambda: torch._foreach_mul(kept, 2.0),
             lambda: [p.data.clone() for p in kept],
-            lambda: stretto.Runner(plan_of("one"), old, transport=ThreadTransport.group(1)[0]),
+            lambda: stretto.Runner(one, old, transport=ThreadTransport.group(1)[0]),
         ]
         found = [told(use) for use in uses]
         assert sum(p.numel() for p in old.parameters()) == sum(p.numel() for p in model().parameters())
@@ -197,6 +197,7 @@ def test_any_use_of_old_values_is_refused() -> None:
         return found
 
     olds: list[nn.Module] = []
+    one = plan_of("one")
     for layout in ("tp", "pp"):
         for found in run(layout, work):
             assert all("is not what was trained" in one for one in found), found
@@ -377,8 +378,10 @@ def test_parts_of_two_runners_are_apart_unless_they_are_shared(shares: bool) -> 
 def test_a_runner_of_one_rank_beside_one_of_several(layout: str) -> None:
     """What it trains is the model's own, so that parts follow; what parts train it has stale."""
 
+    plan = plan_of("one")
+
     def alone(old: nn.Module) -> Runner:
-        return Runner(plan_of("one"), old, transport=ThreadTransport.group(1)[0])
+        return Runner(plan, old, transport=ThreadTransport.group(1)[0])
 
     def reads(runner: Runner, old: nn.Module) -> str:
         one = alone(old)
