@@ -183,7 +183,7 @@ def test_any_use_of_old_values_is_refused() -> None:
             lambda: copy.deepcopy(old),
             lambda: torch.save(old, io.BytesIO()),
             lambda: pickle.dumps(old),
-            lambda: old.to(torch.float32),
+            lambda: old.to(torch.float64),
             lambda: nn.utils.parameters_to_vector(old.parameters()),
             lambda: [torch.zeros_like(p).lerp_(p, 0.1) for p in kept],
             lambda: torch._foreach_mul(kept, 2.0),
