@@ -81,6 +81,18 @@ class GivenTensor:
         return not self.here or self.part is not None
 
 
+class Owner:
+    """Of marks, and of parts: a Runner, with those that share its parts."""
+
+    def __init__(self, world: int, rank: int) -> None:
+        self.world, self.rank = world, rank
+
+    def is_another(self, other: object) -> bool:
+        """Whether that is another Runner, and not one that is another rank of the same run, as a thread."""
+        assert isinstance(other, Owner)
+        return other is not self and (other.world != self.world or other.rank == self.rank)
+
+
 class GivenModel:
     """Watches the model of one Runner."""
 
@@ -90,7 +102,7 @@ class GivenModel:
         Raises UsageError where the model cannot be trained by the plan."""
         self._rank = tensors
         self._shares = shares
-        self._owner: object = object() if shares is None else shares._owner
+        self._owner = Owner(tensors.plan.world, tensors.rank) if shares is None else shares._owner
         self._tensors = list(_tensors_of(model, tensors))
         self._first = self._samples()
         self._has_trained = self._looked = False
@@ -168,7 +180,7 @@ class GivenModel:
                 )
             mark = mark_of(tensor)
             if mark is not None:
-                if mark.owner is not self._owner and mark.is_stale():
+                if self._owner.is_another(mark.owner) and mark.is_stale():
                     raise UsageError(
                         "another Runner of this model has trained since, and this one has stale values of "
                         f"{one.name!r}, which it has on other ranks, or in parts of its own. Cut both plans "
