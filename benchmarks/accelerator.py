@@ -1,6 +1,6 @@
 """A step on one accelerator: plain PyTorch, op by op, compiled, and replayed; and what was predicted of it.
 
-    python benchmarks/accelerator.py
+    python -m benchmarks accelerator
 
 Prints the rows of docs/accelerators.md. Medians of eight steps; a step has four microbatches, in bfloat16.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -95,14 +95,10 @@ def row(name: str, make: Callable[[], nn.Module], loss: Any, sequence: int, comp
     print(f"{name}: " + ", ".join(f"{way} {ms:.1f} ms" for way, ms in found.items()), flush=True)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     print(torch.cuda.get_device_name(), torch.__version__)
     row("8 layers of hidden 256", lambda: gpt(8, 256, 256, 512), next_token_sum, 256)
     row("4 layers of hidden 2048", lambda: gpt(4, 2048, 2048), next_token_sum, 2048)
     row("2 layers of hidden 2048", lambda: gpt(2, 2048, 2048), next_token_sum, 2048, compiled=True)
     row("16 experts, capacity 1", lambda: experts(1.0), moe_token_sum, 2048)
     row("16 experts, dropless", lambda: experts(None), moe_token_sum, 2048)
-
-
-if __name__ == "__main__":
-    main()

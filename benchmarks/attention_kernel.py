@@ -1,6 +1,6 @@
 """What attention's kernel is worth: a Llama captured as it is, and with its mask written out.
 
-    python benchmarks/attention_kernel.py 2048    # tokens of the sequence
+    python -m benchmarks attention-kernel 2048    # tokens of the sequence
 
 One sequence a step, forward and backward, one thread. Three systems take turns: eager PyTorch, Stretto, and
 Stretto with masks left as `transformers` makes them while a model is exported. Prints processor time, medians
@@ -13,7 +13,7 @@ import argparse
 import importlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import stretto
-from stretto.bench.compute import VOCABULARY, Setup
+from benchmarks.compute import VOCABULARY, Setup
 from stretto.models.build import build_model, counted_loss_function
 
 MODEL = "llama 512"
@@ -34,11 +34,13 @@ def left_as_they_are(*_: Any) -> Iterator[None]:
     yield
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(
+        "attention-kernel", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("tokens", type=int)
     parser.add_argument("--turns", type=int, default=3)
-    wished = parser.parse_args()
+    wished = parser.parse_args(arguments)
     torch.set_num_threads(1)
     settings = Setup(MODEL, 1, sequence=wished.tokens).settings
     model = build_model(settings, VOCABULARY, seed=0)
@@ -78,7 +80,3 @@ def main() -> None:
     for name, times_s in took_s.items():
         ratios = (one / other for one, other in zip(times_s, took_s["eager"], strict=True))
         print(f"{name:28s} {statistics.median(times_s):6.2f} s  {statistics.median(ratios):.3f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Tensor-parallel all-reduces of a pipeline that hide: our windows beside STP's braid, on described costs.
 
-    python -m benchmarks.braid [RANKS ...]
+    python -m benchmarks braid [RANKS ...]
 
 "Synergistic Tensor and Pipeline Parallelism" (NeurIPS 2025, arXiv 2510.27257) braids units of a forward with
 units of a backward by hand, so that each hides the other's all-reduces. Its table, for p ranks of two chunks
@@ -20,7 +20,7 @@ has the first.
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -184,13 +184,13 @@ def exposed_us(plan: Plan) -> float:
     return max(simulate(plan).exposed_axis_us().get("tp", (0.0,)))
 
 
-def main(*ranks: int) -> None:
+def main(arguments: Sequence[str]) -> None:
     print(
         "| ranks, microbatches | interleaved 1F1B | ZB-V | STP | windows | with STP's memory |\n"
         "| --- | --- | --- | --- | --- | --- |",
         flush=True,
     )
-    for p in ranks or (2, 4, 8):
+    for p in map(int, arguments or (2, 4, 8)):
         table = Table(p, 4 * p, UNIT_US / 2)
         others = planned(table, "interleaved-1f1b", "local"), planned(table, "zb-v", "off")
         cells = [_cell(table, exposed_us(plan), simulated_us(plan)) for plan in others]
@@ -208,7 +208,3 @@ def simulated_us(plan: Plan) -> float:
 
 def _cell(table: Table, waits_us: float, step_us: float) -> str:
     return f"{waits_us / table.ar_us:.1f} AR, {step_us / table.braid_step_us:.3f}"
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

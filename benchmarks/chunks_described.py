@@ -1,6 +1,6 @@
 """Dense blocks in chunks on 8 H100, predicted from the catalogue: what hides tensor-parallel communication.
 
-    python benchmarks/chunks_described.py
+    python -m benchmarks chunks-described
 
 A GPT of 4 layers (hidden 4096, 32 heads, vocabulary 32768) over tp = 8, with one microbatch of 2 sequences
 of 4096 tokens, captured on the meta device and planned with described costs. Prints the table of
@@ -9,6 +9,7 @@ docs/experts.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def model() -> GPT:
         return GPT(GPTConfig(vocab_size=32768, layers=4, hidden=4096, heads=32, context=SEQUENCE))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     print("| | step ms | exposed ms | hidden |\n| --- | --- | --- | --- |")
     batch = torch.empty(ROWS, SEQUENCE + 1, dtype=torch.int64, device="meta")
     for sequence in (False, True):
@@ -48,7 +49,3 @@ def main() -> None:
             print(
                 f"| {kind}{name} | {found.step_us / 1000:.1f} | {exposed:.2f} | {hidden:.0f} % |", flush=True
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The few factors of a training step that no sheet says, fitted on every second single-node row of vTrain's.
 
-python benchmarks/fit_steps.py    # some minutes; prints the factors that the catalogue and the package carry
+python -m benchmarks fit-steps    # some minutes: prints what the catalogue and `analytic` carry
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from stretto.bench.analytic import MEGATRON_DEEPSPEED
-from stretto.bench.published_steps import STEP_DEVICE, Row, errors, step_rows
+from benchmarks.analytic import MEGATRON_DEEPSPEED
+from benchmarks.published_steps import STEP_DEVICE, Row, errors, step_rows
 from stretto.price.devices import device
 
 FACTORS: Mapping[str, tuple[float, float]] = {
@@ -79,7 +79,7 @@ def fit(rows: Sequence[Row], start: Factors = START) -> Factors:
     return values
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] = ()) -> None:
     train = step_rows("single")[::2]
     fitted = fit(train)
     print({name: round(value, 4) for name, value in fitted.items()}, mean_error(train, fitted))

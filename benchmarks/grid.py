@@ -1,7 +1,7 @@
 """What plans of 36 jobs promise and what planning takes: the planner before and after a change.
 
-    python benchmarks/grid.py --out FILE.json              # plans the jobs, writes and prints their figures
-    python benchmarks/grid.py --compare OLD.json NEW.json  # prints ratios; exit status 1 where NEW is worse
+    python -m benchmarks grid --out FILE.json              # plans the jobs, writes and prints their figures
+    python -m benchmarks grid --compare OLD.json NEW.json  # prints ratios; exit status 1 where NEW is worse
 
 Costs are described, no device is touched, and nothing is measured but the processor time of planning: all
 other figures repeat exactly. To compare two versions of Stretto run this file with each of them

@@ -1,6 +1,6 @@
 """Experts on 16 H100, predicted from the catalogue: what hides their all-to-all.
 
-    python -m benchmarks.moe_described [MICROBATCHES]
+    python -m benchmarks moe-described [MICROBATCHES]
 
 A mixture of experts with DeepSeek-V2-Lite's shapes (arXiv 2405.04434, table of the Lite model: hidden 2048,
 64 routed experts of width 1408, 6 of them for each token, 2 shared), two layers and the head, captured on the
@@ -10,15 +10,15 @@ docs/experts.md. Orders by hand are simulated with the same ops at the same pric
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from benchmarks.hand_orders import Orderer, ampipe, hidden, megatron, planned
 
 import stretto
+from benchmarks.hand_orders import Orderer, ampipe, hidden, megatron, planned
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
@@ -63,7 +63,8 @@ def by_hand(job: Job, order: Orderer) -> Plan:
     return planned(job, prices_of(job, choose_schedule(job), describe(CLUSTER)), order)
 
 
-def main(microbatches: int = 4) -> None:
+def main(arguments: Sequence[str]) -> None:
+    microbatches = int(arguments[0]) if arguments else 4
     print(
         "| | step ms | exposed ms | hidden | in the steady state |\n| --- | --- | --- | --- | --- |",
         flush=True,
@@ -96,7 +97,3 @@ def main(microbatches: int = 4) -> None:
     ours("windows", one, "window")
     ours("windows, AMPipe 2", two, "window")
     print(ours('windows, `"auto"`', every, "window").overlap_why)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))

@@ -2,7 +2,7 @@
 
     stretto train examples/moe_text.toml
     stretto train examples/moe_text_dense.toml
-    python benchmarks/moe_text.py runs/moe_text runs/moe_text_dense --json benchmarks/moe_text.json
+    python -m benchmarks moe-text runs/moe_text runs/moe_text_dense --json benchmarks/results/moe_text.json
 
 Both train on the same text in the same order, with as many floating-point operations a token. Held-out losses
 are nats a token, without routers' losses; dropped and busiest are of the mixture's last logged steps.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,13 @@ def result_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     found = {str(folder.name): result_of(folder) for folder in given.runs}
     steps = sorted({step for result in found.values() for step in result["held_out"]})
     columns: dict[str, Any] = {"run": ("run", "{}")}
@@ -61,7 +62,3 @@ def main() -> None:
     grid_of("Nats a token", columns, rows, absent="-").print()
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,7 +18,6 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "stretto"
 # `stretto` is the public face, `__init__.py`.
 ROOMS = (
     "cli",
-    "bench",
     "stretto",
     "tune",
     "train",

@@ -42,6 +42,11 @@ def test_nothing_imports_upward() -> None:
     _compare(upward, UPWARD, "UPWARD")
 
 
+def test_the_package_does_not_need_the_benchmarks() -> None:
+    wanted = re.compile(r"^\s*(from|import) benchmarks\b|import_module\(f?\"benchmarks", re.MULTILINE)
+    assert [path for path in house.SOURCE.rglob("*.py") if wanted.search(path.read_text())] == []
+
+
 def test_no_two_files_import_each_other() -> None:
     imports = house.read_imports()
     pairs = {

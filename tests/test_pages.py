@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from benchmarks.commands import bench
 
 import stretto
 from stretto.cli.main import app
@@ -20,22 +21,27 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SHOWN = re.compile(r"<!-- file: (\S+) -->\n```\w*\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"^    (?:stretto|python -m benchmarks) .*", re.MULTILINE)
 LINK = re.compile(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)")
 STANDS_FOR = ("...", "CONFIG", "KEY=VALUE", "COMMAND", "RUN")
 """Words that stand for a user's own, in lines that show a command's form."""
 
 
 def commands() -> Iterator[tuple[Path, list[str]]]:
-    """(page, words) of each line of a shell that calls `stretto`."""
+    """(page, words) of each line of a shell that calls `stretto` or the benchmarks."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         blocks = [code for language, code in BLOCK.findall(text) if language in ("", "bash", "sh")]
-        indented = "\n".join(line for line in text.splitlines() if re.match(r"    stretto ", line))
+        indented = "\n".join(
+            line for line in text.splitlines() if re.match(r"    (stretto|python -m benchmarks) ", line)
+        )
         for line in "\n".join([*blocks, indented]).replace("\\\n", " ").splitlines():
+            line = line.replace("python -m benchmarks ", "stretto benchmarks ")
             found = re.match(r"\s*(?:\$ )?(?:torchrun .*-m )?stretto ([a-z].*)", line)
             if found and not line.startswith("stretto: ") and "Usage" not in line:
                 words = shlex.split(re.split(r" && | > ", found[1])[0], comments=True)
-                if words[0] in root().list_commands(None) and not set(words) & set(STANDS_FOR):
+                known = ["benchmarks", *root().list_commands(None)]
+                if words[0] in known and not set(words) & set(STANDS_FOR):
                     yield page, words
 
 
@@ -55,10 +61,11 @@ def test_commands_in_pages_have_these_options_and_settings(monkeypatch: pytest.M
         "stretto.config.complete", lambda values, begin: None
     )  # of weights that commands make
     found = list(commands())
+    benchmarks: Any = typer.main.get_command(bench)
     assert len(found) > 60
     for page, (name, *words) in found:
         said = f"{page.name}: stretto {shlex.join([name, *words])}"
-        command, group = root().get_command(None, name), name
+        command, group = benchmarks if name == "benchmarks" else root().get_command(None, name), name
         while hasattr(command, "commands"):
             group, words = f"{group} {words[0]}", words[1:]
             command = command.commands[group.split()[-1]]

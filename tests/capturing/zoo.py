@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,14 +20,18 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
     return (out**2).mean()
 
 
+SEEDED = threading.Lock()
+
+
 class Chain(nn.Module):
     """Four layers with `act` between, and a last one; the base of most others."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
-        self.out = nn.Linear(WIDTH, 2)
+        with SEEDED:  # ranks that are threads share PyTorch's generator
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+            self.out = nn.Linear(WIDTH, 2)
         self.double()
 
     def act(self, x: Tensor) -> Tensor:

@@ -14,15 +14,12 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from stretto.cli import bench_tables
 from stretto.cli import plan as plan_command
-from stretto.cli.bench import write_json
 from stretto.cli.main import app
 from stretto.cli.outputs import check_output, write_and_tell
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan, save_plan
-from stretto.report.grid import Grid
 from stretto.simulating import predict
 from tests.cli.test_convert_command import FLAGS
 from tests.files.test_whole_file import full_disk
@@ -75,7 +72,6 @@ def test_the_package_is_a_program() -> None:
         ("simulate", "nothing.json", "--json"),
         ("rehearse", "nothing.json", "--rank", "0", "--trace"),
         ("schedule", "--family", "no-such", "-o"),
-        ("bench", "published", "--json"),
         ("cluster", "show", "no-such", "--save"),
     ],
 )
@@ -165,15 +161,6 @@ def test_a_full_disk_leaves_the_old_file(
     assert sorted(os.listdir(tmp_path)) == sorted([old.name, saved.name])
 
 
-def test_figures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "figures.json"
-    check_output("--json", out)
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(StrettoError, match=r"cannot write .*figures\.json: No space left"):
-        write_json({}, out)
-    assert os.listdir(tmp_path) == []
-
-
 @needs_full
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command", [("schedule", "--list"), ("simulate", "PLAN"), ("--help",)])
@@ -214,7 +201,6 @@ def test_a_reader_that_leaves_is_no_failure_to_tell(command: tuple[str, ...], un
         (("simulate", "PLAN"), "--json"),
         (("report", "PLAN"), "-o"),
         (("cluster", "show", "h100x8"), "--save"),
-        (("bench", "published"), "--json"),
     ],
     ids=lambda words: words[0] if isinstance(words, tuple) else "",
 )
@@ -222,9 +208,6 @@ def test_a_file_is_written_though_nobody_reads_the_table(
     command: tuple[str, ...], option: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in `stretto convert -o F ... | head -1`: the first line that is printed finds no reader."""
-    published = {"collectives": [], "steps": [], "rates": []}
-    monkeypatch.setattr("stretto.bench.published.published", lambda: published)
-    monkeypatch.setattr(bench_tables, "published_table", lambda _: Grid("", ("head",), [("cell",)]))
     out = tmp_path / ("out.html" if command[0] == "report" else "out.toml")
     words = [str(saved) if word == "PLAN" else word for word in command]
 

@@ -231,7 +231,7 @@ def test_an_op_on_what_ranks_hold_is_the_op_on_the_whole(target: str, args: tupl
             # Kernels trust the shapes that they get: only what is placed is computed.
             try:
                 shaped = called(target, on_meta(calls[0]))
-            except (RuntimeError, IndexError):
+            except (RuntimeError, IndexError, AssertionError):  # the last of decompositions of PyTorch 2.11
                 continue  # shapes that no rank could have together
             here, names = op_of(target, calls[0], shaped)
             placer = Placer("tp", RANKS, dict(zip(names, placements, strict=True)), exact=True)
@@ -282,6 +282,7 @@ UNSAID = frozenset(
         "hardtanh_backward.default",
         "huber_loss.default",
         "isclose.default",
+        "leaky_relu.default",  # PyTorch 2.11 does not tag it
         "leaky_relu_backward.default",
         "lift_fresh_copy.default",
         "log_sigmoid_backward.default",

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.moe_result import Setup
 from typer.testing import CliRunner
 
 import stretto
-from stretto.bench.moe_result import Setup
 from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
 from stretto.cli.cost import cost as cost_app

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.moe_model import EvenRouter
 from torch import Tensor
 
-from stretto.bench.moe_model import EvenRouter
 from stretto.models.moe import MoE, MoEConfig, MoEGPT, Router, moe_token_loss
 
 

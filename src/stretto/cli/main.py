@@ -36,7 +36,6 @@ COMMANDS = {
     "cluster": "List and show clusters that can be planned for.",
     "reshard": "Plan how a tensor goes from one mesh to another.",
     "lab": "Emulate a slow cluster on this machine.",
-    "bench": "Race Stretto against other systems.",
     "show": "List the ops of one phase of one stage of a plan.",
     "report": "Show a finished run: measured against predicted.",
     "convert": "Make settings of a Megatron-LM command line.",
@@ -45,18 +44,31 @@ COMMANDS = {
 """Name -> one line of help. The command is the app of this name in the module of this name."""
 
 
-class LazyGroup(TyperGroup):
-    """Loads a command's module only when that command is asked for.
+class StoppableGroup(TyperGroup):
+    """Commands whose output fits every terminal, and which end on each signal as on Ctrl-C.
 
     typer carries its own copy of click, so the group must be typer's: classes of click itself do not fit.
     """
 
-    listing = False
-    """Whether names alone are asked for, as where a shell completes one."""
-
     def main(self, *given: Any, **named: Any) -> Any:
         with printable():
             return super().main(*given, **named)
+
+    def invoke(self, ctx: Any) -> Any:
+        if is_launched():  # its launcher ends a rank, which then has nothing to say, at once
+            return super().invoke(ctx)
+        with Stops() as stops:
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
+                raise StoppedError("interrupted", stops.status) from None
+
+
+class LazyGroup(StoppableGroup):
+    """Loads a command's module only when that command is asked for."""
+
+    listing = False
+    """Whether names alone are asked for, as where a shell completes one."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return list(COMMANDS)
@@ -76,15 +88,6 @@ class LazyGroup(TyperGroup):
         command: Any = typer.main.get_command(getattr(import_module(f"stretto.cli.{cmd_name}"), cmd_name))
         command.name = cmd_name
         return command
-
-    def invoke(self, ctx: Any) -> Any:
-        if is_launched():  # its launcher ends a rank, which then has nothing to say, at once
-            return super().invoke(ctx)
-        with Stops() as stops:
-            try:
-                return super().invoke(ctx)
-            except KeyboardInterrupt:  # of commands that have nothing to add; typer would end without a word
-                raise StoppedError("interrupted", stops.status) from None
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         # The listing must not import every command's module, so it is written from the table.
@@ -109,16 +112,16 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What a failed write of standard output may say. Files that commands write name themselves."""
 
 
-def main() -> None:
-    """Run the command line; the process ends with status 0, 1 (failed or refused), 2 (wrong usage),
-    130 (Ctrl-C) or 143 (SIGTERM)."""
+def main(program: typer.Typer = app, name: str = "stretto") -> None:
+    """Run the command line, or another program of such commands. The process ends with status 0, 1 (failed
+    or refused), 2 (wrong usage), 130 (Ctrl-C) or 143 (SIGTERM)."""
     # The process ends: what the interpreter would collect, some seconds long, the system takes back anyway.
     atexit.register(gc.freeze)
     status: Any = 0
     try:
         try:
             # standalone: typer itself shows wrong usage and ends with 2
-            typer.main.get_command(app)(prog_name="stretto")
+            typer.main.get_command(program)(prog_name=name)
         except SystemExit as end:
             if _of_user(end) is not None:
                 raise

@@ -1,7 +1,7 @@
 """Costs that are measured again at the end of a run whose steps were faster than they let any step be.
 
 Costs are measured before the first step. Where others used the processors in that minute, ops are too long in
-them, and a run ends "below the bound". All ranks then measure once more, as races do (`stretto.bench.kept`),
+them, and a run ends "below the bound". All ranks then measure once more, as races do (`benchmarks/kept.py`),
 and the plan, whose order stays, is predicted with these costs. The run's folder keeps the plan as it was made
 in `planned.json`. On accelerators, where nobody else computes, nothing is measured again.
 """

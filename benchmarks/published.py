@@ -1,0 +1,146 @@
+"""The cost model against what others measured: collectives, training steps, printed rates.
+
+    collectives   the all-reduce sweeps: a curve fitted on every second size predicts the others, both ways
+                  round; and the topology model, whose few constants all sweeps share
+    steps         vTrain's measured steps (`benchmarks.published_steps`)
+    rates         Megatron's count of arithmetic gives the rates that its papers print, to their digits
+
+Reads the files of `data/`, touches no device.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.analytic import megatron_flops
+from benchmarks.published_steps import Row, errors, records, sizes, steps_report
+from stretto.ir.collectives import ALL_REDUCE
+from stretto.ir.compared import against
+from stretto.ir.curve import Curve
+from stretto.price.collectives import collective_curve
+from stretto.price.devices import device
+from stretto.price.fabric import Group
+
+
+def sweeps() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
+    """The all-reduce sweeps: (source, device, ranks) -> (bytes, us), ascending."""
+    found: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
+    for r in records("all_reduce.csv"):
+        found[r["source"], r["device"], int(r["ranks"])].append((float(r["bytes"]), float(r["us"])))
+    return {key: sorted(points) for key, points in found.items()}
+
+
+def _sweep_errors(curve: Curve, points: Sequence[tuple[float, float]]) -> list[float]:
+    return [abs(curve.us(nbytes) / us - 1) for nbytes, us in points]
+
+
+def topology_curve(name: str, ranks: int) -> Curve:
+    """The all-reduce of the first `ranks` devices, by the catalogue's figures alone."""
+    fabric = device(name).fabric()
+    per_node = min(ranks, fabric.node_devices)
+    return collective_curve(ALL_REDUCE.name, Group(per_node, ranks // per_node), fabric)
+
+
+def collectives_report() -> dict[str, object]:
+    """Errors in percent: of curves fitted on one half of a sweep on its other half; of the topology model."""
+
+    def held_out(first: int) -> dict[tuple[str, str, int], list[float]]:
+        return {
+            key: _sweep_errors(Curve.fitted(points[first::2]), points[1 - first :: 2])
+            for key, points in sweeps().items()
+        }
+
+    def mean(errors: Mapping[tuple[str, str, int], list[float]], only: str = "") -> float:
+        return 100 * statistics.fmean(e for key, es in errors.items() if only in key[1] for e in es)
+
+    def worst(errors: Mapping[tuple[str, str, int], list[float]]) -> str:
+        key = max(errors, key=lambda k: statistics.fmean(errors[k]))
+        return f"{key[0]}, {key[2]} {key[1]}: {100 * statistics.fmean(errors[key]):.1f} %"
+
+    even, odd = held_out(0), held_out(1)
+    plain = {key: _sweep_errors(topology_curve(*key[1:]), points) for key, points in sweeps().items()}
+    return {
+        "sweeps": len(even),
+        "fitted_held_out_percent": mean(even),
+        "fitted_held_out_swapped_percent": mean(odd),
+        "fitted_worst": worst(even),
+        "fitted_worst_swapped": worst(odd),
+        "topology_percent": mean(plain),
+        "topology_a100_percent": mean(plain, "a100"),
+        "topology_v100_percent": mean(plain, "v100"),
+        "topology_worst": worst(plain),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A printed figure, and the least and most that the formula gives for inputs rounded as printed."""
+
+    what: str
+    printed: float
+    low: float
+    high: float
+    half_digit: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.low - self.half_digit <= self.printed <= self.high + self.half_digit
+
+
+def rates() -> list[Rate]:
+    """Every rate of the papers that follows from printed inputs by `megatron_flops`."""
+    found: list[Rate] = []
+    for r in records("rates.csv"):
+        model, layout = sizes(r)
+        count, tflops = int(r["devices"]), float(r["tflops"])
+        step = megatron_flops(model, layout.global_batch)
+        what = f"{r['source']}, {model.layers} x {model.hidden} on {count}"
+
+        if r["seconds"]:
+            seconds = float(r["seconds"])
+            low, high = (step / ((seconds + half) * count) / 1e12 for half in (0.05, -0.05))
+            found.append(Rate(f"{what}: TFLOP/s", tflops, low, high, 0.5))
+        if r["pflops"]:
+            low, high = ((tflops + half) * count / 1000 for half in (-0.5, 0.5))
+            found.append(Rate(f"{what}: PFLOP/s", float(r["pflops"]), low, high, 0.05))
+        if r["days"]:
+            token = step / (layout.global_batch * model.seq)
+            low, high = (300e9 * token / (count * (tflops + half) * 1e12) / 86400 for half in (0.5, -0.5))
+            found.append(Rate(f"{what}: days", float(r["days"]), low, high, 0.5))
+    return found
+
+
+def table1_differences() -> dict[str, float]:
+    """Other people's steps, fitted on nothing of theirs: SC21's table 1 where the schedule is 1F1B. Measured
+    against predicted time, in percent (`stretto.ir.compared`); the time is the printed rate's."""
+    found: dict[str, float] = {}
+    for r in records("rates.csv"):
+        if r["source"] == "table1" and r["interleaved"] == "0":
+            model, layout = sizes(r)
+            us = megatron_flops(model, layout.global_batch) / (float(r["tflops"]) * 1e6 * layout.devices)
+            (error,) = errors([Row(model, layout, us)])
+            difference = against(us, us * (1.0 + error)) or 0.0
+            found[f"{model.layers} x {model.hidden} on {layout.devices}"] = 100 * difference
+    return found
+
+
+def published() -> dict[str, Mapping[str, object]]:
+    """All comparisons, as `benchmarks/results/published.json` holds them."""
+    checked = rates()
+    whole: dict[str, Mapping[str, object]] = {
+        "collectives": collectives_report(),
+        "steps": steps_report(),
+        "rates": {
+            "checked": len(checked),
+            "agree": sum(rate.agrees for rate in checked),
+            "disagree": [rate.what for rate in checked if not rate.agrees],
+        },
+        "sc21_table1_difference_percent": table1_differences(),
+    }
+    return {
+        part: {name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}
+        for part, figures in whole.items()
+    }

@@ -1,0 +1,153 @@
+"""The reshard race: plans carried out over slow links, measured against what they predict.
+
+Four hosts with two ranks each, float32, one thread a rank. A worker (`run_worker`, once for each rank)
+takes every case in small first, which opens connections and checks all values; then the cases take
+turns. A turn lasts from a barrier until the last rank has its part and all that it sent has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.race import Times, race, say_on_first
+from benchmarks.reshard_cases import (
+    COLUMNS,
+    HOSTS,
+    ITEMSIZE_BYTES,
+    PARTS,
+    RANKS_PER_HOST,
+    Case,
+    bound_s,
+    cases,
+    planned,
+)
+from stretto.errors import RunError, UsageError
+from stretto.lab.rates import parse_rate
+from stretto.tensor.layout import Region, region_shape
+from stretto.tensor.reshard.agree import agreement
+from stretto.tensor.reshard.execute import Part, execute
+from stretto.tensor.reshard.lines import lines
+
+CHECKED_ROWS = 64
+"""Rows of the tensor with which values are checked: a MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """mib: size of the tensor. in_flight_bytes: what a rank may have under way before it waits."""
+
+    rate: str = "200mbit"
+    mib: int = 64
+    rounds: int = 3
+    parts: tuple[str, ...] = PARTS
+    in_flight_bytes: int = 4 << 20
+    threads_per_rank: int = 1
+    world: int = HOSTS * RANKS_PER_HOST
+
+
+Memory = dict[tuple[str, Region], torch.Tensor]
+
+
+class Reshard:
+    """One case on this rank: `run` moves the tensor once, `check` looks whether all of it came.
+
+    memory: of parts by name and region, those held and those to be filled, which the cases of one size share.
+    """
+
+    def __init__(
+        self, case: Case, rows: int, bytes_per_s: float, in_flight_bytes: int, memory: Memory
+    ) -> None:
+        self.case = case
+        self.shape = (rows, COLUMNS)
+        self.plans = planned(case, rows, bytes_per_s)
+        self.bound_s = bound_s(case, rows, bytes_per_s)
+        self.in_flight_bytes = in_flight_bytes
+        rank = dist.get_rank()
+        held = case.source.region(self.shape, rank)
+        if held is not None and ("held", held) not in memory:
+            memory["held", held] = self._values(held)
+        self.source = Part(held, None if held is None else memory["held", held])
+        self.targets = []
+        for number, target in enumerate(case.targets):
+            wanted = target.region(self.shape, rank)
+            key = f"target {number}", wanted or ()
+            if wanted is not None and key not in memory:
+                memory[key] = torch.empty(region_shape(wanted))
+            self.targets.append(Part(wanted, None if wanted is None else memory[key]))
+
+    def _values(self, region: Region) -> torch.Tensor:
+        """A part of the tensor, whose values are whole numbers that float32 holds exactly."""
+        rows, columns = self.shape
+        whole = torch.arange(rows * columns, dtype=torch.float32).remainder_(1 << 24).view(self.shape)
+        return whole[tuple(slice(*ends) for ends in region)].clone()
+
+    def run(self) -> None:
+        ranks = {rank for layout in (self.case.source, *self.case.targets) for rank in layout.ranks}
+        agreement().enter(f"{self.case.name}, {self.shape}")
+        group = lines().group("cpu", sorted(ranks))
+        if dist.get_rank() in ranks:
+            for one in self.plans:
+                sources = [self.source for _ in one.goes]
+                targets = [[self.targets[number] for number in numbers] for numbers in one.goes]
+                execute(one.plan, sources, targets, lines(), group, self.in_flight_bytes)
+            lines().drain()
+
+    def check(self) -> None:
+        """Raises RunError if a value is not what a target layout says."""
+        for part in self.targets:
+            if part.tensor is not None:
+                part.tensor.fill_(-1.0)  # what an earlier case left must not count
+        self.run()
+        for part in self.targets:
+            if part.tensor is None or part.region is None:
+                continue
+            if not torch.equal(part.tensor, self._values(part.region)):
+                raise RunError(f"{self.case.name}: rank {dist.get_rank()} did not get its part of the tensor")
+
+
+def run_worker(setup: Setup) -> dict[str, Any]:
+    """One rank of the race. Raises RunError when values are wrong."""
+    bytes_per_s = link_bytes_per_s(setup.rate)
+    chosen = cases(tuple(setup.parts))
+
+    def made(rows: int) -> list[Reshard]:
+        memory: Memory = {}
+        return [Reshard(case, rows, bytes_per_s, setup.in_flight_bytes, memory) for case in chosen]
+
+    for small in made(CHECKED_ROWS):
+        small.check()
+    rows = (setup.mib << 20) // (COLUMNS * ITEMSIZE_BYTES)
+    reshards = {one.case.name: one for one in made(rows)}
+    systems: dict[str, Callable[[], object]] = {name: one.run for name, one in reshards.items()}
+    # what warm-ups are for was done in small
+    times = race(systems, setup.rounds, say=say_on_first, warm_ups=0)
+    return {"setup": asdict(setup), "rows": [_row(one, times[name]) for name, one in reshards.items()]}
+
+
+def link_bytes_per_s(rate: str) -> float:
+    """Bytes a second of a link's rate. Raises UsageError for `unlimited`, of which no plan can be made."""
+    bits_per_s = parse_rate(rate)
+    if bits_per_s is None:
+        raise UsageError("--rate unlimited: a plan has nothing to predict from; give a rate such as 200mbit")
+    return bits_per_s / 8
+
+
+def _row(one: Reshard, times: Times) -> dict[str, Any]:
+    predicted_s = sum(planned.plan.makespan_us for planned in one.plans) / 1e6
+    return {
+        "case": one.case.what,
+        "mode": one.case.mode,
+        "choice": one.case.choice,
+        "predicted_s": predicted_s,
+        "bound_s": one.bound_s,
+        "measured_s": times.median_s,
+        "rounds_s": list(times.rounds),
+        "measured_over_predicted": times.median_s / predicted_s,
+        "ratio_to_bound": times.median_s / one.bound_s,
+        "link_bytes": sum(planned.plan.link_bytes for planned in one.plans),
+    }

@@ -1,0 +1,244 @@
+"""The race of a U-Net whose skips cross stages: what waits for messages, what hides them, and PyTorch.
+
+`UNet2DConditionModel` of `diffusers` as it comes, over two stages that are cut in its decoder
+(`torch_unet.CUT`), so that five skips and the hidden state cross for each microbatch; float32, one
+thread a rank. A worker (`run_worker`, once on each host):
+
+    1. captures the step and measures its costs on this network, once; all plans are made from them;
+    2. runs every system once: gradients and loss must be those of the plain model, or the race is void;
+    3. lets the systems take turns (`raced`); costs are measured again after the last, for the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import stretto
+from benchmarks.kept import keep_run, prediction_of, with_costs
+from benchmarks.race import Step, Times, compare, drop_gradients, fresh, is_first, say_on_first
+from benchmarks.raced import check_loss, one_step, own_parts, plain_step, plans_of, take_turns
+from benchmarks.races import PROBE
+from benchmarks.rows import exposed_s, time_row, versions
+from benchmarks.torch_unet import CUT, torch_steps
+from benchmarks.work import Batch, PlaceWork, work_of
+from stretto.errors import UsageError
+from stretto.ir.action import Phase
+from stretto.ir.costs import Costs, Prediction
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job, OverlapMode
+from stretto.ir.timeline import Timeline
+from stretto.ir.transfers import time_of
+from stretto.measure.measured import measured_costs
+from stretto.planning.choose import choose_schedule
+from stretto.planning.make_plan import make_plan
+
+BLOCKING, TORCH = "blocking 1f1b", "torch 1f1b"
+
+WORKER = "unet"
+"""This module, which every rank runs."""
+
+VERSION = 2
+"""Of the JSON: it goes up when a key changes its meaning or is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A schedule's name, and what may hide its messages: with "off" each is waited for at once."""
+
+    schedule: str
+    overlap: OverlapMode = "window"
+
+
+SYSTEMS: Mapping[str, System] = {
+    BLOCKING: System("1f1b", "off"),
+    "1f1b": System("1f1b"),
+    "eager-1f1b": System("eager-1f1b"),
+    "eager-1f1b-split": System("eager-1f1b-split"),
+    "zb-h1": System("zb-h1"),
+    "zb-h2": System("zb-h2"),
+    "auto": System("auto"),
+}
+"""In the order in which they are made, the one that waits for all first."""
+
+SAME_GRADIENTS = 1e-4
+"""Relative error up to which float32 gradients of a U-Net are the same. Assumed: gradients of biases before a
+norm are small sums of large numbers; what was found is in the JSON (`worst_error_vs_plain`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One race. Shapes are those of the whole model and of one microbatch. rate: as the lab takes it.
+    channels: of the first of four levels, which have c, 2c, 4c and 8c: so both halves take about as long."""
+
+    rate: str = "unlimited"
+    channels: int = 48
+    image: int = 16
+    states: int = 16
+    microbatch: int = 8
+    microbatches: int = 8
+    rounds: int = 5
+    threads_per_rank: int = 1
+    dtype: str = "float32"
+
+    @property
+    def world(self) -> int:
+        return 2
+
+    def __str__(self) -> str:
+        return f"U-Net of {self.channels} channels, {self.rate}"
+
+    def build(self) -> tuple[nn.Module, Batch]:
+        """The model and the whole batch, equal in all processes. Raises UsageError without `diffusers`."""
+        check_installed()
+        from diffusers import UNet2DConditionModel
+
+        torch.manual_seed(0)
+        model = UNet2DConditionModel(
+            sample_size=self.image,
+            layers_per_block=1,
+            block_out_channels=tuple(self.channels << level for level in range(4)),
+            cross_attention_dim=4 * self.channels,
+            attention_head_dim=8,  # how many heads: diffusers calls it so
+            norm_num_groups=8,
+        )
+        assert isinstance(model, nn.Module)
+        rows, image = self.microbatch * self.microbatches, (4, self.image, self.image)
+        return model, {
+            "image": torch.randn(rows, *image),
+            "noise": torch.randn(rows, *image),
+            "time": torch.randint(0, 1000, (rows,)),
+            "states": torch.randn(rows, self.states, 4 * self.channels),
+        }
+
+    def capture(self, model: nn.Module, batch: Batch) -> Job:
+        parallel = stretto.Parallel(pp=2, microbatches=self.microbatches, schedule="1f1b", split=[CUT])
+        return stretto.capture(model, batch, loss=squared_error, parallel=parallel)
+
+
+def check_installed() -> None:
+    """Raises UsageError without `diffusers`."""
+    if find_spec("diffusers") is None:
+        raise UsageError("the U-Net is that of diffusers, which is missing: pip install 'stretto[diffusion]'")
+
+
+def squared_error(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Mean squared error of the noise that the model says was added."""
+    said = model(batch["image"], batch["time"], encoder_hidden_states=batch["states"]).sample
+    return nn.functional.mse_loss(said, batch["noise"])
+
+
+def run_worker(setup: Setup, kept: str = "") -> Any:
+    """One rank of the race. kept: where rank 0 keeps what ran, a folder for each system; or `PROBE`, where
+    what a forward of each stage asks is all that is wanted. Raises RunError when gradients disagree."""
+    say_on_first("capturing, and measuring this network")
+    model, batch = setup.build()
+    job = setup.capture(model, batch)
+    costs = measured_costs(job, choose_schedule(job))
+    if kept == PROBE:
+        return [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
+    # 1. All plans from the same costs.
+    runners: dict[str, stretto.Runner] = {}
+    for name, system in SYSTEMS.items():
+        plan = make_plan(job, costs, schedule=system.schedule, overlap=system.overlap)
+        runners[name] = stretto.Runner(plan, model, shares=runners.get(BLOCKING))
+        say_on_first(f"{name}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
+    parameters = list(model.parameters())
+    steps = torch_steps(model, batch, setup.microbatches, dist.get_rank())
+    theirs = {name: fresh(parameters, step) for name, step in steps.items()}
+    # 2. The same numbers.
+    error = _check_equal(setup, model, batch, runners, theirs)
+    # 3. In turn.
+    times, timelines = take_turns(runners, theirs, batch, setup.rounds)
+    base = runners[BLOCKING].plan
+    again = with_costs(base, measured_costs(base.job, base.schedule))
+    if not is_first():
+        return None
+    plans = plans_of(runners)
+    result = make_result(setup, plans, times, timelines, prediction_of(again))
+    result["setup"]["worst_error_vs_plain"] = error
+    result["setup"]["forward"] = [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
+    for name, plan in plans.items() if kept else ():
+        keep_run(Path(kept) / name.replace(" ", "-"), plan, plan, timelines[name])
+    return result
+
+
+def forward_of(job: Job, costs: Costs, stage: int) -> PlaceWork:
+    """What a forward of one microbatch takes, with what its stage sends for one: so the balanced rate
+    (`races`) is the one at which a microbatch's messages take as long as the longer forward."""
+    forward_us = sum(time_of(costs, stage, op) for op in job.stages[stage].ops[Phase.F])
+    return replace(work_of(job, costs, [stage]), compute_us=forward_us)
+
+
+def _check_equal(
+    setup: Setup,
+    model: nn.Module,
+    batch: Batch,
+    runners: Mapping[str, stretto.Runner],
+    theirs: Mapping[str, Step],
+) -> float:
+    """Step 2. Returns the worst relative error of a gradient against the plain model's."""
+    loss, whole = plain_step(model, batch, squared_error, setup.microbatches)
+    base = runners[BLOCKING]
+    plain = own_parts(base, whole)
+    worst = 0.0
+    for name, runner in runners.items():
+        found, grads = one_step(runner, batch)
+        worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
+        check_loss(name, found, loss)
+    for name, step in theirs.items():
+        dist.barrier()
+        told = step()
+        if told is not None:
+            check_loss(name, float(told), loss)
+        grads = {key: p.grad.clone() for key, p in base.named_parameters() if p.grad is not None}
+        worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
+    drop_gradients(model.parameters())
+    return worst
+
+
+def make_result(
+    setup: Setup,
+    plans: Mapping[str, Plan],
+    times: Mapping[str, Times],
+    timelines: Mapping[str, Sequence[Timeline]],
+    known: Prediction,
+) -> dict[str, Any]:
+    """The JSON of the race: {"setup": ..., "rows": [...]}, medians, with every round's time beside them.
+
+    known: what is predicted of `BLOCKING` by costs that are measured again after the race, from which the
+    bound is.
+    """
+    bound_s = known.bound_us / 1e6
+    bases_s = {name.replace(" ", "_"): times[name].median_s for name in (BLOCKING, TORCH)}
+    rows = []
+    for name, found in times.items():
+        row = time_row(name, found, bases_s, bound_s)
+        if name in plans:
+            planned_s = prediction_of(plans[name]).step_us / 1e6
+            row |= {
+                "schedule": plans[name].schedule.family,
+                "overlap": plans[name].overlap,
+                "planned_s": planned_s,
+                "measured_over_planned": found.median_s / planned_s,
+                "exposed_s": exposed_s(timelines[name], lambda span: True),
+                "peak_bytes": list(timelines[name][-1].peak_bytes),
+            }
+        rows.append(row)
+    return {
+        "setup": {
+            **asdict(setup),
+            **versions(),
+            "bound_s": bound_s,
+            "binds": known.binds,
+            "costs": plans[BLOCKING].costs.source,
+        },
+        "rows": rows,
+    }

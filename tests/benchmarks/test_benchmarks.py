@@ -1,0 +1,58 @@
+"""All benchmarks start, what they write is looked at first, and the table of described experts is printed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from benchmarks.commands import bench, write_json
+from typer.testing import CliRunner
+
+from benchmarks import moe_described
+from stretto.errors import StrettoError
+from tests.files.test_whole_file import full_disk
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")))
+def test_a_module_finds_what_it_imports(name: str) -> None:
+    assert import_module(f"benchmarks.{name}").__doc__
+
+
+def test_it_starts_from_a_checkout_and_lists_its_names() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks"], cwd=ROOT, capture_output=True, text=True)
+    assert {"pipeline", "grid", "moe-described"} <= set(done.stdout.split())
+
+
+def test_a_refusal_is_a_message_and_a_status(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "published", "--json", str(tmp_path / "no" / "x.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("stretto: --json")
+
+
+def test_figures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", full_disk)
+    with pytest.raises(StrettoError, match="No space left"):
+        write_json({}, tmp_path / "figures.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_takes_its_own_arguments() -> None:
+    done = CliRunner().invoke(bench, ["grid", "--compare", "one.json"])
+    assert done.exit_code == 2
+    assert "expected 2 arguments" in done.output
+
+
+@pytest.mark.slow
+def test_the_table_of_described_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    moe_described.main(["2"])
+    _, _, *rows, chosen = capsys.readouterr().out.splitlines()
+    assert len(rows) == 12
+    step_ms = [float(row.split("|")[2]) for row in rows]
+    assert step_ms[-1] == min(step_ms)
+    assert chosen.startswith("2 chunks of the sequence")

@@ -1,0 +1,246 @@
+"""The race of experts in small: every system runs, gradients agree, and the JSON is what the docs promise."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.commands import bench
+from benchmarks.moe_model import EvenRouter
+from benchmarks.moe_race import SHAPES, VERSION, races
+from benchmarks.moe_result import AUTO, SERIAL, SYSTEMS, Cuts, Setup
+from benchmarks.tables import moe_table
+from benchmarks.under_experts import under_experts
+from typer.testing import CliRunner
+
+from benchmarks import races as lab_races
+from stretto.errors import UsageError
+from stretto.ir.collectives import ALL_TO_ALL
+from stretto.ir.plan import ItemKind, Plan
+from stretto.ir.program import WAIT, Op
+from stretto.models.moe import MoEConfig
+from stretto.order.policies import register
+from stretto.parallelize.expert_plan import experts_in
+from stretto.planning.make_plan import make_plan
+from stretto.price.cluster import Cluster
+from stretto.price.flat import described_costs
+from stretto.report.rundir import load_run
+from tests.benchmarks.small_race import run_small
+
+SMALL: dict[str, Any] = {
+    "hidden": 32,
+    "heads": 2,
+    "layers": 1,
+    "sequence": 64,
+    "microbatches": 2,
+    "ep_buffer": 2.0,
+}
+
+
+def check(result: Any) -> None:
+    rows = {row["system"]: row for row in result["rows"]}
+    assert list(rows) == [*SYSTEMS, AUTO]
+    setup = result["setup"]
+    assert 0 < setup["worst_error_vs_plain"] < 1e-5
+    serial = rows[SERIAL]["step_s"]
+    mlp_only = min(row["step_s"] for name, row in rows.items() if name.startswith("MLP-only"))
+    for name, row in rows.items():
+        assert row["step_s"] == sorted(row["rounds_s"])[1]
+        assert row["speedup_vs_serial"] == serial / row["step_s"]
+        assert row["speedup_vs_mlp_only"] == mlp_only / row["step_s"]
+        assert row["ratio_to_bound"] == row["step_s"] / row["bound_s"]
+        assert row["hidden"] == pytest.approx(1 - row["exposed_s"] / rows[SERIAL]["exposed_s"])
+        assert 0 <= row["exposed_s"] <= row["step_s"]
+        if name in SYSTEMS:
+            assert row["overlap"] == SYSTEMS[name].overlap or row["overlap_why"]
+            assert row["chunks"] == SYSTEMS[name].cuts.chunks
+    assert rows[AUTO]["chunks"] in (1, 2, 4)
+    assert rows[SERIAL]["exposed_s"] > 0
+    moe_table(result).print()  # what it prints can be printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("routing", ["balanced", "router"])
+def test_small_race_runs_every_system(tmp_path: Path, routing: str) -> None:
+    setup = {**SMALL, "routing": routing}
+    result = run_small("moe", setup, 2, tmp_path / "race.json", str(tmp_path / "kept"))
+    check(result)
+    for name in ("serial", "MLP-only-2", "AMPipe-2-pipe-experts-2", "auto"):
+        assert load_run(tmp_path / "kept" / name).measured is not None
+
+
+@pytest.mark.slow
+def test_a_probe_finds_the_work_of_a_microbatch(tmp_path: Path) -> None:
+    (work,) = run_small("moe", SMALL, 2, tmp_path / "probe.json", "probe")
+    rows = 2 * 64  # two experts for each token
+    assert work["wire_bytes"] == 4 * rows * 32 * 4 / 2, "there and back, twice; half stays"
+    assert work["compute_us"] > 0
+    assert work["collective_us"] > 0
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, 2, Setup(ep=2, **SMALL))
+    out = tmp_path / "moe.json"
+    done = CliRunner().invoke(
+        bench, ["moe", "--rate", "200mbit", "--routing", "balanced", "--json", str(out)]
+    )
+    assert done.exception is None, done.output
+    read = json.loads(out.read_text())
+    assert read["version"] == VERSION
+    (race,) = read["races"]
+    check(race)
+    assert race["setup"]["rate"] == race["setup"]["asked_rate"] == "200mbit"
+
+
+def test_the_even_router_gives_each_expert_of_every_chunk_the_same() -> None:
+    router = EvenRouter(MoEConfig(vocab_size=1, layers=1, hidden=8, heads=2, context=64, experts=8, top_k=2))
+    torch.nn.init.normal_(router.weight)
+    routed = router(torch.randn(64, 8))
+    assert torch.allclose(routed.weights.sum(dim=-1), torch.ones(64))
+    for chunk in routed.chosen.chunk(4):
+        assert set(Counter(chunk.flatten().tolist()).items()) == {(expert, 4) for expert in range(8)}
+
+
+# --- the MLP-only pipeline ----------------------------------------------------------------------------
+
+
+@functools.cache
+def mlp_only(slices: int, routing: str = "balanced") -> tuple[Plan, dict[str, Op], tuple[str, ...]]:
+    """A plan of two blocks, its ops by name, and the modules with experts."""
+    setup = Setup(**{**SMALL, "layers": 2, "routing": routing})
+    model, batch = setup.build()
+    job = setup.capture(model, batch, pipe_experts_multi_data=slices)
+    modules = experts_in(model)
+    register("of the test", under_experts(job, modules))
+    costs = described_costs(
+        job, Cluster(flops_per_us=5000.0, op_overhead_us=0.1, latency_us=1.0, link_bytes_per_us=50.0)
+    )
+    plan = make_plan(job, costs, overlap="local", order="of the test")
+    return plan, {op.name: op for ops in job.stages[0].ops.values() for op in ops}, modules
+
+
+@pytest.mark.parametrize(
+    ("slices", "routing"),
+    [
+        (2, "balanced"),
+        pytest.param(4, "balanced", marks=pytest.mark.slow),
+        pytest.param(2, "router", marks=pytest.mark.slow),
+    ],
+)
+def test_only_experts_run_under_their_all_to_alls(slices: int, routing: str) -> None:
+    plan, ops, modules = mlp_only(slices, routing)
+    overlapped = 0
+    for window in plan.windows.values():
+        under_way: dict[str, str] = {}
+        for item in window.items:
+            op = ops.get(str(item.ref)) if item.kind is ItemKind.OP else None
+            if op is None:  # a sum of gradients
+                continue
+            if op.kind is ALL_TO_ALL:
+                under_way[op.name] = op.module
+                overlapped += len(under_way) > 1
+            elif op.target == WAIT:
+                under_way.pop(op.uses[0], None)
+            elif under_way and op.flops:
+                assert op.module in modules, f"{op.name} of {op.module} in {window.name}"
+                assert {*under_way.values()} == {op.module}, op.name
+                overlapped += 1
+        assert not under_way, window.name
+    assert overlapped > 0, "slices run under each other"
+
+
+def test_slices_under_experts_are_faster_than_none() -> None:
+    def predicted_us(slices: int) -> float:
+        prediction = mlp_only(slices)[0].prediction
+        assert prediction is not None
+        return prediction.step_us
+
+    assert predicted_us(2) < predicted_us(1)
+
+
+# --- the command --------------------------------------------------------------------------------------
+
+
+def test_races_are_the_documented_work() -> None:
+    found = races(["50mbit", "balanced"], [2, 4], ["balanced", "router"], rounds=5)
+    assert len(found) == 8
+    assert all(s.world == s.ep for s in found)
+    assert {(s.hidden, s.experts, s.top_k, s.dtype) for s in found} == {(512, 8, 2, "float32")}
+    assert {(s.ep, s.sequence) for s in found} == {(2, 1024), (4, 512)}
+    assert {s.rounds for s in found} == {5}
+    assert Setup(**asdict(found[0])) == found[0]
+    assert {system.cuts for system in SYSTEMS.values()} > {Cuts(), Cuts(chunks=2), Cuts(chunks=4)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "2"], "--rounds 2: a median on a noisy machine wants 3 rounds or more"),
+        (["--json", "/no/such/folder/x.json"], "the folder /no/such/folder does not exist"),
+        (["--rate", "balanced,fast"], "--rate 'fast': expected a number and kbit, mbit or gbit"),
+        (["--rate", ""], "--rate '': give rates, as 100mbit, or balanced"),
+        (["--hosts", "3"], "--hosts 3: '3' is none of 2, 4"),
+        (["--routing", "even"], "--routing even: choose of balanced, router"),
+        (["--routing", ""], "--routing : choose of balanced, router"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(bench, ["moe", *arguments])
+    assert isinstance(result.exception, UsageError)
+    assert message in str(result.exception)
+
+
+def row_of(system: str, step_s: float, **more: Any) -> dict[str, Any]:
+    return {
+        "system": system,
+        "overlap": "window",
+        "chunks": 2,
+        "step_s": step_s,
+        "speedup_vs_serial": 4.0 / step_s,
+        "speedup_vs_mlp_only": 3.0 / step_s,
+        "ratio_to_bound": step_s / 1.6,
+        "bound_s": 1.6,
+        "rounds_s": [step_s] * 3,
+        "planned_s": 1.9,
+        "measured_over_planned": step_s / 1.9,
+        "hidden": 0.923,
+        **more,
+    }
+
+
+def test_the_command_prints_tables_and_writes_what_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, Setup, str]] = []
+
+    def in_lab(module: str, setup: Setup, kept: str) -> Any:
+        asked.append((module, setup, kept))
+        if kept == "probe":
+            return [{"compute_us": 8e5, "collective_us": 1e4, "wire_bytes": 3.14e7, "message_bytes": 0.0}]
+        more = {"communication_over_compute": 1.0, "bound_s": 1.6, "binds": "compute"}
+        return {"setup": {**asdict(setup), **more}, "rows": [row_of(AUTO, 2.0)]}
+
+    monkeypatch.setattr(lab_races, "in_lab", in_lab)
+    out = tmp_path / "moe.json"
+    done = CliRunner().invoke(bench, ["moe", "--hosts", "4", "--routing", "router", "--json", str(out)])
+    assert done.exception is None
+    for text in ("ep=4, the router's own assignment, 310mbit", "auto (2 chunks, window)"):
+        assert text in done.output, text
+    for text in ("2000", "2.00", "1.50", "92%", "1600", "1.25", "+5.3%"):
+        assert text in done.output, text
+    assert [(module, setup.rate, kept) for module, setup, kept in asked] == [
+        ("moe", "unlimited", "probe"),
+        ("moe", "310mbit", ""),
+    ]
+    read = json.loads(out.read_text())
+    assert read["version"] == VERSION
+    assert read["races"][0]["setup"]["asked_rate"] == "balanced"
+    moe_table(read["races"][0]).print()

@@ -1,0 +1,96 @@
+"""The bars of the cost model: errors against published measurements, and rates to the printed digits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.commands import bench
+from benchmarks.published import collectives_report, rates, table1_differences
+from benchmarks.published_steps import MULTI_NIC_GBIT, mean_error, step_rows
+from typer.testing import CliRunner
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_curves_fitted_on_half_of_a_sweep_predict_the_other_half() -> None:
+    found = collectives_report()
+    assert found["sweeps"] == 21
+    assert found["fitted_held_out_percent"] <= 8.0
+    assert found["fitted_held_out_swapped_percent"] <= 8.0
+
+
+def test_the_topology_model_is_near_the_sweeps() -> None:
+    found = collectives_report()
+    assert found["topology_percent"] <= 10.0
+    assert found["topology_a100_percent"] <= 10.0
+
+
+def test_single_node_steps_beat_the_bar() -> None:
+    rows = step_rows("single")
+    assert len(rows) == 693
+    assert mean_error(rows[1::2]) < 0.084
+
+
+def test_multi_node_steps_beat_the_bar() -> None:
+    rows = step_rows("multi")
+    assert len(rows) == 47
+    assert mean_error(rows, MULTI_NIC_GBIT) < 0.147
+
+
+def test_steps_of_another_paper_are_predicted_with_nothing_fitted() -> None:
+    found = table1_differences()
+    assert len(found) == 6
+    assert max(map(abs, found.values())) < 10.0
+
+
+@pytest.fixture(scope="module")
+def fitting() -> Any:
+    spec = importlib.util.spec_from_file_location("fit_steps", BENCHMARKS / "fit_steps.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_shipped_factors_are_where_the_fit_ends(fitting: Any) -> None:
+    train = step_rows("single")[::2]
+    again = fitting.mean_error(train, fitting.fit(train[::4], fitting.shipped()))
+    assert mean_error(train) == pytest.approx(fitting.mean_error(train, fitting.shipped()))
+    assert mean_error(train) < again + 0.002
+
+
+def test_a_fit_gets_better_than_where_it_began(fitting: Any) -> None:
+    train = step_rows("single")[::16]
+    assert fitting.mean_error(train, fitting.fit(train)) < 0.6 * fitting.mean_error(train, fitting.START)
+
+
+def test_every_printed_rate_follows_from_megatrons_count() -> None:
+    found = rates()
+    assert len(found) == 25
+    assert [str(rate) for rate in found if not rate.agrees] == []
+    (mtnlg,) = (rate for rate in found if "on 3360" in rate.what)
+    assert mtnlg.printed == 113
+    assert (mtnlg.low + mtnlg.high) / 2 == pytest.approx(113, abs=0.5)
+
+
+def test_a_wrong_count_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import published
+
+    right = published.megatron_flops
+    monkeypatch.setattr(published, "megatron_flops", lambda model, batch: 1.01 * right(model, batch))
+    assert not all(rate.agrees for rate in rates())
+
+
+def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
+    out = tmp_path / "published.json"
+    ran = CliRunner().invoke(bench, ["published", "--json", str(out)])
+    assert ran.exit_code == 0, ran.output
+    whole = json.loads(out.read_text())
+    assert whole["rates"] == {"checked": 25, "agree": 25, "disagree": []}
+    assert whole["steps"]["single_held_out_percent"] < 8.4
+    assert f"{whole['steps']['multi_percent']:.2f}" in ran.output
