@@ -118,7 +118,7 @@ def unmark(tensor: torch.Tensor) -> None:
     """The tensor is again what it was."""
     if isinstance(tensor, _Marked):
         tensor.__class__ = type(tensor).__mro__[2]
-        del tensor._stretto_mark  # type: ignore[attr-defined]
+        del tensor._stretto_mark
 
 
 def unguarded() -> Any:
