@@ -28,10 +28,13 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 import stretto
 from stretto.ir.action import Schedule
+from stretto.ir.costs import CollectiveCost
+from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.ir.serialize import load_plan
 from stretto.ir.stage_maps import ONE_STAGE, PLACES
+from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.schedule.csv import read_csv
 from tests.runtime import equality
@@ -42,8 +45,8 @@ from tests.runtime.equality import (
     assert_equal,
     assert_same_bits,
     joined,
+    made_up_costs,
     plain,
-    plan_of,
     rank_result,
     run_sharded,
     tokens,
@@ -226,9 +229,13 @@ def job_of(cell: Cell) -> Job:
 
 
 def plan_for(cell: Cell) -> Plan:
-    """Proved."""
+    """Proved. Collectives take about as long as some ops."""
     schedule = of_pytorch(cell.schedule) if cell.schedule in OF_PYTORCH else cell.schedule
-    return plan_of(replace(job_of(cell), overlap=cell.overlap), schedule)
+    job = replace(job_of(cell), overlap=cell.overlap)
+    cost = CollectiveCost(Curve(((0.0, 100.0),)))
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    collectives = {(axis, kind): cost for axis, _ in job.axes for kind in kinds}
+    return make_plan(job, replace(made_up_costs(job), collectives=collectives), schedule=schedule)
 
 
 def expected_of(cell: Cell) -> Result:
