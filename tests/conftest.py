@@ -22,7 +22,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from stretto.backend.collector import RARELY
+from stretto.backend.process_memory import RARELY
 from stretto.capturing.graph import Traced
 from stretto.passes.effort import SEARCH_S
 from tests.forks import end_server
@@ -32,15 +32,15 @@ LONG = (
     "train/test_kill.py",
     "parallelize/test_ampipe.py",
     "train/test_own_task.py",
-    "checking/test_check.py",
+    "check/test_check.py",
     "runtime/test_compile.py",
     "train/test_trainer.py",
     "train/test_first_step.py",
     "test_equality.py",
     "order/test_order_equality.py",
-    "capturing/test_masks.py",
+    "capture/test_masks.py",
     "parallelize/test_pipe_experts.py",
-    "capturing/test_huggingface.py",
+    "capture/test_huggingface.py",
     "parallelize/test_experts.py",
     "train/test_evaluation.py",
 )

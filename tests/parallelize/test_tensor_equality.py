@@ -6,7 +6,6 @@ whole must have the same gradient on each, bit by bit.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -18,10 +17,7 @@ from stretto.config import Parallel
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.runtime.local import run_threads
-from stretto.runtime.runner import Runner
-from stretto.runtime.shards import join
-from tests.runtime.equality import Loss, from_transformers, huggingface_loss, lowered, plain
+from tests.runtime.equality import Loss, from_transformers, huggingface_loss, lowered, plain, run_sharded
 
 VOCAB, SEQUENCE, ROWS = 64, 8, 4
 SMALL = {
@@ -112,31 +108,8 @@ def step(job: Job, model: nn.Module, batch: Any, schedule: str = "1f1b") -> tupl
 def step_of(plan: Plan, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The same of a plan."""
 
-    def work(runner: Runner) -> tuple[dict[str, int], Tensor, dict[str, Tensor]]:
-        loss = runner.step(batch)
-        grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
-        return runner.coordinates, loss, grads
-
-    results = run_threads(plan, lambda _: copy.deepcopy(model), work)
-    parameters = {p.name: p for p in plan.job.parameters}
-    found: dict[str, Tensor] = {}
-    for _, loss, _ in results:
-        assert torch.equal(loss, results[0][1]), "every rank is told the same loss"
-    copies: dict[tuple[str, int, int], list[Tensor]] = {}
-    for at, _, grads in results:
-        for name, grad in grads.items():
-            copies.setdefault((name, at["pp"], at.get("dp", 0)), []).append(grad)
-    for (name, _, _), parts in copies.items():
-        whole = join(parts, parameters[name], plan.job)
-        for part in parts:
-            assert parameters[name].shards or torch.equal(part, whole), f"{name} differs between tp ranks"
-        for shard in parameters[name].shards:
-            for rank, part in enumerate(parts):
-                first = parts[rank - rank % shard.copies]
-                assert torch.equal(part, first), f"{name} differs between ranks that share it"
-        assert name not in found or torch.equal(found[name], whole), f"{name} differs between copies"
-        found[name] = whole
-    return results[0][1], found
+    found = run_sharded(plan, model, batch)
+    return found.loss, {name: grad for name, grad in found.grads.items() if grad is not None}
 
 
 def assert_plain(job: Job, model: nn.Module, loss: Loss, batch: Any, tolerance: float = TOLERANCE) -> None:
@@ -151,10 +124,9 @@ def assert_plan_is_plain(
     expected = plain(model, batch, mean_of_microbatches(loss, pieces))
     told, grads = step_of(plan, model, batch)
     assert abs(told - expected.loss) <= tolerance * abs(expected.loss)
-    firsts = {p.tied_to for p in job.parameters}
     for name, want in expected.grads.items():
         assert want is not None
-        got = next(grads[n] for n in (name, *firsts) if n in grads and tied_to(job, n) == tied_to(job, name))
+        got = grads[tied_to(job, name)]
         assert got.shape == want.shape, name
         assert (got - want).norm() <= tolerance * want.norm(), name
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stretto.backend.collector import rarely_collected
+from stretto.backend.process_memory import rarely_collected
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.axes import DP, PP

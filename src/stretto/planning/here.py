@@ -21,7 +21,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.measure.running import Running
 from stretto.passes.watch import Watch
-from stretto.runtime.all_or_none import first_alone
+from stretto.runtime.all_or_none import on_first_slowly
 
 PLAN = "plan"
 
@@ -72,7 +72,7 @@ def plan_on_first(
                 waits.stop(error)
         return made
 
-    plan = first_alone(ranks, kept_or_made, "plans for all ranks")
+    plan = on_first_slowly(ranks, kept_or_made, "plans for all ranks")
     if ranks.size == 1:
         assert plan is not None
         return plan

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from stretto.backend.collector import rarely_collected
+from stretto.backend.process_memory import rarely_collected
 from stretto.errors import PlanError, UsageError, meant
 from stretto.files.kept import Kept, key_of
 from stretto.files.say import Say

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +15,7 @@ from stretto.errors import LostRankError, StrettoError, UsageError
 T = TypeVar("T")
 
 BEAT_S = 5.0
-"""How often a rank that works tells the others so; far below the time that they wait for a message. In
+"""How often a rank that works signals the others; far below the time that they wait for a message. In
 between they are inside a library, and act on no signal."""
 
 
@@ -37,10 +36,10 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
     Raises the first rank's StrettoError on all ranks; a LostRankError at once.
     """
-    made: list[T] = []
+    built: list[T] = []
     failed: tuple[int, str] | None = None
     try:
-        made.append(work())
+        built.append(work())
     except LostRankError:
         raise
     except StrettoError as error:
@@ -49,102 +48,79 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         if one is not None:
             status, message = one
             raise (UsageError if status == UsageError.exit_status else StrettoError)(message)
-    return made[0]
+    return built[0]
 
 
-def together_slowly(ranks: Ranks, work: Callable[[], T]) -> T:
-    """The same for work that may take longer than ranks wait for a message, such as writing to a disk."""
+def together_slowly(ranks: Ranks, work: Callable[[], T], what: str = "works") -> T:
+    """The same for work that may take longer than ranks wait for a message, such as writing to a disk. It
+    must not communicate: another thread does, until all ranks have ended or one has failed.
+
+    The work is done by the thread that calls, so that signals reach it. The first rank's StrettoError is
+    raised on all. What else ends a rank's work (an interrupt, a defect) is LostRankError on the others; what:
+    what the rank does, for that message.
+    """
     if ranks.size == 1:
-        return together(ranks, work)
-    done: Future[T] = Future()
-
-    def body() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=body, name="slow work", daemon=True).start()
-    while True:
-        wait([done], BEAT_S)
-        if done.done() and not isinstance(done.exception(), StrettoError | None):
-            return done.result()  # raises what nobody foresaw, at once
-        if all(ranks.all_gather(done.done())):
-            return together(ranks, done.result)
+        return work()
+    beating = _Beating(ranks)
+    try:
+        result = work()
+    except StrettoError as error:
+        first = beating.end(error)
+        if first is None or str(first) == str(error):
+            raise
+        raise first from None
+    except BaseException as error:
+        name = type(error).__name__
+        with suppress(Exception):
+            beating.end(LostRankError(f"rank {ranks.rank}, which {what}, was ended by {name}", ranks.rank))
+        raise
+    failed = beating.end(True)
+    if failed is not None:
+        raise failed
+    return result
 
 
 def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """Do it on rank 0 alone, and return on every rank what it gave; every rank must call it. Its StrettoError
     is raised on all."""
-    made = together(ranks, work if ranks.rank == 0 else lambda: None)
-    found: T = ranks.all_gather(made)[0]
-    return found
+    built = together(ranks, work if ranks.rank == 0 else lambda: None)
+    result: T = ranks.all_gather(built)[0]
+    return result
 
 
-def first_alone(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
+def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
     """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it.
-    Returns on rank 0 what it gave, None elsewhere.
-
-    The work is done by the thread that calls, so that signals reach it; another one tells the ranks that
-    wait. It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a
-    defect) is LostRankError on the others; what: what rank 0 does, for that message.
-    """
-    if ranks.size == 1:
-        return work()
-    if ranks.rank != 0:
-        told: Exception | bool = False
-        while told is False:
-            told = ranks.all_gather(None)[0]
-        if isinstance(told, Exception):
-            raise told
-        return None
-    with _Beating(ranks) as beating:
-        try:
-            made = work()
-        except StrettoError as error:
-            beating.end(error)
-            raise
-        except BaseException as error:
-            name = type(error).__name__
-            beating.end(LostRankError(f"rank 0, which {what}, was ended by {name}", 0))
-            raise
-        beating.end(True)
-        return made
+    Returns on rank 0 what it gave, None elsewhere. what, and errors: as for `together_slowly`."""
+    return together_slowly(ranks, work if ranks.rank == 0 else lambda: None, what)
 
 
 class _Beating:
-    """While it is entered, a thread of rank 0's tells those that wait that it works."""
+    """A thread that signals the others that this rank works, until all have ended, or one has failed."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._mine: Exception | bool = False
         self._done = threading.Event()
-        self._failed: list[BaseException] = []
-        self._thread = threading.Thread(target=self._beat, name="rank 0 works", daemon=True)
-
-    def __enter__(self) -> _Beating:
+        self._all: list[Exception | bool] = [False]
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._beat, name="rank works", daemon=True)
         self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
 
     def _beat(self) -> None:
         try:
-            while not self._done.wait(BEAT_S):
-                self._ranks.all_gather(False)
+            while not all(self._all) and self._error() is None:
+                self._done.wait(BEAT_S)
+                self._all = self._ranks.all_gather(self._mine)
         except BaseException as error:
-            self._failed.append(error)
+            self._failed = error
 
-    def end(self, told: Exception | bool) -> None:
-        """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the
-        work itself has failed, which says more."""
+    def _error(self) -> BaseException | None:
+        return next((one for one in self._all if isinstance(one, Exception)), None)
+
+    def end(self, mine: Exception | bool) -> BaseException | None:
+        """This rank has ended: with an error, or True. Waits for the others, and returns the first rank's
+        error, or else what kept this thread from communicating."""
+        self._mine = mine
         self._done.set()
         self._thread.join()
-        if told is not True:
-            with suppress(Exception):
-                if not self._failed:
-                    self._ranks.all_gather(told)
-            return
-        if self._failed:
-            raise self._failed[0]
-        self._ranks.all_gather(told)
+        return self._error() or self._failed

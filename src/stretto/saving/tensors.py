@@ -196,9 +196,9 @@ def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) ->
         )
     for name, part in parts.items():
         shape = stored[name].shape
-        if shape != part.whole:
+        if shape != part.full_shape:
             raise StrettoError(
-                f"{folder}: {name} has the shape {list(shape)}, and this model's {list(part.whole)}; "
+                f"{folder}: {name} has the shape {list(shape)}, and this model's {list(part.full_shape)}; "
                 "take another checkpoint"
             )
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.backend.schema_adapter import draws
+from stretto.backend.dispatch_adapter import draws
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import Wrap, has_empty_part, in_order, is_absent, layout_on, nothing

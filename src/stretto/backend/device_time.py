@@ -1,8 +1,9 @@
-"""Work for an accelerator that lasts a given time and leaves it free for other work.
+"""Time on an accelerator: events, waits for what was queued, and work that lasts a given time.
 
-It is a running sum down the rows of a tensor of two columns: one block of two threads, which runs as long as
-there are rows, and leaves all other multiprocessors and nearly all memory bandwidth alone. How many rows a
-microsecond has is measured first. Public names of PyTorch only.
+That work leaves the device free for other work. It is a running sum down the rows of a tensor of two columns:
+one block of two threads, which runs as long as there are rows, and leaves all other multiprocessors and
+nearly all memory bandwidth alone. How many rows a microsecond has is measured first. Public names of PyTorch
+only.
 """
 
 from __future__ import annotations
@@ -51,3 +52,9 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def synchronise(device: torch.device) -> None:
+    """Nothing on a CPU, whose ops have ended when their calls have."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""The whole model's values, gathered from all ranks under the names of the plain model's, and put back.
+"""The full model's values, gathered from all ranks under the names of the plain model's, and put back.
 
-1. Each rank tells what it owns (`Runner.owns`): boxes of wholes.
-2. Rank by rank, box by box, they are broadcast; whoever wants the wholes puts each in its place.
+1. Each rank reports what it owns (`Runner.owns`): boxes of full tensors.
+2. Rank by rank, box by box, they are broadcast; whoever wants the full tensors copies each to where it lies.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
-from stretto.runtime.held import Held
-from stretto.runtime.old_adapter import unmarked
-from stretto.runtime.shards import part_of, whole_spec
+from stretto.runtime.rank_tensors import RankTensors
+from stretto.runtime.shards import full_spec, part_of
+from stretto.runtime.stale_adapter import unmarked
 from stretto.runtime.transport import Transport
 
 LANE = "state"
@@ -77,7 +77,7 @@ def plain_state(model: nn.Module, job: Job) -> PlainState:
 
 
 def gather(
-    held: Held, transport: Transport, plain: PlainState, only_on: int | None
+    tensors: RankTensors, transport: Transport, plain: PlainState, only_on: int | None
 ) -> dict[str, torch.Tensor]:
     """`Runner.state_dict`."""
     if only_on is not None and not 0 <= only_on < transport.size:
@@ -89,18 +89,20 @@ def gather(
             f'the model has {shown(absent)} on "meta", which no stage uses and nobody has given a value. '
             "Save what the stages hold (stretto.save)"
         )
-    wanted = only_on is None or only_on == held.rank
-    wholes = _gather_wholes(held, transport, wanted)
-    found = {key: _value(entry, wholes) for key, entry in entries.items()} if wanted else {}
+    wanted = only_on is None or only_on == tensors.rank
+    full_tensors = _gather_full(tensors, transport, wanted)
+    result = {key: _value(entry, full_tensors) for key, entry in entries.items()} if wanted else {}
     if plain.model is None:
-        return found
-    return together(transport, lambda: _made(plain.model, found) if wanted else {})
+        return result
+    return together(transport, lambda: _made(plain.model, result) if wanted else {})
 
 
-def _value(entry: Entry, wholes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _value(entry: Entry, full_tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if entry.unused is not None:
         return entry.unused.detach().clone().cpu()
-    return wholes[f"model.{entry.parameter}" if entry.parameter is not None else f"buffer.{entry.buffer}"]
+    return full_tensors[
+        f"model.{entry.parameter}" if entry.parameter is not None else f"buffer.{entry.buffer}"
+    ]
 
 
 class _Called(nn.Module):
@@ -131,56 +133,56 @@ def _made(model: Any, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         known = own.get((value.data_ptr(), value.shape, value.dtype))
         return value.detach().clone().cpu() if known is None else known
 
-    made = _with_values(model, values, lambda plain: plain.state_dict())
-    return {key: copied(value) for key, value in made.items()}
+    built = _with_values(model, values, lambda plain: plain.state_dict())
+    return {key: copied(value) for key, value in built.items()}
 
 
-def take_first_copys_buffers(evaluated: Held, trained: Held, transport: Transport) -> None:
+def take_first_copys_buffers(evaluated: RankTensors, trained: RankTensors, transport: Transport) -> None:
     """An evaluation reads the buffers of the model that `gather` gives; every rank must call it."""
     names = evaluated.of_first_copy(trained.plan)
     if not names:
         return
     keys = {f"buffer.{name}" for name in names}
-    wholes = _gather_wholes(trained, transport, True, keys)
+    full_tensors = _gather_full(trained, transport, True, keys)
     for name, buffer in evaluated.named_buffers():
         if name in names:
-            buffer.copy_(wholes[f"buffer.{name}"])
+            buffer.copy_(full_tensors[f"buffer.{name}"])
 
 
-def _gather_wholes(
-    held: Held, transport: Transport, wanted: bool, keys: Collection[str] | None = None
+def _gather_full(
+    tensors: RankTensors, transport: Transport, wanted: bool, keys: Collection[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Steps 1 and 2. keys: what is gathered; None for all."""
     boxes = [
-        (name, part.whole, *box)
-        for name, part in held.owned_parts().items()
+        (name, part.full_shape, *box)
+        for name, part in tensors.owned_parts().items()
         for box in part.boxes
         if keys is None or name in keys
     ]
-    table = [(name, whole, box.dtype, offsets, tuple(box.shape)) for name, whole, offsets, box in boxes]
-    told = transport.all_gather(table)
-    _open(held, transport)
-    wholes: dict[str, torch.Tensor] = {}
-    for rank, owned in enumerate(told):
-        for k, (name, whole, dtype, offsets, shape) in enumerate(owned):
-            if rank == held.rank:
+    table = [(name, full, box.dtype, offsets, tuple(box.shape)) for name, full, offsets, box in boxes]
+    gathered = transport.all_gather(table)
+    _open(tensors, transport)
+    full_tensors: dict[str, torch.Tensor] = {}
+    for rank, owned in enumerate(gathered):
+        for k, (name, full, dtype, offsets, shape) in enumerate(owned):
+            if rank == tensors.rank:
                 box = boxes[k][3].contiguous()
             else:
-                box = torch.empty(shape, dtype=dtype, device=held.device)
+                box = torch.empty(shape, dtype=dtype, device=tensors.device)
             if transport.size > 1:
                 transport.broadcast(LANE, box, rank).wait()
             if wanted:
-                if name not in wholes:
-                    wholes[name] = torch.empty(whole, dtype=dtype)
-                place = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
-                wholes[name][place].copy_(box)
-    return wholes
+                if name not in full_tensors:
+                    full_tensors[name] = torch.empty(full, dtype=dtype)
+                pp_rank = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+                full_tensors[name][pp_rank].copy_(box)
+    return full_tensors
 
 
-def _open(held: Held, transport: Transport) -> None:
+def _open(tensors: RankTensors, transport: Transport) -> None:
     if transport.size > 1:
-        plan = held.plan
-        transport.open((*plan.communicators, plan.everyone(LANE)), held.device, plan.mesh)
+        plan = tensors.plan
+        transport.open((*plan.communicators, plan.everyone(LANE)), tensors.device, plan.mesh)
 
 
 class LeftKeys(NamedTuple):
@@ -192,25 +194,25 @@ class LeftKeys(NamedTuple):
 
 
 def put(
-    held: Held, transport: Transport, plain: PlainState, values: Mapping[str, Any], strict: bool
+    tensors: RankTensors, transport: Transport, plain: PlainState, values: Mapping[str, Any], strict: bool
 ) -> LeftKeys:
     """`Runner.load_state_dict`."""
-    held.refuse_on_mesh()
-    job, entries, model = held.plan.job, plain.entries, plain.model
+    tensors.refuse_on_mesh()
+    job, entries, model = tensors.plan.job, plain.entries, plain.model
     if model is None:
         left = together(transport, lambda: _check(job, entries, values, strict))
     else:
-        wholes = _gather_wholes(held, transport, True)
-        named = {key: _value(entry, wholes) for key, entry in entries.items()}
+        full_tensors = _gather_full(tensors, transport, True)
+        named = {key: _value(entry, full_tensors) for key, entry in entries.items()}
         left = together(transport, lambda: _loaded(model, named, values, strict))
         values = named
     with torch.no_grad():
-        for parameter, mine in held.known_parameters():
+        for parameter, mine in tensors.known_parameters():
             given = _given(entries, values, parameter.tied_to)
             if given is not None:
-                whole = given.to(mine.device, mine.dtype)
-                unmarked(mine).copy_(part_of(whole, parameter, job, held.coordinates))
-        buffers = dict(held.named_buffers())
+                full = given.to(mine.device, mine.dtype)
+                unmarked(mine).copy_(part_of(full, parameter, job, tensors.coordinates))
+        buffers = dict(tensors.named_buffers())
         for key, entry in entries.items():
             own = buffers.get(entry.buffer or "") if entry.unused is None else entry.unused
             if own is not None and key in values and not own.is_meta:
@@ -225,9 +227,9 @@ def _loaded(
     try:
         left = _with_values(model, named, lambda plain: plain.load_state_dict(values, strict))
     except RuntimeError as error:
-        told = "; ".join(line.strip() for line in str(error).splitlines()[1:] or [str(error)])
+        gathered = "; ".join(line.strip() for line in str(error).splitlines()[1:] or [str(error)])
         raise UsageError(
-            f"load_state_dict: {told} Give what the plain model's state_dict() has, or strict=False"
+            f"load_state_dict: {gathered} Give what the plain model's state_dict() has, or strict=False"
         ) from error
     return LeftKeys(left.missing_keys, left.unexpected_keys)
 
@@ -240,7 +242,7 @@ def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie
 
 def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], strict: bool) -> LeftKeys:
     """Raises UsageError for keys that are missing or too many, other shapes, and ties that come apart."""
-    shapes = {p.tied_to: whole_spec(job, p).shape for p in job.parameters}
+    shapes = {p.tied_to: full_spec(job, p).shape for p in job.parameters}
     shapes |= {b.name: b.spec.shape for b in job.buffers}
     ties: dict[str, list[str]] = {}
     for key, entry in entries.items():
@@ -248,10 +250,10 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
     missing = [keys[0] for keys in ties.values() if not any(key in values for key in keys)]
     unexpected = [key for key in values if key not in entries]
     if strict and (missing or unexpected):
-        told = [f"it lacks {shown(missing)}"] if missing else []
-        told += [f"the model has no {shown(unexpected)}"] if unexpected else []
+        gathered = [f"it lacks {shown(missing)}"] if missing else []
+        gathered += [f"the model has no {shown(unexpected)}"] if unexpected else []
         raise UsageError(
-            f"load_state_dict: {' and '.join(told)}; give what the plain model's state_dict() has, "
+            f"load_state_dict: {' and '.join(gathered)}; give what the plain model's state_dict() has, "
             "or strict=False"
         )
     for key, value in values.items():

@@ -16,14 +16,14 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import stretto
 from stretto.models.gpt import next_token_loss
-from stretto.runtime.old_adapter import Mark, is_old, mark_old, unmark, unmarked
 from stretto.runtime.runner import Runner
+from stretto.runtime.stale_adapter import Mark, mark_of, mark_stale, unmark, unmarked
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
 from tests.parallelize.test_tensor_equality import batch_of
 from tests.runtime.equality import lowered
 from tests.runtime.test_state_dict import SPREAD, run, told
-from tests.saving.test_face import LAYOUTS, STEPS, adamw, model, plan_of, train, trained
+from tests.saving.test_face import STEPS, adamw, model, plan_of, train, trained
 
 
 def test_reading_the_old_model_is_refused_until_it_is_loaded_again() -> None:
@@ -56,7 +56,7 @@ def test_before_an_optimizer_has_stepped_the_model_can_be_read() -> None:
         runner.step(batch_of())
         copied = copy.deepcopy(old)  # the values are as they were
         assert all(torch.equal(copied.state_dict()[name], value) for name, value in before.items())
-        assert not any(map(is_old, copied.parameters()))
+        assert not any(map(mark_of, copied.parameters()))
         runner.step(batch_of())
         found = [told(old.state_dict)]
         with torch.no_grad():  # an optimizer that is none of PyTorch's kind
@@ -76,10 +76,12 @@ def test_ranks_that_share_one_model_train_all_of_it() -> None:
     def work(runner: Runner) -> None:
         train(runner, adamw(runner.named_parameters()), 1)
         runner.transport.all_gather(None)
-        shared.state_dict()
+        names.append(sorted(shared.state_dict()))
 
+    names: list[list[str]] = []
     job = stretto.capture(shared, batch_of(), next_token_loss, stretto.Parallel(pp=2, microbatches=4))
     stretto.run_threads(lowered(job, "1f1b"), lambda _: shared, work)
+    assert names == [sorted(name for name, _ in shared.named_parameters())] * 2
 
 
 def gpt_untied() -> nn.Module:
@@ -101,17 +103,43 @@ def test_an_optimizer_over_the_old_model_is_refused_at_its_first_step() -> None:
     assert run("pp", work) == ["", ""]  # it trains what this rank has
 
 
-def test_a_model_that_is_loaded_later_reaches_the_runner() -> None:
-    values = trained(adamw, STEPS)
+def loaded(_: Runner, old: nn.Module) -> None:
+    old.load_state_dict(trained(adamw, STEPS))
 
+
+def loaded_after_a_step(runner: Runner, old: nn.Module) -> None:
+    train(runner, adamw(runner.named_parameters()), 1)
+    old.load_state_dict(trained(adamw, STEPS))
+
+
+def set_through_data(_: Runner, old: nn.Module) -> None:
+    values = trained(adamw, STEPS)
+    for name, parameter in old.named_parameters():
+        parameter.data.copy_(values[name])
+
+
+@pytest.mark.parametrize("change", [loaded, loaded_after_a_step, set_through_data])
+@pytest.mark.parametrize("layout", ["sp", "pp tp"])
+def test_what_is_written_to_the_model_reaches_the_runner(
+    layout: str, change: Callable[[Runner, nn.Module], None]
+) -> None:
     def work(runner: Runner, old: nn.Module) -> dict[str, Tensor]:
-        old.load_state_dict(values)
+        change(runner, old)
         runner.step(batch_of())
         return runner.state_dict()
 
-    for layout in ("sp", "pp tp"):
-        for found in run(layout, work):
-            assert all(torch.equal(found[name], value) for name, value in values.items())
+    for found in run(layout, work):
+        assert all(torch.equal(found[name], value) for name, value in trained(adamw, STEPS).items())
+
+
+def test_what_is_written_to_the_runner_before_the_first_step_stays() -> None:
+    def work(runner: Runner, _: nn.Module) -> Tensor:
+        with torch.no_grad():
+            dict(runner.named_parameters())[SPREAD].fill_(0.5)
+        runner.step(batch_of())
+        return runner.state_dict()[SPREAD]
+
+    assert all((found == 0.5).all() for found in run("tp", work))
 
 
 def test_what_is_not_loaded_stays_trained() -> None:
@@ -126,28 +154,22 @@ def test_what_is_not_loaded_stays_trained() -> None:
         assert (norm == 2).all()
 
 
-def test_a_model_that_is_changed_otherwise_is_refused() -> None:
-    def assigned(_: Runner, old: nn.Module) -> str:
-        return told(lambda: old.load_state_dict(copy.deepcopy(model()).state_dict(), assign=True))
-
-    def drawn(runner: Runner, old: nn.Module) -> str:
-        nn.init.normal_(old.get_parameter(SPREAD).data)
-        return told(lambda: runner.step(batch_of()))
-
-    def set_by_hand(runner: Runner, old: nn.Module) -> str:
-        old.get_submodule("norm").weight = nn.Parameter(torch.ones(32))
-        return told(lambda: runner.step(batch_of()))
-
-    for found in run("tp", assigned):
-        assert "is another tensor since the Runner was made" in found
-    for found in run("tp", drawn):
-        assert f"'{SPREAD}' of the model was changed after the Runner was made" in found
-    for found in run("tp", set_by_hand):
-        assert "'norm.weight' of the model is another tensor" in found
+def assigned(old: nn.Module) -> None:
+    old.load_state_dict(copy.deepcopy(model()).state_dict(), assign=True)
 
 
-def test_layouts_are_known() -> None:
-    assert {"one", "pp", "tp", "sp", "dp", "pp tp", "all"} <= LAYOUTS.keys()
+def set_by_hand(old: nn.Module) -> None:
+    old.get_submodule("norm").weight = nn.Parameter(torch.ones(32))
+
+
+@pytest.mark.parametrize("change", [assigned, set_by_hand])
+def test_other_tensors_in_the_model_are_refused(change: Callable[[nn.Module], None]) -> None:
+    def work(runner: Runner, old: nn.Module) -> str:
+        kept = list(old.parameters())
+        change(old)
+        return told(lambda: runner.step(batch_of())) if kept else ""
+
+    assert all("of the model is another tensor" in found for found in run("tp", work))
 
 
 def test_any_use_of_old_values_is_refused() -> None:
@@ -161,12 +183,12 @@ def test_any_use_of_old_values_is_refused() -> None:
             lambda: copy.deepcopy(old),
             lambda: torch.save(old, io.BytesIO()),
             lambda: pickle.dumps(old),
-            lambda: old.to(torch.float32),
+            lambda: old.to(torch.float64),
             lambda: nn.utils.parameters_to_vector(old.parameters()),
             lambda: [torch.zeros_like(p).lerp_(p, 0.1) for p in kept],
             lambda: torch._foreach_mul(kept, 2.0),
             lambda: [p.data.clone() for p in kept],
-            lambda: stretto.Runner(plan_of("one"), old),
+            lambda: stretto.Runner(one, old, transport=ThreadTransport.group(1)[0]),
         ]
         found = [told(use) for use in uses]
         assert sum(p.numel() for p in old.parameters()) == sum(p.numel() for p in model().parameters())
@@ -175,11 +197,11 @@ def test_any_use_of_old_values_is_refused() -> None:
         return found
 
     olds: list[nn.Module] = []
+    one = plan_of("one")
     for layout in ("tp", "pp"):
         for found in run(layout, work):
             assert all("is not what was trained" in one for one in found), found
             assert all("make averages and optimizers over runner.parameters()" in one for one in found)
-            assert found[-1].startswith("a Runner is made of another Runner's model")
     stretto.capture(olds[0], batch_of(), next_token_loss, stretto.Parallel())
 
 
@@ -219,9 +241,6 @@ def test_averages_of_the_old_model_are_refused(make: Callable[[nn.Module], Calla
 def test_a_mark_outlives_the_runner_until_values_are_written() -> None:
     def work(runner: Runner, old: nn.Module) -> nn.Module:
         train(runner, adamw(runner.named_parameters()), 1)
-        whole = old.get_parameter(SPREAD)
-        with torch.no_grad():
-            assert "is not what was trained" in told(lambda: whole.copy_(torch.zeros(96, 32)))
         return old
 
     values = model().state_dict()
@@ -243,35 +262,40 @@ def test_buffers_that_other_ranks_write_are_old() -> None:
     def work(runner: Runner) -> list[bool]:
         runner.step(rows(4).double())
         mine = {name for name, _ in runner.named_buffers()}
-        return [is_old(b) == (name not in mine) for name, b in models[runner.rank].named_buffers()]
+        return [
+            (mark_of(b) is not None) == (name not in mine) for name, b in models[runner.rank].named_buffers()
+        ]
 
     found = stretto.run_threads(lowered(job, "1f1b"), models.__getitem__, work)
     assert all(map(all, found))
-    assert any(is_old(buffer) for model in models for buffer in model.buffers())
+    assert any(mark_of(buffer) for model in models for buffer in model.buffers())
 
 
 @pytest.mark.parametrize(
     "tensor", [nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3)], ids=["parameter", "buffer"]
 )
 def test_what_a_mark_answers(tensor: Tensor) -> None:
-    kind, trained = type(tensor), [True]
-    mark_old(tensor, Mark("old", False, lambda: trained[0]))
+    kind, stale, new = type(tensor), [True], []
+    mark_stale(tensor, Mark("old", False, lambda: stale[0], new.append))
     assert isinstance(tensor, kind)
-    assert is_old(tensor)
+    assert mark_of(tensor) is not None
     assert (tensor.shape, tensor.stride(), tensor.numel(), len(tensor)) == ((2, 3), (3, 1), 6, 2)
     assert "old" in repr(tensor)
     assert unmarked(tensor).sum() == 6
-    for read in (lambda: tensor.grad, lambda: tensor.data, lambda: tensor.mT, lambda: tensor + 1):
+    other = torch.zeros(2, 3)
+    for read in (lambda: tensor.grad, lambda: tensor.data, lambda: tensor.mT, lambda: other.copy_(tensor)):
         with pytest.raises(stretto.UsageError, match="old"):
             read()
     tensor.grad = None
-    with torch.no_grad(), pytest.raises(stretto.UsageError, match="old"):
-        tensor.copy_(torch.zeros(2, 3))
-    trained[0] = False
     with torch.no_grad():
         tensor.copy_(torch.zeros(2, 3))
+    assert new[0] is tensor
     assert type(tensor) is kind
     assert tensor.sum() == 0
+    mark_stale(tensor, Mark("old", False, lambda: stale[0], new.append))
+    stale[0] = False
+    assert (tensor + 1).sum() == 6  # no longer stale: the first read takes the mark off
+    assert mark_of(tensor) is None
     unmark(tensor)
 
 
@@ -297,99 +321,80 @@ def chain_plan(split: str = "", **layout: Any) -> stretto.Plan:
     return lowered(stretto.capture(Chain(), rows(), mean_square, parallel), "1f1b")
 
 
-def in_turn(one: Runner, other: Runner) -> str:
+def in_turn(one: Runner, other: Runner) -> None:
     one.step(rows())
     torch.optim.SGD(one.parameters(), lr=0.1).step()
-    return told(lambda: other.step(rows())) or told(lambda: other.state_dict())
+    other.step(rows())
+    other.state_dict()
+
+
+def refused(first: stretto.Plan, second: stretto.Plan, work: TwoRunners, shares: bool = False) -> str:
+    return told(lambda: two(first, second, work, shares))
 
 
 def test_two_runners_that_are_cut_elsewhere_do_not_train_in_turn() -> None:
     plans = chain_plan("layers.1", pp=2), chain_plan("layers.3", pp=2)
-    for found in two(*plans, in_turn) + two(*plans, lambda one, other: in_turn(other, one)):
-        assert "another Runner of this model has trained since, and this one has old values" in found
-        assert "it holds 'layers.1.weight' on other ranks" in found
+    for found in (refused(*plans, in_turn), refused(*plans, lambda one, other: in_turn(other, one))):
+        assert "another Runner of this model has trained since" in found
+        assert "stale values of 'layers.1.weight'" in found
         assert "Cut both plans alike (split=, the same layout)" in found
-    assert "shares: the plan has 'layers.1.weight' on other ranks" in told(lambda: two(*plans, in_turn, True))
+    assert "shares: the plan has 'layers.1.weight' on other ranks" in refused(*plans, in_turn, shares=True)
 
 
 def test_two_runners_that_are_cut_alike_train_in_turn() -> None:
     plans = chain_plan("layers.1", pp=2), chain_plan("layers.1", pp=2)
-    assert two(*plans, in_turn) == two(*plans, in_turn, shares=True) == ["", ""]
-    plans = chain_plan(dp=2), chain_plan(dp=2)
-    assert two(*plans, in_turn) == ["", ""]
-
-
-def test_two_runners_may_train_what_they_hold_alike() -> None:
-    """Of plans that are cut elsewhere, each with an optimizer of its own, as a GAN's."""
-
-    def work(one: Runner, other: Runner) -> list[float]:
-        losses = []
-        for _ in range(3):
-            for runner, layer in ((one, "layers.0."), (other, "out.")):
-                mine = [p for name, p in runner.named_parameters() if name.startswith(layer)]
-                losses.append(float(runner.step(rows())))
-                torch.optim.SGD(mine or [torch.zeros(1)], lr=0.5).step()
-                for parameter in (*one.parameters(), *other.parameters()):
-                    parameter.grad = None
-        return losses
-
-    own, expected = Chain(), []
-    for _ in range(3):
-        for layer in ("layers.0", "out"):
-            own.zero_grad()
-            loss = torch.stack([mean_square(own, piece) for piece in rows().chunk(2)]).mean()
-            loss.backward()
-            expected.append(float(loss.detach()))
-            torch.optim.SGD(own.get_submodule(layer).parameters(), lr=0.5).step()
-    for found in two(chain_plan("layers.1", pp=2), chain_plan("layers.3", pp=2), work):
-        assert found == pytest.approx(expected, rel=1e-10)
+    for both, shares in ((plans, False), (plans, True), ((chain_plan(dp=2), chain_plan(dp=2)), False)):
+        assert refused(*both, in_turn, shares) == ""
 
 
 def test_one_that_is_loaded_again_goes_on() -> None:
     def work(one: Runner, other: Runner) -> None:
-        assert in_turn(one, other)
-        other.load_state_dict(one.state_dict())
-        assert in_turn(other, one)
-        expected = other.state_dict()
-        one.load_state_dict(expected)
-        assert all(torch.equal(value, expected[name]) for name, value in one.state_dict().items())
+        one.step(rows())
+        torch.optim.SGD(one.parameters(), lr=0.1).step()
+        values = one.state_dict()
+        other.load_state_dict(values)
+        other.step(rows())
+        assert all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
         one.step(rows())
 
-    two(chain_plan("layers.1", pp=2), chain_plan("layers.3", pp=2), work)
+    plans = chain_plan("layers.1", pp=2), chain_plan("layers.3", pp=2)
+    assert "another Runner of this model" in refused(*plans, work)
 
 
-def test_parts_of_two_runners_are_apart_unless_they_are_shared() -> None:
-    def work(shares: bool) -> list[str]:
-        models = [copy.deepcopy(model()) for _ in range(2)]
+@pytest.mark.parametrize("shares", [False, True])
+def test_parts_of_two_runners_are_apart_unless_they_are_shared(shares: bool) -> None:
+    def work(runner: Runner, old: nn.Module) -> str:
+        given = runner if shares else None
+        other = Runner(plan_of("tp"), old, transport=runner.transport, shares=given)
+        train(runner, adamw(runner.named_parameters()), 1)
+        return told(lambda: other.step(batch_of()))
 
-        def both(runner: Runner) -> str:
-            given = runner if shares else None
-            other = Runner(plan_of("tp"), models[runner.rank], transport=runner.transport, shares=given)
-            train(runner, adamw(runner.named_parameters()), 1)
-            return told(lambda: other.step(batch_of()))
-
-        return stretto.run_threads(plan_of("tp"), models.__getitem__, both)
-
-    assert all("another Runner of this model has trained since" in one for one in work(False))
-    assert work(True) == ["", ""]
+    assert ["another Runner of this model has trained since" in one for one in run("tp", work)] == [
+        not shares
+    ] * 2
 
 
-def test_a_runner_of_one_rank_beside_one_of_several() -> None:
-    """Nobody knows whether the others have one too: a step of the other is enough."""
+@pytest.mark.parametrize("layout", ["pp", "tp", "dp"])
+def test_a_runner_of_one_rank_beside_one_of_several(layout: str) -> None:
+    """What it trains is the model's own, so that parts follow; what parts train it has stale."""
+
+    plan = plan_of("one")
 
     def alone(old: nn.Module) -> Runner:
-        return Runner(plan_of("one"), old, transport=ThreadTransport.group(1)[0])
+        return Runner(plan, old, transport=ThreadTransport.group(1)[0])
 
     def reads(runner: Runner, old: nn.Module) -> str:
         one = alone(old)
-        runner.step(batch_of())
+        train(runner, adamw(runner.named_parameters()), 1)
         return told(lambda: one.step(batch_of()))
 
-    def trains(runner: Runner, old: nn.Module) -> str:
+    def trains(runner: Runner, old: nn.Module) -> tuple[Tensor, Tensor]:
         one = alone(old)
-        one.step(batch_of())
-        return told(lambda: runner.step(batch_of()))
+        train(one, adamw(one.named_parameters()), 1)
+        expected = one.step(batch_of())
+        return runner.step(batch_of()), expected
 
-    for layout, work in (("pp", reads), ("tp", reads), ("tp", trains)):
-        assert all("another Runner of this model has trained since" in one for one in run(layout, work))
-    assert run("dp", reads) == run("dp", trains) == ["", ""]
+    stale = ["another Runner of this model has trained since" in found for found in run(layout, reads)]
+    assert stale == [layout != "dp"] * 2
+    for found, expected in run(layout, trains):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)

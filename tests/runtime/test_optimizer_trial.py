@@ -174,4 +174,7 @@ def test_a_model_whose_runner_is_gone_is_a_plain_one() -> None:
     for p in own.parameters():
         p.grad = torch.ones_like(p)
     _OfAll(own.parameters()).step()
+    assert not any(torch.equal(p, q) for p, q in zip(own.parameters(), model.parameters(), strict=True))
     torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+    grads = [p.grad for p in own.parameters() if p.grad is not None]
+    assert torch.nn.utils.get_total_norm(grads) == pytest.approx(1.0)

@@ -1,13 +1,13 @@
 """Optimizers over a Runner's parameters: known to it by their first step, and some refused then.
 
-One that looks at a whole tensor, or at all parameters, is refused where a rank holds a part.
+One that looks at a full tensor, or at all parameters, is refused where a rank has a part.
 
-A rank of tensor or expert parallelism holds parts of tensors; one of a pipeline holds some of the tensors.
+A rank of tensor or expert parallelism has parts of tensors; one of a pipeline has some of the tensors.
 An optimizer that updates each element by itself (AdamW, SGD) needs no more. One that does not would train
 other weights than the plain model, so each is tried once, before its first step:
 
     1. A new optimizer of its class and options updates a small tensor of the parameter's kind; others update
-       the halves that ranks would hold. Where the updates differ, it looks at the whole tensor.
+       the halves that ranks would have. Where the updates differ, it looks at the full tensor.
     2. The same with two tensors, together and each alone: where updates differ, one depends on the other.
 
 May read an optimizer's options; never steps it, and keeps no parameter alive.
@@ -21,7 +21,7 @@ import inspect
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stretto.errors import UsageError
-from stretto.runtime.held import Held
 from stretto.runtime.part_gradient_adapter import guard_torch_clip
+from stretto.runtime.rank_tensors import RankTensors
 
 SIDE = 4
 """Elements of a half along each dim, where the parameter has as many."""
@@ -57,7 +57,7 @@ class Piece:
     name: str
     cut: tuple[int, ...]
     partial: bool
-    holder: weakref.ref[Held]
+    holder: weakref.ref[RankTensors]
 
 
 _PIECES = WeakTensorKeyDictionary()
@@ -70,13 +70,13 @@ class _UntriedError(Exception):
     """Why an optimizer could not be tried."""
 
 
-def watch(held: Held) -> None:
-    """From now on optimizers over what is held are known, and tried where a rank holds a part of it all."""
-    trained = {p.tied_to for p in held.plan.job.parameters if p.grads}
-    known = [(p, tensor) for p, tensor in held.known_parameters() if p.tied_to in trained]
-    partial = len(known) < len(trained) or any(p.name in held.cut_along for p, _ in known)
+def watch(kept: RankTensors) -> None:
+    """From now on optimizers over the rank's tensors are known, and tried if these are a part of it all."""
+    trained = {p.tied_to for p in kept.plan.job.parameters if p.grads}
+    known = [(p, tensor) for p, tensor in kept.known_parameters() if p.tied_to in trained]
+    partial = len(known) < len(trained) or any(p.name in kept.cut_along for p, _ in known)
     for p, tensor in known:
-        _PIECES[tensor] = Piece(p.name, held.cut_along.get(p.name, ()), partial, weakref.ref(held))
+        _PIECES[tensor] = Piece(p.name, kept.cut_along.get(p.name, ()), partial, weakref.ref(kept))
     with _ADDING:
         _watch_optimizers()
         if partial:
@@ -87,12 +87,6 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
     """What the tensor is of a live Runner's model."""
     piece: Piece | None = _PIECES.get(tensor)  # type: ignore[no-untyped-call]
     return piece if piece is not None and piece.holder() is not None else None
-
-
-def has_stepped(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether an optimizer of PyTorch's kind has stepped over one of these, or beside it."""
-    holders = (piece.holder() for piece in map(piece_of, tensors) if piece is not None)
-    return any(holder is not None and holder.optimizers for holder in holders)
 
 
 @functools.cache
@@ -113,7 +107,7 @@ def _guard_clip() -> None:
 
 
 def _meet(optimizer: Optimizer, *_: Any) -> None:
-    """An optimizer steps. Raises UsageError for one whose updates depend on what this rank does not hold."""
+    """An optimizer steps. Raises UsageError for one whose updates depend on what this rank does not have."""
     if getattr(_HERE, "trying", False):
         return
     pieces = (piece_of(tensor) for group in optimizer.param_groups for tensor in group["params"])
@@ -139,8 +133,8 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
     _HERE.trying = True
     try:
         if piece.cut:
-            whole, cut = _whole(tensor, piece.cut), functools.partial(_halves, dims=piece.cut)
-            if off := _difference(optimizer, options, [whole], lambda held: cut(held[0])):
+            full, cut = _whole(tensor, piece.cut), functools.partial(_halves, dims=piece.cut)
+            if off := _difference(optimizer, options, [full], lambda kept: cut(kept[0])):
                 raise UsageError(
                     f"{name} looks at a whole tensor, and this rank holds a part of {piece.name!r} "
                     f"({list(tensor.shape)}): tried on a small tensor and on its halves, its updates differ "
@@ -148,7 +142,7 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
                     "parameters that are sharded, or a layout that keeps them whole (dp or pp; tp = ep = 1)"
                 )
         two = [_whole(tensor, ()), 3 * _whole(tensor, ())]
-        if off := _difference(optimizer, options, two, lambda held: [[one] for one in held]):
+        if off := _difference(optimizer, options, two, lambda kept: [[one] for one in kept]):
             raise UsageError(
                 f"{name} updates a parameter by what others are, and this rank holds a part of the model's: "
                 f"tried on two tensors together and on each alone, its updates differ by {off:.0%}. Take an "
@@ -170,30 +164,30 @@ def _whole(tensor: torch.Tensor, cut: Sequence[int]) -> torch.Tensor:
     """A small tensor of the parameter's kind, twice as long along the dims that are cut."""
     shape = [min(size, SIDE) * (2 if dim in cut else 1) for dim, size in enumerate(tensor.shape)]
     count = torch.Size(shape).numel()
-    made = (0.2 * torch.arange(1, count + 1, dtype=torch.float64).mul(1.7).sin()).reshape(shape)
+    built = (0.2 * torch.arange(1, count + 1, dtype=torch.float64).mul(1.7).sin()).reshape(shape)
     for dim in cut:  # halves of other magnitudes
-        made.narrow(dim, shape[dim] // 2, shape[dim] // 2).mul_(5)
-    return made.to(tensor.device, tensor.dtype)
+        built.narrow(dim, shape[dim] // 2, shape[dim] // 2).mul_(5)
+    return built.to(tensor.device, tensor.dtype)
 
 
-def _halves(whole: torch.Tensor, dims: Sequence[int]) -> list[Tensors]:
-    held = [whole]
+def _halves(full: torch.Tensor, dims: Sequence[int]) -> list[Tensors]:
+    kept = [full]
     for dim in dims:
-        held = [half for one in held for half in one.chunk(2, dim)]
-    return [[one] for one in held]
+        kept = [half for one in kept for half in one.chunk(2, dim)]
+    return [[one] for one in kept]
 
 
 def _difference(
     optimizer: Optimizer,
     options: Mapping[str, Any],
-    whole: Tensors,
+    full: Tensors,
     cut: Callable[[Tensors], list[Tensors]],
 ) -> float:
-    """The largest difference between updates of the whole and of its pieces, relative to the largest; 0 for
-    what rounding makes. Raises _UntriedError."""
+    """The largest difference between updates of a tensor and of its pieces, relative to the largest; 0 for
+    rounding makes. Raises _UntriedError."""
     try:
-        together = _updates(optimizer, options, whole)
-        apart = [_updates(optimizer, options, piece) for piece in cut(whole)]
+        together = _updates(optimizer, options, full)
+        apart = [_updates(optimizer, options, piece) for piece in cut(full)]
     except Exception as error:
         raise _UntriedError(f"{type(error).__name__}: {error!s:.200}") from error
     most = largest = 0.0
@@ -209,22 +203,22 @@ def _difference(
 
 def _updates(optimizer: Optimizer, options: Mapping[str, Any], tensors: Tensors) -> list[Tensors]:
     """By step: how far each tensor is from its start (float64), under a new optimizer of the class."""
-    held = [nn.Parameter(tensor.clone()) for tensor in tensors]
-    made = _anew(optimizer, options, held)
-    wants = "closure" in inspect.signature(made.step).parameters
-    closure = (lambda: torch.ones((), device=held[0].device),) if wants else ()
-    found = []
+    kept = [nn.Parameter(tensor.clone()) for tensor in tensors]
+    built = _anew(optimizer, options, kept)
+    wants = "closure" in inspect.signature(built.step).parameters
+    closure = (lambda: torch.ones((), device=kept[0].device),) if wants else ()
+    result = []
     for scale in SCALES:
-        for parameter, tensor in zip(held, tensors, strict=True):
+        for parameter, tensor in zip(kept, tensors, strict=True):
             # By the value's square, so that no ratio of norms is that of a half; of either sign.
             parameter.grad = tensor.square().add(1e-3).mul(scale) * tensor.mul(40).cos().sign()
-        made.step(*closure)
-        moved = zip(held, tensors, strict=True)
-        found.append([torch.nan_to_num(p.detach().double() - t.double()) for p, t in moved])
-    return found
+        built.step(*closure)
+        moved = zip(kept, tensors, strict=True)
+        result.append([torch.nan_to_num(p.detach().double() - t.double()) for p, t in moved])
+    return result
 
 
-def _anew(optimizer: Optimizer, options: Mapping[str, Any], held: list[nn.Parameter]) -> Optimizer:
+def _anew(optimizer: Optimizer, options: Mapping[str, Any], kept: list[nn.Parameter]) -> Optimizer:
     """A new optimizer of the class, with the options of a group; arguments of its constructor are found
     among these, the defaults, and the attributes that have their names."""
     known = {**vars(optimizer), **optimizer.defaults, **options}
@@ -238,4 +232,4 @@ def _anew(optimizer: Optimizer, options: Mapping[str, Any], held: list[nn.Parame
     if any(isinstance(value, Optimizer) for value in known.values()):
         raise _UntriedError("it steps another optimizer")
     group = {key: known[key] for key in options}
-    return type(optimizer)([{**group, "params": held}], **given)
+    return type(optimizer)([{**group, "params": kept}], **given)
