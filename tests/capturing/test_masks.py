@@ -20,7 +20,7 @@ from stretto.capturing.trace import trace
 from stretto.errors import CaptureError
 from stretto.ir.program import Ref
 from tests.clusters import cores
-from tests.parallelize.test_tensor_equality import assert_plan_is_plain
+from tests.parallelize.equality import assert_plan_is_plain
 from tests.runtime.equality import (
     SMALL,
     VOCAB,

@@ -112,7 +112,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     ("placement", "buffer", "word"),
     [
-        (Shard(0), False, "of shape [5, 5] cannot be spread equally over tp = 2"),
+        (Shard(0), False, "of shape [5, 5] cannot be sharded equally over tp = 2"),
         (Partial(), False, "parameter 'layers.0.weight' lies as [Partial()]"),
         (Replicate(), True, "buffer 'layers.0.seen' lies as [Shard(0)]"),
     ],

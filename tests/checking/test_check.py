@@ -27,7 +27,7 @@ from stretto.parallelize.styles import GPT2_PLAN
 from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
 from tests.clusters import cores
-from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
+from tests.parallelize.equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof
 from tests.runtime.equality import from_transformers, huggingface_loss
 from tests.synthetic import make_job
@@ -115,7 +115,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_sum_over_features_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CaptureError, match="the number comes from the shape of what is spread"):
+    with pytest.raises(CaptureError, match="the number comes from the shape of what is sharded"):
         stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     with monkeypatch.context() as patched:
         without_proof(patched)

@@ -21,8 +21,8 @@ from stretto.runtime.runner import Runner
 from stretto.runtime.shards import Part, part_of
 from stretto.train.clip import GradientClip
 from tests.clusters import cores
+from tests.parallelize.equality import assert_plan_is_plain, batch_of
 from tests.parallelize.test_key_heads import hf
-from tests.parallelize.test_tensor_equality import assert_plan_is_plain, batch_of
 from tests.runtime.equality import huggingface_loss, lowered, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")

@@ -23,7 +23,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.saving import folder
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.equality import batch_of, gpt
 from tests.runtime.equality import lowered
 
 LAYOUTS: dict[str, dict[str, Any]] = {

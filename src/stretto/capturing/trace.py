@@ -46,7 +46,7 @@ from stretto.capturing.substitutes import HALF, LossesInFloat32, batch_norms_in_
 from stretto.capturing.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
-from stretto.parallelize.alone import Beside, Found, Key, with_gathered_logits
+from stretto.parallelize.alone import Beside, Key, PlainCall, with_gathered_logits
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.lower_right_adapter import as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
@@ -316,7 +316,7 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
     return _ExportedStep(joint, reads, step, constants, specs, given)
 
 
-def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, Found]:
+def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
     """The calls of the model alone; those of equal layers are those of the first."""
     model, loss = setup.model, setup.loss
     layers, known = layers_of(model) if setup.repeats else None, Known()

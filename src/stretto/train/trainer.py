@@ -174,7 +174,7 @@ class Trainer:
         batch = task.train(0, settings.training.global_batch)
         layout = layout_of_run(model, settings, say)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just printed
+            warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)  # just printed
             device = self.world.device.type
             job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
         kept = kept_by(settings, say)
