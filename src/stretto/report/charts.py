@@ -47,7 +47,8 @@ def draw_loss(metrics: Sequence[dict[str, Any]]) -> str | None:
     train, held_out = points_of(metrics, "loss"), points_of(metrics, "held_out_loss")
     if len(train) < 2:
         return None
-    steps, values = zip(*train, *held_out)
+    steps = [step for step, _ in (*train, *held_out)]
+    values = [value for _, value in (*train, *held_out)]
     first, low = min(steps), min(values)
     wide, tall = (max(steps) - first) or 1.0, (max(values) - low) or 1.0
     right, bottom = WIDTH_PX - RIGHT_PX, LOSS_HEIGHT_PX - BOTTOM_PX
