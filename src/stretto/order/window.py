@@ -146,7 +146,8 @@ def early_reductions(graph: WindowGraph) -> tuple[int, ...]:
         return played.late_us, played.end_us, played.peak_bytes
 
     fitting = [order for order in orders[1:] if replay(graph, order).peak_bytes <= limit_bytes]
-    return tuple(min((orders[0], *fitting), key=measure))
+    best: Sequence[int] = min((orders[0], *fitting), key=measure)
+    return tuple(best)
 
 
 def _reductions_first(graph: WindowGraph) -> list[float]:
