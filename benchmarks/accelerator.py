@@ -2,7 +2,7 @@
 
     python -m benchmarks accelerator
 
-Prints the rows of docs/accelerators.md. Medians of eight steps; a step has four microbatches, in bfloat16.
+Prints the rows of docs/results.md. Medians of eight steps; a step has four microbatches, in bfloat16.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from stretto.models.build import huggingface_loss
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import part_of
+from tests.parallelize.equality import assert_plain, batch_of, gpt, step
 from tests.parallelize.test_key_heads import hf
-from tests.parallelize.test_tensor_equality import assert_plain, batch_of, gpt, step
 from tests.runtime.equality import Loss, lowered
 from tests.runtime.launch import launch
 

@@ -21,7 +21,7 @@ from stretto.runtime import run_threads
 from stretto.runtime.rehearse import rehearse
 from stretto.schedule.sums import with_sums
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.parallelize.test_tensor_equality import step_of
+from tests.parallelize.equality import step_of
 from tests.runtime.equality import SMALL, from_transformers, lowered, plain, plan_of, run
 
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.bounds.machine import Outside, Work, one_machine
+from stretto.bounds.machine import MachineWork, OtherWork, one_machine
 from stretto.bounds.step import lower_bound
 from stretto.bounds.words import format_us
 from stretto.errors import PlanError
@@ -76,7 +76,7 @@ def test_processor_time_counts_where_it_cannot_fall_into_idle_time() -> None:
 
 def test_transfers_take_nothing_before_they_can_begin_and_after_they_must_have_ended() -> None:
     """A rank whose first input comes late has no transfers of its own before that either."""
-    work = Work(outside=(Outside(60.0, 0.5, head_us=90.0, tail_us=30.0), Outside(8.0, 0.1)))
+    work = MachineWork(other=(OtherWork(60.0, 0.5, head_us=90.0, tail_us=30.0), OtherWork(8.0, 0.1)))
     work.add(100.0, 50.0, 10.0)
     machine = one_machine(work, 10)
     assert machine is not None
@@ -84,7 +84,7 @@ def test_transfers_take_nothing_before_they_can_begin_and_after_they_must_have_e
     assert machine.extra_us == pytest.approx(60.0 - 15.0)
     assert machine.us == pytest.approx(100 + 10 * 10 + 50 + 45)
     # The same transfers at any time: 0.5 * 150 may.
-    work.outside = (Outside(60.0, 0.5), Outside(8.0, 0.1))
+    work.other = (OtherWork(60.0, 0.5), OtherWork(8.0, 0.1))
     anywhere = one_machine(work, 10)
     assert anywhere is not None
     assert anywhere.us == pytest.approx(250)

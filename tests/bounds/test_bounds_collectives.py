@@ -36,13 +36,13 @@ def test_the_load_of_a_lane_binds() -> None:
     # fm0.0 before the first; by0.0 and dx0 after the last; the norm's sum is small and comes once.
     once_us = 1000 * 2048 / ACTIVATION.nbytes
     assert bound.parts["rank 0 tp"] == pytest.approx(1 + 10 * 2000 + 2 + once_us, rel=1e-4)
-    assert bound.binds.startswith("place 0's tp collectives (10 x 2 ms")
+    assert bound.binds.startswith("pipeline rank 0's tp collectives (10 x 2 ms")
 
 
 def test_collectives_hidden_by_compute_leave_compute_to_bind() -> None:
     job = make_comm_job(1, 10)
     bound = lower_bound(job, (0,), make_comm_costs(job, op_us=1000, collective_us=10))
-    assert bound.binds.startswith("place 0's compute (10 x 10 ms)")
+    assert bound.binds.startswith("pipeline rank 0's compute (10 x 10 ms)")
 
 
 def test_lost_speed_counts_where_it_cannot_fall_into_idle_time() -> None:
@@ -67,13 +67,10 @@ def test_shared_cards_carry_messages_and_collectives() -> None:
     kwargs = {"op_us": 1.0, "collective_us": 500.0, "bytes_per_us": ACTIVATION.nbytes / 500}
     alone = lower_bound(job, (0, 1), make_comm_costs(job, **kwargs))
     shared = lower_bound(job, (0, 1), make_comm_costs(job, **kwargs, shared=("tp",)))
-    # Each microbatch: a message of 500 us and two collectives of 500 us on one direction.
-    # The message leaves after a collective; then the lane of the next place has two for each microbatch, and
-    # a message back, a collective and two ops follow.
-    assert alone.parts["rank 0 sends"] == pytest.approx(503 + 500 + 10 * 1000 + 1007)
-    # The first collective leaves the card after 501 us. Then the next place's card has 1500 us for each, and
-    # a message back and another collective, with their ops, follow.
-    assert shared.parts["rank 0 sends"] == pytest.approx(1 + 500 + 10 * 1500 + 1008)
+    # Each microbatch: a message of 500 us, which leaves after a collective; where the card is shared, two
+    # collectives of 500 us more.
+    assert alone.parts["rank 0 sends"] == pytest.approx(503 + 10 * 500 + 2012)
+    assert shared.parts["rank 0 sends"] == pytest.approx(1 + 10 * 1500 + 2)
     assert shared.us > alone.us
 
 
@@ -126,6 +123,15 @@ def test_a_quota_gives_a_stretch_little_more_than_its_time() -> None:
     assert free - 200.0 - 1e-6 <= limited < free
     short = lower_bound(job, (0,), replace(costs, processor=Processor(1e6, 0.5))).parts["critical path"]
     assert free / 2.0 - 1000.0 <= short <= free / 2.0, "while the quota lasts, ops go at full speed"
+
+
+def test_a_start_that_its_own_collective_slows_takes_nothing_of_what_follows() -> None:
+    job = make_comm_job(1, 1)
+    costs = make_comm_costs(job, op_us=1, start_us=100, collective_us=300, slowdown=0.2)
+    bound = lower_bound(job, (0,), costs)
+    step_us = simulate(plan_with(job, make_schedule("1f1b", 1, 1), costs)).step_us
+    for name, us in bound.parts.items():
+        assert us <= step_us * (1 + 1e-9), name
 
 
 # --- the property ------------------------------------------------------------------------------------

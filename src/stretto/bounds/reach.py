@@ -1,10 +1,12 @@
 """Heads and tails: what must come before and after every op, collective and message of one microbatch.
 
-The contract,
-for one microbatch with the machines to itself, which is the least that any order must allow:
+One microbatch has the machines to itself, which is the least that any order must allow:
 
 1. Inside a stage, distances are those of `bounds.stage`. Each stage has *sinks*: its messages that
-   leave, and its ends, after which the loss is told and gradients are summed.
+   leave, and its ends, after which the loss is sent and gradients are reduced. A gradient is reduced first
+   along the axes on which it is partial, then over its ties, then over data-parallel ranks
+   (`schedule.sums`); a reduction begins when every op that adds to one of its gradients has ended, for all
+   microbatches.
 2. An op's *head* is its distance from the stage's start, or from the arrival of any value that it needs,
    whichever makes it later.
 3. A message leaves when the op that makes it has ended, and arrives after latency and transfer.
@@ -15,33 +17,56 @@ Messages go from edge to edge in topological order, so cost is linear in edges.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 
-from stretto.bounds.ends import End, ends_of
 from stretto.bounds.stage import (
     NEVER,
     Array,
-    Call,
     Distances,
     Mask,
-    Shape,
+    StageCall,
+    StageShape,
     find_distances,
 )
 from stretto.errors import PlanError
+from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.program import WAIT, Edge, Job, Op
+from stretto.ir.program import STEP_LOSS, WAIT, Edge, Job, Op
 from stretto.ir.transfers import (
     CollectiveTime,
     axis_time,
+    collective_time,
     message_us,
     missing_times,
     time_of,
 )
 from stretto.processor.pace import Pace
+from stretto.schedule.sums import communicators_of, with_sums
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionTime:
+    """Gradients that are reduced together and what that takes. axis: of its communicator, `pp` for ties."""
+
+    name: str
+    axis: str
+    time: CollectiveTime
+
+
+@dataclass(frozen=True, slots=True)
+class StageEnd:
+    """Ops of a stage, by number, after which reductions follow one after the other; `us` in all (without
+    reductions: of the loss)."""
+
+    ops: tuple[int, ...]
+    reductions: tuple[ReductionTime, ...]
+    us: float
 
 
 @dataclass(slots=True)
@@ -55,8 +80,8 @@ class StageReach:
     distances: Distances
     edges_in: list[Edge]
     edges_out: list[Edge]
-    ends: list[End]
-    calls: list[tuple[Call, CollectiveTime]]
+    ends: list[StageEnd]
+    calls: list[tuple[StageCall, CollectiveTime]]
     numbers: dict[str, int]
     head_us: Array
     tail_us: Array
@@ -70,9 +95,9 @@ class StageReach:
         """The ops of F."""
         return self.distances.forward
 
-    def leaving_us(self, edge: Edge, found: Array) -> float:
-        """A distance to the moment when an edge's message leaves, from distances to the ops' ends."""
-        return float(found[self.numbers[edge.value]])
+    def leaving_us(self, edge: Edge, distances: Array) -> float:
+        """The distance to the moment when an edge's message leaves, of distances to the ops' ends."""
+        return float(distances[self.numbers[edge.value]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +138,8 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     for edge in order:
         source = stages[edge.source]
         leaves_us[edge.index] = source.leaving_us(edge, source.distances.from_start)
-        for arriving, found in zip(source.edges_in, source.distances.from_arrival, strict=True):
-            time_us = leaves_us[arriving.index] + travel_us[arriving.index] + source.leaving_us(edge, found)
+        for arriving, since in zip(source.edges_in, source.distances.from_arrival, strict=True):
+            time_us = leaves_us[arriving.index] + travel_us[arriving.index] + source.leaving_us(edge, since)
             leaves_us[edge.index] = max(leaves_us[edge.index], time_us)
 
     # 2 and 4. Backward along the messages.
@@ -149,8 +174,8 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     for stage in stages:
         inside = stage.distances
         head, tail = inside.from_start, inside.to_end
-        for edge, found in zip(stage.edges_in, inside.from_arrival, strict=True):
-            head = np.maximum(head, leaves_us[edge.index] + travel_us[edge.index] + found)
+        for edge, since in zip(stage.edges_in, inside.from_arrival, strict=True):
+            head = np.maximum(head, leaves_us[edge.index] + travel_us[edge.index] + since)
         for to_sink, rest_us in zip(inside.to_sink, rests_us(stage), strict=True):
             tail = np.maximum(tail, to_sink + rest_us)
         # Both count the op itself; a head or a tail is without it.
@@ -173,9 +198,9 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
     if faults:
         raise PlanError("cannot bound the step", faults)
     numbers = [{op.name: at for at, op in enumerate(ops)} for ops in programs]
-    ends = ends_of(job, stage_ranks, costs, numbers)
+    ends = _ends(job, stage_ranks, costs, numbers)
     pace = Pace.of(costs.processor)
-    known: dict[Shape, Distances] = {}
+    known: dict[StageShape, Distances] = {}
     stages: list[StageReach] = []
     for stage, ops in enumerate(programs):
         edges_in = [edge for edge in job.edges if edge.target == stage]
@@ -183,7 +208,7 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
         calls = _calls(ops, numbers[stage], costs)
         arrivals = {edge.value: -1 - k for k, edge in enumerate(edges_in)}
         at = {**arrivals, **numbers[stage]}
-        shape = Shape(
+        shape = StageShape(
             tuple(time_of(costs, stage, op) for op in ops),
             len(job.stages[stage].ops[PHASES[0]]),
             tuple(tuple(at[name] for name in op.uses if name in at) for op in ops),
@@ -201,16 +226,16 @@ def _stages(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> list[StageR
     return stages
 
 
-def _calls(ops: list[Op], number: dict[str, int], costs: Costs) -> list[tuple[Call, CollectiveTime]]:
+def _calls(ops: list[Op], number: dict[str, int], costs: Costs) -> list[tuple[StageCall, CollectiveTime]]:
     """The collectives of a stage that an op waits for; each once."""
-    found: dict[int, tuple[Call, CollectiveTime]] = {}
+    calls: dict[int, tuple[StageCall, CollectiveTime]] = {}
     for at, op in enumerate(ops):
         start = number.get(op.uses[0], -1) if op.target == WAIT and op.uses else -1
         asked = ops[start].collective if start >= 0 else None
-        if asked is not None and start not in found:
+        if asked is not None and start not in calls:
             time = axis_time(costs, asked.axis, asked.kind, asked.nbytes)
-            found[start] = (Call(start, at, asked.axis, time.us), time)
-    return list(found.values())
+            calls[start] = (StageCall(start, at, asked.axis, time.us), time)
+    return list(calls.values())
 
 
 def _edge_order(job: Job, stages: list[StageReach]) -> list[Edge]:
@@ -219,7 +244,7 @@ def _edge_order(job: Job, stages: list[StageReach]) -> list[Edge]:
     for edge in job.edges:
         source = stages[edge.source]
         arrivals = zip(source.edges_in, source.distances.from_arrival, strict=True)
-        needed = (e.index for e, found in arrivals if source.leaving_us(edge, found) > NEVER)
+        needed = (e.index for e, since in arrivals if source.leaving_us(edge, since) > NEVER)
         sorter.add(edge.index, *needed)
     try:
         return [job.edges[index] for index in sorter.static_order()]
@@ -228,3 +253,44 @@ def _edge_order(job: Job, stages: list[StageReach]) -> list[Edge]:
         raise PlanError(
             "cannot bound the step", [f"values wait for each other in a circle: {circle}"]
         ) from None
+
+
+def _ends(
+    job: Job, stage_ranks: Sequence[int], costs: Costs, numbers: Sequence[Mapping[str, int]]
+) -> list[list[StageEnd]]:
+    """The ends of every stage. numbers: by stage, op name -> number.
+
+    Raises PlanError for a collective that has no cost.
+    """
+    empty: tuple[tuple[()], ...] = ((),) * (1 + max(stage_ranks))
+    where = Schedule("", len(stage_ranks), job.microbatches, tuple(stage_ranks), empty)
+    reducing = with_sums(job, where)
+    communicators = {one.name: one for one in communicators_of(job, where)}
+    chains: list[dict[str, tuple[ReductionTime, ...]]] = []
+    for rank in range(where.ranks):
+        chain: dict[str, tuple[ReductionTime, ...]] = defaultdict(tuple)
+        for stage in where.stages_of(rank):
+            for op in reducing.stages[stage].ops.get(Phase.REDUCE_GRAD, ()):
+                if not op.sums:  # a wait
+                    continue
+                assert op.collective is not None
+                communicator = communicators[op.lane]
+                time = collective_time(costs, job, communicator, op.collective)
+                for group in op.sums:
+                    chain[group] += (ReductionTime(op.name, communicator.axes[0], time),)
+        chains.append(chain)
+    adding: list[dict[tuple[ReductionTime, ...], dict[int, None]]] = [defaultdict(dict) for _ in job.stages]
+    for parameter in job.parameters:
+        for stage, _, value in parameter.grads:
+            followed = chains[stage_ranks[stage]].get(parameter.tied_to, ())
+            if followed and value in numbers[stage]:
+                adding[stage][followed][numbers[stage][value]] = None
+    ends = [
+        [StageEnd(tuple(ops), chain, sum(r.time.us for r in chain)) for chain, ops in by_chain.items()]
+        for by_chain in adding
+    ]
+    stage, value = job.loss
+    if STEP_LOSS in chains[stage_ranks[stage]] and value in numbers[stage]:
+        [of_loss] = chains[stage_ranks[stage]][STEP_LOSS]
+        ends[stage].append(StageEnd((numbers[stage][value],), (), of_loss.time.us))
+    return ends

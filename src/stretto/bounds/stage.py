@@ -12,10 +12,8 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
 4. A distance is the largest that 2 and 3 give over every chain of waits in between: the longest path
    over lanes, in which stretches of compute count with their load, each for the least time that it takes on
    its lane (`stretto.processor.pace`).
-5. Before an op has ended, and after it has begun, the time that each machine has spent on what it needs, and
-   must spend on what needs it, is known: what `bounds.fed` bounds fed machines by.
 
-Equal stages have equal shapes, and their distances are found once. Cost is quadratic in a stage's ops with
+Equal stages have equal shapes, and their distances are computed once. Cost is quadratic in a stage's ops with
 matrix products, times its collectives.
 """
 
@@ -34,15 +32,12 @@ Mask = NDArray[np.bool_]
 NEVER = -np.inf
 """The distance between points of which none needs the other."""
 
-COMPUTE = "compute"
-"""The compute lane's name among machines; other lanes have their axis'."""
-
 _ROWS = 512
 """Rows of the relation that are numbers at one time: 4 MB a thousand ops."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StageCall:
     """A collective of a stage: the ops that start it and wait for it, its lane, its time."""
 
     start: int
@@ -52,7 +47,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StageShape:
     """A stage by numbers; ops in order, F first.
 
     uses[op]: ops that it reads, and -1 - k for the k-th arriving value. sinks: points that are reached when
@@ -63,7 +58,7 @@ class Shape:
     forwards: int
     uses: tuple[tuple[int, ...], ...]
     arriving: int
-    calls: tuple[Call, ...]
+    calls: tuple[StageCall, ...]
     sinks: tuple[tuple[int, ...], ...]
     pace: Pace = STEADY
 
@@ -76,9 +71,6 @@ class Distances:
     to_end, to_sink[k]: from the op's start to the end of all that needs it, or to the k-th sink.
     before_sink[k]: the ops that have ended when the sink is reached.
     pace: of the compute lane.
-    before[machine], after[machine]: by op, time of the machine's work (compute, or collectives of a lane)
-        that has ended when the op has; that cannot begin before the op does. Both count the op itself, but
-        not the collective that begins with it.
     """
 
     time_us: Array
@@ -88,12 +80,10 @@ class Distances:
     to_end: Array
     to_sink: list[Array]
     before_sink: list[Mask]
-    before: dict[str, Array]
-    after: dict[str, Array]
     pace: Pace
 
 
-def find_distances(shape: Shape) -> Distances:
+def find_distances(shape: StageShape) -> Distances:
     """All distances of a stage's shape."""
     time_us: Array = np.array(shape.time_us, dtype=np.float64)
     count = len(time_us)
@@ -104,11 +94,9 @@ def find_distances(shape: Shape) -> Distances:
     everything = np.ones(count, dtype=bool)
     # 2. Sums of compute between every point and every op, all points at once.
     points = np.column_stack([everything, *after, *(needs[:, wait] for wait in waits)])
-    work_up = _times(needs, points * time_us[:, None])
-    up = shape.pace.least_us(work_up)
+    up = shape.pace.least_us(_times(needs, points * time_us[:, None]))
     ends = np.column_stack([everything, *before, *(needs[start] for start in starts)])
-    work_on = _times(needs.T, ends * time_us[:, None])
-    on = shape.pace.least_us(work_on)
+    on = shape.pace.least_us(_times(needs.T, ends * time_us[:, None]))
     first_wait, first_start = 1 + len(after), 1 + len(before)
     # 3. The collectives of a lane by what they need.
     same = np.array([[a.lane == b.lane for b in shape.calls] for a in shape.calls], dtype=bool)
@@ -116,35 +104,26 @@ def find_distances(shape: Shape) -> Distances:
     call_us = np.array([call.us for call in shape.calls])
     start_us = time_us[starts]
     onward = range(len(shape.calls))
-    # 5. A collective has ended when its wait has, and cannot begin before its start does.
-    on_lane = {
-        lane: call_us * [c.lane == lane for c in shape.calls] for lane in {c.lane for c in shape.calls}
-    }
-    passed = {COMPUTE: work_up[:, 0], **{lane: needs[:, waits] @ us for lane, us in on_lane.items()}}
-    later = needs[starts]
-    later[np.arange(len(starts)), starts] = False
-    to_come = {COMPUTE: work_on[:, 0], **{lane: us @ later for lane, us in on_lane.items()}}
 
     def forward_from(column: int, mask: Mask) -> Array:
-        found = np.where(mask, up[:, column], NEVER)
+        reached = np.where(mask, up[:, column], NEVER)
         for c in sorted(onward, key=lambda c: starts[c]):
             if mask[starts[c]]:
-                held = earlier[c] & mask[starts]
-                done_us = after_lane((found[starts] - start_us)[held], call_us[held])
-                found = np.maximum(
-                    found, np.where(needs[:, waits[c]], done_us + up[:, first_wait + c], NEVER)
-                )
-        return found
+                before_it = earlier[c] & mask[starts]
+                done_us = after_lane((reached[starts] - start_us)[before_it], call_us[before_it])
+                passed_us = np.where(needs[:, waits[c]], done_us + up[:, first_wait + c], NEVER)
+                reached = np.maximum(reached, passed_us)
+        return reached
 
     def backward_from(column: int, mask: Mask) -> Array:
-        found = np.where(mask, on[:, column], NEVER)
+        left = np.where(mask, on[:, column], NEVER)
         for c in sorted(onward, key=lambda c: -waits[c]):
             if mask[waits[c]]:
-                held = earlier[:, c] & mask[waits]
-                left_us = after_lane(found[waits][held], call_us[held])
+                behind_it = earlier[:, c] & mask[waits]
+                left_us = after_lane(left[waits][behind_it], call_us[behind_it])
                 to_start_us = on[:, first_start + c] - start_us[c]
-                found = np.maximum(found, np.where(needs[starts[c]], left_us + to_start_us, NEVER))
-        return found
+                left = np.maximum(left, np.where(needs[starts[c]], left_us + to_start_us, NEVER))
+        return left
 
     return Distances(
         time_us,
@@ -154,13 +133,11 @@ def find_distances(shape: Shape) -> Distances:
         backward_from(0, everything),
         [backward_from(1 + k, mask) for k, mask in enumerate(before)],
         before,
-        passed,
-        to_come,
         shape.pace,
     )
 
 
-def _needs(shape: Shape) -> tuple[Mask, list[Mask]]:
+def _needs(shape: StageShape) -> tuple[Mask, list[Mask]]:
     """Step 1: `needs[i, j]`: op i is op j or needs it; `after[k][i]`: op i needs the k-th arriving value."""
     count = len(shape.time_us)
     needs: Mask = np.zeros((count, count), dtype=bool)

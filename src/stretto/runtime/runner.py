@@ -60,7 +60,7 @@ class Runner:
     buffers have values (`stretto.models.hollow`): this rank's parts get memory, so that none needs it for the
     whole model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
     "inductor" compiles stretches of compute between communications; it takes some seconds for each kind of
-    stretch here, and results differ in rounding (`docs/compute.md`). cuda_graph: whether the step is recorded
+    stretch here, and results differ in rounding (`docs/accelerators.md`). cuda_graph: whether the step is recorded
     once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not queue it;
     on an accelerator, without dropout.
 
