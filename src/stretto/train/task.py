@@ -52,7 +52,7 @@ class Task:
     model: makes it with fresh weights, the same each time; under `torch.device("meta")` it has no values.
     loss: as `stretto.capture` takes it. train, held_out: batches. digest: equal for equal data. fill: where
     the model's parameters come without values (`models.build.hollow`), gives a Runner those that its rank
-    holds; every rank calls it. report: what to do at the end, if anything. unit, size: in what speed is
+    has; every rank calls it. report: what to do at the end, if anything. unit, size: in what speed is
     counted, and how many of it one sample has.
     """
 
