@@ -30,7 +30,7 @@ from stretto.errors import RunError, UsageError
 from stretto.lab.rates import parse_rate
 from stretto.tensor.layout import Region, region_shape
 from stretto.tensor.reshard.agree import agreement
-from stretto.tensor.reshard.execute import Part, execute
+from stretto.tensor.reshard.execute import LocalBox, execute
 from stretto.tensor.reshard.lines import lines
 
 CHECKED_ROWS = 64
@@ -71,14 +71,14 @@ class Reshard:
         held = case.source.region(self.shape, rank)
         if held is not None and ("held", held) not in memory:
             memory["held", held] = self._values(held)
-        self.source = Part(held, None if held is None else memory["held", held])
+        self.source = LocalBox(held, None if held is None else memory["held", held])
         self.targets = []
         for number, target in enumerate(case.targets):
             wanted = target.region(self.shape, rank)
             key = f"target {number}", wanted or ()
             if wanted is not None and key not in memory:
                 memory[key] = torch.empty(region_shape(wanted))
-            self.targets.append(Part(wanted, None if wanted is None else memory[key]))
+            self.targets.append(LocalBox(wanted, None if wanted is None else memory[key]))
 
     def _values(self, region: Region) -> torch.Tensor:
         """A part of the tensor, whose values are whole numbers that float32 holds exactly."""

@@ -17,8 +17,15 @@ from torch.distributed.tensor import Replicate, Shard
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout
-from stretto.tensor.reshard.forwarding import plan_together
-from stretto.tensor.reshard.plan import Choice, Hosts, Mode, ReshardPlan, plan_reshard, plan_reshards
+from stretto.tensor.reshard.plan import (
+    Choice,
+    Hosts,
+    Mode,
+    ReshardPlan,
+    plan_reshard,
+    plan_reshards,
+    plan_together,
+)
 from stretto.tensor.reshard.tasks import Tensor
 
 HOSTS = 4

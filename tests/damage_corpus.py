@@ -25,9 +25,9 @@ from stretto.saving import digests
 from stretto.saving.digests import identity
 from stretto.schedule.csv import write_csv
 from stretto.schedule.families import make_schedule
+from stretto.train.checkpoint import load_model, settings_of
 from stretto.train.checkpoint_files import find, read_kept, read_state
 from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole, settings_of
 from stretto.train.world import World
 from tests.price import test_nccl_tests
 from tests.price.test_calibration import calibration
@@ -146,7 +146,7 @@ def void(_: object) -> None:
 
 
 def whole(path: Path, out: Path) -> None:
-    load_whole(path / "step-000002")
+    load_model(path / "step-000002")
 
 
 def resumed(path: Path, out: Path) -> None:

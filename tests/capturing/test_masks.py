@@ -19,7 +19,7 @@ from stretto.capturing.trace import Traced, trace
 from stretto.errors import CaptureError
 from stretto.ir.program import Ref
 from stretto.models.build import huggingface_loss
-from tests.parallelize.test_tensor_equality import assert_plan_is_plain
+from tests.parallelize.equality import assert_plan_is_plain
 from tests.runtime.equality import (
     SMALL,
     VOCAB,

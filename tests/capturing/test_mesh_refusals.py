@@ -88,7 +88,7 @@ def test_what_no_plan_has_is_refused() -> None:
         return stretto.reshard(h[:, :5], meshes[1], [Shard(1)])  # type: ignore[arg-type]
 
     whole = r"tensor float64 \(4, 5\) \[Replicate\(\)\] on mesh \[0, 1\]"
-    message = whole + " cannot be spread equally over tp = 2 along dim 1: 5 is not a multiple of 2.*pad"
+    message = whole + " cannot be sharded equally over tp = 2 along dim 1: 5 is not a multiple of 2.*pad"
     refused(message, two, uneven, stretto.CaptureError)
 
     def elsewhere(h: torch.Tensor, meshes: list[DeviceMesh]) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_what_no_plan_has_is_refused() -> None:
 
     lies = r"parameter 'layers.0.weight' lies as \[Partial\(\)\].*as Shard\(dim\) or Replicate\(\)"
     for placement, buffer, message in (
-        (Shard(0), False, r"'layers.0.weight' of shape \[5, 5\] cannot be spread equally over tp = 2 along"),
+        (Shard(0), False, r"'layers.0.weight' of shape \[5, 5\] cannot be sharded equally over tp = 2 along"),
         (Partial(), False, lies),
         (Replicate(), True, r"buffer 'layers.0.seen' lies as \[Shard\(0\)\].*it lies as Replicate\(\)"),
     ):

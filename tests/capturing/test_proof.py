@@ -14,7 +14,7 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError
 from stretto.ir.program import Job
-from tests.parallelize.test_tensor_equality import assert_plain
+from tests.parallelize.equality import assert_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 

@@ -28,7 +28,7 @@ from stretto.parallelize.styles import GPT2_PLAN
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import Cluster
 from stretto.price.flat import described_costs
-from tests.parallelize.test_tensor_equality import SMALL, batch_of, gpt, gpt2
+from tests.parallelize.equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof
 from tests.runtime.equality import from_transformers
 from tests.synthetic import make_job
@@ -72,7 +72,7 @@ def test_a_packed_matrix_that_is_called_colwise(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RunError, match=r"transformer\.h\.0\.attn\.c_attn\.weight") as caught:
         stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
     told = str(caught.value)
-    assert "transformer.h.*.attn is wrong when it is spread alone" in told
+    assert "transformer.h.*.attn is wrong when it is sharded by itself" in told
     assert "transformer.h.*.mlp is wrong" not in told
     assert "embedding and head is wrong" not in told
     assert "packed_colwise:K" in told
@@ -116,11 +116,11 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_a_sum_over_features_that_ranks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CaptureError, match="the number comes from the shape of what is spread"):
+    with pytest.raises(CaptureError, match="the number comes from the shape of what is sharded"):
         stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     with monkeypatch.context() as patched:
         without_proof(patched)
-        with pytest.raises(RunError, match=r"the model is wrong when it is spread alone.*'inner': 'colwise'"):
+        with pytest.raises(RunError, match=r"the model is wrong when .* by itself.*'inner': 'colwise'"):
             stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD)
     plan = {"inner": "colwise_gather_output", "outer": "rowwise_split_input"}
     assert not stretto.check(Normed(), torch.randn(4, 6), squares, SPREAD, tp_plan=plan).wrong
@@ -180,21 +180,10 @@ def test_models_that_compute_in_float32_have_a_wider_tolerance() -> None:
 
 
 SETTINGS = """
-[model]
-kind = "gpt"
-layers = 2
-hidden = 32
-heads = 4
-context = 16
-vocab_size = 64
-[data]
-sequence_length = 8
-[parallel]
-tp = 2
-microbatches = 2
-[training]
-global_batch = 8
-steps = 1
+model = { kind = "gpt", layers = 2, hidden = 32, heads = 4, context = 16, vocab_size = 64 }
+data = { sequence_length = 8 }
+parallel = { tp = 2, microbatches = 2 }
+training = { global_batch = 8, steps = 1 }
 """
 
 
@@ -291,18 +280,9 @@ def test_one_rank_has_nothing_of_what_ranks_share() -> None:
         tried.append(parallel)
         return len(tried) == 1
 
-    parallel = Parallel(
-        pp=2,
-        dp=4,
-        ep=2,
-        microbatches=2,
-        ep_buffer=3.0,
-        ep_overflow="drop",
-        ampipe_degree=2,
-        ampipe_capacity="whole",
-        pipe_experts=True,
-        pipe_experts_multi_data=2,
-    )
+    experts = {"ep": 2, "ep_buffer": 3.0, "ep_overflow": "drop", "pipe_experts": True}
+    chunks = {"ampipe_degree": 2, "ampipe_capacity": "whole", "pipe_experts_multi_data": 2}
+    parallel = Parallel(pp=2, dp=4, microbatches=2, **experts, **chunks)
     (told,) = bisect_layout(mixture(0.5), parallel, None, right)
     assert tried == [Parallel(microbatches=8)]
     assert "pp = 2 or dp = 4 or ep = 2" in told

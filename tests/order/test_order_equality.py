@@ -21,7 +21,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
-from tests.parallelize.test_tensor_equality import (
+from tests.parallelize.equality import (
     MODELS,
     ROWS,
     assert_plan_is_plain,

@@ -23,7 +23,7 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import moe_token_sum
-from stretto.parallelize.ampipe import Chunks, _Attention, ampipe, blocks_of
+from stretto.parallelize.ampipe import Chunks, _ChunkedAttention, ampipe, blocks_of
 from stretto.parallelize.chunk_attention import attention
 from stretto.parallelize.chunk_writes import views_noted
 from stretto.parallelize.chunked import Chunked, joined
@@ -403,7 +403,7 @@ def test_masks_of_fewer_keys_than_queries() -> None:
     ],
 )
 def test_what_the_whole_would_share_is_refused(call: Any) -> None:
-    with pytest.raises(CaptureError, match="in chunks"), views_noted(), _Attention(3):
+    with pytest.raises(CaptureError, match="in chunks"), views_noted(), _ChunkedAttention(3):
         call(cut())
 
 

@@ -16,7 +16,7 @@ import stretto
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError
-from tests.parallelize.test_tensor_equality import assert_plan_is_plain
+from tests.parallelize.equality import assert_plan_is_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 

@@ -26,9 +26,9 @@ from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.train.clip import GradientClip
 from tests.parallelize import test_experts_of_transformers as of_transformers
+from tests.parallelize.equality import assert_plan_is_plain, batch_of, gpt
 from tests.parallelize.test_ampipe import by_chunks
 from tests.parallelize.test_experts import DROPLESS, FEW, assert_equals, batch, model_of, plain, together
-from tests.parallelize.test_tensor_equality import assert_plan_is_plain, batch_of, gpt
 from tests.runtime.equality import from_transformers
 
 WIDE = 4.0

@@ -16,12 +16,12 @@ from stretto.errors import StrettoError, UsageError
 from stretto.ir.program import Job, Shard
 from stretto.models.build import huggingface_loss
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
-from tests.parallelize.test_tensor_equality import SMALL, assert_plain, batch_of
+from tests.parallelize.equality import SMALL, assert_plain, batch_of
 from tests.runtime.equality import from_transformers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning"),
 ]
 
 
@@ -291,7 +291,7 @@ def test_heads_of_which_ranks_cannot_have_whole_ones() -> None:
     refused(
         lambda: spread(hf("LlamaForCausalLM", 3, 12, hidden_size=48), 4),
         "layers.0.self_attn.k_proj makes 3 heads of keys or values for 12 of queries",
-        "cannot be spread over tp = 4",
+        "cannot be sharded over tp = 4",
         "give tp = 3 or 6",
     )
     refused(lambda: spread(hf("LlamaForCausalLM", 2, 6, hidden_size=48), 3), "give tp = 2 or 6")
@@ -300,7 +300,7 @@ def test_heads_of_which_ranks_cannot_have_whole_ones() -> None:
 def test_several_heads_of_keys_that_a_plan_holds_whole() -> None:
     refused(
         lambda: spread(KINDS["llama"](2), 2, WHOLE),
-        "k_proj makes 2 heads of keys or values that every rank would hold whole",
+        "k_proj makes 2 heads of keys or values that every rank would have replicated",
         "give it the style 'colwise'",
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
-from tests.parallelize.test_tensor_equality import assert_plain
+from tests.parallelize.equality import assert_plain
 
 HIDDEN, VOCAB, LENGTH = 8, 16, 4
 

@@ -19,11 +19,10 @@ from stretto.ir.program import Job
 from stretto.ir.transfers import summed_bytes
 from stretto.models.build import huggingface_loss
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import part_of
-from stretto.saving.parts import Part
+from stretto.runtime.shards import Part, part_of
 from stretto.train.clip import GradientClip
+from tests.parallelize.equality import assert_plan_is_plain, batch_of
 from tests.parallelize.test_key_heads import hf
-from tests.parallelize.test_tensor_equality import assert_plan_is_plain, batch_of
 from tests.runtime.equality import lowered, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")

@@ -301,7 +301,7 @@ def test_split_logits_are_tensors_without_elements() -> None:
     split = SplitLogits(part, "tp", 2)
     assert isinstance(split, Tensor)
     assert (split.shape, split.dtype) == ((2, 6), part.dtype)
-    with pytest.raises(ValueError, match="gets logits that are spread over tensor-parallel ranks"):
+    with pytest.raises(ValueError, match="gets logits that are sharded over tensor-parallel ranks"):
         _past_torch_function(split)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stretto.capturing import capture
 from stretto.config import Parallel
-from tests.parallelize.test_tensor_equality import step
+from tests.parallelize.equality import step
 from tests.runtime.equality import plain
 
 ROWS, TOKENS, HIDDEN, VOCAB = 2, 5, 4, 8

@@ -1,4 +1,4 @@
-"""A pass on a job alone."""
+"""A pass on a job by itself, and costs for it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from stretto.ir.action import Schedule
-from stretto.ir.costs import NO_LINK, Costs
+from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link
+from stretto.ir.curve import Curve
 from stretto.ir.program import Job
 from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.costs import listed
@@ -41,3 +42,16 @@ def after(
     with suppress(LeftOutError):
         step = apply(step, context)
     return step.job, context.costs_of(step.job)
+
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def costs_of(
+    job: Job, *, link: float, gather: float, latency_us: float = 0.0, shared: tuple[str, ...] = ()
+) -> Costs:
+    """Every op takes a microsecond. link, gather: bytes a microsecond of messages, and of collectives."""
+    op_us = {(s.index, op.name): 1.0 for s in job.stages for ops in s.ops.values() for op in ops}
+    line = CollectiveCost(Curve(((0.0, latency_us), (1e6, latency_us + 1e6 / gather))))
+    collectives = {("tp", kind): line for kind in KINDS}
+    return Costs(op_us, {}, Link(latency_us, link), 0.0, "made up", collectives, shared)

@@ -25,8 +25,7 @@ from stretto.runtime import Runner, run_threads
 from stretto.runtime.rank import RankState
 from stretto.schedule.families import make_schedule
 from stretto.verifying.memory import peak_bytes
-from tests.passes.steps import after
-from tests.passes.test_messages_in_parts import costs_of
+from tests.passes.steps import after, costs_of
 from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
 
 PIECE, WIDTH = 4, 6

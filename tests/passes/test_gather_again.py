@@ -14,7 +14,7 @@ from stretto.passes.recompute import repeat
 from stretto.passes.recompute_choice import gathers
 from stretto.planning.make_plan import make_plan
 from stretto.verifying import verify
-from tests.parallelize.test_tensor_equality import MODELS, batch_of, step
+from tests.parallelize.equality import MODELS, batch_of, step
 from tests.passes.test_passes import job_of
 from tests.passes.test_split_ops import costs_of
 

@@ -11,14 +11,13 @@ from torch import nn
 import stretto
 from stretto.config import Parallel
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost, Costs, Link
-from stretto.ir.curve import Curve
+from stretto.ir.costs import Costs
 from stretto.ir.program import Edge, Job
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
 from stretto.verifying import verify
-from tests.parallelize.test_tensor_equality import (
+from tests.parallelize.equality import (
     MODELS,
     SMALL,
     assert_plain,
@@ -28,20 +27,8 @@ from tests.parallelize.test_tensor_equality import (
     loss_of,
     step,
 )
-from tests.passes.steps import after
+from tests.passes.steps import after, costs_of
 from tests.passes.test_scatter_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")
-
-
-def costs_of(
-    job: Job, *, link: float, gather: float, latency_us: float = 0.0, shared: tuple[str, ...] = ()
-) -> Costs:
-    """Every op takes a microsecond. link, gather: bytes a microsecond of messages, and of collectives."""
-    op_us = {(s.index, op.name): 1.0 for s in job.stages for ops in s.ops.values() for op in ops}
-    line = CollectiveCost(Curve(((0.0, latency_us), (1e6, latency_us + 1e6 / gather))))
-    collectives = {("tp", kind): line for kind in KINDS}
-    return Costs(op_us, {}, Link(latency_us, link), 0.0, "made up", collectives, shared)
 
 
 def whole(model: nn.Module, name: str = "gpt", **layout: object) -> Job:

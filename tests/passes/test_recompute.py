@@ -16,8 +16,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.ir.serialize import CODEC
-from stretto.passes.recompute import forget, is_repeated, repeat
-from stretto.passes.recompute_blocks import Blocks, numbered
+from stretto.passes.recompute import Blocks, forget, is_repeated, numbered, repeat
 from stretto.passes.recompute_choice import recompute
 from stretto.planning.choose import choose_schedule
 from stretto.planning.costs import listed

@@ -79,7 +79,7 @@ def test_a_limit_that_cannot_be_kept_says_what_can(job: Job) -> None:
     with pytest.raises(PlanError, match="cannot keep recompute = 100,000 bytes a rank: 2 faults") as caught:
         plan_of(job, 100_000)
     least = [
-        int(text.replace(",", "")) for text in re.findall(r"holds at least ([\d,]+) bytes", str(caught.value))
+        int(text.replace(",", "")) for text in re.findall(r"needs at least ([\d,]+) bytes", str(caught.value))
     ]
     made = plan_of(job, max(least) + 2 * 2**18)
     assert max(peaks(made)) <= max(least) + 2 * 2**18
@@ -100,7 +100,7 @@ def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) ->
     def least(mode: OverlapMode) -> int:
         with pytest.raises(PlanError, match=r"cannot keep recompute = 1,000 bytes a rank") as caught:
             within(1000, mode)
-        told = re.findall(r"holds at least ([\d,]+) bytes", str(caught.value))
+        told = re.findall(r"needs at least ([\d,]+) bytes", str(caught.value))
         return max(int(text.replace(",", "")) for text in told)
 
     limit = least("off")
@@ -156,7 +156,7 @@ def test_the_plan_command_tells_it(tmp_path: Path) -> None:
         app, ["plan", str(config), "--cluster", str(cluster), "--set", "parallel.recompute=1000"]
     )
     assert result.exit_code == 1
-    assert "rank 0 holds at least" in str(result.exception or result.output)
+    assert "rank 0 needs at least" in str(result.exception or result.output)
     result = CliRunner().invoke(app, ["plan", str(config), "--set", "parallel.recompute=half"])
     assert "neither 'none', 'selective', 'full', 'gathers' nor a number of bytes" in str(
         result.exception or result.output

@@ -25,7 +25,7 @@ from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.verifying import verify
 from stretto.verifying.memory import peak_bytes
-from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
+from tests.parallelize.equality import MODELS, batch_of, loss_of
 from tests.passes.steps import after
 from tests.runtime.equality import lowered, made_up_costs
 
@@ -108,7 +108,7 @@ def repeated(job: Job) -> int:
     return sum(is_repeated(op) for stage in job.stages for phase in PHASES for op in stage.ops[phase])
 
 
-@pytest.mark.filterwarnings("ignore:.*is not spread over tp:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
 @pytest.mark.parametrize(("name", "layout", "schedule"), CASES)
 def test_the_same_bits(name: str, layout: str, schedule: str) -> None:
     job, model = job_of(name, layout), model_of(name)

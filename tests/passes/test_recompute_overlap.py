@@ -17,7 +17,7 @@ from stretto.passes.recompute import is_repeated
 from stretto.planning.make_plan import make_plan
 from stretto.verifying import verify
 from tests.order.test_order_equality import costs_of, numbers
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.equality import batch_of, gpt
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp sp": {"tp": 2, "sequence_parallel": True, "microbatches": 4},

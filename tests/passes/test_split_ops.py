@@ -16,7 +16,7 @@ from stretto.passes.split_ops import chains, split_products
 from stretto.planning.make_plan import make_plan
 from stretto.runtime.local import run_threads
 from stretto.verifying import verify
-from tests.parallelize.test_tensor_equality import MODELS, batch_of, loss_of
+from tests.parallelize.equality import MODELS, batch_of, loss_of
 from tests.passes.steps import after
 from tests.passes.test_passes import job_of, ops_of
 from tests.runtime.equality import plain

@@ -23,7 +23,7 @@ from stretto.runtime.rank import RankState
 from stretto.runtime.runner import Runner
 from stretto.runtime.transport import ThreadTransport
 from tests.order.test_order_equality import costs_of
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.equality import batch_of, gpt
 from tests.runtime.poison import PoisonError, PoisonTransport
 
 Numbers = list[tuple[Tensor, dict[str, Tensor]]]

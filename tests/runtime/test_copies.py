@@ -19,7 +19,7 @@ from stretto.runtime import copies
 from stretto.runtime.copies import CHUNK, digest
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.equality import batch_of, gpt
 from tests.runtime.equality import lowered
 
 ADVICE = ": copies that start apart stay apart. Seed all ranks alike before the model is made (not by rank), "

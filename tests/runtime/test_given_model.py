@@ -20,7 +20,7 @@ from stretto.runtime.runner import Runner
 from stretto.runtime.stale_adapter import Mark, mark_of, mark_stale, unmark, unmarked
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
-from tests.parallelize.test_tensor_equality import batch_of
+from tests.parallelize.equality import batch_of
 from tests.runtime.equality import lowered
 from tests.runtime.test_state_dict import SPREAD, run, told
 from tests.saving.test_face import STEPS, adamw, model, plan_of, train, trained
@@ -85,7 +85,7 @@ def test_ranks_that_share_one_model_train_all_of_it() -> None:
 
 
 def gpt_untied() -> nn.Module:
-    from tests.parallelize.test_tensor_equality import gpt
+    from tests.parallelize.equality import gpt
 
     return gpt().double()
 

@@ -17,7 +17,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.runtime.gradients import accumulate
 from stretto.runtime.runner import Runner
 from stretto.runtime.stale_adapter import has_hooks
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.equality import batch_of, gpt
 from tests.saving.test_face import plan_of
 
 SPREAD = "blocks.0.attention.qkv.weight"

@@ -26,7 +26,7 @@ from stretto.runtime.runner import Runner
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport
 from tests.lab.conftest import _able, machine  # noqa: F401
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.equality import batch_of, gpt
 from tests.runtime.equality import lowered
 from tests.runtime.launch import launch
 

@@ -23,7 +23,7 @@ from stretto.models.gpt import next_token_loss
 from stretto.runtime.runner import Runner
 from stretto.saving import folder
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.parallelize.test_tensor_equality import batch_of, gpt
+from tests.parallelize.equality import batch_of, gpt
 from tests.runtime.equality import lowered
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -378,7 +378,7 @@ def test_state_without_a_place_in_the_whole(tmp_path: Path) -> None:
         train(runner, optimizer, 1)
         stretto.save(tmp_path / "a", runner, optimizer)
 
-    assert "where it belongs in the whole is not known. Take an optimizer" in refused("tp", work)[0]
+    assert "where it belongs in the full tensor is not known. Take an optimizer" in refused("tp", work)[0]
     assert refused("pp", work) == ["", ""]
 
 

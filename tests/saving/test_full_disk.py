@@ -1,4 +1,4 @@
-"""A full disk is told as such, also where PyTorch raises an error of its own on the way."""
+"""A full disk is reported as such, also where PyTorch raises an error of its own on the way."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from stretto.errors import StrettoError
 from stretto.saving.folder import Writing
 
 WRITING = Writing("the checkpoint", "save elsewhere", "Nothing is there")
+FULL = "the disk is full; free some space, or save"
 
 
 class Disk(io.BytesIO):
@@ -29,27 +30,23 @@ def test_what_torch_save_makes_of_it() -> None:
     with pytest.raises(RuntimeError, match="unexpected pos") as made:
         torch.save(torch.zeros(1 << 18), Disk())
     assert not isinstance(made.value, OSError)
-    with (
-        pytest.raises(
-            StrettoError, match=r"could not be written: the disk is full; free some space, or save"
-        ),
-        WRITING,
-    ):
+    with pytest.raises(StrettoError, match=FULL), WRITING:
         torch.save(torch.zeros(1 << 18), Disk())
 
 
-def test_a_folder_that_is_called_so_is_not_a_full_disk() -> None:
-    denied = PermissionError(errno.EACCES, "Permission denied", "/mnt/quota/No space left on device")
-    with pytest.raises(StrettoError, match="could not be written: Permission denied; see to it"), WRITING:
-        raise denied
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_what_tells_it_in_words_alone(number: int) -> None:
-    with pytest.raises(StrettoError, match="the disk is full"), WRITING:
-        raise RuntimeError(f"writing a file failed: {os.strerror(number)}")
-
-
-def test_another_failure_is_not_a_full_disk() -> None:
-    with pytest.raises(StrettoError, match=r"could not be written: unexpected; see to it\. Nothing"), WRITING:
-        raise RuntimeError("unexpected")
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError(f"writing a file failed: {os.strerror(errno.ENOSPC)}"), FULL),
+        (RuntimeError(f"writing a file failed: {os.strerror(errno.EDQUOT)}"), FULL),
+        # A folder of that name.
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/No space left on device"),
+            "Permission denied; see",
+        ),
+        (RuntimeError("unexpected"), r"unexpected; see to it\. Nothing"),
+    ],
+)
+def test_what_other_failures_are(error: Exception, words: str) -> None:
+    with pytest.raises(StrettoError, match=f"could not be written: {words}"), WRITING:
+        raise error

@@ -33,6 +33,7 @@ Misuse = tuple[Callable[[Given], object], tuple[int, ...], tuple[str, ...]]
 
 X = "float32 (4, 6) [Shard(0)] on mesh [0, 1]"
 Y = "float32 (4, 6) [Replicate()] on mesh [2]"
+WRITE = "stretto.reshard_all([(x, mesh, placements), ...])"
 
 MISUSES: dict[str, Misuse] = {
     "two meshes in one op": (lambda g: g.x + g.y, BOTH, (X, Y, "stretto.reshard(")),
@@ -136,6 +137,39 @@ MISUSES: dict[str, Misuse] = {
         (X, "'slow'", "point_to_point"),
     ),
     "no bytes under way": (lambda g: stretto.reshard(g.x, g.far, R, in_flight_bytes=0), BOTH, (X, "above 0")),
+    "a list for a tensor": (
+        lambda g: stretto.reshard([g.x, g.x], g.far, R),
+        BOTH,
+        ("takes one tensor", WRITE),
+    ),
+    "a list of meshes": (
+        lambda g: stretto.reshard(g.x, [g.far, g.far], R),
+        BOTH,
+        (X, "takes one DeviceMesh, not 2", WRITE),
+    ),
+    "a tensor for moves": (lambda g: stretto.reshard_all(g.x), BOTH, (X, "is not a list of moves", WRITE)),
+    "tensors for moves": (lambda g: stretto.reshard_all([g.x, g.x]), BOTH, ("move 0", X, WRITE)),
+    "a move of two": (lambda g: stretto.reshard_all([(g.x, g.far)]), BOTH, ("move 0", WRITE)),
+    "a plain tensor's move": (
+        lambda g: stretto.reshard_all([(g.x, g.far, R), (torch.ones(4), g.far, R)]),
+        BOTH,
+        ("move 1", "plain tensor float32 (4,)", "stretto.shard(it, mesh, placements)"),
+    ),
+    "a move along no dim": (
+        lambda g: stretto.reshard_all([(g.x, g.far, R), (g.x, g.far, [Shard(2)])]),
+        BOTH,
+        ("move 1", X, "no dim 2", "mesh [2]"),
+    ),
+    "moves in no such mode": (
+        lambda g: stretto.reshard_all([(g.x, g.far, R)], mode="ring"),
+        BOTH,
+        (X, "'ring'", "point_to_point"),
+    ),
+    "moves without bytes under way": (
+        lambda g: stretto.reshard_all([(g.x, g.far, R)], in_flight_bytes=0),
+        BOTH,
+        (X, "above 0"),
+    ),
     "an op that gathers in the wrong order": (
         lambda g: torch.softmax(stretto.shard(torch.ones(4, 4), g.turned, [Shard(0)]), 0),
         BOTH,

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, intersect, layout_of, region_count, region_shape
+from tests.tensor.lone import lone_rank
 
 R = Replicate()
-
-
-@contextmanager
-def as_rank(rank: int, world: int) -> Iterator[None]:
-    """This process stands for one rank of a world whose messages go nowhere."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 CASES = [
@@ -50,7 +37,7 @@ def test_a_rank_holds_what_dtensor_gives_it(shape, mesh_shape, placements):
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     layout = Layout(ranks.tolist(), placements)
     for rank in range(world):
-        with as_rank(rank, world):
+        with lone_rank(rank, world):
             mesh = DeviceMesh("cpu", ranks)
             assert layout_of(mesh, placements) == layout
             held = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()

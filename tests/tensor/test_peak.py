@@ -140,13 +140,13 @@ def alone(stage: int) -> int:
 
 
 def four_ranks() -> None:
-    send = lines.Lines.send
+    send = lines.PeerLinks.send
 
-    def send_and_wait(self: lines.Lines, *args: Any) -> None:
+    def send_and_wait(self: lines.PeerLinks, *args: Any) -> None:
         send(self, *args)
         self.drain()  # how long a copy lives would else depend on how busy the receiver is
 
-    lines.Lines.send = send_and_wait  # type: ignore[method-assign]
+    lines.PeerLinks.send = send_and_wait  # type: ignore[method-assign]
     rank = dist.get_rank()
     found = on_meshes()
     foreign = sum(STEP_COUNT_BYTES for stage in STAGES.values() if stage != rank)

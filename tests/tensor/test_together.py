@@ -23,12 +23,10 @@ import stretto
 from stretto.tensor.layout import layout_of
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.execute import pieces
-from stretto.tensor.reshard.forwarding import Together, plan_together
-from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.lines import Lines, Message
-from stretto.tensor.reshard.plan import plan_reshards
+from stretto.tensor.reshard.lines import PeerLinks, PieceMessage
+from stretto.tensor.reshard.plan import Together, plan_reshards, plan_together
 from stretto.tensor.reshard.tasks import Tensor
-from stretto.tensor.reshard.timeline import Timeline, footprint
+from stretto.tensor.reshard.timeline import Hosts, LinkTimeline, footprint
 from tests.tensor.world import all_end_well
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -68,20 +66,20 @@ def check(x: DTensor, whole: torch.Tensor, where: Where) -> None:
 @contextmanager
 def recorded(sent: list[tuple[int, int]], got: list[tuple[int, int]], most: list[int]) -> Iterator[None]:
     """Note (peer, bytes) of each message of this rank, in order, and how many bytes waited to be sent."""
-    send, receive = Lines.send, Lines.receive
+    send, receive = PeerLinks.send, PeerLinks.receive
 
-    def noting_send(self: Lines, group: Any, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
+    def noting_send(self: PeerLinks, group: Any, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
         sent.append((peer, buffer.numel()))
         send(self, group, buffer, peer, limit_bytes)
         most.append(self._sent_bytes)
 
-    def noting_receive(self: Lines, group: Any, buffer: torch.Tensor, peer: int) -> Message:
+    def noting_receive(self: PeerLinks, group: Any, buffer: torch.Tensor, peer: int) -> PieceMessage:
         got.append((peer, buffer.numel()))
         return receive(self, group, buffer, peer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lines, "send", noting_send)
-        patch.setattr(Lines, "receive", noting_receive)
+        patch.setattr(PeerLinks, "send", noting_send)
+        patch.setattr(PeerLinks, "receive", noting_receive)
         yield
 
 
@@ -166,7 +164,7 @@ def messages_are_those_of_the_plan() -> None:
     )
     assert sum(nbytes for each in everything for _, nbytes in each) == planned.plan.bytes_sent
     assert between == planned.plan.link_bytes
-    timeline = Timeline()
+    timeline = LinkTimeline()
     for one in planned.plan.transfers:
         timeline.place(footprint(one.nbytes, (one.sender, *one.receivers), HOSTS, planned.plan.piece_bytes))
     assert timeline.makespan_us == planned.plan.makespan_us

@@ -37,8 +37,8 @@ from stretto.report.rundir import SUMMARY
 from stretto.saving.tensors import stored_in
 from stretto.train.checkpoint import read_tensors
 from stretto.train.checkpoint_files import latest_in
-from stretto.train.run_files import METRICS
-from stretto.train.stopped import state_of
+from stretto.train.results import METRICS
+from stretto.train.watch import process_state
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = ("moe_text", "gpt_text")
@@ -162,7 +162,7 @@ class Drive:
         def gone() -> bool:
             if ranks_of(config):
                 return False
-            if process.poll() is None and (state_of(process.pid) or "")[:1] == ("T",):
+            if process.poll() is None and (process_state(process.pid) or "")[:1] == ("T",):
                 process.send_signal(signal.SIGTERM)
                 process.send_signal(signal.SIGCONT)
             return process.poll() is not None

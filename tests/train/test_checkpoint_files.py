@@ -28,7 +28,7 @@ def make(folder: Path, step: int, keep: int = 9) -> Path:
     place = begin(folder, step)
     partial = saving.partial_of(place)
     (partial / ".metadata").write_bytes(b"x")
-    state = files.State(step, step, 300, {"name": "a"})
+    state = files.CheckpointState(step, step, 300, {"name": "a"})
     made = {"tokenizer.json": b"{}", "state.json": files.FILE.to_text(state).encode()}
     (partial / digests.NAME).write_bytes(digests.sealed(made))
     for name, data in made.items():
@@ -43,7 +43,7 @@ def test_the_newest_is_marked_and_the_oldest_go(tmp_path: Path) -> None:
         make(tmp_path, step, keep=2)
     assert [path.name for path in files.checkpoints_in(tmp_path)] == ["step-000010", "step-000015"]
     assert files.latest_in(tmp_path) == tmp_path / "step-000015"
-    assert files.read_state(tmp_path / "step-000015") == files.State(15, 15, 300, {"name": "a"})
+    assert files.read_state(tmp_path / "step-000015") == files.CheckpointState(15, 15, 300, {"name": "a"})
 
 
 def test_a_half_written_one_does_not_count_and_is_removed_by_the_next(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import stretto
 from stretto.cli.main import app
 from stretto.errors import UsageError
-from stretto.train.starting import Starting
+from stretto.train.progress import Progress
 
 
 def test_a_described_cluster_gives_the_same_file_each_time(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_what_is_found_again_is_told_above_the_line_that_is_drawn_over(
     monkeypatch.setenv("STRETTO_REUSE", "auto")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     said: list[str] = []
-    monkeypatch.setattr(Starting, "say", lambda self, line: said.append(line))
+    monkeypatch.setattr(Progress, "say", lambda self, line: said.append(line))
     config = write_settings(tmp_path)
     for _ in range(2):
         assert not said

@@ -51,7 +51,8 @@ def line_of(step: int) -> dict[str, float]:
 
 def test_a_line_tells_the_speed_of_a_device() -> None:
     out = io.StringIO()
-    progress = Progress(20, 1, True, Console(file=out, width=200, soft_wrap=True))
+    progress = Progress(console=Console(file=out, width=200, soft_wrap=True))
+    progress.steps = 20
     progress.show(line_of(2) | speed_line("tokens", 6000, 0.5, 4, Work(4e9, 0.0, Peak(1e5, "a sheet"))), None)
     progress.show(line_of(3) | speed_line("tokens", 6000, 0.5, 1, Work(4e9, 0.0)), None)
     several, alone = out.getvalue().splitlines()
@@ -62,7 +63,8 @@ def test_a_line_tells_the_speed_of_a_device() -> None:
 def shown(terminal: bool) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=200, soft_wrap=True)
-    progress = Progress(20, 5, True, console)
+    progress = Progress(console=console)
+    progress.steps, progress.log_every = 20, 5
     for step in range(1, 21):
         progress.show(line_of(step), 0.034)
         if step == 10:
@@ -98,9 +100,9 @@ def test_a_process_that_ends_in_another_thread_gives_the_cursor_back(phase: bool
     """Before the first step, and after it."""
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=200, soft_wrap=True)
-    progress = Progress(20, 5, True, console)
+    progress = Progress(console=console)
     if phase:
-        progress.starting.begin("planning")
+        progress.begin("planning")
     else:
         progress.show(line_of(1), None)
     hidden, shown_again = "\x1b[?25l", "\x1b[?25h"

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import UsageError
-from stretto.train.dataset import TokenDataset, unigram_entropy
-from stretto.train.permutation import permute
+from stretto.train.dataset import TokenDataset, permute, unigram_entropy
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 
@@ -36,7 +35,7 @@ def test_a_permutation_mixes_and_its_key_decides() -> None:
 def test_a_permutation_of_a_huge_range_costs_no_memory() -> None:
     places = np.array([0, 10**14, 10**15 - 1], dtype=np.int64)
     assert len(set(permute(places, 10**15, "k").tolist())) == 3
-    with pytest.raises(ValueError, match=r"places must be in 0 \.\. 9"):
+    with pytest.raises(ValueError, match="must be in 0"):
         permute(np.array([10]), 10, "k")
 
 

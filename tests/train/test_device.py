@@ -1,4 +1,4 @@
-"""What ranks compute on: accelerators where there is one for each, else processors, or a refusal."""
+"""What ranks compute on (accelerators where there is one for each, else processors), and how they meet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, ProcessGroupGloo
 
 from stretto.errors import StrettoError, UsageError
 from stretto.train import world
-from stretto.train.world import World, check_graph, check_kinds, device_for, device_note, join
+from stretto.train.world import World, check_graph, check_kinds, device_for, device_note, join, what_to_check
 
 
 @pytest.fixture
@@ -100,3 +100,12 @@ def test_a_port_that_another_program_has_is_told_as_that(monkeypatch: pytest.Mon
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         with pytest.raises(StrettoError, match=f"^port {port} of this machine, MASTER_PORT, is in use"):
             join(World(rank=0, size=2, local_size=2))
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(RuntimeError) as told:
+        ProcessGroupGloo.create_device(interface="none0")
+    assert what_to_check(told.value, 2).startswith("GLOO_SOCKET_IFNAME = 'none0': give a network interface")
+    other = RuntimeError("The client socket has timed out after 300000ms")
+    assert "all 2 ranks were started with the same MASTER_ADDR" in what_to_check(other, 2)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import stretto
+from stretto.capturing.evaluation import capture_evaluation
+from stretto.errors import CaptureError, PlanError
 from stretto.files.kept import Kept
+from stretto.ir.action import Phase
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.planning.make_plan import make_plan
+from stretto.schedule.forward import forward_schedule
+from stretto.verifying.plan import plan_faults
 
 CLUSTER = stretto.Cluster()
-CONFIG = GPTConfig(vocab_size=48, layers=2, hidden=16, heads=2, context=8, dropout=0.3)
+CONFIG = GPTConfig(vocab_size=48, layers=2, hidden=16, heads=2, context=8, dropout=0.3, tie_embeddings=True)
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -64,13 +72,13 @@ def test_it_is_the_plain_models_while_it_trains(parallel: stretto.Parallel) -> N
         assert after != before
 
 
-class Normed(torch.nn.Module):
+class Normed(nn.Module):
     """With a batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm = torch.nn.Embedding(48, 16), torch.nn.BatchNorm1d(16)
-        self.head = torch.nn.Linear(16, 48)
+        self.embed, self.norm = nn.Embedding(48, 16), nn.BatchNorm1d(16)
+        self.head = nn.Linear(16, 48)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.head(self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2))
@@ -142,3 +150,46 @@ def test_what_it_refuses() -> None:
 
     with pytest.raises(stretto.UsageError, match="of one batch or more: none was given"):
         stretto.run_threads(alone, lambda _: model, empty)
+
+
+def test_a_job_that_trains_is_refused_without_its_backward() -> None:
+    job = stretto.capture(
+        GPT(CONFIG, seed=1), batch(0), next_token_loss, stretto.Parallel(pp=2, microbatches=2)
+    )
+    with pytest.raises(PlanError, match="no backward of microbatches 0, 1"):
+        make_plan(job, stretto.plan(job, CLUSTER).costs, schedule=forward_schedule(2, 2))
+
+
+def test_a_forward_plan_needs_every_forward() -> None:
+    job = stretto.capture(
+        GPT(CONFIG, seed=1), batch(0), next_token_loss, stretto.Parallel(pp=2, microbatches=2)
+    )
+    forward = capture_evaluation(GPT(CONFIG, seed=1), batch(0), next_token_loss, job)
+    assert (forward.trains, job.trains) == (False, True)
+    assert not any(op.random for stage in forward.stages for op in stage.ops[Phase.F])
+    assert [p.stages for p in forward.parameters] == [p.stages for p in job.parameters]
+    walk = stretto.plan(forward, CLUSTER)
+    assert plan_faults(walk) == []
+    without = tuple(i for i in walk.orders[0] if str(i) != "run 0F:1")
+    cut = replace(walk, orders=(without, walk.orders[1]))
+    assert any("no forward of microbatch" in str(fault) for fault in plan_faults(cut))
+
+
+class TwoOrders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = None
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.first, self.second) if self.training else (self.second, self.first)
+        return layers[1](layers[0](x))
+
+
+def test_a_model_that_evaluates_with_other_modules_is_refused() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    job = stretto.capture(TwoOrders(), torch.zeros(4, 4), loss, stretto.Parallel(pp=2, microbatches=2))
+    with pytest.raises(CaptureError, match="another order"):
+        capture_evaluation(TwoOrders(), torch.zeros(4, 4), loss, job)

@@ -13,20 +13,17 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tests.train.tiny import write_settings
+from tests.train.tiny import train, write_settings
 from tokenizers import Tokenizer
 
 from stretto.cli.main import app
-from stretto.config import load_settings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
 from stretto.models.moe import MoEConfig, MoEGPT
 from stretto.models.pretrained import load_gpt, save_gpt
 from stretto.saving import digests
+from stretto.train.checkpoint import load_model
 from stretto.train.export import export
-from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole
-from stretto.train.world import World
 
 LLAMA = """
 kind = "huggingface"
@@ -48,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
     path = write_settings(folder, steps=3, run="gpt", model="tie_embeddings = true")
-    Trainer(load_settings(path), World()).run()
+    train(path)
     output = folder / "gpt-out"
     found = export(folder / "gpt", output)
     assert found.name == "step-000003"
@@ -56,7 +53,7 @@ def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
     assert isinstance(model, GPT)
     assert model.head.weight is model.embedding.weight
     tokens = torch.arange(16)[None]
-    assert torch.equal(model(tokens), load_whole(found)[0](tokens))
+    assert torch.equal(model(tokens), load_model(found)[0](tokens))
     assert len([n for n in load_file(output / "model.safetensors") if "head" in n or "embedding" in n]) == 1
     assert Tokenizer.from_file(str(output / "tokenizer.json")).get_vocab_size() == model.config.vocab_size
 
@@ -81,9 +78,9 @@ def test_a_llama_is_read_by_transformers(folder: Path) -> None:
     text = path.read_text()
     begin, end = text.index("kind ="), text.index("[data]")
     path.write_text(text[:begin] + LLAMA.lstrip() + "\n" + text[end:])
-    Trainer(load_settings(path), World()).run()
+    train(path)
     output = folder / "llama-out"
-    trained = load_whole(export(folder / "llama", output))[0]
+    trained = load_model(export(folder / "llama", output))[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(output)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     tokens = torch.arange(16)[None]
@@ -107,7 +104,7 @@ def test_a_model_of_another_size_is_refused_before_it_is_made(
 ) -> None:
     """What a checkpoint says of its model is a stranger's, digests and all."""
     if not (folder / "sized").exists():
-        Trainer(load_settings(write_settings(folder, steps=1, run="sized")), World()).run()
+        train(write_settings(folder, steps=1, run="sized"))
     place = Path(shutil.copytree(folder / "sized" / "checkpoints" / "step-000001", tmp_path / "step-000001"))
     state = json.loads((place / "state.json").read_text())
     state["settings"]["model"] |= change
@@ -126,7 +123,7 @@ def test_what_cannot_be_exported_is_refused(folder: Path, tmp_path: Path) -> Non
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     path = write_settings(folder, steps=2, run="again")
-    Trainer(load_settings(path), World()).run()
+    train(path)
     with pytest.raises(UsageError, match="exists and is not an empty folder"):
         export(folder / "again", tmp_path / "full")
 
@@ -140,7 +137,7 @@ def test_a_failed_export_leaves_nothing_and_may_be_tried_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, exists: bool
 ) -> None:
     if not (folder / "once").exists():
-        Trainer(load_settings(write_settings(folder, steps=2, run="once")), World()).run()
+        train(write_settings(folder, steps=2, run="once"))
     output = tmp_path / "out"
     if exists:
         output.mkdir()
@@ -176,7 +173,7 @@ def test_the_command_says_what_it_wrote(folder: Path) -> None:
     from typer.testing import CliRunner
 
     path = write_settings(folder, steps=2, run="told")
-    Trainer(load_settings(path), World()).run()
+    train(path)
     result = CliRunner().invoke(app, ["export", str(folder / "told"), "-o", str(folder / "told-out")])
     assert result.exit_code == 0, result.output
     assert "step-000002" in result.output

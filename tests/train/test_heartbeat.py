@@ -3,132 +3,64 @@
 from __future__ import annotations
 
 import threading
-import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from stretto.train import heartbeat
-from stretto.train.heartbeat import Heartbeat
-from stretto.train.launched import tell_phase
+from stretto.train import peers
+from stretto.train.failure import enter_phase
+from stretto.train.peers import BEAT_S, LOST_AFTER_S, Heartbeat, Neighbour
 from stretto.train.world import World
 
-SIZE = 3
-LOST_AFTER_S = 0.5
+HOUR_S = 3600.0
 
 
-class Clock:
-    """A clock that only the test advances, so that a busy machine makes no rank late."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def advance(
-        self, seconds: float, store: dist.TCPStore, ranks: range, missed: list[tuple[int, int]]
-    ) -> None:
-        """In fifths of `LOST_AFTER_S`: each of these ranks beats and looks meanwhile, until one is missed."""
-        until_s = self.now_s + seconds
-        while self.now_s < until_s and not missed:
-            self.now_s += LOST_AFTER_S / 5
-            # The first of two beats may have begun before.
-            wanted = {rank: beats_of(store, rank) + 2 for rank in ranks}
-            ends_s = time.monotonic() + 60
-            while not missed and any(beats_of(store, rank) < beats for rank, beats in wanted.items()):
-                assert time.monotonic() < ends_s
-                time.sleep(0.002)
+def looks(neighbour: Neighbour, beat: bytes, from_s: float, to_s: float, ended: bool = False) -> list[float]:
+    """When it is lost, of looks every `BEAT_S` that see the same beat."""
+    times = [from_s + BEAT_S * n for n in range(int((to_s - from_s) / BEAT_S) + 1)]
+    return [time_s for time_s in times if neighbour.is_lost(beat, ended, time_s, time_s)]
 
 
-def beats_of(store: dist.TCPStore, rank: int) -> float:
-    key = heartbeat._key(rank)
-    told = store.get(key) if store.check([key]) else b"0"
-    return float("inf") if told == heartbeat._DONE else int(told.split()[0])
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(heartbeat, "time", made)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
-    monkeypatch.setattr(heartbeat, "LOST_AFTER_S", LOST_AFTER_S)
-    monkeypatch.setattr(heartbeat, "STORE_S", 60.0)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    return made
-
-
-@pytest.fixture
-def store() -> dist.TCPStore:
-    return dist.TCPStore(
-        "127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+def test_a_rank_is_lost_when_its_beats_stop() -> None:
+    neighbour = Neighbour(0.0)
+    for number in range(100):  # a step takes longer, and its rank beats
+        assert not neighbour.is_lost(b"%d training" % number, False, BEAT_S * number, BEAT_S * number)
+    last_s = BEAT_S * 99
+    assert (
+        looks(neighbour, neighbour.beat, last_s + BEAT_S, last_s + 60.0)[0] == last_s + LOST_AFTER_S + BEAT_S
     )
 
 
-class Silent:
-    def __init__(self, stuck: threading.Event) -> None:
-        self.set = lambda *_: stuck.wait(60.0)
-        self.check = lambda _: False
+@pytest.mark.parametrize(("beat", "ended"), [(b"7 training", True), (b"", False)], ids=["ended", "not begun"])
+def test_a_rank_that_has_ended_or_not_begun_is_not_missed(beat: bytes, ended: bool) -> None:
+    assert looks(Neighbour(0.0), beat, 0.0, HOUR_S, ended) == []
 
 
-def beating(store: dist.TCPStore, ranks: range, missed: list[tuple[int, int]]) -> list[Heartbeat]:
-    made = [
-        Heartbeat(World(rank, SIZE, SIZE, store), lambda lost, phase, rank=rank: missed.append((rank, lost)))
-        for rank in ranks
-    ]
-    return [one.__enter__() for one in made]
+def test_one_that_was_itself_stopped_counts_anew() -> None:
+    neighbour = Neighbour(0.0)
+    assert looks(neighbour, b"1 training", 0.0, 10.0) == []
+    assert looks(neighbour, b"1 training", HOUR_S, HOUR_S + LOST_AFTER_S) == []
+    assert looks(neighbour, b"1 training", HOUR_S + LOST_AFTER_S + BEAT_S, HOUR_S + 60.0)
 
 
-def test_the_rank_before_misses_one_that_stops(store: dist.TCPStore, clock: Clock) -> None:
-    missed: list[tuple[int, int]] = []
-    beats = beating(store, range(SIZE), missed)
-    clock.advance(2 * LOST_AFTER_S, store, range(SIZE), missed)  # a step takes longer, and its rank beats
-    assert not missed
-    stuck = threading.Event()
-    beats[2]._store = Silent(stuck)  # as a stopped process: it neither beats nor parts
-    clock.advance(2 * LOST_AFTER_S, store, range(2), missed)
-    assert missed == [(1, 2)]
-    stuck.set()
-    for one in beats:
-        one.__exit__()
+def test_who_stops_is_reported_with_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "BEAT_S", 0.01)
+    monkeypatch.setattr(peers, "LOST_AFTER_S", 0.1)
+    store = dist.TCPStore(
+        "127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False
+    )
+    store.set(peers._beat(1), "1 capturing the model")  # and no other
+    lost: list[tuple[int, str]] = []
+    reported = threading.Event()
 
+    def report(rank: int, phase: str) -> None:
+        lost.append((rank, phase))
+        reported.set()
 
-def test_the_phase_that_the_lost_rank_told_last_is_known(store: dist.TCPStore, clock: Clock) -> None:
-    told: list[str] = []
-    tell_phase("capturing the model")
-    silent = Heartbeat(World(1, 2, 2, store), lambda *_: None).__enter__()
-    watching = Heartbeat(World(0, 2, 2, store), lambda _, phase: told.append(phase)).__enter__()
-    stuck = threading.Event()
-    clock.advance(LOST_AFTER_S / 2, store, range(2), [])
-    silent._store = Silent(stuck)
-    until_s = time.monotonic() + 60
-    while not told:
-        assert time.monotonic() < until_s
-        clock.now_s += LOST_AFTER_S / 50
-        time.sleep(0.005)
-    stuck.set()
-    silent.__exit__()
-    watching.__exit__()
-    assert told == ["capturing the model"]
-
-
-def test_a_rank_that_has_ended_is_not_missed(store: dist.TCPStore, clock: Clock) -> None:
-    missed: list[tuple[int, int]] = []
-    beats = beating(store, range(SIZE), missed)
-    clock.advance(LOST_AFTER_S / 2, store, range(SIZE), missed)
-    beats[2].__exit__()
-    beats[2]._thread.join()  # type: ignore[union-attr]
-    clock.advance(2 * LOST_AFTER_S, store, range(2), missed)
-    assert not missed
-    for one in beats[:2]:
-        one.__exit__()
-
-
-def test_one_that_never_began_is_not_missed(store: dist.TCPStore, clock: Clock) -> None:
-    missed: list[tuple[int, int]] = []
-    beats = beating(store, range(2), missed)
-    clock.advance(2 * LOST_AFTER_S, store, range(2), missed)
-    assert not missed
-    for one in beats:
-        one.__exit__()
+    enter_phase("planning")
+    with Heartbeat(World(0, 2, 2, store), report):
+        assert reported.wait(60.0)
+    assert lost == [(1, "capturing the model")]
+    assert store.get(peers._beat(0)).endswith(b" planning")
+    assert store.get(peers._ended(0)) == b"1"

@@ -79,7 +79,7 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
     assert "resumed from" in out
     assert "Measured against predicted" in out
     expected, found = steps_of(undisturbed), steps_of(folder / "killed")
-    for key in ("loss", "grad_norm"):
+    for key in ("loss", "grad_norm", "lr"):
         assert {step: line[key] for step, line in found.items()} == {
             step: line[key] for step, line in expected.items()
         }

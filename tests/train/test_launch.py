@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import weakref
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,10 @@ from stretto.config import Parallel, TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
 from stretto.models.build import build_model
 from stretto.train import launch, worker, world
+from stretto.train.failure import Cause, RankFailure, failure_of, record_failure, recorded_failures
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.launch import explain
-from stretto.train.layout import spread
-from stretto.train.notes import Cause, Note, leave_note, note_of, read_notes
+from stretto.train.layout import layout_of_run
 from stretto.train.progress import Progress
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
@@ -35,24 +36,58 @@ def settings(tmp_path: Path) -> TrainSettings:
     return TrainSettings.model_validate({"parallel": {"pp": 2}, "output": {"run_dir": str(tmp_path)}})
 
 
-def note(rank: int, cause: Cause, at_s: float, message: str = "it", status: int = 1) -> Note:
-    return Note(rank, cause, message, status, 7, at_s)
+def failure(rank: int, cause: Cause, at_s: float, message: str = "it", status: int = 1) -> RankFailure:
+    return RankFailure(rank, cause, message, status, 7, at_s)
 
 
-def test_a_rank_that_died_without_a_word_is_named_before_those_who_missed_it(settings: TrainSettings) -> None:
-    status, text = explain(settings, [note(0, Cause.LOST, 1.0, "rank 0: rank 1 was lost")], {0: 1, 1: -9})
-    assert status == 1
-    assert text.startswith("stretto: rank 1 was lost after step 7: SIGKILL ended it; if nobody did that")
-    assert text.endswith("there is no checkpoint yet")
+LOST, REFUSED, INTERRUPTED = Cause.LOST, Cause.REFUSED, Cause.INTERRUPTED
 
 
-def test_the_first_cause_is_told_and_not_its_effects(settings: TrainSettings) -> None:
-    notes = [
-        note(1, Cause.LOST, 1.0),
-        note(2, Cause.REFUSED, 2.0, "no such thing", 2),
-        note(0, Cause.REFUSED, 3.0),
-    ]
-    assert explain(settings, notes, {0: 1, 1: 1, 2: 2}) == (2, "stretto: no such thing")
+@pytest.mark.parametrize(
+    ("failures", "exits", "status", "words"),
+    [
+        # A rank that died without a record comes before those who missed it.
+        (
+            [failure(0, LOST, 1.0)],
+            {0: 1, 1: -9},
+            1,
+            "rank 1 was lost after step 7: SIGKILL .* no checkpoint yet",
+        ),
+        # The first cause, and not its effects.
+        (
+            [failure(1, LOST, 1.0), failure(2, REFUSED, 2.0, "no such thing", 2), failure(0, REFUSED, 3.0)],
+            {0: 1, 1: 1, 2: 2},
+            2,
+            "no such thing",
+        ),
+        (
+            [failure(1, INTERRUPTED, 1.0, "SIGTERM", 143), failure(0, LOST, 2.0)],
+            {0: 1, 1: 143},
+            143,
+            "rank 1 was ended by SIGTERM after step 7. there is no checkpoint yet",
+        ),
+    ],
+)
+def test_the_first_cause_is_printed(
+    settings: TrainSettings,
+    failures: list[RankFailure],
+    exits: dict[int, int],
+    status: int,
+    words: str,
+) -> None:
+    ended, message = explain(settings, failures, exits)
+    assert ended == status
+    assert re.fullmatch(f"stretto: {words}", message), message
+
+
+def test_a_crash_shows_its_traceback(settings: TrainSettings) -> None:
+    try:
+        raise KeyError("who")
+    except KeyError as error:
+        crash = failure_of(error, 0, 3, None)
+    status, text = explain(settings, [crash], {0: 1})
+    assert (status, text[:9]) == (1, "Traceback")
+    assert text.endswith("KeyError: 'who'")
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
@@ -72,32 +107,14 @@ def test_a_run_under_nohup_outlives_its_terminal(
     assert (ours is signal.SIG_IGN) == ignored
 
 
-def test_a_rank_that_was_told_to_end_is_named(settings: TrainSettings) -> None:
-    notes = [note(1, Cause.INTERRUPTED, 1.0, "SIGTERM", 143), note(0, Cause.LOST, 2.0)]
-    status, text = explain(settings, notes, {0: 1, 1: 143})
-    assert status == 143
-    assert text == "stretto: rank 1 was ended by SIGTERM after step 7. there is no checkpoint yet"
-
-
-def test_a_crash_shows_its_traceback(settings: TrainSettings) -> None:
-    try:
-        raise KeyError("who")
-    except KeyError as error:
-        found = note_of(error, 0, 3, None)
-    status, text = explain(settings, [found], {0: 1})
-    assert status == 1
-    assert text.startswith("Traceback")
-    assert text.endswith("KeyError: 'who'")
-
-
 def test_what_ends_a_rank_is_told_apart() -> None:
-    assert note_of(LostRankError("gone", 3), 0, 1, None).lost == 3
+    assert failure_of(LostRankError("gone", 3), 0, 1, None).lost == 3
     closed = RuntimeError("[pair.cc:1] Connection closed by peer [127.0.0.1]:1")
-    assert note_of(closed, 0, 1, None).cause is Cause.LOST
-    assert note_of(RuntimeError("shapes differ"), 0, 1, None).cause is Cause.CRASHED
-    assert note_of(UsageError("wrong"), 0, 1, None).status == 2
+    assert failure_of(closed, 0, 1, None).cause is Cause.LOST
+    assert failure_of(RuntimeError("shapes differ"), 0, 1, None).cause is Cause.CRASHED
+    assert failure_of(UsageError("wrong"), 0, 1, None).status == 2
     # A library may have turned the signal's exception into one of its own.
-    assert note_of(closed, 0, 1, Interrupted(15)) == Note(
+    assert failure_of(closed, 0, 1, Interrupted(15)) == RankFailure(
         0, Cause.INTERRUPTED, "SIGTERM", 143, 1, pytest.approx(time.time(), abs=60)
     )
 
@@ -121,19 +138,16 @@ def test_a_rank_that_is_stopped_while_it_says_what_it_misses_still_says_it(
     def missed(_: Trainer) -> None:
         raise RuntimeError("[gloo] Connection closed by peer")
 
-    def ended(status: int) -> NoReturn:
-        raise SystemExit(status)
-
-    monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path))
+    monkeypatch.setenv("STRETTO_RECORDS_DIR", str(tmp_path))
     monkeypatch.setattr(worker, "environment", lambda: World(0, 2, 2))
-    monkeypatch.setattr(worker, "join", lambda place: place)
-    monkeypatch.setattr(worker, "use_threads", lambda count: None)
-    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(worker, "join", lambda world: world)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(room, name, stopped)
     monkeypatch.setattr(Trainer, "run", missed)
     with pytest.raises(SystemExit):
         worker.work(settings)
-    assert [note.rank for note in read_notes(tmp_path)] == [0]
+    assert [one.rank for one in recorded_failures(tmp_path)] == [0]
 
 
 def test_a_rank_ends_even_where_nothing_can_be_written(
@@ -146,21 +160,18 @@ def test_a_rank_ends_even_where_nothing_can_be_written(
         def flush(self) -> None:
             raise BrokenPipeError
 
-    def ended(status: int) -> NoReturn:
-        raise SystemExit(status)
-
     place = World(1, 2)
     trainer = Trainer(settings, place)
-    monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path / "gone"))
+    monkeypatch.setenv("STRETTO_RECORDS_DIR", str(tmp_path / "gone"))
     monkeypatch.setattr(sys, "stdout", Closed())
-    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        worker._end(place, trainer, note(1, Cause.REFUSED, 1.0, "no such thing", 2))
+        worker._end(trainer, failure(1, Cause.REFUSED, 1.0, "no such thing", 2))
     assert caught.value.code == 2
     assert capsys.readouterr().err == "stretto: no such thing\n"
     monkeypatch.setattr(sys, "stderr", Closed())
     with pytest.raises(SystemExit):
-        worker._end(place, trainer, note(1, Cause.INTERRUPTED, 1.0))
+        worker._end(trainer, failure(1, Cause.INTERRUPTED, 1.0))
 
 
 def test_the_launcher_waits_for_ranks_that_end_only_when_they_are_stuck(
@@ -203,12 +214,12 @@ def test_no_thread_outlives_a_run_and_holds_what_it_trained() -> None:
 
 
 def test_notes_come_back_in_the_order_of_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not leave_note(note(0, Cause.LOST, 1.0))
-    monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path))
-    late, early = note(0, Cause.LOST, 2.0), note(1, Cause.REFUSED, 1.0)
-    assert leave_note(late)
-    assert leave_note(early)
-    assert read_notes(tmp_path) == [early, late]
+    assert not record_failure(failure(0, Cause.LOST, 1.0))
+    monkeypatch.setenv("STRETTO_RECORDS_DIR", str(tmp_path))
+    late, early = failure(0, Cause.LOST, 2.0), failure(1, Cause.REFUSED, 1.0)
+    assert record_failure(late)
+    assert record_failure(early)
+    assert recorded_failures(tmp_path) == [early, late]
 
 
 def test_a_world_of_another_size_is_refused(
@@ -249,10 +260,12 @@ def test_a_vocabulary_that_stays_whole_is_told_with_the_setting_that_pads_it(tmp
     said: list[str] = []
     for change in ("model.vocab_size=301", "model.vocab_size=302"):
         settings = load_settings(config, [change, "parallel.tp=2"])
-        assert spread(build_model(settings.model, 300, 0), settings, said.append).tensor is not None
+        assert layout_of_run(build_model(settings.model, 300, 0), settings, said.append).tensor is not None
     assert len(said) == 2  # the embedding and the head of the odd one
     assert all(line.startswith("note: ") and line.endswith("(model.vocab_size = 302)") for line in said)
-    assert spread(build_model(settings.model, 300, 0), load_settings(config), said.append).tensor is None
+    assert (
+        layout_of_run(build_model(settings.model, 300, 0), load_settings(config), said.append).tensor is None
+    )
 
 
 def test_the_environment_must_hold_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,5 +323,5 @@ def test_every_example_fits_its_layout(
     with torch.device("meta"):
         model = build_model(settings.model, settings.data.vocab_size, 0)
     said: list[str] = []
-    assert (spread(model, settings, said.append).tensor is None) == (settings.parallel.tp == 1)
+    assert (layout_of_run(model, settings, said.append).tensor is None) == (settings.parallel.tp == 1)
     assert said == []

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.train import tiny
 from tests.train.tiny import environment, steps_of, write_settings
 from typer.testing import CliRunner
 
@@ -28,12 +29,10 @@ from stretto.errors import UsageError
 from stretto.models.build import build_model
 from stretto.models.gpt import next_token_loss
 from stretto.train import launch as launcher
-from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_held
+from stretto.train.checkpoint import load_model
+from stretto.train.lock import LOCK, OWNER, RunLock, folders_of, refuse_if_locked
 from stretto.train.optimizer import make_optimizer
 from stretto.train.progress import Progress
-from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole
-from stretto.train.world import World
 
 HOLD = """
 import sys, time
@@ -61,9 +60,7 @@ def _described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(path: Path, *changes: str) -> Path:
-    settings = load_settings(path, changes)
-    Trainer(settings, World()).run()
-    return settings.run_dir
+    return tiny.train(path, *changes).settings.run_dir
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +120,10 @@ def test_a_run_that_was_killed_before_its_summary_ends_as_it_would_have(again: C
     for name in results:
         (run_dir / name).unlink()
     again("training.steps=4")
-    assert json.loads((run_dir / "summary.json").read_text())["held_out_loss"] == held_out_loss
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["held_out_loss"], summary["steps"]) == (held_out_loss, 4)
     assert (run_dir / "report.html").exists()
+    assert len(steps_of(run_dir)) == 4
 
 
 def test_a_report_is_written_though_nobody_reads_the_end(
@@ -172,13 +171,6 @@ def test_a_finished_run_stays_as_it_is(
     assert content(again("training.steps=2")) == before
 
 
-def test_a_run_that_was_stopped_before_its_summary_is_finished(again: Callable[..., Path]) -> None:
-    (again("not") / "summary.json").unlink()
-    run_dir = again("training.steps=4")
-    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 4
-    assert len(steps_of(run_dir)) == 4
-
-
 def test_going_on_keeps_what_was_measured_before(
     again: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,9 +185,13 @@ def test_going_on_keeps_what_was_measured_before(
     assert sorted(steps_of(run_dir)) == [1, 2, 3, 4, 5]
 
 
-def test_starting_anew_keeps_the_lines_of_the_run_before(again: Callable[..., Path]) -> None:
+def test_starting_anew_keeps_lines_and_checkpoints_of_the_run_before(
+    again: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     before = steps_of(again("not"))
     run_dir = again("checkpoint.resume=never", "training.seed=1", "training.steps=2")
+    assert "started anew; the checkpoints of an earlier run are now in" in capsys.readouterr().out
+    assert (run_dir / "checkpoints" / "earlier-1" / "step-000004").is_dir()
     assert steps_of(run_dir / "earlier-1") == before
     assert sorted(steps_of(run_dir)) == [1, 2]
 
@@ -219,7 +215,7 @@ def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) ->
     path, run_dir = done
     settings = load_settings(path)
     made = run_dir / "checkpoints" / "step-000004"
-    plain, _ = load_whole(made)
+    plain, _ = load_model(made)
     model = build_model(settings.model, plain.config.vocab_size, seed=5)
     batch = torch.zeros(4, 17, dtype=torch.long)
     job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(pp=2, microbatches=2))
@@ -284,7 +280,7 @@ def test_checkpoints_elsewhere_are_locked_too(tmp_path: Path) -> None:
 
 
 def test_looking_for_a_lock_makes_no_folder(tmp_path: Path) -> None:
-    refuse_if_held([("output.run_dir", tmp_path / "none")])
+    refuse_if_locked([("output.run_dir", tmp_path / "none")])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from stretto.config import LRScheduleSettings
-from stretto.train.lr import learning_rate
+from stretto.train.optimizer import learning_rate
 
 
 def rates(steps: int, **settings: object) -> list[float]:

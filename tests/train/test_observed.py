@@ -1,4 +1,4 @@
-"""A run of a mixture of experts logs the loads of its experts, and its report shows them."""
+"""A run of a mixture of experts logs the loads of its experts, and refuses a buffer that is too small."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.train.tiny import run, write_settings
+from tests.train.tiny import ranks_of, run, write_settings
 
 from stretto.report.jsonfile import OBSERVED
 from stretto.report.load import loads_of
@@ -47,3 +47,18 @@ def test_a_run_shows_loads_and_does_not_end_with_an_evaluation(tmp_path: Path) -
     status, out, err = run("report", tmp_path / "run")
     assert status == 0, err
     assert "Load by expert" in out
+
+
+@pytest.mark.slow
+def test_a_buffer_that_is_too_small_ends_the_run_with_what_would_do(tmp_path: Path) -> None:
+    config = write_settings(tmp_path, steps=20, every=5)
+    changes = (*MIXTURE, "parallel.dp=2", "parallel.ep=2", "parallel.ep_buffer=1.0")
+    status, _, err = run("train", config, *changes)
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "the most over all layers and ranks of this step" in err
+    assert "or give ep_overflow = 'drop'" in err
+    assert ranks_of(config) == {}
+    would_do = err[err.index("give ep_buffer = ") + len("give ") :].split(" or more")[0].replace(" ", "")
+    assert 1.0 < float(would_do.partition("=")[2]) <= 2.0
+    assert run("train", config, *changes, "parallel.ep_overflow=drop")[::2] == (0, "")

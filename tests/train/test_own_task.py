@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from tests.train import tiny
 from tests.train.own_task import task
 from tests.train.tiny import run, run_ranks, steps_of
 from typer.testing import CliRunner
@@ -21,11 +23,11 @@ from stretto.cli.plan import make as plan_of
 from stretto.config import TrainSettings, load_settings
 from stretto.config.task import TaskSettings
 from stretto.errors import StrettoError, UsageError
+from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import find
 from stretto.train.export import export
 from stretto.train.task import own_task
 from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole
 from stretto.train.world import World
 
 FILE = Path(__file__).with_name("own_task.py")
@@ -62,9 +64,7 @@ def write(folder: Path, *, pp: int = 1, steps: int = 60, run: str = "run", file:
 
 
 def train(path: Path, *changes: str) -> TrainSettings:
-    settings = load_settings(path, changes)
-    Trainer(settings, World()).run()
-    return settings
+    return tiny.train(path, *changes).settings
 
 
 def test_two_ranks_train_it_over_the_border_that_its_skip_crosses(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_report_is_of_the_trained_model_and_a_run_goes_on(
     assert [s["loss"] for s in steps_of(again.run_dir).values()] == [
         s["loss"] for s in steps_of(other.run_dir).values()
     ]
-    model, _ = load_whole(straight.checkpoint_dir / "step-000040", str(FILE))
+    model, _ = load_model(straight.checkpoint_dir / "step-000040", str(FILE))
     told = json.loads((straight.run_dir / "summary.json").read_text())["four_ones"]
     assert float(model(torch.ones(1, 4))) == told
     with pytest.raises(UsageError, match=r"task.config.width = 9, but the checkpoint"):
@@ -115,7 +115,7 @@ def test_a_checkpoint_names_no_program(tmp_path: Path) -> None:
     file.write_text(FILE.read_text())
     run = train(write(tmp_path, steps=2, file=file)).run_dir
     file.write_text(f"{FILE.read_text()}\nPath({str(ran)!r}).touch()\n")
-    for read in (lambda: export(run, tmp_path / "out"), lambda: load_whole(find(run))):
+    for read in (lambda: export(run, tmp_path / "out"), lambda: load_model(find(run))):
         with pytest.raises(
             UsageError, match=r"task of one's own, .* a program .* with --task FILE, if you trus"
         ):
@@ -123,7 +123,7 @@ def test_a_checkpoint_names_no_program(tmp_path: Path) -> None:
     command = CliRunner().invoke(app, ["export", str(run), "-o", str(tmp_path / "out")])
     assert isinstance(command.exception, UsageError)
     assert not ran.exists()
-    load_whole(find(run), str(file))
+    load_model(find(run), str(file))
     assert ran.exists()
 
 
@@ -248,7 +248,10 @@ def test_an_error_of_its_loss_is_told_by_the_line(tmp_path: Path) -> None:
     trainer = Trainer(settings, World())
     with pytest.raises(StrettoError, match=r"broken\.py:1\d: .*\n  KeyError: 'none'"):
         trainer.run()
-    assert not trainer.progress.starting.going_on, "nothing is told of a run that has ended"
+    for thread in threading.enumerate():
+        if thread.name == "phases":
+            thread.join(10.0)
+            assert not thread.is_alive(), "nothing is shown of a run that has ended"
 
 
 def test_one_of_its_ranks_says_it_for_all(tmp_path: Path) -> None:

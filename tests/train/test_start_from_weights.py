@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.saving.pretrained import write_pretrained
 from tests.train.layouts import described
-from tests.train.tiny import run_ranks, steps_of, write_text
+from tests.train.tiny import steps_of, train, write_text
 
 from stretto.config import HuggingFaceSettings, MoESettings, load_settings
 from stretto.config.pretrained import OWN
@@ -29,11 +29,8 @@ from stretto.models.pretrained import KINDS, load_gpt, save_gpt
 from stretto.train import trainer
 from stretto.train.data import prepare_data
 from stretto.train.export import GENERATION, export
-from stretto.train.given_tokenizer import given_tokenizer
 from stretto.train.layout import refuse_early
-from stretto.train.tokenizer import END_OF_TEXT, learn
-from stretto.train.trainer import Trainer
-from stretto.train.world import World
+from stretto.train.tokenizer import END_OF_TEXT, given_tokenizer, learn
 
 transformers = pytest.importorskip("transformers")
 
@@ -112,7 +109,7 @@ def test_a_run_starts_from_weights_goes_on_without_them_and_is_exported(
     generation = '{"eos_token_id": [0, 7], "temperature": 0.6}'
     (source / GENERATION).write_text(generation)
     path = write(tmp_path, source)
-    Trainer(load_settings(path), World()).run()
+    train(path)
     steps = steps_of(tmp_path / "run")
     assert steps[1]["loss"] == pytest.approx(loss_of_transformers(source, first_batch(path)), rel=TOLERANCE)
 
@@ -130,12 +127,12 @@ def test_a_run_starts_from_weights_goes_on_without_them_and_is_exported(
     with pytest.raises(
         UsageError, match=r"model\.pretrained = .*other', but the checkpoint .* or start anew"
     ):
-        Trainer(load_settings(path, [f"model.pretrained={other}"]), World()).run()
+        train(path, f"model.pretrained={other}")
 
     # A checkpoint wins over weights, which need not be there any more; nor need they be to export.
     for file in source.glob("*.safetensors*"):
         file.unlink()
-    Trainer(load_settings(path, [f"checkpoint.resume={tmp_path}/run/checkpoints/step-000001"]), World()).run()
+    train(path, f"checkpoint.resume={tmp_path}/run/checkpoints/step-000001")
     assert steps_of(tmp_path / "run")[2]["loss"] == steps[2]["loss"]
     refuse_early(load_settings(path))
     with pytest.raises(UsageError, match="has no weights"):
@@ -175,12 +172,12 @@ def test_an_own_mixture_that_was_exported_is_trained_on(tmp_path: Path, describe
     save_gpt(MoEGPT(config, seed=3), source)
     path = write(tmp_path, source, model="aux_weight = 0.0\nz_weight = 0.0")
     with pytest.raises(UsageError, match=r"has no tokenizer\.json: export the run on text again"):
-        Trainer(load_settings(path), World()).run()
+        train(path)
     (source / "tokenizer.json").write_text(tokenizer.to_str())
     settings = load_settings(path).model
     assert isinstance(settings, MoESettings)
     assert (settings.layers, settings.capacity_factor, settings.aux_weight) == (2, 0.0, 0.0)
-    Trainer(load_settings(path), World()).run()
+    train(path)
 
     def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return next_token_loss(lambda tokens: model(tokens).logits, batch)
@@ -290,23 +287,3 @@ def test_tokenizers_that_do_not_fit_are_refused(llama: Path, tmp_path: Path) -> 
     with pytest.raises(UsageError, match="transformers finds no fast tokenizer"):
         given_tokenizer(load_settings(path).model)
     assert END_OF_TEXT in tokenizer.get_vocab()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama", "pp = 2"), ("llama", "tp = 2"), ("mixtral", "dp = 2\nep = 2\nep_buffer = 2.0")],
-)
-def test_the_command_under_layouts(tmp_path: Path, name: str, layout: str) -> None:
-    source = write_pretrained(tmp_path / name, name, torch.bfloat16)
-    more = "[model.config]\nexperts_implementation = 'batched_mm'" if name == "mixtral" else ""
-    path = write(tmp_path, source, layout=layout, model=more)
-    prepare_data(load_settings(path).data, unheard, given_tokenizer(load_settings(path).model))
-    command = ("train", path)
-    for status, out, errors in run_ranks(command, command):
-        assert not status, out + errors
-    expected = loss_of_transformers(source, first_batch(path))
-    assert steps_of(tmp_path / "run")[1]["loss"] == pytest.approx(expected, rel=TOLERANCE)
-    export(tmp_path / "run", tmp_path / "out")
-    _, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.train import stopped
-from stretto.train.launched import tell_phase
-from stretto.train.notes import Cause, read_notes
+from stretto.train import watch
+from stretto.train.failure import Cause, enter_phase, phase_of, recorded_failures
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
 
@@ -29,15 +28,15 @@ def until(done: Callable[[], bool], within_s: float = 60.0) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "STOPPED_S", 0.3)
-    monkeypatch.setattr(stopped, "WATCH_S", 0.02)
+    monkeypatch.setattr(watch, "STOPPED_S", 0.3)
+    monkeypatch.setattr(watch, "WATCH_S", 0.02)
 
 
 def test_the_launcher_ends_a_stopped_rank_and_names_its_phase(tmp_path: Path) -> None:
     ranks = [subprocess.Popen(["sleep", "60"], env={"RANK": str(rank)}) for rank in range(2)]
     try:
         (tmp_path / "phase-1").write_text("planning")
-        with stopped.watching_ranks(tmp_path):
+        with watch.watching_ranks(tmp_path):
             ranks[1].send_signal(signal.SIGSTOP)
             assert ranks[1].wait(60) == -signal.SIGKILL
         assert ranks[0].poll() is None
@@ -45,35 +44,35 @@ def test_the_launcher_ends_a_stopped_rank_and_names_its_phase(tmp_path: Path) ->
         for rank in ranks:
             rank.kill()
             rank.wait()
-    (note,) = read_notes(tmp_path)
-    assert (note.rank, note.cause, note.lost) == (1, Cause.LOST, 1)
-    assert note.message.startswith("rank 1 has given no sign of life for ")
-    assert "(phase: planning)" in note.message
+    (failure,) = recorded_failures(tmp_path)
+    assert (failure.rank, failure.cause, failure.lost) == (1, Cause.LOST, 1)
+    assert failure.message.startswith("rank 1 has given no sign of life for ")
+    assert "(phase: planning)" in failure.message
 
 
 def test_a_rank_that_is_continued_soon_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopped, "STOPPED_S", 60.0)
+    monkeypatch.setattr(watch, "STOPPED_S", 60.0)
     rank = subprocess.Popen(["sleep", "60"], env={"RANK": "0"})
     try:
-        with stopped.watching_ranks(tmp_path):
+        with watch.watching_ranks(tmp_path):
             rank.send_signal(signal.SIGSTOP)
-            until(lambda: stopped.stopped_ranks(os.getpid()) == {0: rank.pid})
+            until(lambda: watch.stopped_ranks(os.getpid()) == {0: rank.pid})
             rank.send_signal(signal.SIGCONT)
-            until(lambda: stopped.stopped_ranks(os.getpid()) == {})
+            until(lambda: watch.stopped_ranks(os.getpid()) == {})
     finally:
         rank.kill()
         rank.wait()
-    assert read_notes(tmp_path) == []
+    assert recorded_failures(tmp_path) == []
 
 
 RANK = """
     import time
-    from stretto.train import stopped
-    from stretto.train.launched import tell_phase
+    from stretto.train import watch
+    from stretto.train.failure import enter_phase
 
-    stopped.STOPPED_S, stopped.WATCH_S = 0.3, 0.02
-    stopped.watch_launcher()
-    tell_phase("loading PyTorch")
+    watch.STOPPED_S, watch.WATCH_S = 0.3, 0.02
+    watch.watch_launcher()
+    enter_phase("loading PyTorch")
     print("begun", flush=True)
     time.sleep(60)
 """
@@ -88,7 +87,7 @@ LAUNCHER = """
 def test_a_rank_ends_with_its_launcher(tmp_path: Path, signum: signal.Signals) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(LAUNCHER), textwrap.dedent(RANK)],
-        env={**os.environ, "STRETTO_NOTES_DIR": str(tmp_path)},
+        env={**os.environ, "STRETTO_RECORDS_DIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -101,20 +100,20 @@ def test_a_rank_ends_with_its_launcher(tmp_path: Path, signum: signal.Signals) -
     finally:
         launcher.kill()
     if signum == signal.SIGKILL:
-        assert (rest, read_notes(tmp_path)) == ("", [])
+        assert (rest, recorded_failures(tmp_path)) == ("", [])
         return
     assert rest == "ended with 1\n"  # the launcher was continued, and tells
-    (note,) = read_notes(tmp_path)
-    assert note.message.startswith(f"the launcher (process {launcher.pid}) was stopped for ")
-    assert note.message.endswith("(phase: loading PyTorch)")
+    (failure,) = recorded_failures(tmp_path)
+    assert failure.message.startswith(f"the launcher (process {launcher.pid}) was stopped for ")
+    assert failure.message.endswith("(phase: loading PyTorch)")
 
 
 def test_a_phase_is_told_to_our_own_launcher_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STRETTO_NOTES_DIR", str(tmp_path))
-    tell_phase("planning")
+    monkeypatch.setenv("STRETTO_RECORDS_DIR", str(tmp_path))
+    enter_phase("planning")
     assert not list(tmp_path.iterdir())
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("STRETTO_LAUNCHER_PID", "1")):
         monkeypatch.setenv(name, value)
-    tell_phase("planning")
-    assert stopped.phase_of(tmp_path, 3) == "planning"
-    assert stopped.phase_of(tmp_path, 2) == "the start of its process"
+    enter_phase("planning")
+    assert phase_of(tmp_path, 3) == "planning"
+    assert phase_of(tmp_path, 2) == "the start of its process"

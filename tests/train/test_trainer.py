@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train import tiny
 from tests.train.tiny import steps_of, write_settings
 from torch.distributed.checkpoint import FileSystemWriter
 
@@ -26,11 +26,11 @@ from stretto.models.gpt import next_token_loss
 from stretto.report.figures import FIGURES
 from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
+from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.data import prepare_data
 from stretto.train.metrics import Metrics
 from stretto.train.trainer import Trainer
-from stretto.train.whole import load_whole
 from stretto.train.world import World
 
 
@@ -41,10 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(path: Path, *changes: str) -> tuple[TrainSettings, Trainer]:
-    settings = load_settings(path, changes)
-    trainer = Trainer(settings, World())
-    trainer.run()
-    return settings, trainer
+    trainer = tiny.train(path, *changes)
+    return trainer.settings, trainer
 
 
 @pytest.mark.slow
@@ -120,34 +118,6 @@ def test_the_held_out_loss_is_that_of_the_plain_model(folder: Path) -> None:
     assert summary["held_out_loss"] == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
 
 
-def test_resuming_gives_the_losses_of_the_undisturbed_run_bit_for_bit(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    straight, _ = train(write_settings(folder, steps=12, run="straight"))
-    path = write_settings(folder, steps=12, run="stopped")
-
-    class StoppedError(Exception):
-        pass
-
-    trainer = Trainer(load_settings(path), World())
-    original = trainer._one_step
-
-    def stop_at_8(batch: torch.Tensor) -> tuple[float, float, float]:
-        if trainer.step == 8:
-            raise StoppedError
-        return original(batch)
-
-    trainer._one_step = stop_at_8  # type: ignore[method-assign]
-    with pytest.raises(StoppedError):
-        trainer.run()
-    stopped, _ = train(path)
-    assert "resumed from" in capsys.readouterr().out
-    for key in ("loss", "grad_norm", "lr"):
-        expected = {step: line[key] for step, line in steps_of(straight.run_dir).items()}
-        assert {step: line[key] for step, line in steps_of(stopped.run_dir).items()} == expected
-    assert len(expected) == 12
-
-
 def test_settings_that_make_another_model_are_refused_and_others_are_told(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,17 +134,6 @@ def test_settings_that_make_another_model_are_refused_and_others_are_told(
     assert "training.steps" not in out
     train(path, "training.steps=4", "optimizer.lr=1e-4")
     assert "all 4 steps are done" in capsys.readouterr().out
-
-
-def test_starting_anew_keeps_the_old_checkpoints_apart(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_settings(folder, steps=3, run="anew")
-    settings, _ = train(path)
-    train(path, "checkpoint.resume=never", "training.steps=2")
-    assert "started anew; the checkpoints of an earlier run are now in" in capsys.readouterr().out
-    assert (settings.checkpoint_dir / "earlier-1" / "step-000003").is_dir()
-    assert sorted(steps_of(settings.run_dir)) == [1, 2]
 
 
 def test_a_failed_write_is_told_and_the_last_checkpoint_stays(
@@ -217,20 +176,6 @@ def whole(folder: Path) -> Path:
     return newest
 
 
-@pytest.mark.parametrize("left_bytes", [None, 0, 20_000])
-def test_damaged_tensors_are_refused_by_name(whole: Path, tmp_path: Path, left_bytes: int | None) -> None:
-    damaged = shutil.copytree(whole, tmp_path / whole.name)
-    load_whole(damaged)
-    tensors = damaged / "__0_0.distcp"
-    assert tensors.stat().st_size > 40_000
-    if left_bytes is None:
-        tensors.unlink()
-    else:
-        os.truncate(tensors, left_bytes)
-    with pytest.raises(StrettoError, match=r"step-000002 cannot be read .*--no-resume"):
-        load_whole(damaged)
-
-
 def test_an_interruption_while_a_checkpoint_is_read_stays_one(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +184,7 @@ def test_an_interruption_while_a_checkpoint_is_read_stays_one(
 
     monkeypatch.setattr(torch, "load", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        load_whole(whole)
+        load_model(whole)
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("", "is not what was saved")])

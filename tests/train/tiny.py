@@ -15,6 +15,10 @@ from typing import Any
 
 from tests.forks import Fork, run_forks
 
+from stretto.config import load_settings
+from stretto.train.trainer import Trainer
+from stretto.train.world import World
+
 TIMEOUT_S = 240.0
 
 WORDS = (
@@ -136,6 +140,13 @@ def run(*arguments: str | Path, **added: str) -> tuple[int, str, str]:
     """`stretto ...` to its end: status, output, errors."""
     (ended,) = run_together((arguments, added))
     return ended
+
+
+def train(path: Path, *changes: str) -> Trainer:
+    """A run of a single rank, in this process, to its end."""
+    trainer = Trainer(load_settings(path, changes), World())
+    trainer.run()
+    return trainer
 
 
 def steps_of(run_dir: Path) -> dict[int, dict[str, Any]]:

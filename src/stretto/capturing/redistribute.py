@@ -91,7 +91,7 @@ def check_placement(what: str, shape: Sequence[int], placement: Placement, size:
         blocks = split_factor(placement)
         if shape[dim] % (size * blocks):
             raise UsageError(
-                f"{what} cannot be spread equally over {AXIS} = {size} along dim {dim}: {shape[dim]} is not "
+                f"{what} cannot be sharded equally over {AXIS} = {size} along dim {dim}: {shape[dim]} is not "
                 f"a multiple of {size * blocks}. A captured program has parts of one size on all ranks: pad "
                 "the dim, or place the tensor otherwise"
             )

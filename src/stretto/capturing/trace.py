@@ -49,8 +49,8 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, Count, Shard, TensorSpec
 from stretto.parallelize.alone import (
     Beside,
-    Found,
     Key,
+    PlainCall,
     with_gathered_logits,
 )
 from stretto.parallelize.layout import Layout
@@ -305,7 +305,7 @@ def _alone(
     param_dtype: torch.dtype | None,
     calls: Beside,
     repeats: bool,
-) -> Mapping[Key, Found]:
+) -> Mapping[Key, PlainCall]:
     """The calls of the model alone; those of equal layers are those of the first."""
     layers, known = layers_of(model) if repeats else None, Known()
     if layers is not None:

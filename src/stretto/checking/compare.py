@@ -7,9 +7,10 @@ Nothing proves that a plan of tensor parallelism means what its author thinks: a
        while it trains is put into evaluation.
     2. The plain model: loss and gradients of every microbatch, one after the other.
     3. The same batch through capture, plan and Runner, on ranks that are threads of this process.
-    4. Each gradient, put together from its parts, is compared with the plain one. Where ranks hold the same,
+    4. Each gradient, put together from its parts, is compared with the plain one. Where ranks have copies,
        each is compared.
-    5. When something differs: the layout is taken apart, to say which part of it is wrong (`suspects`).
+    5. When something differs: the layout is taken apart, to name the part of it that is wrong
+       (`bisect_layout`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ NEGLIGIBLE = 1e-6
 (the bias of keys, which softmax cancels) has no relative precision. Assumed."""
 MAX_RANKS = 64
 """Assumed: as many threads as a machine still carries."""
-TOLD = 8
+LISTED = 8
 """How many differences a message lists."""
 
 
@@ -94,7 +95,7 @@ class Check:
             f"loss {self.loss:.12g} on {ranks}, {self.plain_loss:.12g} of the plain model",
             f"{len(self.wrong)} of {len(self.differences)} values (the loss, gradients) differ by more than "
             f"{self.tolerance:.0e}; largest differences:",
-            *(f"  {d.relative:8.1e}  {d.name}" for d in self.differences[:TOLD]),
+            *(f"  {d.relative:8.1e}  {d.name}" for d in self.differences[:LISTED]),
         ]
         if self.evaluated:
             lines.append("compared in evaluation, since the model draws random numbers in training")
@@ -130,15 +131,15 @@ def check(
     if parallel.world > MAX_RANKS:
         raise UsageError(
             f"the check runs all ranks in this process, and {parallel.world} are too many (at most "
-            f"{MAX_RANKS}): check with smaller dp and pp, which do not change what is spread"
+            f"{MAX_RANKS}): check with smaller dp and pp, which do not change what is sharded"
         )
     if any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers())):
         raise UsageError(
             "the model is on the meta device and has no values to compute with: build it on the CPU"
         )
-    found = _compare(model, batch, loss, parallel, tp_plan, tolerance)
-    if not found.wrong:
-        return found
+    compared = _compare(model, batch, loss, parallel, tp_plan, tolerance)
+    if not compared.wrong:
+        return compared
     if parallel.ampipe_degree != 1 and parallel.ampipe_capacity == "chunk":
         # Where experts have a capacity, this differs by design.
         whole = parallel.model_copy(update={"ampipe_capacity": "whole"})
@@ -154,9 +155,9 @@ def check(
             return None
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a part of a plan spreads little
-        told = bisect_layout(model, parallel, tp_plan, equal)
-    raise RunError("\n".join(("the step is not the plain model's", str(found), *told)))
+        warnings.simplefilter("ignore")  # a part of a plan shards little
+        lines = bisect_layout(model, parallel, tp_plan, equal)
+    raise RunError("\n".join(("the step is not the plain model's", str(compared), *lines)))
 
 
 def _compare(
@@ -171,11 +172,11 @@ def _compare(
     if isinstance(parallel.recompute, int):
         # A limit is meant for the real batch; what it may lead to at the most is this.
         parallel = parallel.model_copy(update={"recompute": "full"})
-    own, given, evaluated = _copied(model).cpu().double(), _doubled(batch), False
-    job = capture(own, given, loss, parallel, tp_plan=tp_plan)
+    plain, doubled, evaluated = _copied(model).cpu().double(), _doubled(batch), False
+    job = capture(plain, doubled, loss, parallel, tp_plan=tp_plan)
     if _draws(job):
-        own, evaluated = own.eval(), True
-        job = capture(own, given, loss, parallel, tp_plan=tp_plan)
+        plain, evaluated = plain.eval(), True
+        job = capture(plain, doubled, loss, parallel, tp_plan=tp_plan)
         if _draws(job):
             raise UsageError(
                 f"{type(model).__name__} draws random numbers in evaluation too, differently on ranks and in "
@@ -183,49 +184,48 @@ def _compare(
             )
     if tolerance is None:
         tolerance = LOW_PRECISION_TOLERANCE if _low_precision(job) else TOLERANCE
-    value, expected = _plain(own, given, loss, parallel.microbatches * parallel.dp)
+    value, expected = _plain(plain, doubled, loss, parallel.microbatches * parallel.dp)
     if not math.isfinite(value):
         raise UsageError(
             f"the plain model's loss is {value}: give a batch and weights with which it is finite"
         )
     forms = forms_of(job)
-    compared = [_form(one, own, given, value, expected) for one in forms]
-    told, _ = max(compared, key=lambda one: _largest(one[1][-1].relative))
+    compared = [_form(one, plain, doubled, value, expected) for one in forms]
+    worst_loss, _ = max(compared, key=lambda one: _size(one[1][-1]))
     worst = [
-        max(of_one, key=lambda d: _largest(d.relative))
-        for of_one in zip(*(differences for _, differences in compared), strict=True)
+        max(of_one, key=_size) for of_one in zip(*(differences for _, differences in compared), strict=True)
     ]
-    order = tuple(sorted(worst, key=lambda d: _largest(d.relative), reverse=True))
+    order = tuple(sorted(worst, key=_size, reverse=True))
     differ = differing(forms)
     *some, last = (number(one, differ) for one in forms)
-    told_forms = f"{', '.join(some)} and {last} {nouns(differ)}" if some else ""
-    return Check(told, value, order, tolerance, parallel.world, evaluated, forms=told_forms)
+    form_words = f"{', '.join(some)} and {last} {nouns(differ)}" if some else ""
+    return Check(worst_loss, value, order, tolerance, parallel.world, evaluated, forms=form_words)
 
 
 def _form(
     job: Job, model: nn.Module, batch: Any, value: float, expected: Mapping[str, Tensor | None]
 ) -> tuple[float, list[Difference]]:
     """Steps 3 and 4 of one form of the step: the loss, and the differences of gradients and, last, of it."""
-    told, found = _differences(make_plan(job, _costs(job), order="list"), model, batch, expected)
-    return told, [*found, Difference("loss", abs(told - value) / max(abs(value), 1e-300))]
+    own, differences = _differences(make_plan(job, _costs(job), order="list"), model, batch, expected)
+    return own, [*differences, Difference("loss", abs(own - value) / max(abs(value), 1e-300))]
 
 
 def _copied(model: nn.Module) -> nn.Module:
     """Step 1. Tensors of an earlier call that are in attributes, which PyTorch does not copy, are cut off."""
-    held = State(("", model)).tensors()
-    memo = {key: tensor.detach().clone() for key, tensor in held.items() if not tensor.is_leaf}
+    known = State(("", model)).tensors()
+    memo = {key: tensor.detach().clone() for key, tensor in known.items() if not tensor.is_leaf}
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise UsageError(
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}), and the check runs "
-            "copies of it: let it hold nothing that copy.deepcopy refuses"
+            "copies of it: give it no attribute that copy.deepcopy refuses"
         ) from error
 
 
-def _largest(value: float) -> float:
+def _size(difference: Difference) -> float:
     """To compare by: NaN counts as the largest."""
-    return math.inf if math.isnan(value) else value
+    return math.inf if math.isnan(difference.relative) else difference.relative
 
 
 def _doubled(batch: Any) -> Any:
@@ -291,7 +291,7 @@ def _costs(job: Job) -> Costs:
 def _differences(
     plan: Plan, model: nn.Module, batch: Any, expected: Mapping[str, Tensor | None]
 ) -> tuple[float, list[Difference]]:
-    """Steps 3 and 4: the loss as ranks tell it, and the differences of gradients."""
+    """Steps 3 and 4: the loss as ranks compute it, and the differences of gradients."""
 
     def work(runner: Runner) -> tuple[dict[str, int], float, dict[str, Tensor]]:
         value = float(runner.step(batch))
@@ -300,34 +300,33 @@ def _differences(
 
     results = run_threads(plan, lambda _: copy.deepcopy(model), work)
     parameters = {p.name: p for p in plan.job.parameters}
-    wholes: dict[str, list[Tensor]] = {}  # by the first name of the tie
-    spread: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tensor]] = {}
+    full: dict[str, list[Tensor]] = {}  # by the first name of the tie
+    sharded: dict[tuple[str, tuple[tuple[str, int], ...]], list[Tensor]] = {}
     for at, _, grads in results:
         for name, grad in grads.items():
             over = {shard.axis for shard in parameters[name].shards}
             if over:
-                # Parts of one whole are on ranks that differ along these axes alone.
-                same = tuple((axis, place) for axis, place in at.items() if axis not in over)
-                spread.setdefault((name, same), []).append(grad)
+                # Parts of one gradient are on ranks that differ along these axes alone.
+                same = tuple((axis, rank) for axis, rank in at.items() if axis not in over)
+                sharded.setdefault((name, same), []).append(grad)
             else:
-                wholes.setdefault(parameters[name].tied_to, []).append(grad)
-    for (name, _), parts in spread.items():
+                full.setdefault(parameters[name].tied_to, []).append(grad)
+    for (name, _), parts in sharded.items():
         copies = max(shard.copies for shard in parameters[name].shards)
-        wholes.setdefault(parameters[name].tied_to, []).extend(
+        full.setdefault(parameters[name].tied_to, []).extend(
             join(parts, parameters[name], plan.job, copy) for copy in range(copies)
         )
     norms = [float(grad.norm()) for grad in expected.values() if grad is not None]
     least = NEGLIGIBLE * sum(norm**2 for norm in norms) ** 0.5 or 1.0
-    found = []
+    differences = []
     for name, want in expected.items():
-        got = wholes.get(parameters[name].tied_to if name in parameters else name, [])
+        got = full.get(parameters[name].tied_to if name in parameters else name, [])
         relative = 0.0 if want is None and not got else math.inf
         if want is None:
             relative = max((float(g.norm()) for g in got), default=0.0) / least
         elif got:
-            off = max((float((g - want).norm()) for g in got), key=_largest)
-            relative = off / max(float(want.norm()), least)
-        found.append(Difference(name, relative))
+            relatives = [float((g - want).norm()) / max(float(want.norm()), least) for g in got]
+            relative = next((one for one in relatives if math.isnan(one)), max(relatives))
+        differences.append(Difference(name, relative))
     values = [value for _, value, _ in results]
-    told = next((value for value in values if value != values[0]), values[0])
-    return told, found
+    return next((value for value in values if value != values[0]), values[0]), differences

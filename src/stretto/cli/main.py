@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from stretto.cli.outputs import printable
 from stretto.cli.signals import Stops
 from stretto.errors import StoppedError, StrettoError
-from stretto.train.launched import is_launched
+from stretto.train.failure import is_launched
 
 COMMANDS = {
     "train": "Train a model as a settings file says.",

@@ -24,7 +24,7 @@ from stretto.cli.signals import Stops
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
-from stretto.train.starting import Starting
+from stretto.train.progress import Progress
 
 plan = typer.Typer(add_completion=False)
 
@@ -102,11 +102,11 @@ def run(
 
 
 @contextmanager
-def _shown() -> Iterator[Starting]:
+def _shown() -> Iterator[Progress]:
     """Takes lines of progress, and lines that stay."""
-    with Starting(console=Console(stderr=True, soft_wrap=True)) as starting:
-        starting.begin("planning")
-        yield starting
+    with Progress(console=Console(stderr=True, soft_wrap=True)) as progress:
+        progress.begin("planning")
+        yield progress
 
 
 def make(
@@ -126,10 +126,10 @@ def make(
     from stretto.order.policies import policy_of
     from stretto.train.job import device_of, trained
     from stretto.train.reuse import kept_by
-    from stretto.train.world import threads, use_threads
+    from stretto.train.world import threads
 
     # As in training: the measured times are those of as many threads.
-    use_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
+    torch.set_num_threads(threads(settings.training.threads_per_rank, settings.parallel.world))
     if say is not None:
         say("the model's ops")
     of = trained(settings)

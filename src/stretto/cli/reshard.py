@@ -17,10 +17,10 @@ from stretto.lab.rates import parse_rate
 from stretto.report.grid import WIDTH, Columns, Grid, Row, grid_of
 from stretto.report.words import format_bytes, format_us
 from stretto.tensor.layout import Region
-from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import MODES
-from stretto.tensor.reshard.notation import HELP, between_meshes, read
+from stretto.tensor.reshard.arguments import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
+from stretto.tensor.reshard.tasks import MODES
+from stretto.tensor.reshard.timeline import Hosts
 
 SHOWN = 64
 """Transfers that are listed at most; `--json` lists all."""

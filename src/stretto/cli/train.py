@@ -13,8 +13,8 @@ import typer
 from stretto.cli.options import RENEW, Fresh
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.train.starting import Starting
-from stretto.train.stopped import watch_launcher
+from stretto.train.progress import Progress
+from stretto.train.watch import watch_launcher
 
 train = typer.Typer(add_completion=False)
 
@@ -46,7 +46,7 @@ def run(
 ) -> None:
     """Train a model as a settings file says, on all ranks of this machine or as a rank of torchrun's."""
     watch_launcher()
-    starting = Starting(os.environ.get("RANK", "0") == "0")
+    progress = Progress(os.environ.get("RANK", "0") == "0")
     overrides = [*(changes or []), *(named or [])]
     if fresh:
         overrides.append(RENEW)
@@ -55,12 +55,12 @@ def run(
     if steps is not None:
         overrides.append(f"training.steps={steps}")
 
-    with starting:
-        settings = load_settings(config, overrides, starting.begin)
-        starting.begin("loading PyTorch")
+    with progress:
+        settings = load_settings(config, overrides, progress.begin)
+        progress.begin("loading PyTorch")
         if resume:
             _refuse_without_checkpoint(settings)
-        _started(settings, config, overrides, starting)
+        _started(settings, config, overrides, progress)
 
 
 def _refuse_without_checkpoint(settings: TrainSettings) -> None:
@@ -73,13 +73,13 @@ def _refuse_without_checkpoint(settings: TrainSettings) -> None:
         )
 
 
-def _started(settings: TrainSettings, config: Path, overrides: Sequence[str], starting: Starting) -> None:
+def _started(settings: TrainSettings, config: Path, overrides: Sequence[str], progress: Progress) -> None:
     from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
 
     command = [sys.executable, "-m", "stretto", "train", str(config)]
     for override in overrides:
         command += ["--set", override]
-    status = start(settings, command, starting)
+    status = start(settings, command, progress)
     sys.stdout.flush()
     if status:
         raise typer.Exit(status)

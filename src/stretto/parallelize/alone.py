@@ -1,17 +1,18 @@
-"""The model alone beside the spread one: its calls must be the same, on tensors of the shapes that it would
+"""The model alone beside the sharded one: its calls must be the same, on tensors of the shapes that it would
 have.
 
-A spread model runs the user's code on a rank's parts. That code may look at shapes, and make numbers of them:
-divide by `x.shape[-1]`, view as so many heads, branch. No rule for ops can see that such a number counts a
-part, where the model alone counts the whole. So the model alone is run first, on tensors without storage:
+A sharded model runs the user's code on a rank's parts. That code may look at shapes, and make numbers of
+them: divide by `x.shape[-1]`, view as so many heads, branch. No rule for ops can see that such a number
+counts a part, where the model alone counts the full tensor. So the model alone is run first, on tensors
+without storage:
 
     1. Of each call of a PyTorch function in it: which, with what numbers, giving what shapes.
-    2. The spread model must make the same calls, in each module and visit of it. Numbers may differ where
+    2. The sharded model must make the same calls, in each module and visit of it. Numbers may differ where
        they are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
-    3. each result's shape in the model alone goes to the op that makes it (`Found.whole`). The proof of
-       placements (`stretto.capturing.proof`) must come to it from the rank's shape and what is spread.
+    3. each result's shape in the model alone goes to the op that makes it (`Matched.whole`). The proof of
+       placements (`stretto.capturing.proof`) must come to it from the rank's shape and what is sharded.
 
-Modules that are spread by a style are one call each: what is in them is the library's own, as is what split
+Modules that are sharded by a style are one call each: what is in them is the library's own, as is what split
 logits do for a function that is called with them.
 """
 
@@ -87,7 +88,7 @@ OPERATORS = ("OpOverload", "OpOverloadPacket")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PlainCall:
     """One call: the function, its numbers, the shapes of its tensors."""
 
     function: str
@@ -101,7 +102,7 @@ Key = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Matched:
-    """A call of the spread model. local, whole: shapes of its results on a rank, and in the model alone.
+    """A call of the sharded model. local, whole: shapes of its results on a rank, and in the model alone.
     scaled: its bounds count a rank's part. repeated: heads of keys were repeated before, which a rank left
         out. chunks: of a sequence in chunks, each chunk's own (local, whole) of its results."""
 
@@ -131,11 +132,11 @@ class Beside(TorchFunctionMode):
         model: nn.Module,
         leaves: Collection[str],
         size: int,
-        alone: Mapping[Key, Found] | None = None,
+        alone: Mapping[Key, PlainCall] | None = None,
         mark: Callable[[int | None], None] = lambda _: None,
     ) -> None:
         super().__init__()
-        self.found: dict[Key, Found] = {}
+        self.found: dict[Key, PlainCall] = {}
         self.matched: list[Matched] = []
         self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
         self._model = model
@@ -232,29 +233,29 @@ class Beside(TorchFunctionMode):
         key = (frame.name, frame.visit, frame.calls)
         if self._alone is None:
             frame.calls += 1
-            self.found[key] = Found(function, numbers, shapes)
+            self.found[key] = PlainCall(function, numbers, shapes)
             self.matched.append(Matched(shapes, shapes))
             return
-        whole = self._alone.get(key)
-        while whole is not None and whole.function != function:
+        full = self._alone.get(key)
+        while full is not None and full.function != function:
             left_out = self._repeats_left_out((frame.name, frame.visit, frame.calls))
             if not left_out:
                 break
             frame.calls += left_out
             frame.repeats = True
-            whole = self._alone.get((frame.name, frame.visit, frame.calls))
+            full = self._alone.get((frame.name, frame.visit, frame.calls))
         frame.calls += 1
         where = f"in {frame.name!r}" if frame.name else "in the model or the loss"
-        if whole is None or whole.function != function or len(whole.shapes) != len(shapes):
-            alone = "nothing more" if whole is None else f"{whole.function!r}"
+        if full is None or full.function != function or len(full.shapes) != len(shapes):
+            single = "nothing more" if full is None else f"{full.function!r}"
             raise ValueError(
-                f"tp: the code calls {function!r} {where} on a rank's part, where it calls {alone} on the "
-                "whole: it looks at the shape of what is spread. Leave the modules that it works on out of "
+                f"tp: the code calls {function!r} {where} on a rank's part, where it calls {single} on the "
+                "whole: it looks at the shape of what is sharded. Leave the modules that it works on out of "
                 "tp_plan"
             )
-        scaled = self._compare(function, numbers, whole.numbers, where)
-        chunks = _in_chunks(output, whole.shapes)
-        self.matched.append(Matched(shapes, whole.shapes, scaled, frame.repeats, chunks))
+        scaled = self._compare(function, numbers, full.numbers, where)
+        chunks = _in_chunks(output, full.shapes)
+        self.matched.append(Matched(shapes, full.shapes, scaled, frame.repeats, chunks))
 
     def _repeats_left_out(self, key: Key) -> int:
         """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
@@ -289,7 +290,7 @@ class Beside(TorchFunctionMode):
                 return True
         raise ValueError(
             f"tp: {function!r} {where} is called with {_first(here, alone)}, where the model alone calls it "
-            f"with {_first(alone, here)}: the number comes from the shape of what is spread. Give the "
+            f"with {_first(alone, here)}: the number comes from the shape of what is sharded. Give the "
             "module a number of its own, or leave the modules around it out of tp_plan"
         )
 
@@ -320,25 +321,25 @@ def _numbers(value: Any, found: list[Any]) -> None:
 def _shapes(output: Any) -> tuple[Shape, ...]:
     """Shapes of the tensors in a result, as the rank has them."""
     items = output if isinstance(output, (tuple, list)) else (output,)
-    held = (item.held if isinstance(item, SplitLogits) else item for item in items)
-    return tuple(tuple(int(n) for n in item.shape) for item in held if isinstance(item, Tensor))
+    kept = (item.held if isinstance(item, SplitLogits) else item for item in items)
+    return tuple(tuple(int(n) for n in item.shape) for item in kept if isinstance(item, Tensor))
 
 
 def _in_chunks(output: Any, whole: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
-    """`Matched.chunks`: a chunk is as large a share of the whole there as here."""
+    """`Matched.chunks`: a chunk is as large a share of the full tensor there as here."""
     items = [x for x in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(x, Tensor)]
     cut = [x for x in items if isinstance(x, Chunked)]
-    found = []
+    result = []
     for at in range(len(cut[0].parts) if cut else 0):
         shapes: list[tuple[Shape, Shape]] = []
-        for x, alone in zip(items, whole, strict=True):
+        for x, single in zip(items, whole, strict=True):
             if not isinstance(x, Chunked):
                 continue
             chunk, dim = tuple(x.parts[at].shape), x.cut_dim
-            length = chunk[dim] * alone[dim] // max(x.shape[dim], 1)
-            shapes.append((chunk, (*alone[:dim], length, *alone[dim + 1 :])))
-        found.append(tuple(shapes))
-    return tuple(found)
+            length = chunk[dim] * single[dim] // max(x.shape[dim], 1)
+            shapes.append((chunk, (*single[:dim], length, *single[dim + 1 :])))
+        result.append(tuple(shapes))
+    return tuple(result)
 
 
 def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:

@@ -46,7 +46,7 @@ class Chunks:
     joins: bool = True
 
 
-class _Attention(TorchFunctionMode):
+class _ChunkedAttention(TorchFunctionMode):
     """Step 1, while a block runs."""
 
     def __init__(self, degree: int) -> None:
@@ -107,7 +107,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 @contextmanager
 def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
     """While the context lasts, blocks work in chunks."""
-    mode = _Attention(how.degree)
+    mode = _ChunkedAttention(how.degree)
     blocks = blocks_of(model)
     undo: list[Callable[[], None]] = []
     try:
@@ -161,7 +161,7 @@ def check_attention(model: nn.Module, call: Callable[[], object], how: Chunks) -
     raise _no_attention(model, how.degree)
 
 
-def _block(own: Callable[..., Any], mode: _Attention, last: bool) -> Callable[..., Any]:
+def _block(own: Callable[..., Any], mode: _ChunkedAttention, last: bool) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         mode.inside += 1
         try:

@@ -2,7 +2,7 @@
 
 Dropout within attention draws for a query and a key what it draws in the uncut model: for all of them at
 once, as PyTorch does where no kernel drops (a processor); the weights are then written out. A kernel that
-drops draws by itself, otherwise for chunks than for the whole, and is refused.
+drops draws by itself, otherwise for chunks than for the full tensor, and is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def attention(
     lengths: Sequence[int] | None = None,
     **more: Any,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention`, in chunks of the queries (B, H, S, K); keys and values are whole.
+    """As `F.scaled_dot_product_attention`, in chunks of the queries (B, H, S, K); keys and values are
+    unsharded.
     lengths: of the chunks, for queries that are not cut yet."""
     key, value, attn_mask = joined((key, value, attn_mask))
     if type(query) is not Chunked:

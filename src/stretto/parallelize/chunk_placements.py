@@ -1,11 +1,10 @@
-"""What a call makes of chunks, as if these were ranks: cut, an addend, equal, or none of it.
+"""What a call makes of chunks, as if these were ranks: cut, a partial, equal, or none of it.
 
-    1. The call is made on the first chunk and on the whole, without values. Of both must come the same ops.
-    2. The ops of the chunk are placed in order (`stretto.ir.placements`). A view of a chunk may be a cut in
-       several ways: those that make the shape that the whole has there are kept, and where there is none, the
-       result has no placement.
-
-Touches `stretto.ir`, and tensors without values.
+1. The call is made on the first chunk and on the full tensor, without values. Both must give the same
+ops.
+2. The ops of the chunk are placed in order (`stretto.ir.placements`). A view of a chunk may be a cut in
+   several ways: those that make the shape that the full tensor has there are kept, and where there is
+   none, the result has no placement.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ def placements_of(
     """Of each tensor that the call returns; None where one has no placement, or something is no tensor.
 
     call: of a list of arguments. held: how those of `chunk_leaves` that are cut are. count: of chunks. ratio:
-    of the whole's length to the first chunk's.
+    of the full tensor's length to the first chunk's.
     """
-    chunk, whole = Recorded(), Recorded()
+    chunk, full = Recorded(), Recorded()
     try:
         with without_values():
             parts, wholes = [_like(x) for x in chunk_leaves], [_like(x) for x in whole_leaves]
             with chunk:
                 outs, _ = tree_flatten(call(parts))
-            with whole:
+            with full:
                 others, _ = tree_flatten(call(wholes))
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-        return None  # what is wrong with the whole, the whole will say
+        return None  # what is wrong with the full tensor, the full tensor will say
     if not outs or not all(isinstance(out, Tensor) for out in outs):
         return None
-    same = [op.target for op in chunk.ops] == [op.target for op in whole.ops]
+    same = [op.target for op in chunk.ops] == [op.target for op in full.ops]
     if not same or chunk.writes or any(op.random for op in chunk.ops):
         return None
     given = {chunk.name(p): of_it for p, of_it in zip(parts, held, strict=True) if of_it is not None}
     placer = Placer(AXIS, count, given, exact=True)
     try:
-        for op, other in zip(chunk.ops, whole.ops, strict=True):
+        for op, other in zip(chunk.ops, full.ops, strict=True):
             placer.place(op, chunk.specs)
             if len(op.outputs) == 1 and op.outputs[0] is not None and other.outputs[0] is not None:
                 fit = _fitting(placer.of(op.name), op.outputs[0].shape, other.outputs[0].shape, ratio)
@@ -65,11 +64,11 @@ def placements_of(
                 placer.values[op.name] = fit
     except (RefusedError, NeedsEqualError, EqualReducedError):
         return None
-    found = [
+    result = [
         _fitting(placer.of(chunk.name(out)), out.shape, other.shape, ratio)
         for out, other in zip(outs, others, strict=True)
     ]
-    return None if None in found else [p for p in found if p is not None]
+    return None if None in result else [p for p in result if p is not None]
 
 
 def _like(value: Any) -> Any:
@@ -83,7 +82,7 @@ def _fitting(
     placement: Placement, chunk: Sequence[int], whole: Sequence[int], ratio: Fraction
 ) -> Placement | None:
     """The placement with the cuts that make a whole of that shape of chunks of this; None where none does.
-    ratio: of the whole's length to the first chunk's."""
+    ratio: of the full tensor's length to the first chunk's."""
     if len(chunk) != len(whole):
         return None
     unlike = [dim for dim, (n, m) in enumerate(zip(chunk, whole, strict=True)) if n != m]

@@ -1,7 +1,7 @@
 """Writes in place to a sequence in chunks: they are refused where the uncut model would write elsewhere too.
 
 What is made of joined chunks may be a view of the sequence in the uncut model, such as x[:, 0], and here it
-is a view of a copy. From then on neither may be written into. A tensor of the same memory stands for either.
+is a view of a copy. From then on neither may be written into. A tensor of the same memory counts as either.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def note_views(made: Sequence[Any], wholes: Sequence[Any], given: Sequence[Any])
     views = _views.get()
     if views is None:
         return
-    for whole, cut in zip(wholes, given, strict=True):
-        if whole is not cut and any(isinstance(x, Tensor) and same_memory(x, whole) for x in made):
-            views.append((whole, *cut.parts))
+    for full, cut in zip(wholes, given, strict=True):
+        if full is not cut and any(isinstance(x, Tensor) and same_memory(x, full) for x in made):
+            views.append((full, *cut.parts))
 
 
 def check_written(target: Any) -> None:
@@ -49,7 +49,7 @@ def check_written(target: Any) -> None:
     if not views or not isinstance(target, Tensor):
         return
     parts = getattr(target, "parts", (target,))
-    if any(same_memory(part, held) for memories in views for held in memories for part in parts):
+    if any(same_memory(part, kept) for memories in views for kept in memories for part in parts):
         raise CaptureError(
             "a sequence in chunks is written in place beside what was made of it whole, such as x[:, 0]: "
             "write y = x + ..., or leave ampipe_degree out"

@@ -1,15 +1,15 @@
 """Tensors that are cut in chunks along the sequence, and look whole to the code that gets them.
 
-    1. What is called on a cut tensor is called on its first chunk and on the whole, without values, and the
-       ops that this makes are placed as if chunks were ranks (`chunk_placements`, by the rules of
-       `stretto.ir.dims`): the result is cut, an addend, or equal for all chunks. Tensors beside it are cut
+    1. What is called on a cut tensor is called on its first chunk and on the full tensor, without values,
+       and the ops that this makes are placed as if chunks were ranks (`chunk_placements`, by the rules of
+       `stretto.ir.dims`): the result is cut, a partial, or equal for all chunks. Tensors beside it are cut
        with it, where the shapes want it.
-    2. Where it is one of these, the other chunks are called too: results stay in chunks, addends are added
+    2. Where it is one of these, the other chunks are called too: results stay in chunks, partials are added
        up. Autograd goes back by chunks, and adds the gradients of what several chunks read.
     3. Whatever has no placement (a sum over positions, a softmax along them) gets the chunks joined.
 
 So no list of functions says what may be cut: a model's own code is right in chunks, or whole. Random ops draw
-for the whole and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
+for the full tensor and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Chunked(Tensor):
         return torch.cat(inner, dim=dim + 1).flatten(dim, dim + 1)
 
     def cut_alike(self, whole: Tensor, dim: int, blocks: int) -> list[Tensor]:
-        """A whole tensor's chunks, of the lengths of these."""
+        """A full tensor's chunks, of the lengths of these."""
         if blocks == 1:
             return list(torch.split(whole, self.lengths(), dim))
         inner = torch.split(_in_blocks(whole, dim, blocks), self.lengths(), dim + 1)
@@ -102,9 +102,9 @@ class Chunked(Tensor):
         if function in (F.dropout, torch.dropout):
             return _dropout(*args, **named)
         if function in _SHAPED and type(args[0]) is Chunked:
-            found = _shaped(args[0], function, args[1:], named)
-            if found is not None:
-                return found
+            result = _shaped(args[0], function, args[1:], named)
+            if result is not None:
+                return result
         return _called(function, args, named)
 
     @classmethod
@@ -125,11 +125,11 @@ _OF_WHOLE = (
 
 
 _SHAPED = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.view_as, Tensor.reshape_as, Tensor.expand)
-"""What is given the shape of the whole."""
+"""What is given the shape of the full tensor."""
 
 
 def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """A view of the whole, done to the chunks; None where its cut is no cut of the view."""
+    """A view of the full tensor, done to the chunks; None where its cut is no cut of the view."""
     given = [*args, *kwargs.values()]
     if isinstance(given[0], torch.dtype):
         return None
@@ -146,14 +146,14 @@ def _shaped(x: Chunked, function: Any, args: Sequence[Any], kwargs: Mapping[str,
         return Chunked(x.made(lambda chunk: chunk.expand(sizes)), dim, x.blocks)
     known = math.prod(n for n in shape if n != -1)
     target = [x.numel() // max(known, 1) if n == -1 else n for n in shape]
-    whole = x.shape[x.cut_dim] // x.blocks
+    full = x.shape[x.cut_dim] // x.blocks
     for dim, blocks in cuts_at(target, where_cut(x.shape, x.cut_dim, x.blocks)):
         length = target[dim] // blocks
-        if all(length * n % whole == 0 for n in x.lengths()):
+        if all(length * n % full == 0 for n in x.lengths()):
             break
     else:
         return None
-    sizes = [blocks * (length * n // whole) for n in x.lengths()]
+    sizes = [blocks * (length * n // full) for n in x.lengths()]
     shapes = [[size if d == dim else n for d, n in enumerate(target)] for size in sizes]
     return Chunked(by_chunk(lambda at: x.parts[at].reshape(shapes[at]), len(shapes)), dim, blocks)
 
@@ -196,7 +196,7 @@ def by_chunk(call: Callable[[int], Made], count: int) -> list[Made]:
 
 
 def joined(value: Any) -> Any:
-    """The value with whole tensors in the places of cut ones."""
+    """The value with full tensors in the places of cut ones."""
     leaves, tree = tree_flatten(value)
     return tree_unflatten([x.joined() if type(x) is Chunked else x for x in leaves], tree)
 
@@ -217,10 +217,10 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
     cut = [x for x in leaves if type(x) is Chunked]
     if len({tuple(x.lengths()) for x in cut}) == 1:
-        for alike in _cuts_beside(leaves, cut[0]):
-            found = _by_chunks(function, alike, tree, cut[0])
-            if found is not None:
-                return found[0]
+        for same in _cuts_beside(leaves, cut[0]):
+            result = _by_chunks(function, same, tree, cut[0])
+            if result is not None:
+                return result[0]
     whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
     made = function(*whole_args, **whole_kwargs)
     note_views(tree_flatten(made)[0], tree_flatten((whole_args, whole_kwargs))[0], leaves)
@@ -262,7 +262,7 @@ def _overwritten(target: Tensor, made: Tensor) -> Tensor:
 
 
 def _cuts_beside(leaves: Sequence[Any], first: Chunked) -> list[list[Any]]:
-    """The arguments as they are, and with the whole tensors cut that are as long where the first cut one
+    """The arguments as they are, and with the full tensors cut that are as long where the first cut one
     is."""
     other: list[Any] = []
     for x in leaves:
@@ -300,8 +300,8 @@ def _result(placement: Placement, column: Sequence[Any]) -> Any:
         return column[0]
     if placement.kind == "sum":
         total = column[0]
-        for addend in column[1:]:
-            total = total + addend
+        for partial in column[1:]:
+            total = total + partial
         return total
     return Chunked(column, *placement.at[0])
 

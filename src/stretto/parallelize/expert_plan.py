@@ -1,4 +1,4 @@
-"""Which modules of a model hold experts: by its own plan, or by one that is given.
+"""Which modules of a model have experts: by its own plan, or by one that is given.
 
 A plan is pattern of module names -> "experts". Looks at names and shapes; changes nothing.
 """
@@ -23,13 +23,13 @@ def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
     """The model's own plan, pattern -> style: its attribute `ep_plan`, which models of `transformers` have
     too, in newer versions; in 5.17 the config of their base model says it."""
     own = _of_module(model) or _of_config(model)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for pattern, style in own.items():
         if style == OF_PARAMETERS:
-            found[pattern.rpartition(".")[0]] = STYLE
+            result[pattern.rpartition(".")[0]] = STYLE
         elif style == STYLE:
-            found[pattern] = STYLE
-    return found
+            result[pattern] = STYLE
+    return result
 
 
 def _of_module(model: nn.Module) -> Mapping[str, str]:
@@ -67,7 +67,7 @@ def of_modules(model: nn.Module, name: str) -> str:
     """Why such a list cannot be shared, and what to do."""
     return (
         f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts "
-        "along dim 0 of parameters that hold all of a layer's: take transformers 5.17 or newer, which has "
+        "along dim 0 of parameters that have all of a layer's: take transformers 5.17 or newer, which has "
         "them so, or give ep = 1"
     )
 
@@ -81,21 +81,21 @@ def _of_config(model: nn.Module) -> Mapping[str, str]:
 
 
 def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The names of the modules that hold experts, by the plan or the model's own. Raises UsageError for a
+    """The names of the modules that have experts, by the plan or the model's own. Raises UsageError for a
     plan that does not fit the model."""
     names = [name for name, _ in model.named_modules()]
     if plan is None:
-        return tuple(found for pattern in ep_plan_of(model) for found in named_by(pattern, names))
+        return tuple(result for pattern in ep_plan_of(model) for result in named_by(pattern, names))
     modules = dict(model.named_modules(remove_duplicate=False))
     given: dict[str, None] = {}
     for pattern, style in plan.items():
         where = f"ep_plan[{pattern!r}]"
         if style != STYLE:
             raise UsageError(f"{where}: unknown style {style!r}; the one that there is: {STYLE!r}")
-        found = named_by(pattern, modules)
-        if not found:
+        result = named_by(pattern, modules)
+        if not result:
             raise UsageError(f"{where}: {no_module(pattern, modules)}")
-        for name in found:
+        for name in result:
             if not any(p.dim() > 1 for p in modules[name].parameters(recurse=False)):
                 check_not_adapted(modules, name)
                 if isinstance(modules[name], nn.ModuleList):
@@ -104,5 +104,5 @@ def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple
                     f"{where}: {name} has no parameters of its own whose dim 0 could be the expert: name the "
                     "module that holds such, or leave the pattern out"
                 )
-        given |= dict.fromkeys(found)
+        given |= dict.fromkeys(result)
     return tuple(given)

@@ -5,12 +5,12 @@ What expert-parallel ranks compute in the place of `forward(tokens, chosen, weig
     after     the sum over k of  weights[n, k] * f(tokens[n], chosen[n, k], 1)
     inside    the sum over k of  f(tokens[n], chosen[n, k], weights[n, k])
 
-where f is the forward on the rank that holds the expert: with its part of the parameters, its experts
+where f is the forward on the rank that has the expert: with its part of the parameters, its experts
 numbered from 0, the rows of all ranks sorted by expert, and rows of zeros behind them. "after" communicates
 less; "inside" is for weights that are applied before the experts, or not at all.
 
 A forward that is neither (it adds its input, norms the sum, mixes tokens, or knows experts by number) is
-refused. Numbers tell: the whole module and its parts are computed once, with random parameters of the real
+refused. Numbers tell: the full module and its parts are computed once, with random parameters of the real
 shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same. Results
 and gradients are compared: two functions of such ops that agree at random points are equal. (What the code
 does only for more tokens than the trial's, as for a limit of an expert's rows, is not seen: these are as many
@@ -93,7 +93,7 @@ class ExpertTrial:
         self._found: dict[tuple[Any, ...], str] = {}
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether the trial of another module is this one's: all is equal but what tensors hold."""
+        """Whether the trial of another module is this one's: all is equal but the values of tensors."""
         return _alike(module, self._real)
 
     def weighed(self, module: nn.Module, tokens: Tensor, chosen: Tensor) -> str:
@@ -108,9 +108,9 @@ class ExpertTrial:
         if key not in self._found:
             with ThreadPoolExecutor(1) as apart:  # another thread has none of the modes of tracing
                 self._found[key] = apart.submit(self._tried, *key).result()
-        if (found := self._found[key]) not in WAYS:
-            raise self._refusal(found)
-        return found
+        if (result := self._found[key]) not in WAYS:
+            raise self._refusal(result)
+        return result
 
     def _tried(self, trains: tuple[bool, ...], *shapes: Any) -> str:
         """One of `WAYS`, or else why there is none."""
@@ -123,11 +123,11 @@ class ExpertTrial:
                 for dtype, tolerance in TOLERANCES.items():
                     try:
                         sample = self._sample(dtype, device, *shapes)
-                        whole = _outcome(sample, self._whole)
+                        full = _outcome(sample, self._whole)
                     except Exception as error:
                         faults[dtype] = f"it fails on random inputs: {_told(error)}"
                         continue
-                    return self._compared(sample, whole, tolerance)
+                    return self._compared(sample, full, tolerance)
         own = next(self._module.parameters(recurse=False)).dtype
         return faults.get(own, faults[torch.float64])
 
@@ -135,11 +135,11 @@ class ExpertTrial:
         fault = ""
         for way in WAYS:
             try:
-                found = _outcome(sample, partial(self._on_ranks, way=way))
+                result = _outcome(sample, partial(self._on_ranks, way=way))
             except Exception as error:
                 fault = f"with a rank's experts alone it fails: {_told(error)}"
                 continue
-            if _equal(found, whole, tolerance):
+            if _equal(result, whole, tolerance):
                 return way
             fault = self._difference(sample, tolerance)
         return fault
@@ -179,11 +179,11 @@ class ExpertTrial:
 
     def _call(self, module: nn.Module, parameters: Mapping[str, Tensor], *args: Tensor) -> Tensor:
         """The module's forward, which leaves nothing behind; its hooks stay with the module."""
-        forward = _Forward(_copied(module))
+        forward = _TrialForward(_copied(module))
         like = args[0].detach()
         tensors = {
             **parameters,
-            **{name: _buffer(held, like) for name, held in module.named_buffers()},
+            **{name: _buffer(kept, like) for name, kept in module.named_buffers()},
         }
         made: Tensor = functional_call(forward, {f"own.{n}": t for n, t in tensors.items()}, args)
         if made.shape != like.shape:
@@ -209,8 +209,8 @@ class ExpertTrial:
             rows = ((own >= 0) & (own < here)).nonzero().flatten()
             rows = rows[own[rows].argsort(stable=True)]
             parameters = {
-                name: whole if "." in name else whole[first : first + here]
-                for name, whole in sample.parameters.items()
+                name: full if "." in name else full[first : first + here]
+                for name, full in sample.parameters.items()
             }
             weight_R1 = torch.cat((weights.reshape(-1, 1)[rows], weights.new_zeros(PADDING, 1)))
             with part_of_experts(self._module, self._size):
@@ -313,7 +313,7 @@ def rows_by(
     return own(x_RD, expert_R.unsqueeze(1), ones)
 
 
-class _Forward(nn.Module):
+class _TrialForward(nn.Module):
     """A module's forward without the module's own hooks."""
 
     def __init__(self, own: nn.Module) -> None:
@@ -335,8 +335,8 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules are of the same code, with the same attributes and shapes, and no buffers."""
     ones, others = [*one.modules()], [*other.modules()]
     shapes = [[(n, p.shape, p.dtype) for n, p in each.named_parameters()] for each in (one, other)]
-    held = [*one.buffers(), *other.buffers()]
-    if len(ones) != len(others) or shapes[0] != shapes[1] or held:
+    kept = [*one.buffers(), *other.buffers()]
+    if len(ones) != len(others) or shapes[0] != shapes[1] or kept:
         return False
     return all(
         type(a) is type(b)

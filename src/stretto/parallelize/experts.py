@@ -1,7 +1,7 @@
 """Expert parallelism: ranks share a layer's experts, and send each other the rows that these are to compute.
 
-    1. The plan names the modules that hold experts: dim 0 of each of their own parameters is the expert. A
-       rank holds an equal part of it (GShard, arXiv 2006.16668).
+    1. The plan names the modules that have experts: dim 0 of each of their own parameters is the expert. A
+       rank has an equal part of it (GShard, arXiv 2006.16668).
     2. While the model is captured such a module gets another forward. It is given rows for all experts, sends
        each rank those of its experts (an all-to-all), computes what it received, and sends it back.
 
@@ -94,9 +94,9 @@ def expert_parallel(
             'ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1'
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    found = experts_in(model, plan)
+    result = experts_in(model, plan)
     shards: dict[str, Shard] = {}
-    for name in found:
+    for name in result:
         check_not_adapted(modules, name)
         own_of = dict(modules[name].named_parameters(recurse=False))
         _agree(name, own_of)
@@ -108,7 +108,7 @@ def expert_parallel(
             f"no module of {type(model).__name__} that its plan for expert parallelism names "
             f"({', '.join(ep_plan_of(model))}) has parameters of its own: give ep_plan, or ep = 1"
         )
-    for name in found if each_expert else ():
+    for name in result if each_expert else ():
         own: Any = modules[name]
         if not _says_how(own) or own.slots(1) is None:
             raise UsageError(
@@ -128,11 +128,11 @@ def expert_parallel(
             "all: drop it, or give ep_buffer = 2.0"
         )
     trials: dict[str, ExpertTrial] = {}
-    for name in found:
+    for name in result:
         if not _says_how(modules[name]):
             served = (one for one in trials.values() if one.serves(modules[name]))
             trials[name] = next(served, None) or ExpertTrial(model, name, size)
-    return ExpertParallel(size, found, shards, buffer, slices, each_expert, fails, trials)
+    return ExpertParallel(size, result, shards, buffer, slices, each_expert, fails, trials)
 
 
 def _says_how(module: nn.Module) -> bool:

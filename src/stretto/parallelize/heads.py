@@ -1,18 +1,18 @@
 """Fewer heads of keys than ranks: which modules make them, and the integers that count them.
 
-With K heads of keys and values on a multiple of K ranks, each rank holds one head whole, and `copies` ranks
+With K heads of keys and values on a multiple of K ranks, each rank has one full head, and `copies` ranks
 the same one (multi-query and grouped-query attention: Shazeer 2019, Ainslie et al. 2023). How many heads a
 module makes is found so:
 
     1. The style says it: `colwise:K`.
-    2. Beside it, in one attention module, stands a wider colwise module (the queries), and counts of heads
+    2. Beside it, in one attention module, is a wider colwise module (the queries), and counts of heads
        under usual names, of the attention module or of a config, fit both widths.
     3. Or the attention module says how wide a head is.
 
-Of several heads of keys that a plan holds whole beside queries that it spreads, a rank's queries would read
-the wrong ones. One head that it holds whole is one that all ranks share. While the model is captured, the
-attention module's own counts are those of a rank: its heads of queries, one head of keys, and how often keys
-are repeated. Looks at modules, and changes none.
+Of several heads of keys that a plan has replicated beside queries that it spreads, a rank's queries would
+read the wrong ones. One head that it has replicated is one that all ranks share. While the model is
+captured, the attention module's own counts are those of a rank: its heads of queries, one head of keys, and
+how often keys are repeated. Looks at modules, and changes none.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ KEYS = re.compile(r"(^|_)w?(k|v|kv|keys?|values?|key_value)(_|$)", re.IGNORECASE
 """Names of attention modules, and of what makes keys or values in one."""
 
 
-class _Attention:
+class _HeadsOfAttention:
     """A module with a colwise matrix in it, and what is said about its heads."""
 
     def __init__(self, model: nn.Module, name: str, module: nn.Module, widest: int) -> None:
@@ -112,10 +112,10 @@ class _Attention:
         head = _integer(self.module, WIDTHS)
         for heads in filter(None, (_integer(one, KEY_HEADS) for one in self.said)):
             if width % heads == 0 and head in (0, width // heads):
-                whole = (queries or wide * heads // width) * (width // heads)
-                # Of a known width, queries may stand beside as many features of another kind (gates).
-                if (wide % whole if head else wide - whole) == 0:
-                    return heads, whole // (width // heads)
+                full = (queries or wide * heads // width) * (width // heads)
+                # Of a known width, queries may be beside as many features of another kind (gates).
+                if (wide % full if head else wide - full) == 0:
+                    return heads, full // (width // heads)
         if head and width % head == 0 and wide % width == 0:
             return width // head, queries or wide // head
         return 0, 0
@@ -123,46 +123,46 @@ class _Attention:
     def counts(self, heads: int, queries: int, size: int) -> dict[str, int]:
         """Its own integers that count heads, as they are on a rank with one head of keys."""
         local = queries // size
-        found: dict[str, int] = {}
-        for names, whole, here in (
+        result: dict[str, int] = {}
+        for names, full, here in (
             (KEY_HEADS, heads, 1),
             (QUERY_HEADS, queries, local),
             (REPEATS, queries // heads, local),
         ):
-            held = {name: self.module.__dict__.get(name) for name in names}
-            found |= {
-                name: here for name, value in held.items() if value == whole and whole and type(value) is int
+            kept = {name: self.module.__dict__.get(name) for name in names}
+            result |= {
+                name: here for name, value in kept.items() if value == full and full and type(value) is int
             }
-        return found
+        return result
 
 
 def shared_heads(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style], size: int
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
-    """What ranks share: module -> ranks that hold the same of its output features, more than one; and their
+    """What ranks share: module -> ranks that have the same of its output features, more than one; and their
     attention module -> integer attribute -> the value on a rank. Some of the modules have no style, or one
     that makes their output whole, and are to be 'colwise'.
 
-    Raises UsageError where heads of keys cannot be spread, with what can be done."""
+    Raises UsageError where heads of keys cannot be sharded, with what can be done."""
     copies: dict[str, int] = {}
     counts: dict[str, dict[str, int]] = {}
-    unknown: list[_Attention] = []
+    unknown: list[_HeadsOfAttention] = []
     for attention in _attentions(model, modules, styles):
         known = False
         for leaf, module in attention.module.named_children():
             name = f"{attention.name}.{leaf}" if attention.name else leaf
             style = styles.get(name, Style("replicated"))
-            spread = style.kind in SPREAD
-            if not spread and (KEYS.search(leaf) is None or style.kind in ROWWISE):
+            sharded = style.kind in SPREAD
+            if not sharded and (KEYS.search(leaf) is None or style.kind in ROWWISE):
                 continue
             _refuse_packed(attention, name, module, style)
             heads, queries = _heads(attention, name, module, style)
             if not heads:
                 continue
             known = True
-            if spread and heads % size == 0:
+            if sharded and heads % size == 0:
                 continue
-            _check(name, heads, queries, size, spread)
+            _check(name, heads, queries, size, sharded)
             copies[name] = size // heads
             counts.setdefault(attention.name, {}).update(attention.counts(heads, queries, size))
         if not known:
@@ -174,7 +174,7 @@ def shared_heads(
 
 def _attentions(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
-) -> Iterator[_Attention]:
+) -> Iterator[_HeadsOfAttention]:
     """Modules with colwise matrices directly in them."""
     widest: dict[str, int] = {}
     for name, style in styles.items():
@@ -182,10 +182,10 @@ def _attentions(
             parent = name.rpartition(".")[0]
             widest[parent] = max(widest.get(parent, 0), _features(modules[name]) // style.blocks)
     for parent, width in widest.items():
-        yield _Attention(model, parent, modules[parent], width)
+        yield _HeadsOfAttention(model, parent, modules[parent], width)
 
 
-def _heads(attention: _Attention, name: str, module: nn.Module, style: Style) -> tuple[int, int]:
+def _heads(attention: _HeadsOfAttention, name: str, module: nn.Module, style: Style) -> tuple[int, int]:
     """Heads of keys that a module makes, and of queries beside them; 0 where nobody says."""
     width = _features(module) // style.blocks
     if not style.heads:
@@ -202,14 +202,14 @@ def _heads(attention: _Attention, name: str, module: nn.Module, style: Style) ->
 def _check(name: str, heads: int, queries: int, size: int, spread: bool) -> None:
     if not spread and heads > 1:
         raise UsageError(
-            f"{name} makes {heads} heads of keys or values that every rank would hold whole, but the "
-            f"queries beside it are spread over {AXIS} = {size}, and those of a rank would read the wrong "
+            f"{name} makes {heads} heads of keys or values that every rank would have replicated, but the "
+            f"queries beside it are sharded over {AXIS} = {size}, and those of a rank would read the wrong "
             "heads: give it the style 'colwise' in tp_plan (heads that ranks share are copied)"
         )
     if size % heads or queries % size:
-        told = f" for {queries} of queries" if queries else ""
+        message = f" for {queries} of queries" if queries else ""
         raise UsageError(
-            f"{name} makes {heads} heads of keys or values{told}, which cannot be spread over {AXIS} = "
+            f"{name} makes {heads} heads of keys or values{message}, which cannot be sharded over {AXIS} = "
             f"{size}: each rank has whole heads, so give {_fitting(heads, queries, size)}"
         )
 
@@ -225,7 +225,7 @@ def _fitting(heads: int, queries: int, size: int) -> str:
     return f"{AXIS} = {' or '.join(map(str, nearest))}"
 
 
-def _refuse_packed(attention: _Attention, name: str, module: nn.Module, style: Style) -> None:
+def _refuse_packed(attention: _HeadsOfAttention, name: str, module: nn.Module, style: Style) -> None:
     """Queries, keys and values in one matrix are equal blocks only if there are as many heads of each."""
     heads = next((n for n in (_integer(one, KEY_HEADS) for one in attention.said) if n), 0)
     queries = attention.queries()
@@ -242,10 +242,10 @@ def _refuse_packed(attention: _Attention, name: str, module: nn.Module, style: S
         )
 
 
-def _refuse_unknown(attention: _Attention, size: int) -> None:
+def _refuse_unknown(attention: _HeadsOfAttention, size: int) -> None:
     """Counts of fewer heads of keys than there are ranks, and nothing that is known to make them."""
-    for said in attention.said if attention.named else ():
-        heads = _integer(said, KEY_HEADS)
+    for printed in attention.said if attention.named else ():
+        heads = _integer(printed, KEY_HEADS)
         if heads and heads % size:
             raise UsageError(
                 f"{attention.name} has {heads} heads of keys, which is no multiple of {AXIS} = {size}, and "

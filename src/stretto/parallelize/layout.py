@@ -1,4 +1,4 @@
-"""How a model is laid out while one rank's part of it is traced: what is spread over ranks, and cut in
+"""How a model is laid out while one rank's part of it is traced: what is sharded over ranks, and cut in
 chunks.
 
 Whatever computes a model as it trains (its capture, its evaluation) opens the same contexts in the same
@@ -35,28 +35,28 @@ class Layout:
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
-        """Parameter name -> how it is spread, over one axis or several."""
-        found: dict[str, tuple[Shard, ...]] = {}
+        """Parameter name -> how it is sharded, over one axis or several."""
+        result: dict[str, tuple[Shard, ...]] = {}
         for how in self._spread:
             for name, shard in how.shards.items():
-                found[name] = (*found.get(name, ()), shard)
-        return found
+                result[name] = (*result.get(name, ()), shard)
+        return result
 
     @property
     def _spread(self) -> tuple[TensorParallel | ExpertParallel, ...]:
         return tuple(how for how in (self.experts, self.tensor) if how is not None)
 
     def part_shapes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
-        """id of a parameter that is spread -> the shape of a rank's part."""
-        found: dict[int, tuple[int, ...]] = {}
+        """id of a parameter that is sharded -> the shape of a rank's part."""
+        result: dict[int, tuple[int, ...]] = {}
         for how in self._spread:
-            parts = {  # a tie has several names, and is spread once
-                id(p): local_shape(found.get(id(p), p.shape), how.shards[name], how.size)
+            parts = {  # a tie has several names, and is sharded once
+                id(p): local_shape(result.get(id(p), p.shape), how.shards[name], how.size)
                 for name, p in model.named_parameters(remove_duplicate=False)
                 if name in how.shards
             }
-            found |= parts
-        return found
+            result |= parts
+        return result
 
     def leaves(self) -> frozenset[str]:
         """Names of the modules whose inside is not the model's own code."""
@@ -112,5 +112,5 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     """How the sequence is cut in so many chunks."""
     if degree == 1:
         return None
-    experts, whole = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
-    return Chunks(degree, experts, whole, joins=not parallel.sequence_parallel)
+    experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
+    return Chunks(degree, experts, full, joins=not parallel.sequence_parallel)

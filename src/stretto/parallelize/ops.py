@@ -5,13 +5,13 @@ graph each is a start and a wait (`stretto.ir.program` lists them), which the ru
 
 Every function below is one half of a conjugate pair, as in Megatron-LM (arXiv 1909.08053 and 2205.05198):
 what is communicated in the forward decides what is in the backward. Two words say what tensor-parallel ranks
-hold: *equal* values, and *parts* (a slice, or an addend of a sum).
+have: *equal* values, and *parts* (a slice, or a partial of a sum).
 
     function          forward                    backward                     from         to
     copy              -                          all-reduce                   equal        used in parts
-    reduce            all-reduce                 -                            addends      equal
+    reduce            all-reduce                 -                            partials      equal
     gather            all-gather along dim       reduce-scatter along dim     slices       used in parts
-    scatter           reduce-scatter along dim   all-gather along dim         addends      slices
+    scatter           reduce-scatter along dim   all-gather along dim         partials      slices
     chunk             own slice along dim        all-gather along dim         equal        slices
     collect           all-gather along dim       own slice along dim          slices       equal
     exchange          all-to-all along dim 0     all-to-all along dim 0       parts        other ranks' parts
@@ -120,10 +120,10 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     made = communicate(ALL_GATHER, x, axis, size)
     if dim == 0:
         return made
-    whole = [n * size if d == dim else n for d, n in enumerate(x.shape)]
+    full = [n * size if d == dim else n for d, n in enumerate(x.shape)]
     if math.prod(x.shape[:dim]) == 1:
-        return made.view(whole)
-    return made.view(size, *x.shape).movedim(0, dim).reshape(whole)
+        return made.view(full)
+    return made.view(size, *x.shape).movedim(0, dim).reshape(full)
 
 
 @unseen
@@ -152,12 +152,12 @@ def check_divides(n: int, size: int, axis: str, what: str) -> None:
     """Raises ValueError, in a user's words, when `size` ranks cannot have equal parts of `n`."""
     if n % size:
         raise ValueError(
-            f"{what} cannot be spread equally over {axis} = {size}: {n} is not a multiple of it; change the "
+            f"{what} cannot be sharded equally over {axis} = {size}: {n} is not a multiple of it; change the "
             "one or the other"
         )
 
 
-class _Pair(torch.autograd.Function):
+class _OneToOnePair(torch.autograd.Function):
     """A function and the one that its gradient goes through."""
 
     @staticmethod
@@ -177,7 +177,7 @@ def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
         return x
     if type(x) is Chunked:
         return x.each(lambda chunk: _pair(chunk, there, back))
-    made: Tensor = _Pair.apply(x, there, back)  # type: ignore[no-untyped-call]
+    made: Tensor = _OneToOnePair.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -192,7 +192,7 @@ def reduce(x: Tensor, axis: str, size: int) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Slices along `dim` become the whole, from here on used in parts."""
+    """Slices along `dim` become the full tensor, from here on used in parts."""
     return _pair(
         x,
         lambda t: all_gather(t, dim, axis, size),
@@ -228,5 +228,5 @@ def chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 
 
 def collect(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Slices along `dim` become the whole, equal on all ranks, and used equally."""
+    """Slices along `dim` become the full tensor, equal on all ranks, and used equally."""
     return _pair(x, lambda t: all_gather(t, dim, axis, size), lambda grad: own_chunk(grad, dim, axis, size))

@@ -1,4 +1,5 @@
-"""A spread parameter's parts: the shape of one, the slice that it is of the whole, the whole from all.
+"""A sharded parameter's parts: the shape of one, the slice that it is of the full tensor, the full tensor
+from all.
 
 Knows shards and tensors; nothing of modules.
 """

@@ -65,11 +65,11 @@ class Recorded(TorchDispatchMode):
         if len(outs) == 1 and isinstance(outs[0], Tensor):
             self.ops.append(Op(self._ref(outs[0]).name, target, *given, specs, random=random))
             return made
-        whole = f"all{len(self.ops)}"
-        self.ops.append(Op(whole, target, *given, specs, random=random))
+        full = f"all{len(self.ops)}"
+        self.ops.append(Op(full, target, *given, specs, random=random))
         for at, out in enumerate(outs):
             if isinstance(out, Tensor):
-                self.ops.append(Op(self._ref(out).name, "getitem", (Ref(whole), at), (), (spec_of(out),)))
+                self.ops.append(Op(self._ref(out).name, "getitem", (Ref(full), at), (), (spec_of(out),)))
         return made
 
 

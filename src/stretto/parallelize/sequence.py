@@ -1,8 +1,8 @@
 """The part of a model between whose modules sequence parallelism keeps slices of the sequence.
 
-    1. The blocks are the one list of modules that holds the rowwise modules (of nested ones the outermost).
+    1. The blocks are the one list of modules that has the rowwise modules (of nested ones the outermost).
        Each is a module that is called.
-    2. Modules of a block in which colwise modules stand (attention, MLP) gather their input; what is in them
+    2. Modules of a block in which colwise modules are (attention, MLP) gather their input; what is in them
        sees whole sequences.
     3. Every other module of a block with parameters must have a style, or be a norm, which works on every
        token alone.
@@ -24,7 +24,7 @@ from stretto.parallelize.styles import COLWISE, EXPERTS, ROWWISE, Style
 def sequence_region(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: dict[str, Style]
 ) -> tuple[str, tuple[str, ...]]:
-    """The first block and the norms beside the blocks; these are the list that holds the rowwise modules."""
+    """The first block and the norms beside the blocks; these are the list that has the rowwise modules."""
     rowwise = [name for name, style in styles.items() if style.kind in ROWWISE]
     lists = {
         name: module
@@ -90,20 +90,20 @@ def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
 
     They gather it, and not the colwise modules: their code may look at its shape before it calls them. So do
     modules with experts in them. Of modules within each other the outermost gathers. Raises UsageError for
-    colwise modules that stand in no such module.
+    colwise modules that are in no such module.
     """
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for name, style in styles.items():
         if style.kind in (*COLWISE, EXPERTS) and name.startswith(f"{blocks}."):
             parent = name.rpartition(".")[0]
             if parent.count(".") == blocks.count(".") + 1:
                 raise UsageError(
-                    f"sequence_parallel: {name} stands directly in its block, whose code would see a slice "
+                    f"sequence_parallel: {name} is directly in its block, whose code would see a slice "
                     "of the sequence: put it in a module of its own (attention, MLP), which then gathers its "
                     "input"
                 )
-            found[parent] = None
-    return [name for name in found if found.keys().isdisjoint(_around(name))]
+            result[parent] = None
+    return [name for name in result if result.keys().isdisjoint(_around(name))]
 
 
 def _around(name: str) -> Iterator[str]:
@@ -114,7 +114,7 @@ def _around(name: str) -> Iterator[str]:
 
 def mixtures(gathering: Sequence[str], styles: Mapping[str, Style]) -> list[str]:
     """Which of them have experts in them: what else is in these sees whole sequences, and makes the same of
-    them on all ranks (a router), while experts make addends."""
+    them on all ranks (a router), while experts make partials."""
     experts = [name for name, style in styles.items() if style.kind == EXPERTS]
     return [name for name in gathering if any(inner.startswith(f"{name}.") for inner in experts)]
 

@@ -1,6 +1,6 @@
 """Where a forward is in slices of the sequence, with sequence parallelism.
 
-    1. A block that is given the whole sequence cuts it; residuals are slices from there on.
+    1. A block that is given the full sequence cuts it; residuals are slices from there on.
     2. Attention and MLPs gather their input (`sequence.whole_inside`), and scatter their output.
     3. A norm beside the blocks that is given slices puts the sequence together again.
 
@@ -8,8 +8,8 @@ Where the sequence is in chunks (`chunked`), each chunk is cut into slices by it
 the first of 2 ranks has 0, 1, 4, 5 (MindSpeed's order too). What is gathered of a chunk's slices is then that
 chunk, in its order, and no token is moved.
 
-A tensor's length says whether it is a slice: that of the whole is known from the first cut. Code that runs
-parts of the blocks where this does not hold (of blocks that are never called themselves) is refused.
+A tensor's length says whether it is a slice: that of the full tensor is known from the first cut. Code that
+runs parts of the blocks where this does not have (of blocks that are never called themselves) is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OUT = (
 
 @dataclass(slots=True)
 class Slices:
-    """One forward. degree: chunks of the sequence. length: of the whole sequence, once it was cut; sliced:
+    """One forward. degree: chunks of the sequence. length: of the full sequence, once it was cut; sliced:
     whether blocks ran last, and no norm put their slices together; inside: modules with a gathered input that
     run now."""
 
@@ -75,7 +75,7 @@ class Slices:
 
     @unseen
     def in_chunks(self, x: Tensor) -> Tensor:
-        """Slices, or the whole, in the chunks of the sequence."""
+        """Slices, or the full tensor, in the chunks of the sequence."""
         if self.degree == 1 or type(x) is Chunked:
             return x
         each = self.how.size if self._is_whole(x) else 1
@@ -83,11 +83,11 @@ class Slices:
         return Chunked(torch.split(x, [each * n for n in of_slices], SEQUENCE_DIM), SEQUENCE_DIM)
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Slices of the sum of addends."""
+        """Slices of the sum of partials."""
         return ops.scatter(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
 
     def collect(self, x: Tensor) -> Tensor:
-        """The whole of slices, for what all ranks do alike."""
+        """The whole of slices, for what all ranks do the same."""
         return ops.collect(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
 
     # Forwards of modules; each takes the module's own and gives another.
@@ -128,11 +128,11 @@ class Slices:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            found = own(*args, **kwargs)
-            if self.length is None or not self.is_slice(found):
-                return found
+            result = own(*args, **kwargs)
+            if self.length is None or not self.is_slice(result):
+                return result
             self.sliced = False
-            return joined(self.collect(found))
+            return joined(self.collect(result))
 
         return forward
 
@@ -171,7 +171,7 @@ class Slices:
 
     def mixture(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """Experts and what is around them: its input is gathered, and of its output (the first, where there
-        are several) the sum is scattered. What is in it leaves addends."""
+        are several) the sum is scattered. What is in it leaves partials."""
         inner = self.whole_inside(name, module, self.collect)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -191,7 +191,7 @@ class Slices:
             )
 
     def check_whole(self, name: str, x: Any) -> None:
-        """Raises ValueError if what is to be scattered is not of the whole sequence."""
+        """Raises ValueError if what is to be scattered is not of the full sequence."""
         if not self._is_whole(x):
             raise ValueError(self._not_sliced(name))
 

@@ -1,4 +1,5 @@
-"""Logits whose vocabulary is spread: what stands for the whole tensor in the code of models and losses.
+"""Logits whose vocabulary is sharded: what is in the place of the full tensor in the code of models and
+losses.
 
     1. What keeps the vocabulary's dim whole (dtype, views of the other dims, scaling by a number) is done on
        the part, and `F.cross_entropy` of parts communicates three numbers a token (`vocabulary`).
@@ -32,14 +33,14 @@ OneToOne = Callable[[Tensor], Tensor]
 
 
 class WrittenError(Exception):
-    """The code writes to the whole logits, or asks for what only one tensor has."""
+    """The code writes to the full logits, or asks for what only one tensor has."""
 
     def __str__(self) -> str:
-        return "the code writes to spread logits: give the output head the style 'colwise_gather_output'"
+        return "the code writes to sharded logits: give the output head the style 'colwise_gather_output'"
 
 
 def gathered(part: Tensor, axis: str, size: int) -> Tensor:
-    """The whole of columns that are spread."""
+    """The whole of columns that are sharded."""
     made = ops.collect(part, -1, axis, size)
     # A view that an autograd function returns cannot be written to.
     return made.clone() if 1 in (made.numel() // max(made.shape[-1], 1), part.shape[-1]) else made
@@ -47,8 +48,8 @@ def gathered(part: Tensor, axis: str, size: int) -> Tensor:
 
 @dataclass(slots=True)
 class _Storage:
-    """What logits and their views share. gathered: the whole, once something needed it; version: its count
-    of writes at that time."""
+    """What logits and their views share. gathered: the full tensor, once something needed it; version: its
+    count of writes at that time."""
 
     part: Tensor
     axis: str
@@ -66,7 +67,7 @@ class _Storage:
 class SplitLogits(Tensor):
     """Logits of which this rank has the columns (last dim) of its part of the vocabulary.
 
-    Looks like the whole tensor to the code that gets it, and has no elements of its own, so that nothing
+    Looks like the full tensor to the code that gets it, and has no elements of its own, so that nothing
     takes the part for it.
     """
 
@@ -84,7 +85,7 @@ class SplitLogits(Tensor):
 
     @property
     def held(self) -> Tensor:
-        """This rank's part. Raises WrittenError when the whole has other values now."""
+        """This rank's part. Raises WrittenError when the full tensor has other values now."""
         storage = self._storage
         if storage.gathered is not None and storage.gathered._version != storage.version:
             raise WrittenError
@@ -116,7 +117,7 @@ class SplitLogits(Tensor):
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         raise ValueError(
-            f"{function} gets logits that are spread over tensor-parallel ranks, in a way that passes "
+            f"{function} gets logits that are sharded over tensor-parallel ranks, in a way that passes "
             "__torch_function__ by: give it x + 0.0, or the head the style 'colwise_gather_output'"
         )
 
@@ -158,7 +159,7 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     """Step 2: a function of whole logits. Raises WrittenError for one that changes them."""
     if function == Tensor.data.__set__:  # type: ignore[attr-defined]
         raise ValueError(
-            "the logits are spread over tensor-parallel ranks, and their data cannot be exchanged: write "
+            "the logits are sharded over tensor-parallel ranks, and their data cannot be exchanged: write "
             "x = ... or x.copy_(...) in place of x.data = ..."
         )
     if function in _OF_ONE_TENSOR:
@@ -186,7 +187,7 @@ _ABOUT = frozenset(
 )
 """What a tensor without elements tells itself."""
 
-# Step 1: what is done on the part. Each gives NotImplemented for what needs the whole.
+# Step 1: what is done on the part. Each gives NotImplemented for what needs the full tensor.
 
 
 def _like(x: SplitLogits, part: Tensor) -> SplitLogits:
@@ -195,7 +196,7 @@ def _like(x: SplitLogits, part: Tensor) -> SplitLogits:
 
 
 def _viewed(x: SplitLogits, part: OneToOne, whole: OneToOne | None = None) -> SplitLogits:
-    """A view: what is done to the part, and (else the same) to the whole, to get it."""
+    """A view: what is done to the part, and (else the same) to the full tensor, to get it."""
     own, then, grad = x._chain, whole or part, torch.is_grad_enabled()
 
     def chain(gathered: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""A spread model's forwards: while it is captured, its modules compute one rank's part.
+"""A sharded model's forwards: while it is captured, its modules compute one rank's part.
 
     1. Modules get another forward for the time of the capture: it lets communication in where the style
        says (`ops`), and then is the module's own. An input that several colwise modules read is copied or
        gathered once.
-    2. Attributes that count what is spread are divided; those that count heads of which ranks share some get
+    2. Attributes that count what is sharded are divided; those that count heads of which ranks share some get
        the value that they have on a rank.
     3. All of it is undone afterwards; the model stays as it was.
 
@@ -34,7 +34,7 @@ from stretto.parallelize.vocabulary import embed
 
 
 @dataclass(slots=True)
-class _Forward:
+class _ShardedForward:
     """What modules share: those that gather the sequence; during one forward, inputs that were let in
     already, by identity, and where it is in slices of the sequence."""
 
@@ -48,7 +48,7 @@ def spread(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[N
     """While the context lasts, the model computes one rank's part. Parameters must already be parts. degree:
     chunks into which blocks cut the sequence."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    state = _Forward(Slices(how, degree), _gathering(how))
+    state = _ShardedForward(Slices(how, degree), _gathering(how))
     replaced: set[tuple[int, str]] = set()
     undo: list[Callable[[], None]] = []
 
@@ -126,12 +126,12 @@ def _set(module: nn.Module, attribute: str, value: int, undo: list[Callable[[], 
 
 
 def _own(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as it stands, which may already be another than its class's."""
+    """The module's forward as it is, which may already be another than its class's."""
     forward: Callable[..., Any] = module.forward
     return forward
 
 
-def _let_in(x: Tensor, how: TensorParallel, state: _Forward, sliced: bool) -> Tensor:
+def _let_in(x: Tensor, how: TensorParallel, state: _ShardedForward, sliced: bool) -> Tensor:
     """Copy or gather the input of a colwise module, once for all that read it."""
     if type(x) is Chunked:
         return x.each(lambda chunk: _let_in(chunk, how, state, sliced))
@@ -147,14 +147,14 @@ def _gathering(how: TensorParallel) -> list[str]:
     return [] if how.first is None else whole_inside(how.first.rpartition(".")[0], how.modules)
 
 
-def _where(name: str, how: TensorParallel, state: _Forward) -> tuple[bool, bool]:
+def _where(name: str, how: TensorParallel, state: _ShardedForward) -> tuple[bool, bool]:
     """Whether a module is in one that gathers the sequence, and in one with experts."""
     around = [parent for parent in state.gathering if name.startswith(f"{parent}.")]
     return bool(around), bool(mixtures(around, how.modules))
 
 
 def _sequence(
-    modules: dict[str, nn.Module], how: TensorParallel, state: _Forward
+    modules: dict[str, nn.Module], how: TensorParallel, state: _ShardedForward
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The modules at which sequences are cut, gathered and put together, with their forwards, from within."""
     if how.first is None:
@@ -178,7 +178,7 @@ def _sequence(
 
 
 def _colwise(
-    module: nn.Module, name: str, how: TensorParallel, state: _Forward, gathers: bool
+    module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward, gathers: bool
 ) -> Callable[..., Any]:
     own, inside, mixed = _own(module), *_where(name, how, state)
 
@@ -192,7 +192,7 @@ def _colwise(
 
 
 def _rowwise(
-    module: nn.Module, name: str, how: TensorParallel, state: _Forward, splits: bool
+    module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward, splits: bool
 ) -> Callable[..., Any]:
     own, (_, mixed) = _own(module), _where(name, how, state)
     scatters = how.first is not None and not mixed and name.startswith(f"{how.first.rpartition('.')[0]}.")
@@ -224,8 +224,8 @@ def _rowwise(
     return forward
 
 
-def _experts(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
-    """Of tokens, chosen experts and weights. What it makes is an addend, and stays one: it may be added to
+def _experts(module: nn.Module, how: TensorParallel, state: _ShardedForward) -> Callable[..., Any]:
+    """Of tokens, chosen experts and weights. What it makes is a partial, and stays one: it may be added to
     others (of shared experts) before the proof of placements has the sum taken."""
     own = _own(module)
 
@@ -248,7 +248,7 @@ def _embedding(module: nn.Embedding, how: TensorParallel) -> Callable[..., Any]:
     return forward
 
 
-def _head(module: nn.Module, how: TensorParallel, state: _Forward) -> Callable[..., Any]:
+def _head(module: nn.Module, how: TensorParallel, state: _ShardedForward) -> Callable[..., Any]:
     own = _own(module)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> SplitLogits:

@@ -1,22 +1,22 @@
-"""Styles: the words that say how a module is spread over tensor-parallel ranks, and plans made of them.
+"""Styles: the words that say how a module is sharded over tensor-parallel ranks, and plans made of them.
 
-    colwise                 output features are spread; the input is equal on all ranks
+    colwise                 output features are sharded; the input is equal on all ranks
     colwise:K               the same, where the output features are K heads of keys or values: where ranks are
-                            more, those that share a head hold the same (`heads` finds K by the usual names)
+                            more, those that share a head have the same (`heads` finds K by the usual names)
     colwise_gather_output   as colwise, and the output is put together again
     packed_colwise:K        colwise, for a matrix that is K equal ones side by side (query, key, value)
-    rowwise                 input features are spread, as a colwise module before it left them; the output is
+    rowwise                 input features are sharded, as a colwise module before it left them; the output is
                             the sum over ranks
-    rowwise_split_input     the same after a module whose output is whole: each rank takes its features of it
-    vocabulary              an embedding's rows, or an output head's columns, are spread (`vocabulary`)
+    rowwise_split_input     the same after a module whose output is unsharded: each rank takes its features
+    of it vocabulary              an embedding's rows, or an output head's columns, are sharded (`vocabulary`)
     sequence                a norm that sees a slice of the sequence, with `sequence_parallel`
-    attributes:A,B          integers of the module that count what is spread, divided by the number of ranks
+    attributes:A,B          integers of the module that count what is sharded, divided by the number of ranks
     experts                 a module of experts, called with tokens, chosen experts and weights: those of its
-                            own parameters are spread that have a style, and its output is the sum over ranks
-    dim:D, dim:D:K          a parameter of experts is spread along its dim D (which is K equal blocks)
-    replicated              nothing is spread
+                            own parameters are sharded that have a style, and its output is the sum over ranks
+    dim:D, dim:D:K          a parameter of experts is sharded along its dim D (which is K equal blocks)
+    replicated              nothing is sharded
 
-A plan maps patterns of module names to styles; `*` stands for one part of a name (a layer's number). These
+A plan maps patterns of module names to styles; `*` matches one part of a name (a layer's number). These
 are the words of `transformers`; PyTorch's `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` objects
 (`torch.distributed.tensor.parallel`) are understood as well. A parameter of experts with the dims (experts,
 out, in) may be colwise, packed_colwise or rowwise, as `transformers` says.
@@ -56,7 +56,7 @@ KNOWN = (
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
 ROWWISE = ("rowwise", "rowwise_split_input")
-"""Styles of matrices whose output, or input, features are spread."""
+"""Styles of matrices whose output, or input, features are sharded."""
 EXPERTS = "experts"
 
 SYNONYMS = {
@@ -126,8 +126,8 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
         return Style("sequence")
     if isinstance(given, (PrepareModuleInput, PrepareModuleOutput)):
         raise UsageError(
-            f"{where}: leave {type(given).__name__} out: where a sequence is gathered or spread follows from "
-            "the styles of the modules around it"
+            f"{where}: leave {type(given).__name__} out: where a sequence is gathered or sharded follows "
+            "from the styles of the modules around it"
         )
     word, _, rest = str(given).partition(":")
     kind = SYNONYMS.get(word, word)
@@ -182,7 +182,7 @@ def given_plan(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str
 
 
 def named_by(pattern: str, modules: Iterable[str]) -> list[str]:
-    """The names that a plan's pattern stands for."""
+    """The names that a plan's pattern matches."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
     return [name for name in modules if expression.fullmatch(name)]
 
@@ -194,7 +194,7 @@ def no_module(pattern: str, names: Iterable[str]) -> str:
 
 
 def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
-    """(dim, blocks) along which a parameter of experts is spread."""
+    """(dim, blocks) along which a parameter of experts is sharded."""
     word, *numbers = str(given).split(":")
     count = parameter.dim()
     if word == "dim" and 1 <= len(numbers) <= 2 and all(n.isdigit() for n in numbers):
@@ -209,7 +209,7 @@ def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
             return count - 1, 1
     raise UsageError(
         f"{where}: a parameter of {count} dims has no style {given!r}: give 'dim:D', the number of the dim "
-        "along which it is spread, or for the dims (experts, out, in) 'colwise', 'packed_colwise', 'rowwise'"
+        "along which it is sharded, or for the dims (experts, out, in) 'colwise', 'packed_colwise', 'rowwise'"
     )
 
 
@@ -220,7 +220,7 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
     whole. Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
     """
     plan = given_plan(model, given)
-    found: dict[str, Style] = {}
+    result: dict[str, Style] = {}
     dims: dict[str, tuple[Any, str]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -234,20 +234,20 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
             dims.update(dict.fromkeys(of_experts, (style, where)))
             continue
         parse_style(style, where, modules[matched[0]] if matched else None)
-        found.update({name: parse_style(style, where, modules[name]) for name in matched})
+        result.update({name: parse_style(style, where, modules[name]) for name in matched})
     for name, (style, where) in dims.items():
         module, _, key = name.rpartition(".")
-        if module in found and found[module].kind == EXPERTS:
+        if module in result and result[module].kind == EXPERTS:
             dim = _dim_of(style, where, parameters[name])
-            found[module] = replace(found[module], dims=(*found[module].dims, (key, *dim)))
+            result[module] = replace(result[module], dims=(*result[module].dims, (key, *dim)))
         elif given is not None:
             raise UsageError(
                 f"tp_plan names the parameter {name!r}, which has a style only in a module of the style "
                 f"'experts': give {module!r} that style, or name the module"
             )
-    if not found:
+    if not result:
         raise UsageError(
             f"no module of {type(model).__name__} has a name of its tensor-parallel plan "
             f"({', '.join(plan)}): give a plan with tp_plan={{pattern: style}}"
         )
-    return found
+    return result

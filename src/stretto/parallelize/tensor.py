@@ -1,10 +1,10 @@
-"""Tensor and sequence parallelism: which of a model's modules are spread over ranks, and how.
+"""Tensor and sequence parallelism: which of a model's modules are sharded over ranks, and how.
 
-    1. The plan says which modules are spread (`styles`). What it leaves out for sequence parallelism is
+    1. The plan says which modules are sharded (`styles`). What it leaves out for sequence parallelism is
        found (`sequence`): the blocks, and the norms in and after them.
-    2. Parameters of spread modules become shards: rows, columns, or parts of packed columns (`parts`). Where
-       ranks share a head of keys, they hold the same rows (`heads`).
-    3. What does not fit is refused: sizes, ties that would be spread in two ways, a plan that leaves most of
+    2. Parameters of sharded modules become shards: rows, columns, or parts of packed columns (`parts`). Where
+       ranks share a head of keys, they have the same rows (`heads`).
+    3. What does not fit is refused: sizes, ties that would be sharded in two ways, a plan that leaves most of
        the model whole.
 
 The model is looked at and not changed; `spread` makes it compute a part.
@@ -31,7 +31,7 @@ AXIS = TENSOR
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What is spread. shards: parameter name -> how; modules: name -> style. counts: module name -> its
+    """What is sharded. shards: parameter name -> how; modules: name -> style. counts: module name -> its
     integers that count heads -> their value on a rank, where ranks share heads of keys.
 
     first: the first block's name, tails: norms of which one follows the last block; with sequence parallelism
@@ -54,8 +54,8 @@ def tensor_parallel(
     styles = _vocabulary_fits(model, plan_of(model, plan), modules, size)
     _check_heads(model, size)
     copies, counts = shared_heads(model, modules, styles, size)
-    whole = (name for name in copies if name not in styles or styles[name].kind not in SPREAD)
-    styles |= dict.fromkeys(whole, Style("colwise"))
+    full = (name for name in copies if name not in styles or styles[name].kind not in SPREAD)
+    styles |= dict.fromkeys(full, Style("colwise"))
     first, tails = sequence_region(model, modules, styles) if sequence else (None, ())
     shards: dict[str, Shard] = {}
     for name, style in styles.items():
@@ -72,8 +72,8 @@ def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> No
     share = sum(spread_out.values()) / max(total, 1)
     if share < 0.5:
         warnings.warn(
-            f"the tensor-parallel plan of {type(model).__name__} spreads {100 * share:.0f} % of its "
-            f"parameters over {AXIS} = {size}; every rank computes the rest whole. Give a plan of your own "
+            f"the tensor-parallel plan of {type(model).__name__} shards {100 * share:.0f} % of its "
+            f"parameters over {AXIS} = {size}; every rank computes all of the rest. Give a plan of your own "
             "with tp_plan",
             stacklevel=4,
         )
@@ -82,7 +82,8 @@ def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> No
 def _vocabulary_fits(
     model: nn.Module, styles: dict[str, Style], modules: Mapping[str, nn.Module], size: int
 ) -> dict[str, Style]:
-    """An output head that is gathered anyway is split along the vocabulary; what cannot be stays whole."""
+    """An output head that is gathered anyway is split along the vocabulary; what cannot be stays
+    unsharded."""
     result = dict(styles)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, style in styles.items():
@@ -100,22 +101,20 @@ def _vocabulary_fits(
         if weight.shape[0] % size or odd:
             why = "is of a special kind" if odd else f"has {weight.shape[0]} rows"
             warnings.warn(
-                f"{name} {why} and is not spread over {AXIS} = {size}: every rank computes it whole. "
-                f"Pad the vocabulary to a multiple of {size} to spread it",
+                f"{name} {why} and is not sharded over {AXIS} = {size}: every rank computes all of it. "
+                f"Pad the vocabulary to a multiple of {size} to shard it",
                 stacklevel=4,
             )
             result[name] = Style("replicated")
-    # A tie is spread in all its places or in none.
-    whole = {
+    # A tie is sharded in all its places or in none.
+    full = {
         id(p)
         for name, style in result.items()
         if style.kind == "replicated"
         for p in modules[name].parameters(recurse=False)
     }
     for name, style in result.items():
-        if style.kind == "vocabulary" and any(
-            id(p) in whole for p in modules[name].parameters(recurse=False)
-        ):
+        if style.kind == "vocabulary" and any(id(p) in full for p in modules[name].parameters(recurse=False)):
             result[name] = Style("replicated")
     return result
 
@@ -133,7 +132,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
 
 
 def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) -> dict[str, Shard]:
-    """Own parameter -> how it is spread. copies: ranks that hold the same output features."""
+    """Own parameter -> how it is sharded. copies: ranks that have the same output features."""
     kind = style.kind
     if kind == "experts":
         for key, dim, blocks in style.dims:
@@ -151,8 +150,8 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
         )
     if isinstance(module, nn.Embedding) and kind != "vocabulary":
         raise UsageError(
-            f"{name}: an embedding is spread by the style 'vocabulary', not {kind!r}: give it that style, or "
-            "leave it out of tp_plan, which keeps it whole"
+            f"{name}: an embedding is sharded by the style 'vocabulary', not {kind!r}: give it that style, "
+            "or leave it out of tp_plan, which keeps it replicated"
         )
     # transformers' Conv1D keeps its matrix transposed: (in, out).
     out_dim, in_dim = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
@@ -170,8 +169,8 @@ def _divides(name: str, n: int, size: int, blocks: int) -> None:
     if n % (size * blocks):
         packed = f" of {blocks} packed matrices" if blocks > 1 else ""
         raise UsageError(
-            f"{name}: {n} features{packed} cannot be spread equally over {AXIS} = {size}: give a {AXIS} that "
-            "divides them, or the module the style 'replicated' in tp_plan"
+            f"{name}: {n} features{packed} cannot be sharded equally over {AXIS} = {size}: give a {AXIS} "
+            "that divides them, or the module the style 'replicated' in tp_plan"
         )
 
 
@@ -181,6 +180,6 @@ def _check_ties(model: nn.Module, shards: Mapping[str, Shard]) -> None:
         other = first.setdefault(id(parameter), name)
         if shards.get(other) != shards.get(name):
             raise UsageError(
-                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan spreads them "
+                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan shards them "
                 "differently: give both modules the same style"
             )

@@ -1,9 +1,7 @@
 """What the library itself computes while a model's code runs is not the model's: it is not compared.
 
-`stretto.parallelize.alone` compares the calls of a spread model with those of the model alone; what stands
-between (collectives, lookups in a part of a vocabulary) has no counterpart there.
-Touches PyTorch's annotations only.
-"""
+`stretto.parallelize.alone` compares the calls of a sharded model with those of the model alone; what is
+between (collectives, lookups in a part of a vocabulary) has no counterpart there."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A vocabulary that is spread over tensor-parallel ranks: embedding, logits, cross-entropy.
+"""A vocabulary that is sharded over tensor-parallel ranks: embedding, logits, cross-entropy.
 
-Each rank holds an equal, consecutive part of the vocabulary's rows (Megatron-LM, arXiv 1909.08053).
+Each rank has an equal, consecutive part of the vocabulary's rows (Megatron-LM, arXiv 1909.08053).
 
     1. Embedding: a rank looks up the tokens of its part, gives zeros for the rest; the sum is the embedding.
        That is done to the lookup within the module's own forward.
-    2. Logits: a rank has the columns of its part; `split_logits` stands for the whole in the model's code.
+    2. Logits: a rank has the columns of its part; `split_logits` replaces the full tensor in the model's
+    code.
     3. Cross-entropy of split logits needs three numbers for a token from each rank: the highest logit of its
        part, the sum of exponentials below that, and the target's logit. One collective carries them; sums
        below different maxima are put together as in Milakov and Gimelshein, "Online normalizer calculation
@@ -32,7 +33,7 @@ from stretto.parallelize.unseen import own_code, unseen
 def embed(
     module: nn.Embedding, axis: str, size: int, own: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Step 1. `module.weight` holds this rank's rows; `own` is the module's forward, and gets the arguments.
+    """Step 1. `module.weight` has this rank's rows; `own` is the module's forward, and gets the arguments.
     Whatever else it computes, it computes from the rows of all ranks."""
     with _Lookups(module, axis, size):
         return own(*args, **kwargs)
@@ -70,17 +71,17 @@ class _Lookups(TorchFunctionMode):
         is left as it is, and refused by the proof of placements."""
         if max_norm is not None or scale_grad_by_freq or sparse:
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        whole = self._rows * self._size
+        full = self._rows * self._size
         local = input - ops.index(input, self._axis, self._size) * self._rows
         elsewhere = ((local < 0) | (local >= self._rows)).unsqueeze(-1)
-        found = F.embedding(local.masked_fill(elsewhere.squeeze(-1), 0), weight)
+        result = F.embedding(local.masked_fill(elsewhere.squeeze(-1), 0), weight)
         if padding_idx is not None:
             # The padding token's row is read, but never learns.
-            padding = padding_idx % whole
-            found = torch.where((input == padding).unsqueeze(-1), found.detach(), found)
-        unknown = ((input < 0) | (input >= whole)).unsqueeze(-1)
-        fill = torch.zeros_like(unknown, dtype=found.dtype).masked_fill(unknown, math.nan)
-        return ops.reduce(torch.where(elsewhere, fill, found), self._axis, self._size)
+            padding = padding_idx % full
+            result = torch.where((input == padding).unsqueeze(-1), result.detach(), result)
+        unknown = ((input < 0) | (input >= full)).unsqueeze(-1)
+        fill = torch.zeros_like(unknown, dtype=result.dtype).masked_fill(unknown, math.nan)
+        return ops.reduce(torch.where(elsewhere, fill, result), self._axis, self._size)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -110,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         unknown_N = ((target_N < 0) | (target_N >= part * size)) & ~ignored_N
         factor_N = (highest_N - top_N).exp() / total_N
         ctx.save_for_backward(exp_NP, factor_N, local_N, elsewhere_N, ignored_N)
-        # A target that is no token has no loss; where the whole is at hand, PyTorch refuses it.
+        # A target that is no token has no loss; where the full tensor is at hand, PyTorch refuses it.
         return (total_N.log() - picked_N).masked_fill(ignored_N, 0.0).masked_fill(unknown_N, math.nan)
 
     @staticmethod
@@ -126,7 +127,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits_NP: Tensor, target_N: Tensor, ignore_index: int, reduction: str, axis: str, size: int
 ) -> Tensor:
-    """`F.cross_entropy` of logits whose columns are spread over the axis; equal on all ranks."""
+    """`F.cross_entropy` of logits whose columns are sharded over the axis; equal on all ranks."""
     loss_N: Tensor = _CrossEntropy.apply(logits_NP, target_N, ignore_index, axis, size)  # type: ignore[no-untyped-call]
     if reduction == "none":
         return loss_N

@@ -1,10 +1,10 @@
 """All passes, in the one order in which they run, from a captured graph to the step that planning orders.
 
-    OfGraph   Graph -> Graph            the ops of a whole step, before there are stages
+    OfGraph   Graph -> Graph            the ops of a full step, before there are stages
     OfJob     Job -> Job                stages and what crosses between them, before anything has a price
     OfStep    Step, Context -> Step     ranks and costs are known: `stretto.planning` makes variants of these
 
-Each gives what it was given where there is nothing to do. After those of a step, a variant has passes that
+Each returns its argument where there is nothing to do. After those of a step, a variant has passes that
 know windows (`stretto.planning.variants`). A new pass is a file of this room and a line of `ORDER`.
 """
 
@@ -15,22 +15,16 @@ from dataclasses import dataclass, replace
 
 from stretto.errors import UsageError, meant
 from stretto.ir.program import Job
-from stretto.passes.cut_before_adding import cut_before_adding
-from stretto.passes.dead_ops import dead_ops
+from stretto.passes.borders import gather_behind, scatter_borders
 from stretto.passes.dense_messages import dense_messages
-from stretto.passes.equal_collectives import equal_collectives
-from stretto.passes.gather_behind import gather_behind
 from stretto.passes.gradient_parts import gradient_parts
 from stretto.passes.graph import Graph
 from stretto.passes.handed_on import handed_on, sent_once
-from stretto.passes.merged_messages import merged_messages
 from stretto.passes.messages_in_parts import messages_in_parts
-from stretto.passes.no_ops import no_ops
-from stretto.passes.placed_sums import placed_sums
+from stretto.passes.no_ops import dead_ops, equal_collectives, no_ops
 from stretto.passes.plain_matmul import plain_matmuls
 from stretto.passes.recompute_choice import recomputed
-from stretto.passes.scatter import reduce_scatter_chunks
-from stretto.passes.scatter_borders import scatter_borders
+from stretto.passes.scatter import cut_before_adding, reduce_scatter_chunks
 from stretto.passes.sequence_first import sequence_first
 from stretto.passes.split_ops import split_products
 from stretto.passes.step import Pass
@@ -66,12 +60,10 @@ ORDER = (
     OfJob(gather_behind),  # what is gathered for other stages alone is gathered by them
     OfJob(gradient_parts),  # a gradient that is a sum of products becomes these, which are added one by one
     OfStep(split_products, tried=True),  # products and the collectives of their results in parts
-    OfStep(placed_sums, tried=True),  # sums of what several stages make, where messages cost least
-    OfStep(dense_messages),  # what crosses stages is in one piece of memory
-    OfStep(messages_in_parts),  # what all tensor-parallel ranks hold alike crosses in parts
+    OfStep(dense_messages),  # what crosses stages is contiguous
+    OfStep(messages_in_parts),  # what tensor-parallel ranks have replicated crosses in parts
     OfStep(sent_once),  # a value that several stages of a rank read is sent there once
     OfStep(handed_on, tried=True),  # values that several ranks read are handed on by those that have them
-    OfStep(merged_messages, tried=True),  # small messages of one microbatch as one
     OfStep(recomputed),  # what the backward computes again instead of keeping it
 )
 """A pass has its function's name."""

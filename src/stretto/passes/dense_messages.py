@@ -15,7 +15,7 @@ is made by the thread that computes, where the message starts, and no price list
     5. What a collective reads is copied by an op before it likewise; one that works in place makes a copy in
        any case, which its start's price has.
 
-No number changes. Touches `stretto.ir` only.
+No number changes.
 """
 
 from __future__ import annotations
@@ -164,27 +164,27 @@ def _calls(spec: TensorSpec) -> tuple[list[_Call], list[_Call]]:
         made = spec_with([shape[dim] for dim in order], spec.dtype, [strides[dim] for dim in order])
         there.append(_Call("aten.permute.default", (tuple(order),), made))
         dense, places = dense_strides(made.shape), [order.index(dim) for dim in dims]
-        found = spec_with(shape, spec.dtype, [dense[place] for place in places])
-        back.append(_Call("aten.permute.default", (tuple(places),), found))
+        result = spec_with(shape, spec.dtype, [dense[place] for place in places])
+        back.append(_Call("aten.permute.default", (tuple(places),), result))
     if made.stride is not None:
         there.append(_Call(COPY, (), replace(made, stride=None)))
     if expanded:
-        found = (back or there)[-1].spec
-        kept = [0 if dim in expanded else stride for dim, stride in enumerate(strides_of(found))]
+        result = (back or there)[-1].spec
+        kept = [0 if dim in expanded else stride for dim, stride in enumerate(strides_of(result))]
         back.append(_Call("aten.expand.default", (spec.shape,), spec_with(spec.shape, spec.dtype, kept)))
     return there, back
 
 
 def _ops(calls: Sequence[_Call], value: str, name: str, module: str) -> list[Op]:
     """The calls as ops, one of the other's result, of which the last makes `name`."""
-    found: list[Op] = []
+    result: list[Op] = []
     for at, call in enumerate(calls):
         made = name if at == len(calls) - 1 else f"{name}_{at}"
         copies = call.target == COPY
         kwargs = CONTIGUOUS if copies else ()
         alias = None if copies else value
-        found.append(
+        result.append(
             Op(made, call.target, (Ref(value), *call.args), kwargs, (call.spec,), alias, module=module)
         )
         value = made
-    return found
+    return result

@@ -10,7 +10,7 @@ The runtime adds the parts of a gradient where it is kept in any case, and a pro
     2. Where all that is left are products that nothing else reads, they are the gradient's parts, in the
        order in which they are made; the additions are gone. Else the sum stays.
 
-Sums are regrouped: over microbatches each part is added by itself. Touches `stretto.ir` only.
+Sums are regrouped: over microbatches each part is added by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Made = tuple[int, Phase, str]
 
 def gradient_parts(job: Job) -> Job:
     """See the module. The job itself when no gradient is such a sum."""
-    work = _Work(job)
+    work = _GradientSums(job)
     parameters = tuple(work.apart(parameter) for parameter in job.parameters)
     if not work.gone:
         return job
@@ -48,7 +48,7 @@ def gradient_parts(job: Job) -> Job:
     return replace(job, parameters=parameters, stages=stages)
 
 
-class _Work:
+class _GradientSums:
     """gone: (stage, name) of additions that are no more."""
 
     def __init__(self, job: Job) -> None:
@@ -71,13 +71,14 @@ class _Work:
         for grad in parameter.grads:
             stage, _, value = grad
             sums: list[str] = []
-            found = self._products(stage, value, sums)
-            if found is None or not sums:
+            result = self._products(stage, value, sums)
+            if result is None or not sums:
                 parts.append(grad)
                 continue
             self.gone |= {(stage, name) for name in sums}
             order = sorted(
-                (PHASES.index(self._made[stage, name][1]), self._made[stage, name][0], name) for name in found
+                (PHASES.index(self._made[stage, name][1]), self._made[stage, name][0], name)
+                for name in result
             )
             parts += [(stage, PHASES[phase], name) for phase, _, name in order]
         return replace(parameter, grads=tuple(parts))
@@ -93,10 +94,10 @@ class _Work:
         if op.target != ADD or op.kwargs or not all(isinstance(arg, Ref) for arg in op.args):
             return None
         sums.append(value)
-        found: list[str] = []
+        result: list[str] = []
         for arg in op.args:
             inner = self._products(stage, arg.name, sums)
             if inner is None or self._made[stage, arg.name][2].outputs != op.outputs:
                 return None
-            found += inner
-        return found
+            result += inner
+        return result

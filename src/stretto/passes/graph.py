@@ -1,7 +1,4 @@
-"""What a pass takes and gives: the ops of a whole step, and what must stay.
-
-Touches `stretto.ir` only.
-"""
+"""What a pass takes and gives: the ops of a full step, and what must stay."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from stretto.ir.program import Op, TensorSpec
 class Graph:
     """ops: in an order that can be run. roots: values that the step is for (the loss, gradients, updates).
 
-    origin: for an op that a pass made, the captured op in whose place it stands.
+    origin: for an op that a pass made, the captured op that it replaces.
     backward: names of the captured ops that belong to the backward.
     renamed: a captured root -> the value that it is now, where a pass found it to be equal to another.
     given: specs of values that no op makes (parameters, leaves of the batch), as far as they are known.
@@ -33,19 +30,19 @@ class Graph:
 
     def users(self) -> dict[str, list[Op]]:
         """Value -> the ops that use it."""
-        found: dict[str, list[Op]] = defaultdict(list)
+        result: dict[str, list[Op]] = defaultdict(list)
         for op in self.ops:
             for name in op.uses:
-                found[name].append(op)
-        return found
+                result[name].append(op)
+        return result
 
     def specs(self) -> dict[str, TensorSpec]:
         """Value -> spec, for what is given and for all values of ops that are one tensor."""
-        found = dict(self.given)
+        result = dict(self.given)
         for op in self.ops:
             if len(op.outputs) == 1 and op.outputs[0] is not None:
-                found[op.name] = op.outputs[0]
-        return found
+                result[op.name] = op.outputs[0]
+        return result
 
     def is_backward(self, name: str) -> bool:
         """Whether an op belongs to the backward; one that a pass made, where what it replaces did."""

@@ -1,7 +1,7 @@
 """A value that several stages read is sent once to each rank, and may be handed on by a stage that has it.
 
 As captured, the stage that makes a value sends it to every stage that reads it: an encoder's output that all
-decoder stages read leaves one rank as often as there are such stages, and twice for one rank where that holds
+decoder stages read leaves one rank as often as there are such stages, and twice for one rank where that has
 two of them. A stage that has received it can give it to the next.
 
     sent_once   1. Of the stages of one rank that read a value, those behind the first take it from that one:
@@ -12,7 +12,7 @@ two of them. A stage that has received it can give it to the next.
                    value, and it is later where a stage that hands it on is late itself.
 
 A stage has a value by then if it reads it in the phase in which it was made, and comes before in that phase:
-forward in the order of the stages, backward in the other. No number changes. Touches `stretto.ir` only.
+forward in the order of the stages, backward in the other. No number changes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SAME = "aten.alias.default"
 def sent_once(step: Step, context: Context) -> Step:
     """The step in which no rank is sent a value twice; the step itself where none is."""
     ranks = step.schedule.stage_ranks
-    found: dict[int, Edge] = {}
+    result: dict[int, Edge] = {}
     for edge, holders in _later_readers(step.job):
         here = [holder for holder in holders if ranks[holder.target] == ranks[edge.target]]
         if here and ranks[edge.source] != ranks[edge.target]:
-            found[edge.index] = here[0]
-    return replace(step, job=_through(step.job, found)) if found else step
+            result[edge.index] = here[0]
+    return replace(step, job=_through(step.job, result)) if result else step
 
 
 def handed_on(step: Step, context: Context) -> Step:
@@ -49,15 +49,15 @@ def handed_on(step: Step, context: Context) -> Step:
     def us(sender: int, edge: Edge) -> float:
         return message_us(costs.link(ranks[sender], ranks[edge.target]), edge.spec.nbytes)
 
-    found: dict[int, Edge] = {}
+    result: dict[int, Edge] = {}
     for edge, holders in _later_readers(step.job):
         others = [holder for holder in holders if ranks[holder.target] != ranks[edge.target]]
         if ranks[edge.source] == ranks[edge.target] or len(others) < len(holders) or not others:
             continue
         nearest = min(reversed(others), key=lambda holder: us(holder.target, edge))
         if us(nearest.target, edge) <= us(edge.source, edge):
-            found[edge.index] = nearest
-    return replace(step, job=_through(step.job, found)) if found else step
+            result[edge.index] = nearest
+    return replace(step, job=_through(step.job, result)) if result else step
 
 
 def _later_readers(job: Job) -> Iterator[tuple[Edge, list[Edge]]]:

@@ -1,21 +1,22 @@
-"""What is whole on all tensor-parallel ranks crosses stages in parts, where the cost model says that it pays.
+"""Values that are replicated on tensor-parallel ranks cross stages in parts, where costs say that it pays.
 
-Each rank of a stage would send all of a value to its like in the next, although the others send the same. In
+Each rank of a stage would send all of a value to its peer in the next, although the others send the same. In
 parts each sends its rows alone, and the next stage gathers them: a part of the message, and a collective
 more. Between nodes that is what links are short of (Megatron-LM's scatter and gather: Narayanan et al. 2021,
 arXiv 2104.04473, section 4.1). Where collectives cross the same network it moves load from the sender's card
-to the receiver's. `passes.scatter_borders` cuts sums before they are whole; this is for what is left:
+to the receiver's. `passes.borders` scatters reductions; this is for what is left:
 gradients that come out of a norm of many ops, and what skips stages.
 
     1. Take the values that go to a stage of another rank, are equal along the axis, in one piece, of rows
        that the axis divides, and whose gather has a cost.
-    2. A value is cut if a part and its gather take clearly less time than the whole (SOONER). Those for which
-       they take about as long are cut, all of them, if that clearly relieves the busiest card (RELIEF) of a
-       microbatch's messages and of the collectives that share cards.
+    2. A value is cut if a part and its gather take clearly less time than the full tensor (SOONER). Those
+       for which they take about as long are cut, all of them, if that clearly relieves the busiest card
+       (RELIEF) of a microbatch's messages and of the collectives that share cards.
     3. The sender's part is a view; the receiver gathers before the first op that reads, and calls the result
        a name of its own.
 
-No number changes. Touches `stretto.ir` only; along other axes than `tp` activations differ.
+No number changes. Along other axes than `tp` activations differ. Rows are what the last dim is not:
+[2, 8, 16] has 16 rows of 16.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
-from stretto.ir.flow import PHASES
-from stretto.ir.program import Edge, Job, Op, Stage
+from stretto.ir.flow import PHASES, results_of
+from stretto.ir.placed_programs import differing_in
+from stretto.ir.program import CHUNK, VIEW, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.parallelize.tensor import AXIS
-from stretto.passes.parts import cut_rows, divisible, in_parts, rows_of
+from stretto.passes.rewrite import read_as, stage_of
 from stretto.passes.step import Context, Step
 
 SOONER = 0.9
-"""Of the whole message's time, what a part with its gather takes at most that is cut for it; what takes less
+"""Of the full message's time, what a part with its gather takes at most that is cut for it; what takes less
 than its inverse takes about as long. Assumed: a smaller difference is within what costs can tell."""
 
 RELIEF = 0.98
@@ -78,11 +81,11 @@ def _chosen(
 
     ratios = {value: max(ratio(edge) for edge in crossing if edge.value == value) for value in values}
     soon = [value for value in values if ratios[value] < SOONER]
-    alike = [value for value in values if ratios[value] * SOONER < 1.0]
-    if soon == alike:
+    same = [value for value in values if ratios[value] * SOONER < 1.0]
+    if soon == same:
         return soon
-    loads = [_busiest_us(job, costs, ranks, crossing, cut) for cut in (soon, alike)]
-    return alike if loads[1] < RELIEF * loads[0] else soon
+    loads = [_busiest_us(job, costs, ranks, crossing, cut) for cut in (soon, same)]
+    return same if loads[1] < RELIEF * loads[0] else soon
 
 
 def _busiest_us(
@@ -127,3 +130,69 @@ def _own_parts(stage: Stage, own: Mapping[str, str], edges: Sequence[Edge], size
                 new += cut_rows(op.name, own[op.name], spec, rows_of(spec), size, op.module)
         made[phase] = tuple(new)
     return replace(stage, ops=made)
+
+
+def rows_of(spec: TensorSpec) -> TensorSpec:
+    """The same elements as a matrix of rows. spec: of a tensor in one piece, of at least one dim."""
+    return TensorSpec((spec.numel // spec.shape[-1], spec.shape[-1]), spec.dtype)
+
+
+def part_of(spec: TensorSpec, size: int) -> TensorSpec:
+    """One rank's rows."""
+    rows = rows_of(spec)
+    return TensorSpec((rows.shape[0] // size, rows.shape[1]), rows.dtype)
+
+
+def divisible(job: Job, edges: Sequence[Edge]) -> list[str]:
+    """Values of these edges that all ranks of the axis have the same, in one piece, of rows that it divides,
+    and that are no results of the step: those that may cross in parts."""
+    if not edges:
+        return []
+    size = job.size(AXIS)
+    results = {name for s in job.stages for phase in PHASES for name in results_of(job, s.index, phase)}
+    stay = differing_in(job, AXIS) | results
+
+    def fits(spec: TensorSpec) -> bool:
+        full = spec.stride is None and len(spec.shape) > 1 and spec.numel > 0
+        return full and rows_of(spec).shape[0] % size == 0
+
+    return list(dict.fromkeys(e.value for e in edges if e.value not in stay and fits(e.spec)))
+
+
+def in_parts(job: Job, edges: Sequence[Edge], own: Mapping[str, str]) -> Job:
+    """The job in which edges carry a rank's rows of their values. own: value -> the name of these rows, which
+    the sender's ops make already. A receiver gathers them before the first op that reads, and gives the full
+    tensor a name of its own."""
+    size = job.size(AXIS)
+    touched = {stage for edge in edges for stage in (edge.source, edge.target)}
+    programs = {at: dict(job.stages[at].ops) for at in touched}
+    for edge in edges:
+        name = f"{edge.value}_at_{edge.target}"
+        read_as(programs[edge.target], edge, name, partial(_gathered, edge, own[edge.value], name, size))
+    carried = tuple(
+        replace(edge, value=own[edge.value], spec=part_of(edge.spec, size)) if edge in edges else edge
+        for edge in job.edges
+    )
+    stages = tuple(stage_of(s.index, programs[s.index]) if s.index in touched else s for s in job.stages)
+    return replace(job, stages=stages, edges=carried)
+
+
+def cut_rows(value: str, name: str, spec: TensorSpec, rows: TensorSpec, size: int, module: str) -> list[Op]:
+    """The ops that make `name`, this rank's part of a value of `spec` seen as `rows`."""
+    result: list[Op] = []
+    if rows != spec:
+        result.append(Op(f"{name}_rows", VIEW, (Ref(value), rows.shape), (), (rows,), value, module=module))
+        value = f"{name}_rows"
+    part = part_of(rows, size)
+    return [*result, Op(name, CHUNK, (Ref(value), 0, AXIS, size), (), (part,), value, module=module)]
+
+
+def _gathered(edge: Edge, part: str, name: str, size: int, module: str) -> list[Op]:
+    """The ops that make `name` of every rank's part."""
+    rows, start = rows_of(edge.spec), f"{edge.value}_gather_{edge.target}"
+    wait = name if rows == edge.spec else f"{start}_wait"
+    result = [Op(start, ALL_GATHER.target, (Ref(part), AXIS, size), (), (rows,), module=module)]
+    result.append(Op(wait, WAIT, (Ref(start),), (), (rows,), start, module=module))
+    if wait != name:
+        result.append(Op(name, VIEW, (Ref(wait), edge.spec.shape), (), (edge.spec,), start, module=module))
+    return result

@@ -1,23 +1,41 @@
-"""Ops that change nothing go, and what used them uses what they were given.
+"""Ops that change nothing are dropped, and what used them uses what they read.
 
-Ops of a step write to no value, so a copy is as good as the original, unless it is there to outlive it (a
+Ops of a step write to no value, so a copy is as good as the original, unless it exists to outlive it (a
 buffer that the model writes) or to be smaller (a part of a large tensor).
 
+`dead_ops`: no root (loss, gradient, update) can be reached from the op. A random op may go as well: draws
+depend on the names of ops alone, so those that stay draw what they drew.
+
+`no_ops`:
+
     1. In order, every op gets what its inputs are by now.
-    2. An op whose result is its input, element by element and in the same layout, is gone: detach, alias,
+    2. An op whose result is its input, element by element and in the same layout, is dropped: detach, alias,
        casts to the same dtype, times 1, copies, slices of all, expansions and concatenations of one.
-    3. Swaps of dims that cancel are gone; reshapes of what is in one piece become one reshape of the first.
+    3. Swaps of dims that cancel are dropped; reshapes of a contiguous value become one reshape of the first.
        Not where the value between is needed as well: two stages might then exchange both.
     4. What is dead thereby is dropped.
+
+`equal_collectives`: one collective where two would bring the same value, seen the same way, on the same
+axis. A user's plan may gather the slices of a sequence for each matrix of a layer; gathered once they serve
+all. Both must be in the forward, or both in the backward, so that nothing is kept between the two for it
+(`recompute = "gathers"` is that choice), and in one module, or side by side in one layer, so that
+no stage has to send what is gathered to the next. An all-reduce of the backward may be one of the forward:
+its result is as large as the value that would be kept to reduce it again. DTensor reduces so, for an op keeps
+its argument before the reduction.
+
+    1. A value is identified by the op that made it; a view by what it is a view of, and how.
+    2. A start whose input, arguments and position are those of an earlier one is dropped, with its wait: what
+       used them uses the earlier ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from stretto.ir.flow import is_external
-from stretto.ir.program import VIEW, VIEWS, Op, Ref, TensorSpec
+from stretto.ir.program import VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
 from stretto.passes.graph import Graph
 from stretto.passes.rewrite import live, rebuilt, with_uses
 
@@ -38,7 +56,7 @@ SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 
 def no_ops(graph: Graph) -> Graph:
     """See the module."""
-    work = _Work(graph)
+    work = _NoOps(graph)
     for op in graph.ops:
         work.add(op)
     if not work.changed:
@@ -48,8 +66,8 @@ def no_ops(graph: Graph) -> Graph:
 
 
 @dataclass(slots=True)
-class _Work:
-    """What is known of the graph so far. same: value that is gone -> what stands for it; made: the op that
+class _NoOps:
+    """What is known of the graph so far. same: value that is gone -> what replaces it; made: the op that
     makes a value, as it is now; owners: value -> the value that has its storage."""
 
     graph: Graph
@@ -106,10 +124,10 @@ class _Work:
         owner = self.owners.get(source, source)
         if owner.startswith("buffer/"):
             return None  # which a later op of the step may find written
-        whole = self.made.get(owner)
-        if whole is not None and whole.outputs[0] is not None:
+        full = self.made.get(owner)
+        if full is not None and full.outputs[0] is not None:
             spec = self.spec(source)
-            if spec is None or spec.nbytes < sum(s.nbytes for s in whole.outputs if s is not None):
+            if spec is None or spec.nbytes < sum(s.nbytes for s in full.outputs if s is not None):
                 return None  # the copy lets the larger tensor go
         return source
 
@@ -189,32 +207,32 @@ def _order(op: Op) -> list[int] | None:
 # Step 2, by target: the input that the result may equal; that layout and dtype are the same is seen after it.
 
 
-def _view(work: _Work, op: Op) -> str | None:
+def _view(work: _NoOps, op: Op) -> str | None:
     return _given(op)
 
 
-def _swap(work: _Work, op: Op) -> str | None:
+def _swap(work: _NoOps, op: Op) -> str | None:
     order = _order(op)
     return _given(op) if order is not None and order == sorted(order) else None
 
 
-def _slice(work: _Work, op: Op) -> str | None:
+def _slice(work: _NoOps, op: Op) -> str | None:
     return _given(op) if len(op.args) < 5 or op.args[4] == 1 else None
 
 
-def _slice_backward(work: _Work, op: Op) -> str | None:
+def _slice_backward(work: _NoOps, op: Op) -> str | None:
     """Of a slice of all."""
     return work.may_share(_given(op)) if op.args[5] == 1 else None
 
 
-def _times_one(work: _Work, op: Op) -> str | None:
+def _times_one(work: _NoOps, op: Op) -> str | None:
     """x * 1, x / 1, x ** 1; (x + 0 changes a negative zero)."""
     number = op.args[1]
     plain = not op.kwargs and isinstance(number, (int, float)) and not isinstance(number, bool)
     return work.may_share(_given(op)) if plain and isinstance(op.args[0], Ref) and number == 1 else None
 
 
-def _cat(work: _Work, op: Op) -> str | None:
+def _cat(work: _NoOps, op: Op) -> str | None:
     """Of one tensor beside empty ones."""
     specs = {ref.name: work.spec(ref.name) for ref in op.args[0]}
     if any(spec is None for spec in specs.values()):
@@ -223,11 +241,11 @@ def _cat(work: _Work, op: Op) -> str | None:
     return work.may_share(full[0]) if len(full) == 1 else None
 
 
-def _copy(work: _Work, op: Op) -> str | None:
+def _copy(work: _NoOps, op: Op) -> str | None:
     return work.may_share(_given(op))
 
 
-IDENTITIES: dict[str, Callable[[_Work, Op], str | None]] = {
+IDENTITIES: dict[str, Callable[[_NoOps, Op], str | None]] = {
     **dict.fromkeys(VIEWS, _view),
     "aten.expand.default": _view,
     "aten.t.default": _swap,
@@ -243,3 +261,48 @@ IDENTITIES: dict[str, Callable[[_Work, Op], str | None]] = {
     "aten.cat.default": _cat,
 }
 """Targets whose result may be their input."""
+
+
+def dead_ops(graph: Graph) -> Graph:
+    """See the module."""
+    kept = live(graph.ops, graph.roots)
+    return graph if len(kept) == len(graph.ops) else rebuilt(graph, kept)
+
+
+def equal_collectives(graph: Graph) -> Graph:
+    """See the module."""
+    same: dict[str, str] = {}
+    keys: dict[str, Any] = {}
+    first: dict[Any, str] = {}
+    waits: dict[str, str] = {}
+    ops: list[Op] = []
+    for was in graph.ops:
+        op = with_uses(was, lambda name: same.get(name, name))
+        source = op.args[0].name if op.args and isinstance(op.args[0], Ref) else ""
+        if op.alias is not None and op.target != WAIT and len(op.uses) == 1:
+            keys[op.name] = (op.target, keys.get(source, source), op.args[1:], op.kwargs)  # step 1
+        elif op.kind is not None:
+            key = (
+                op.target,
+                keys.get(source, source),
+                op.args[1:],
+                not op.kind.in_place and graph.is_backward(op.name),
+                _place(op.module),
+            )
+            if first.setdefault(key, op.name) != op.name:  # step 2
+                same[op.name] = first[key]
+                continue
+        elif op.target == WAIT and waits.setdefault(source, op.name) != op.name:
+            same[op.name] = waits[source]
+            continue
+        ops.append(op)
+    if not same:
+        return graph
+    roots = {same.get(root, root) for root in graph.roots}
+    return rebuilt(graph, live(ops, roots), same)
+
+
+def _place(module: str) -> str:
+    """The module itself, or the one that it is a part of when both are in a layer (a numbered module)."""
+    parent = module.rpartition(".")[0]
+    return parent if any(part.isdigit() for part in parent.split(".")[:-1]) else module

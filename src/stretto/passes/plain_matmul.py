@@ -2,12 +2,12 @@
 
 A linear layer that is written with three dims (einsum, matmul of expanded weights) multiplies batch by batch,
 and makes its weight's gradient as a batch of gradients that is then summed. One product of all rows does the
-same, without the batch of gradients, and is one op that can stand under the input gradient's communication.
+same, without the batch of gradients, and is one op that can be under the input gradient's communication.
 
     1. sum over b of A[b] B[b] is [A[0] A[1] ...] times [B[0]; B[1]; ...], where the layouts make both views.
     2. A[b] W for all b is the product of A's rows, one below the other, and W.
     3. A batch of one is a plain product. Not where it is a rank's own of a batch that ranks share (a head
-       of attention): what a dim that is gone was spread along nobody could tell.
+       of attention): what a dim that is gone was sharded along nobody could tell.
 
 Sums are regrouped: results differ in the last bits.
 """
@@ -28,7 +28,7 @@ def plain_matmuls(graph: Graph) -> Graph:
     """See the module."""
     specs, users = graph.specs(), graph.users()
     products = {op.name: op for op in graph.ops if op.target == BMM}
-    alone = {name for name in products if len(users[name]) == 1 and name not in graph.roots}
+    single = {name for name in products if len(users[name]) == 1 and name not in graph.roots}
     ops: list[Op] = []
     origin: dict[str, str] = {}
     for op in graph.ops:
@@ -36,7 +36,7 @@ def plain_matmuls(graph: Graph) -> Graph:
         if op.target == BMM:
             shares = any(ref.name in graph.spread for ref in op.args)
             new = _shared(op, specs) or (None if shares else _single(op, specs))
-        elif op.target == "aten.sum.dim_IntList" and op.args[0].name in alone:
+        elif op.target == "aten.sum.dim_IntList" and op.args[0].name in single:
             new = _summed(op, products[op.args[0].name], specs)
         ops += new or [op]
         origin.update((made.name, op.name) for made in new or () if made.name != op.name)
@@ -55,7 +55,7 @@ def _summed(op: Op, product: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | 
     over, step, beside = strides_of(right)
     if across != k * along or over != k * step:
         return None
-    make = _Maker(op, left.dtype)
+    make = _PlainMatmuls(op, left.dtype)
     swapped = make.view(
         "swapped", "permute", product.args[0], ((1, 0, 2),), (m, batch, k), (down, across, along)
     )
@@ -70,7 +70,7 @@ def _shared(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
     if left is None or right is None or left.stride is not None or strides_of(right)[0] != 0:
         return None
     (batch, m, k), n = left.shape, right.shape[2]
-    make = _Maker(op, left.dtype)
+    make = _PlainMatmuls(op, left.dtype)
     a = make.view("left", "view", op.args[0], ((batch * m, k),), (batch * m, k), (k, 1))
     b = make.view("right", "select", op.args[1], (0, 0), (k, n), strides_of(right)[1:])
     return make.product(a, b, (batch * m, n), op.flops)
@@ -81,7 +81,7 @@ def _single(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
     left, right = (specs.get(ref.name) for ref in op.args)
     if left is None or right is None or left.shape[0] != 1:
         return None
-    make = _Maker(op, left.dtype)
+    make = _PlainMatmuls(op, left.dtype)
     a = make.view("left", "squeeze", op.args[0], (0,), left.shape[1:], strides_of(left)[1:])
     b = make.view("right", "squeeze", op.args[1], (0,), right.shape[1:], strides_of(right)[1:])
     return make.product(a, b, (left.shape[1], right.shape[2]), op.flops)
@@ -96,7 +96,7 @@ TARGETS = {
 
 
 @dataclass(slots=True)
-class _Maker:
+class _PlainMatmuls:
     """The ops that take an op's place, the last of which has its name."""
 
     op: Op

@@ -2,23 +2,28 @@
 
 A job in, a job out. What F keeps for I and W is memory for as long as a microbatch lives; an op that is
 repeated where the backward needs its result is time. Repeated ops are ordinary ops on ordinary lanes, their
-collectives too, so that an order of ops may put them under a communication. Which ops are worth it is for
-`stretto.passes.recompute_choice`; this room repeats them. Touches `stretto.ir` only.
+collectives too, so that an order of ops may put them under a communication. `stretto.passes.recompute_choice`
+chooses which ops are worth it; this file repeats them, and says what a block is.
 
     1. What is not kept (`again`): with a value all views of its storage; with a part of a tuple the op that
        makes the tuple, which would keep the other parts alive.
     2. What is needed: the values of `again` that I and W read, and what it takes to make them. Nothing else
        is repeated, and nothing twice: a block's last matrix, whose result no gradient reads, is not.
-    3. Where: in I what I needs. What W alone needs stands in W, unless more would then have to be kept from I
+    3. Where: in I what I needs. What W alone needs is in W, unless more would then have to be kept from I
        to W than the result is.
-    4. A repeated op stands directly before the first op that needs it. It has the name of the op that it
+    4. A repeated op comes directly before the first op that needs it. It has the name of the op that it
        repeats and a suffix, and `Op.repeats`, by which a random op draws the same numbers again.
 
 Received values, parameters, buffers and the batch are kept in any case, so edges do not change.
+
+A block is one of the model's repeated layers, from whose input its inside can be computed again: the shortest
+path of a module that ends in its number in a list (`blocks.3`, `model.layers.3`). A model without any list is
+one block a stage.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +31,44 @@ from dataclasses import replace
 from stretto.ir.action import Phase
 from stretto.ir.program import GETITEM, WAIT, Job, Op, Stage
 from stretto.passes.rewrite import with_uses
+
+
+class Blocks:
+    """To which block an op belongs; "" for none."""
+
+    def __init__(self, job: Job) -> None:
+        modules = {op.module for stage in job.stages for op in stage.ops[Phase.F]}
+        members: dict[str, set[str]] = {}
+        for module in modules:
+            for prefix in numbered(module):
+                members.setdefault(prefix.rpartition(".")[0], set()).add(prefix)
+        # A list of one is a list only if there is none of more: a wrapper's `0` has the full model.
+        least = 2 if any(len(result) > 1 for result in members.values()) else 1
+        self._of: dict[str, str] = {}
+        for module in modules:
+            known = (p for p in numbered(module) if len(members[p.rpartition(".")[0]]) >= least)
+            self._of[module] = next(known, "")
+        self._whole = not members
+
+    def of(self, op: Op) -> str:
+        return "stage" if self._whole else self._of[op.module]
+
+
+def numbered(module: str) -> list[str]:
+    """The parts of a module's path that end in a number, shortest first."""
+    return [module[: result.end()] for result in re.finditer(r"(?:^|\.)\d+(?=\.|$)", module)]
+
+
+def borders(stage: Stage, blocks: Blocks, root: Mapping[str, str]) -> set[str]:
+    """Storages that the forward of another block than their own reads."""
+    home = {op.name: blocks.of(op) for op in stage.ops[Phase.F]}
+    return {
+        root[name]
+        for op in stage.ops[Phase.F]
+        for name in op.uses
+        if root.get(name, "") in home and home[root[name]] != home[op.name]
+    }
+
 
 AGAIN = "_again"
 """Ends the name of a repeated op."""
@@ -91,8 +134,8 @@ class _Repeat:
         self.sizes = sizes
         read = {name for op in self.forward for name in op.uses}
         # What is made of nothing, for the backward alone, would be left in F with no reader.
-        lone = {op.name for op in self.forward if not op.uses and op.name not in read}
-        self.again = closed(self.forward, again) - lone
+        single = {op.name for op in self.forward if not op.uses and op.name not in read}
+        self.again = closed(self.forward, again) - single
         self.needed = self._needed((Phase.I, Phase.W))
         self.new_name = {name: name + AGAIN for name in self.needed}
         taken = {op.name for ops in stage.ops.values() for op in ops}.intersection(self.new_name.values())
@@ -121,38 +164,38 @@ class _Repeat:
         return [use for use in self.made[name].uses if use in self.again]
 
     def _in_i(self) -> set[str]:
-        """Step 3: the repeated ops that stand in I; the others stand in W."""
-        found = self._needed((Phase.I,))
+        """Step 3: the repeated ops that are in I; the others are in W."""
+        match = self._needed((Phase.I,))
         in_w: set[str] = set()
         # Storages that W reads, whoever made them: they are kept until then.
         until_w = {self._owner(name) for op in self.old.ops[Phase.W] for name in op.uses}
         parts: dict[str, list[Op]] = defaultdict(list)
         for op in reversed(self.forward):
-            if op.name in found:
-                found.update(self._inputs(op.name))
+            if op.name in match:
+                match.update(self._inputs(op.name))
             elif op.name not in self.needed or op.name in in_w:
                 continue
             elif op.target in (GETITEM, WAIT) and op.uses[0] in self.needed:
                 # A part goes with its tuple, a wait with its start: what decides is there.
                 parts[op.uses[0]].append(op)
-                if op.uses[0] in found:
-                    found.add(op.name)
+                if op.uses[0] in match:
+                    match.add(op.name)
             elif op.alias is not None:
                 until_w |= {self._owner(name) for name in op.uses}
             else:
                 together = (op, *parts[op.name])
                 result = sum(one.nbytes for one in together if one.name in until_w)
-                chain, reads = self._chain(op, found)
+                chain, reads = self._chain(op, match)
                 if sum(map(self._nbytes, reads - until_w)) <= result:
                     in_w |= chain
                     until_w |= reads
                 else:
-                    found.update(one.name for one in together)
-                    found.update(self._inputs(op.name))
-        return found
+                    match.update(one.name for one in together)
+                    match.update(self._inputs(op.name))
+        return match
 
     def _chain(self, op: Op, in_i: Collection[str]) -> tuple[set[str], set[str]]:
-        """The op and those that have to stand in W if it does, and the storages that these read of others."""
+        """The op and those that have to be in W if it does, and the storages that these read of others."""
         chain = {op.name}
         reached = [op.name]
         while reached:
@@ -170,24 +213,24 @@ class _Repeat:
         return self.made[owner].nbytes if owner in self.made else self.sizes.get(owner, 0)
 
     def _placed(self, phase: Phase, done: set[str], for_w: Sequence[str]) -> Iterator[Op]:
-        """Step 4: the phase's ops, each after the repeated ops that it needs. done: those that stand already;
-        grows. for_w: those that stand here for W alone, as soon as what they read is there."""
+        """Step 4: the phase's ops, each after the repeated ops that it needs. done: those that are already;
+        grows. for_w: those that are here for W alone, as soon as what they read is there."""
         late = list(for_w)
         for op in self.old.ops[phase]:
             wanted = [name for name in op.uses if name in self.needed]
-            found: set[str] = set()
+            result: set[str] = set()
             while wanted:
                 name = wanted.pop()
-                if name not in done and name not in found:
-                    found.add(name)
+                if name not in done and name not in result:
+                    result.add(name)
                     wanted += self._inputs(name)
-            if found:
+            if result:
                 for name in late:
                     inputs = self._inputs(name)
-                    if inputs and all(use in done or use in found for use in inputs):
-                        found.add(name)
-                late = [name for name in late if name not in found]
-            yield from self._clones(found, done)
+                    if inputs and all(use in done or use in result for use in inputs):
+                        result.add(name)
+                late = [name for name in late if name not in result]
+            yield from self._clones(result, done)
             yield self._now(op)
         yield from self._clones(late, done)
 

@@ -1,33 +1,37 @@
 """Which ops the backward computes again: all, what is cheap, or as many as a limit of memory asks for.
 
-    full        All ops of blocks (`stretto.passes.recompute_blocks`) whose results the backward needs are
+    full        All ops of blocks (`stretto.passes.recompute`) whose results the backward needs are
                 repeated from the block's inputs (Chen et al. 2016, arXiv 1604.06174).
-    selective   Steps (`stretto.passes.recompute_steps`) until the time that they add to a stage reaches
+    selective   Storages are dropped until the time that this adds to a stage reaches
                 `SELECTIVE_SHARE` of it. Products with weights and collectives are not repeated: what remains
                 are elementwise ops and the attention's core (Korthikanti et al. 2022, arXiv 2205.05198).
     gathers     All-gathers of the forward with what only moves their results, so that a rank keeps its slice
                 of a sequence (Korthikanti et al., section 4.2.2). The second collective is one more that an
                 order of ops can hide, under the products of the backward.
-    a limit     Steps, nothing left out; of each rank as few as bring its peak under the limit, by bisection.
+    a limit     Storages, nothing left out; of each rank as few as bring its peak under the limit, by
+                bisection.
 
-Touches `stretto.ir`, and takes the peaks of a plan from its caller. `stretto.passes.recompute` repeats what
-is chosen here.
+The order in which storages are dropped, the most bytes for each microsecond first (`StageChoice`):
+
+    1. A candidate is a storage that F keeps for the backward, and no other block's forward reads. Repeating
+       it takes the ops between it and what is kept; several candidates share those.
+    2. In each block the candidate that saves most bytes for each microsecond is the next; then those
+       that shared ops with it, or were repeated from it, are looked at again.
+    3. Those of several blocks are merged, best first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.program import Job, Stage
-from stretto.passes.recompute import forget, repeat, storages
-from stretto.passes.recompute_blocks import Blocks, borders
-from stretto.passes.recompute_steps import StageChoice, merged
+from stretto.ir.program import Job, Op, Stage
+from stretto.passes.recompute import Blocks, borders, forget, repeat, storages
 from stretto.passes.step import Context, Step
 
 SELECTIVE_SHARE = 0.05
@@ -44,7 +48,7 @@ MOVES = ("aten.clone.default",)
 WORDS = ("none", "selective", "full", "gathers")
 
 Peaks = Callable[[Job], Sequence[int]]
-"""The most bytes that each rank holds when the job is planned."""
+"""The most bytes that each rank keeps when the job is planned."""
 
 
 def recomputed(step: Step, context: Context) -> Step:
@@ -57,7 +61,7 @@ def recomputed(step: Step, context: Context) -> Step:
     except PlanError:
         if step.asked == "off":
             raise
-        # Overlap is an upper limit, and buffers of what is waited for at once are held for less long.
+        # Overlap is an upper limit, and buffers of what is waited for at once are live for less long.
         return _recomputed(replace(step, asked="off"), context)
 
 
@@ -81,11 +85,11 @@ def recompute(
 ) -> Job:
     """The job whose backward computes again what `choice` says.
 
-    choice: "none", "selective", "full", "gathers", or the most bytes that a rank may hold. A job that was so
+    choice: "none", "selective", "full", "gathers", or the most bytes that a rank may use. A job that was so
     changed before is taken as it was before that. costs: those of the job. schedule: which rank has which
     stages. peak_bytes: asked for a limit only.
 
-    Raises PlanError that names the ranks that cannot keep a limit and the least that they hold, UsageError
+    Raises PlanError that names the ranks that cannot keep a limit and the least that they use, UsageError
     for an unknown choice.
     """
     job = forget(job)
@@ -100,20 +104,20 @@ def recompute(
         return repeat(job, {stage.index: _selective(stage, blocks, costs) for stage in job.stages})
     if isinstance(choice, str):
         words = ", ".join(map(repr, WORDS))
-        raise UsageError(f"recompute = {choice!r}: give {words} or a number of bytes that a rank may hold")
+        raise UsageError(f"recompute = {choice!r}: give {words} or a number of bytes that a rank may use")
     return _within(job, choice, blocks, costs, schedule, peak_bytes)
 
 
 def gathers(stage: Stage) -> list[str]:
     """The ops of a stage's forward that gather, and that move what is gathered: views, and copies into
     another order."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for op in stage.ops[Phase.F]:
         # A wait is a view of its start.
-        moves = len(op.uses) == 1 and op.uses[0] in found and (op.alias is not None or op.target in MOVES)
+        moves = len(op.uses) == 1 and op.uses[0] in result and (op.alias is not None or op.target in MOVES)
         if op.target == ALL_GATHER.target or moves:
-            found[op.name] = None
-    return list(found)
+            result[op.name] = None
+    return list(result)
 
 
 def _full(stage: Stage, blocks: Blocks) -> list[str]:
@@ -142,9 +146,9 @@ def _selective(stage: Stage, blocks: Blocks, costs: Costs) -> set[str]:
 
 def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedule, peak_bytes: Peaks) -> Job:
     """The limit: of each rank's steps the fewest with which its peak is not above it."""
-    found = [StageChoice(stage, blocks, costs, cheap_only=False).steps() for stage in job.stages]
+    result = [StageChoice(stage, blocks, costs, cheap_only=False).steps() for stage in job.stages]
     steps = [
-        list(merged([block for stage in schedule.stages_of(rank) for block in found[stage]]))
+        list(merged([block for stage in schedule.stages_of(rank) for block in result[stage]]))
         for rank in range(schedule.ranks)
     ]
     lowest: list[int] = []
@@ -181,7 +185,7 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
         raise PlanError(
             f"cannot keep recompute = {limit:,} bytes a rank",
             [
-                f"rank {rank} holds at least {lowest[rank]:,} bytes, even when its backward computes again "
+                f"rank {rank} needs at least {lowest[rank]:,} bytes, even when its backward computes again "
                 "all that it can. Allow as much, or use more stages, smaller microbatches or a schedule with "
                 "fewer live microbatches"
                 for rank in range(schedule.ranks)
@@ -205,3 +209,129 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
             for s, e, much in zip(steps, enough, too_much, strict=True)
         ]
     return made(enough)
+
+
+@dataclass(slots=True)
+class StorageDrop:
+    """One more storage is not kept. stage, block: its owner; nbytes: of it; ops: those repeated for it that
+    were not repeated before; us: their time."""
+
+    stage: int
+    block: str
+    nbytes: int
+    ops: frozenset[str]
+    us: float
+
+    @property
+    def rate(self) -> float:
+        return self.nbytes / max(self.us, 1e-3)
+
+
+def merged(blocks: Sequence[Sequence[StorageDrop]]) -> Iterator[StorageDrop]:
+    """Steps of several blocks, the best first; those of one block in their order."""
+    at = [0] * len(blocks)
+    waiting = {index for index, steps in enumerate(blocks) if steps}
+    while waiting:
+        best = max(waiting, key=lambda index: (blocks[index][at[index]].rate, -index))
+        yield blocks[best][at[best]]
+        at[best] += 1
+        if at[best] == len(blocks[best]):
+            waiting.discard(best)
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A storage that is kept. reads: what the backward reads of it; ops: what repeating it takes, as far as
+    it is not repeated yet; stops: kept storages that these read."""
+
+    nbytes: int
+    reads: list[str] = field(default_factory=list)
+    ops: frozenset[str] = frozenset()
+    stops: frozenset[str] = frozenset()
+    us: float = 0.0
+
+
+class StageChoice:
+    """Steps 1 and 2 for one stage."""
+
+    def __init__(self, stage: Stage, blocks: Blocks, costs: Costs, *, cheap_only: bool) -> None:
+        self.stage = stage
+        self.costs = costs
+        self.cheap_only = cheap_only
+        self.forward = stage.ops[Phase.F]
+        self.made = {op.name: op for op in self.forward}
+        self.root = storages(self.forward)
+        self.home = {op.name: blocks.of(op) for op in self.forward}
+        self.borders = borders(stage, blocks, self.root)
+        # Storages that are kept for the backward, and can be repeated.
+        self.kept: dict[str, _Candidate] = {}
+        for phase in (Phase.I, Phase.W):
+            for op in stage.ops[phase]:
+                for name in op.uses:
+                    owner = self.root.get(name, "")
+                    if owner in self.made and owner not in self.borders:
+                        candidate = self.kept.setdefault(owner, _Candidate(self.made[owner].nbytes))
+                        candidate.reads.append(name)
+        self.repeated: set[str] = set()
+
+    def steps(self) -> list[list[StorageDrop]]:
+        """For each block its steps, in order."""
+        by_block: dict[str, dict[str, _Candidate]] = {}
+        for owner, candidate in self.kept.items():
+            by_block.setdefault(self.home[owner], {})[owner] = candidate
+        return [list(self._block(block, waiting)) for block, waiting in by_block.items()]
+
+    def _block(self, block: str, waiting: dict[str, _Candidate]) -> Iterator[StorageDrop]:
+        for owner in waiting:
+            self._look(owner)
+        while True:
+            open_ = [owner for owner, candidate in waiting.items() if self._allowed(candidate)]
+            if not open_:
+                return
+            best = max(open_, key=lambda owner: waiting[owner].nbytes / max(waiting[owner].us, 1e-3))
+            chosen = waiting.pop(best)
+            del self.kept[best]
+            self.repeated |= chosen.ops
+            yield StorageDrop(self.stage.index, block, chosen.nbytes, chosen.ops, chosen.us)
+            for owner, candidate in waiting.items():
+                if best in candidate.stops or candidate.ops & chosen.ops:
+                    self._look(owner)
+
+    def _look(self, owner: str) -> None:
+        """What it takes now to repeat a storage."""
+        candidate = self.kept[owner]
+        ops: set[str] = set()
+        stops: set[str] = set()
+        reached = list(candidate.reads)
+        while reached:
+            name = reached.pop()
+            if name in ops or name in self.repeated:
+                continue
+            ops.add(name)
+            for use in self.made[name].uses:
+                source = self.root.get(use, "")
+                if source not in self.made or source in self.borders:
+                    continue
+                if source != owner and source in self.kept:
+                    stops.add(source)
+                elif self.home[source] == self.home[owner]:
+                    reached.append(use)
+        candidate.ops, candidate.stops = frozenset(ops), frozenset(stops)
+        candidate.us = sum(self._us(self.made[name]) for name in ops)
+
+    def _us(self, op: Op) -> float:
+        """An op's time, with that of the collective that it starts: nothing may be there to hide it."""
+        us = self.costs.op_us.get((self.stage.index, op.name), 0.0)  # views and waits may be without a cost
+        asked = op.collective
+        cost = None if asked is None else self.costs.collectives.get((asked.axis, asked.kind))
+        return us if cost is None or asked is None else us + cost.curve.us(asked.nbytes)
+
+    def _allowed(self, candidate: _Candidate) -> bool:
+        if not candidate.nbytes:
+            return False
+        return not self.cheap_only or not any(self._is_dear(self.made[name]) for name in candidate.ops)
+
+    def _is_dear(self, op: Op) -> bool:
+        """A collective, or a product with a weight."""
+        weight = any(self.root.get(name, name).startswith("param/") for name in op.uses)
+        return op.collective is not None or (op.flops > 0 and weight)

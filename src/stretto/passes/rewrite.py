@@ -1,7 +1,4 @@
-"""Shared by passes: put one value in another's place, drop what is not needed, tell views their storage.
-
-Touches `stretto.ir` only.
-"""
+"""Shared by passes: put one value in another's place, drop what is not needed, tell views their storage."""
 
 from __future__ import annotations
 
@@ -107,15 +104,15 @@ def viewed(op: Op, source: TensorSpec) -> TensorSpec | None:
 def restrided(ops: Iterable[Op], specs: dict[str, TensorSpec | None]) -> list[Op]:
     """The ops, where views of values that have other strides now have those that follow. specs: of these
     values; those of the views come to it."""
-    found = []
+    result = []
     for op in ops:
         source = specs.get(op.uses[0]) if op.alias is not None and op.uses else None
         spec = None if source is None else viewed(op, source)
         if spec is not None:
             specs[op.name] = spec
             op = replace(op, outputs=(spec,))
-        found.append(op)
-    return found
+        result.append(op)
+    return result
 
 
 def live(ops: Iterable[Op], roots: Iterable[str]) -> list[Op]:

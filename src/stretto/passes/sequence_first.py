@@ -7,9 +7,9 @@ those of its backward. (Attention mixes the tokens of a sequence: it needs them 
 
     1. Find joins (gathered, copied into the batch's order) and cuts (copied out of it, scattered).
     2. From every join, find the values that have a row for each token, through what makes them and what
-       uses them. The order may change when each op is one that treats all rows alike, or sums over all of
-       them (a weight's gradient, whose two factors then have the same order), as `stretto.ir.dims` says, and
-       the ends are joins and cuts.
+       uses them. The order may change when each op is one that treats all rows in the same way, or sums over
+       all of them (a weight's gradient, whose two factors then have the same order), as `stretto.ir.dims`
+       says, and the ends are joins and cuts.
     3. There, the copies become views. No shape changes.
 
 Sums over rows are regrouped: weights' gradients differ in the last bits.
@@ -33,7 +33,7 @@ Rows = tuple[int, int]
 
 def sequence_first(graph: Graph) -> Graph:
     """See the module."""
-    search = _Search(graph, {op.name: op for op in graph.ops}, graph.users(), graph.specs())
+    search = _RowSearch(graph, {op.name: op for op in graph.ops}, graph.users(), graph.specs())
     views: dict[str, Op] = {}
     for join in search.joins:
         views.update(search.copies_around(join))
@@ -43,7 +43,7 @@ def sequence_first(graph: Graph) -> Graph:
 
 
 @dataclass(slots=True)
-class _Search:
+class _RowSearch:
     """Steps 1 and 2. joins, cuts: the copy -> sizes (n, b, s) of its dims. seen: values that were met before;
     one that is met again belongs to what cannot change."""
 
@@ -86,30 +86,30 @@ class _Search:
         sizes = self.joins[join]
         if join in self.seen:
             return {}
-        spread = _Spread(self.made, self.specs, math.prod(sizes))
-        found, todo = spread.rows, spread.todo
-        spread.leading(join)
+        sharded = _Spread(self.made, self.specs, math.prod(sizes))
+        result, todo = sharded.rows, sharded.todo
+        sharded.leading(join)
         ends: list[str] = []
         while todo:
             name = todo.pop()
             if name in self.seen or name in self.graph.roots:
-                self.seen |= found.keys()
+                self.seen |= result.keys()
                 return {}
             self.seen.add(name)
             if name in self.joins:
                 ends.append(name)
                 fits = self.joins[name] == sizes
             else:
-                fits = spread.made_by(self.made[name])
+                fits = sharded.made_by(self.made[name])
             for user in self.users.get(name, ()):
                 cut = self._cut_of(user)
                 if cut is None:
-                    fits = fits and spread.used_by(user, name)
+                    fits = fits and sharded.used_by(user, name)
                 else:
                     ends.append(cut)
-                    fits = fits and self.cuts[cut] == sizes and found[name][0] == 0
+                    fits = fits and self.cuts[cut] == sizes and result[name][0] == 0
             if not fits:
-                self.seen |= found.keys()
+                self.seen |= result.keys()
                 return {}
         return {end: self._as_view(end) for end in ends}
 

@@ -1,20 +1,20 @@
 """A product and the collective of its result are cut in parts, where the cost model says that it pays.
 
 A rowwise matrix makes a sum over ranks, and so does a colwise one's input gradient: the collective begins
-when the whole product is there, and what follows waits for all of it. Cut by columns, the collective of one
+when the full product is there, and what follows waits for all of it. Cut by columns, the collective of one
 part runs under the product of the next. It costs the overhead of more ops, and a copy that joins the parts.
 
     1. Find products (mm) whose result is for one collective alone (an all-reduce or reduce-scatter of sums),
        with nothing between that needs more than one column at a time (`stretto.ir.dims`).
     2. Time by the prices of the ops that k parts would be: p a part's (with its copies and its start), c its
        collective, r what c takes from the compute lane, j the copy that joins:
-       p + (k - 1) max(p + r, c) + c + j, against the whole's. The best k is taken if it wins by GAIN.
+       p + (k - 1) max(p + r, c) + c + j, against the full tensor's. The best k is taken if it wins by GAIN.
     3. In the place of the chain: for each part the columns of the matrix (a view), product, chain and start;
        then waits and the copy. Started early and waited for late, they are ordinary ops to every order.
 
-Parts of a product may be rounded otherwise than the whole (kernels choose by size): equal to 1e-10 in
+Parts of a product may be rounded otherwise than the full tensor (kernels choose by size): equal to 1e-10 in
 float64, not bit by bit. So it is done only when asked for (`split_ops`); plans of different overlap modes may
-then have different parts. Touches `stretto.ir` only.
+then have different parts.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ def chains(stage: Stage) -> list[Chain]:
         for op in stage.ops[phase]:
             for name in op.uses:
                 users.setdefault(name, []).append(op)
-    found: list[Chain] = []
+    result: list[Chain] = []
     for phase in PHASES:
         here = {op.name: op for op in stage.ops[phase]}
         for start in stage.ops[phase]:
-            summed = start.kind is not None and start.kind.sums and start.how == "sum"
+            reduced = start.kind is not None and start.kind.sums and start.how == "sum"
             waits = users.get(start.name, [])
-            if not summed or len(waits) != 1 or waits[0].target != WAIT or waits[0].name not in here:
+            if not reduced or len(waits) != 1 or waits[0].target != WAIT or waits[0].name not in here:
                 continue
             between: list[Op] = []
             source: Op | None = here.get(start.args[0].name)
@@ -120,8 +120,8 @@ def chains(stage: Stage) -> list[Chain]:
             if made is None or last is None or len(last.shape) < 2:
                 continue  # of one dim: the columns are what is scattered
             if last.shape[-1] == made.shape[1]:
-                found.append(Chain(stage.index, phase, source, tuple(reversed(between)), start, waits[0]))
-    return found
+                result.append(Chain(stage.index, phase, source, tuple(reversed(between)), start, waits[0]))
+    return result
 
 
 def _keeps_columns(op: Op, here: Mapping[str, Op]) -> bool:
@@ -182,7 +182,7 @@ class _Choice:
 
 def _cut(stage: Stage, cuts: Sequence[Chain], specs: Specs) -> Stage:
     """Step 3 for one stage."""
-    # The chain stands where its start stood; what waited for it waits for the copy of its parts.
+    # The chain is where its start was; what waited for it waits for the copy of its parts.
     place = {chain.start.name: chain for chain in cuts}
     joined = {chain.wait.name: chain for chain in cuts}
     gone = {op.name for chain in cuts for op in (chain.product, *chain.between)}
@@ -219,11 +219,11 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
     made = [columns]
     before: TensorSpec | None = None
     for op in (product, *chain.between, chain.start):
-        whole = op.outputs[0]
-        assert whole is not None
-        shape = (*whole.shape[:-1], width)
+        full = op.outputs[0]
+        assert full is not None
+        shape = (*full.shape[:-1], width)
         args = (Ref(made[-1].name), *op.args[1:])
-        result = TensorSpec(shape, whole.dtype)
+        result = TensorSpec(shape, full.dtype)
         if op is product:
             args = (op.args[0], Ref(columns.name))
         elif op.target in VIEWS:
@@ -231,7 +231,7 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
         elif op.target == PERMUTE:
             assert before is not None
             strides = strides_of(before)
-            result = spec_with(shape, whole.dtype, [strides[int(d) % len(shape)] for d in op.args[1]])
+            result = spec_with(shape, full.dtype, [strides[int(d) % len(shape)] for d in op.args[1]])
         name, alias = f"{op.name}_part{part}", None if op.alias is None else made[-1].name
         flops = op.flops * width // chain.columns
         made.append(replace(op, name=name, args=args, outputs=(result,), alias=alias, flops=flops))
@@ -240,15 +240,15 @@ def _part(chain: Chain, part: int, known: Specs) -> list[Op]:
 
 
 def _join(chain: Chain) -> list[Op]:
-    """The waits, and the copy that has the name of the whole's wait."""
-    whole = chain.wait.outputs[0]
-    assert whole is not None
+    """The waits, and the copy that has the name of the full tensor's wait."""
+    full = chain.wait.outputs[0]
+    assert full is not None
     waits = []
     for part in range(chain.parts):
-        spec = TensorSpec((*whole.shape[:-1], chain.columns // chain.parts), whole.dtype)
+        spec = TensorSpec((*full.shape[:-1], chain.columns // chain.parts), full.dtype)
         start = f"{chain.start.name}_part{part}"
         name = f"{chain.wait.name}_part{part}"
         waits.append(replace(chain.wait, name=name, args=(Ref(start),), outputs=(spec,), alias=start))
     parts = tuple(Ref(wait.name) for wait in waits)
-    join = replace(chain.wait, target="aten.cat.default", args=(parts, len(whole.shape) - 1), alias=None)
+    join = replace(chain.wait, target="aten.cat.default", args=(parts, len(full.shape) - 1), alias=None)
     return [*waits, join]

@@ -3,7 +3,7 @@
 All passes that know costs have one signature, `Step, Context -> Step`, give the step itself where they have
 nothing to do, and never price what they make (`stretto.ir.prices`). A pass that was asked for and cannot be
 done raises `LeftOutError`. Those that look at a captured graph, before there are stages, ranks and costs, are
-`Graph -> Graph` (`stretto.passes.graph`). Touches `stretto.ir`, `passes.effort` and `passes.watch` only.
+`Graph -> Graph` (`stretto.passes.graph`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Step:
     """short: the schedule of fewer microbatches by which steps are compared; `schedule` where they are few.
 
     overlap: what the windows of `schedule` let overlap; asked: the most that they may. max_bytes: the most
-    that a rank may hold.
+    that a rank may use.
     windows: by name, in the order of their items. sent_before: message (edge, microbatch) -> the sender's run
     before which its send is waited for; others are waited for at the end. ahead: microbatches before that
     which needs it a receive is posted at the latest, beside what lowering does anyway.
@@ -48,7 +48,7 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Context:
     """What passes may ask. order: the policy that orders ops in windows. peaks: the most bytes that each rank
-    holds when a step is planned. effort: how long orders are searched for; watch: who waits for the plan."""
+    uses when a step is planned. effort: how long orders are searched for; watch: who waits for the plan."""
 
     prices: Prices
     order: str

@@ -1,6 +1,6 @@
-"""Who waits for a plan: is told how far planning is, and may end the search for a better one.
+"""Who waits for a plan: sees how far planning is, and may end the search for a better one.
 
-A caller that gives no `say` is told nothing, and an interrupt (KeyboardInterrupt, Ctrl-C) goes to it as any
+A caller that gives no `say` sees nothing, and an interrupt (KeyboardInterrupt, Ctrl-C) goes to it as any
 other does. One that gives `say` is there to see it: the first interrupt ends the search, and what there is
 becomes the plan; where there is nothing yet, and at the second interrupt, it goes to the caller as well.
 """
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from stretto.files.say import Say
 
 STILL_S = 0.5
-"""Seconds between two lines of the same search. Assumed: people read no faster."""
+"""Seconds between two lines of the same search. Assumed: users read no faster."""
 
 
 class Watch:
-    """Of one plan. stopped: whether an interrupt has ended the search; nothing is told from then on."""
+    """Of one plan. stopped: whether an interrupt has ended the search; nothing is printed from then on."""
 
     def __init__(self, say: Say | None = None) -> None:
         self.stopped = False
@@ -26,7 +26,7 @@ class Watch:
 
     @property
     def shown(self) -> bool:
-        """Whether somebody is told anything."""
+        """Whether somebody sees progress."""
         return self._say is not None and not self.stopped
 
     def tell(self, line: str) -> None:

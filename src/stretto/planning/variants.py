@@ -3,11 +3,9 @@
 In the order of a list:
 
     split_products     products and the collectives of their results in parts, where it was asked for
-    placed_sums        sums of what several stages make stand where their messages cost least
     dense_messages     what crosses stages is in one piece of memory
-    messages_in_parts  what all tensor-parallel ranks hold alike crosses in parts
+    messages_in_parts  what tensor-parallel ranks have replicated crosses in parts
     sent_once, handed_on   values that several stages read are sent to each rank once, or handed on
-    merged_messages    small messages of one microbatch go as one
     recomputed         what the backward computes again, and any other of `stretto.passes.STEP_PASSES`
     paired, one_window forwards share windows with backwards of other microbatches
     moved_across       communications go on from one window to the next

@@ -1,4 +1,4 @@
-"""Saving: what a Runner and its optimizer hold, written by all ranks together, read under any layout."""
+"""Saving: a Runner and its optimizer, written by all ranks together, read under any layout."""
 
 from typing import TYPE_CHECKING, Any
 

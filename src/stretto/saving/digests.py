@@ -2,8 +2,8 @@
 
     {"format": "stretto-digests", "version": 1, "files": {"rest.pt": "5f1d...", "state.json": "07ac..."}}
 
-It has every file that is read whole. Of the files of tensors a rank reads some boxes: each box has its digest
-in `tensors.json` (`stretto.saving.table`). Digests find damage; who wrote a checkpoint, they do not say.
+It has every file that is read in full. Of the files of tensors a rank reads some boxes: each box has its
+digest in `tensors.json` (`stretto.saving.table`). Digests show damage, and not who wrote a checkpoint.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def digest_of(data: bytes | memoryview) -> str:
 
 def digest_of_next(file: BinaryIO, nbytes: int) -> str:
     """Of so many bytes from where the file is, a block at a time."""
-    found = hashlib.blake2b(digest_size=BYTES)
+    digest = hashlib.blake2b(digest_size=BYTES)
     while nbytes and (block := file.read(min(nbytes, BLOCK_BYTES))):
-        found.update(block)
+        digest.update(block)
         nbytes -= len(block)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 def sealed(files: Mapping[str, bytes]) -> bytes:

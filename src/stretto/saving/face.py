@@ -1,6 +1,6 @@
 """`stretto.save` and `stretto.load`: a Runner, its optimizer and what the user adds, in one folder.
 
-    <path>/.metadata, __0_0.distcp ...   tensors, whole under their names (`stretto.saving.tensors`)
+    <path>/.metadata, __0_0.distcp ...   full tensors under their names (`stretto.saving.tensors`)
     <path>/tensors.json                  where each tensor is in them, as data (`stretto.saving.table`)
     <path>/rest.pt                       the optimizer's options and numbers, the draws, what the user adds
     <path>/digests.json                  of these files but the tensors' (`stretto.saving.digests`)
@@ -9,7 +9,7 @@ Tensors are `model.<name>` (under the first name of a tie), `buffer.<name>` and 
 
 The trainer's checkpoints are such folders with files of their own beside these. A save:
 
-    1. All ranks say what they hold; nothing is touched before all could.
+    1. All ranks gather what each has; nothing is touched before all could.
     2. Rank 0 makes a folder beside the place, and every rank looks whether it sees it.
     3. All write, and agree that they have.
     4. Rank 0 adds the other files and renames the folder into its place.
@@ -41,11 +41,11 @@ FORMAT, VERSION = "stretto saved", 1
 
 
 def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, extra: Any = None) -> None:
-    """Write a checkpoint at the folder `path`, whole or not at all; every rank must call it.
+    """Write a checkpoint at the folder `path`, complete or not at all; every rank must call it.
 
     runner, optimizer: parameters, buffers, the optimizer's state and its groups' options, and the count of
     steps that decides dropout. extra: what else to keep, of rank 0's: numbers, strings, tensors, lists and
-    dicts of them (an epoch, `scheduler.state_dict()`). What was at `path` stays until this one is whole.
+    dicts of them (an epoch, `scheduler.state_dict()`). What was at `path` stays until this one is complete.
 
     Raises the same error on all ranks: UsageError when they do not see one folder, `path` holds something
     else, or the optimizer is not the Runner's; StrettoError when one could not write.
@@ -120,7 +120,7 @@ def write(
 
     runner.model.synchronise()
 
-    def tell() -> tuple[dict[str, Part], states.Table | None]:  # step 1
+    def owned_and_table() -> tuple[dict[str, Part], states.OptimizerTable | None]:  # step 1
         if (
             first
             and place.exists()
@@ -130,10 +130,10 @@ def write(
         owned = runner.tensors.owned_parts()
         if optimizer is None:
             return owned, None
-        found = states.state_of(runner, optimizer)
-        return owned | states.owned_tensors(runner, found), found.table
+        state = states.state_of(runner, optimizer)
+        return owned | states.owned_tensors(runner, state), state.table
 
-    owned, mine = together(transport, tell)
+    owned, mine = together(transport, owned_and_table)
     tables = transport.all_gather(mine)
 
     def pack() -> bytes:
@@ -194,12 +194,12 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             states.state_of(runner, optimizer)  # refuses one over what is not the runner's
             if rest.table is None and rest.known:
                 raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
-            known = [
+            stored_states = [
                 (name, one.shape, DTYPES[one.dtype])
                 for name, one in stored.items()
                 if name.startswith("optimizer.")
             ]
-            made = states.new_tensors(runner, optimizer, known)
+            made = states.new_tensors(runner, optimizer, stored_states)
             groups = [None] * len(optimizer.param_groups)
             if options and rest.table is not None:
                 groups = states.options_for(runner, optimizer, rest.table)
@@ -223,7 +223,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
 
         together(transport, install)
         if rest.table is not None:
-            states.tell_what_differs(runner, optimizer, rest.table)
+            states.warn_of_differences(runner, optimizer, rest.table)
     if rest.known:
         runner.state.steps = rest.draws
     runner.loaded()
@@ -245,13 +245,13 @@ class _Rest:
     """What is beside the tensors. known: whether the file is there at all."""
 
     known: bool = False
-    table: states.Table | None = None
+    table: states.OptimizerTable | None = None
     draws: int = 0
     extra: Any = None
     model: dict[str, Any] = field(default_factory=dict)
 
 
-def _packed(table: states.Table | None, draws: int, extra: Any, model: dict[str, Any]) -> bytes:
+def _packed(table: states.OptimizerTable | None, draws: int, extra: Any, model: dict[str, Any]) -> bytes:
     """The file of the rest. model: the extra state of its modules. Raises UsageError for what could not be
     read again."""
     optimizer = None if table is None else asdict(table)
@@ -287,7 +287,7 @@ def _unpacked(checkpoint: Path) -> _Rest:
                 f"{checkpoint / REST}: format {data['format']!r}, version {data['version']}; this "
                 f"Stretto reads {FORMAT!r}, version {VERSION}"
             )
-        table = None if data["optimizer"] is None else states.Table.of_data(data["optimizer"])
+        table = None if data["optimizer"] is None else states.OptimizerTable.of_data(data["optimizer"])
         return _Rest(True, table, int(data["draws"]), data["extra"], dict(data.get("model", {})))
     except StrettoError:
         raise

@@ -1,10 +1,8 @@
 """Where one checkpoint is: written beside its place, looked for by every rank, then renamed at once.
 
-    <place>            a whole checkpoint, or nothing
-    <place>.tmp        one being written, or left by a run that was killed meanwhile
-    <place>.old.tmp    the one before, between the two renames of a commit; it counts while <place> is absent
-
-Touches these folders and nothing else; what is in them is for the rooms above.
+<place>            a complete checkpoint, or nothing
+<place>.tmp        one being written, or left by a run that was killed meanwhile
+<place>.old.tmp    the one before, between the two renames of a commit; it counts while <place> is absent
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ for which their clients keep what they know of a folder."""
 POLL_S = 0.1
 SHOWN_RANKS = 4
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says of a disk, or a user's share of one, that is full."""
+"""Errors of the system for a disk, or a user's share of one, that is full."""
 
 
 def partial_of(place: Path) -> Path:
@@ -86,8 +84,8 @@ def abandon(place: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What a rank found of a probe. why: "" when it is there with the right text."""
+class ProbeView:
+    """What a rank sees of a probe. why: "" when it is there with the right text."""
 
     host: str
     folder: str
@@ -101,14 +99,14 @@ def write_probe(folder: Path) -> str:
     return text
 
 
-def look(folder: Path, text: str) -> Look:
+def look(folder: Path, text: str) -> ProbeView:
     """Whether this rank sees the probe; waits for it where the folder may be of a network file system."""
     until_s = time.monotonic() + SEEN_WITHIN_S
     why = ""
     while True:
         try:
-            found = (folder / PROBE).read_text(encoding="utf-8", errors="replace")
-            why = "" if found == text else "holds another run's files"
+            text_there = (folder / PROBE).read_text(encoding="utf-8", errors="replace")
+            why = "" if text_there == text else "holds another run's files"
         except FileNotFoundError:
             why = "does not have what rank 0 wrote there" if folder.is_dir() else "does not exist"
         except OSError as error:
@@ -116,10 +114,10 @@ def look(folder: Path, text: str) -> Look:
         if not why or time.monotonic() >= until_s:
             break
         time.sleep(POLL_S)
-    return Look(socket.gethostname(), str(folder.absolute()), why)
+    return ProbeView(socket.gethostname(), str(folder.absolute()), why)
 
 
-def refuse_apart(looks: Sequence[Look], setting: str) -> None:
+def refuse_apart(looks: Sequence[ProbeView], setting: str) -> None:
     """Raise UsageError unless every rank (by place) sees the folder. setting: what to set to another one."""
     blind = [rank for rank, one in enumerate(looks) if one.why]
     if not blind:
@@ -162,7 +160,7 @@ class Writing:
 
 def is_full(error: BaseException) -> bool:
     """Whether a failure comes of a full disk. `torch.save` raises an error of its own while it handles the
-    system's, which says nothing of it."""
+    system's, without its number."""
     seen: set[int] = set()
     while id(error) not in seen:
         seen.add(id(error))

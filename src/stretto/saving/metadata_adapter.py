@@ -2,8 +2,8 @@
 `tensors.json` was.
 
 A pickle names what it calls. Here it may name the classes of such a table and nothing else, and Python's own
-unpickler reads it: the faster one of C allocates whatever an opcode says. Private here: `_StorageInfo`,
-`_MEM_FORMAT_ENCODING` and `_get_layout` of PyTorch, which stand in these files, and `pickle._Unpickler`.
+unpickler reads it: the faster one of C allocates whatever an opcode asks for. Private here: `_StorageInfo`,
+`_MEM_FORMAT_ENCODING` and `_get_layout` of PyTorch, which are named in these files, and `pickle._Unpickler`.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ _UNBOUNDED = pickle.BYTEARRAY8[0]
 """The opcode that allocates before it reads."""
 
 
-class _Reader(pickle._Unpickler):
+class _MetadataReader(pickle._Unpickler):
     dispatch = {  # noqa: RUF012 - as its base has it
         code: load for code, load in pickle._Unpickler.dispatch.items() if code != _UNBOUNDED
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        found = KNOWN.get((module, name))
-        if found is None:
+        known = KNOWN.get((module, name))
+        if known is None:
             raise pickle.UnpicklingError(f"it calls {module}.{name}, which no table of tensors does")
-        return found
+        return known
 
 
 def read_metadata(content: bytes) -> dict[str, Any]:
     """The table as `tensors.json` has it, of values of any type yet, without digests. Raises Exception of
     any kind for what is none."""
-    table = _Reader(io.BytesIO(content)).load()
+    table = _MetadataReader(io.BytesIO(content)).load()
     places = {(index.fqn, tuple(index.offset)): place for index, place in table.storage_data.items()}
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for name, one in table.state_dict_metadata.items():
         boxes = []
         for chunk in one.chunks:
@@ -71,5 +71,5 @@ def read_metadata(content: bytes) -> dict[str, Any]:
                 ]
             )
         dtype = str(one.properties.dtype).removeprefix("torch.")
-        found[name] = {"shape": [*one.size], "dtype": dtype, "boxes": boxes}
-    return {"tensors": found}
+        tensors[name] = {"shape": [*one.size], "dtype": dtype, "boxes": boxes}
+    return {"tensors": tensors}

@@ -1,10 +1,10 @@
 """An optimizer's state by the parameters' names: written under one layout, it is read under another.
 
-Ranks hold other parameters under each layout, in groups that lack some or are absent. So all is kept under
+Ranks have other parameters under each layout, in groups that lack some or are absent. So all is stored under
 names:
 
-    1. Each rank tells for every parameter of its optimizer the options of the parameter's group, and what of
-       its state is a number. Tensors of the state are parts of wholes as the parameter is, or whole.
+    1. Each rank collects for every parameter of its optimizer the options of the parameter's group, and what
+       of its state is a number. Tensors of the state are sharded as the parameter is, or replicated.
     2. Rank 0 writes the options and numbers of all ranks in one table.
     3. A rank that reads gives each of its own groups the options that its parameters had, which must be the
        same for all of them; then PyTorch's own `Optimizer.load_state_dict` takes them and the tensors.
@@ -35,7 +35,7 @@ Options = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Table:
+class OptimizerTable:
     """kind: the optimizer's class. options: distinct options of groups. of: parameter -> index in `options`.
     numbers: parameter -> key -> what of its state is no tensor."""
 
@@ -45,17 +45,17 @@ class Table:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @staticmethod
-    def of_data(data: Mapping[str, Any]) -> Table:
-        """What a file holds of one. Raises ValueError, or another of reading what is not of its form."""
-        found = Table(**data)
-        right = isinstance(found.kind, str) and all(
-            isinstance(name, str) and type(at) is int and 0 <= at < len(found.options)
-            for name, at in found.of.items()
+    def of_data(data: Mapping[str, Any]) -> OptimizerTable:
+        """The table in a file. Raises ValueError, or another of reading what is not of its form."""
+        table = OptimizerTable(**data)
+        right = isinstance(table.kind, str) and all(
+            isinstance(name, str) and type(at) is int and 0 <= at < len(table.options)
+            for name, at in table.of.items()
         )
-        values = [value for one in found.numbers.values() for value in one.values()]
+        values = [value for one in table.numbers.values() for value in one.values()]
         if not right or not all(value is None or isinstance(value, numbers.Number) for value in values):
             raise ValueError("the optimizer's options are not of their form")
-        return found
+        return table
 
     def add(self, name: str, options: Options, values: dict[str, Any]) -> None:
         """Raises UsageError where the parameter is in the table with other options."""
@@ -66,26 +66,26 @@ class Table:
         if self.of.setdefault(name, at) != at:
             raise UsageError(
                 f"{name!r} is in groups of other options on two ranks, whose copies of it come apart: make "
-                "the optimizer's groups on all ranks by what holds for every copy (its shape, its first name)"
+                "the optimizer's groups on all ranks by what all copies have (its shape, its first name)"
             )
         if values:
             self.numbers[name] = values
 
 
 @dataclass(slots=True)
-class State:
-    """What a rank tells of its optimizer. tensors: `optimizer.<name>.<key>` -> its part."""
+class OptimizerState:
+    """A rank's state of its optimizer. tensors: `optimizer.<name>.<key>` -> its part."""
 
-    table: Table
+    table: OptimizerTable
     tensors: dict[str, Part]
 
 
-def state_of(runner: Runner, optimizer: Optimizer) -> State:
+def state_of(runner: Runner, optimizer: Optimizer) -> OptimizerState:
     """Step 1. Raises UsageError for an optimizer over what is not the runner's, or state without a place."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     mine = {id(parameter): known for known, parameter in runner.tensors.known_parameters()}
-    table = Table(type(optimizer).__name__)
+    table = OptimizerTable(type(optimizer).__name__)
     tensors: dict[str, Part] = {}
     for group in optimizer.param_groups:
         options = {key: copy.deepcopy(value) for key, value in group.items() if not _is_members(key)}
@@ -102,27 +102,27 @@ def state_of(runner: Runner, optimizer: Optimizer) -> State:
                 continue
             values: dict[str, Any] = {}
             for key, value in state.items():
-                found = _part(runner, parameter, str(key), value)
-                if found is None:
+                part = _part(runner, parameter, str(key), value)
+                if part is None:
                     values[str(key)] = value
                 else:
-                    tensors[f"optimizer.{parameter.tied_to}.{key}"] = found
+                    tensors[f"optimizer.{parameter.tied_to}.{key}"] = part
             table.add(parameter.tied_to, options, values)
-    return State(table, tensors)
+    return OptimizerState(table, tensors)
 
 
-def owned_tensors(runner: Runner, state: State) -> dict[str, Part]:
+def owned_tensors(runner: Runner, state: OptimizerState) -> dict[str, Part]:
     """What this rank writes of them."""
     return {key: part for key, part in state.tensors.items() if runner.owns(_name_and_key(key)[0])}
 
 
-def merged(tables: Sequence[Table]) -> Table:
+def merged(tables: Sequence[OptimizerTable]) -> OptimizerTable:
     """Step 2, of all ranks' tables. Raises UsageError where copies of a parameter are treated differently."""
-    found = Table(tables[0].kind)
-    for table in tables:
-        for name, at in table.of.items():
-            found.add(name, table.options[at], table.numbers.get(name, {}))
-    return found
+    table = OptimizerTable(tables[0].kind)
+    for one in tables:
+        for name, at in one.of.items():
+            table.add(name, one.options[at], one.numbers.get(name, {}))
+    return table
 
 
 def _part(runner: Runner, parameter: Parameter, key: str, value: Any) -> Part | None:
@@ -137,8 +137,9 @@ def _part(runner: Runner, parameter: Parameter, key: str, value: Any) -> Part | 
     if parameter.shards and value.numel() > 1:
         raise UsageError(
             f"{what} has the shape {list(value.shape)}, and this rank's part of the parameter "
-            f"{list(parameter.spec.shape)}: where it belongs in the whole is not known. Take an optimizer "
-            "whose state has the parameter's shape (AdamW, SGD), or a layout that does not spread it (tp = 1)"
+            f"{list(parameter.spec.shape)}: where it belongs in the full tensor is not known. Take an "
+            "optimizer whose state has the parameter's shape (AdamW, SGD), or a layout that does not shard "
+            "it (tp = 1)"
         )
     return Part.all_of(value)
 
@@ -151,10 +152,10 @@ def new_tensors(
 ) -> dict[str, tuple[torch.Tensor, Part]]:
     """For each stored tensor of a parameter that this rank's optimizer has: a new one to read it into.
 
-    stored: (`optimizer.<name>.<key>`, whole shape, dtype).
+    stored: (`optimizer.<name>.<key>`, full shape, dtype).
     """
     mine = _members(runner, optimizer)
-    found: dict[str, tuple[torch.Tensor, Part]] = {}
+    tensors: dict[str, tuple[torch.Tensor, Part]] = {}
     for full, shape, dtype in stored:
         name, _ = _name_and_key(full)
         if name not in mine:
@@ -162,14 +163,14 @@ def new_tensors(
         parameter, tensor = mine[name]
         if shape == full_spec(runner.plan.job, parameter).shape:
             made = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-            found[full] = made, runner.tensors.part(parameter, made)
+            tensors[full] = made, runner.tensors.part(parameter, made)
         else:
             made = torch.zeros(shape, dtype=dtype, device=tensor.device)
-            found[full] = made, Part.all_of(made)
-    return found
+            tensors[full] = made, Part.all_of(made)
+    return tensors
 
 
-def options_for(runner: Runner, optimizer: Optimizer, table: Table) -> list[Options | None]:
+def options_for(runner: Runner, optimizer: Optimizer, table: OptimizerTable) -> list[Options | None]:
     """The saved options of each of the optimizer's groups; None where none of its parameters was saved.
 
     Raises UsageError where the optimizer is of another class, or one of its groups has parameters that were
@@ -182,7 +183,7 @@ def options_for(runner: Runner, optimizer: Optimizer, table: Table) -> list[Opti
             f"{table.kind}, or load without the optimizer"
         )
     names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
-    found: list[Options | None] = []
+    options: list[Options | None] = []
     for number, group in enumerate(optimizer.param_groups):
         members = [names[id(p)] for p in group["params"] if id(p) in names and names[id(p)] in table.of]
         first = members[0] if members else None
@@ -195,15 +196,15 @@ def options_for(runner: Runner, optimizer: Optimizer, table: Table) -> list[Opti
                     f"groups of their own ({key} = {one.get(key)!r} and {two.get(key)!r}): make the "
                     "optimizer with the groups that it had"
                 )
-        found.append(None if first is None else table.options[table.of[first]])
-    return found
+        options.append(None if first is None else table.options[table.of[first]])
+    return options
 
 
 def install(
     runner: Runner,
     optimizer: Optimizer,
     tensors: dict[str, torch.Tensor],
-    table: Table | None,
+    table: OptimizerTable | None,
     options: Sequence[Options | None],
 ) -> None:
     """Give the optimizer its state and options, by PyTorch's own `load_state_dict`."""
@@ -216,20 +217,20 @@ def install(
     names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
     packed = optimizer.state_dict()
     packed["state"] = {}
-    for group, held, saved in zip(packed["param_groups"], optimizer.param_groups, options, strict=True):
+    for group, own, saved in zip(packed["param_groups"], optimizer.param_groups, options, strict=True):
         if saved is not None:
             group.update({key: value for key, value in saved.items() if key not in OWN_OPTIONS})
-        for number, tensor in zip(group["params"], held["params"], strict=True):
-            found = state.get(names.get(id(tensor), ""))
-            if found:
-                packed["state"][number] = found
+        for number, tensor in zip(group["params"], own["params"], strict=True):
+            saved_state = state.get(names.get(id(tensor), ""))
+            if saved_state:
+                packed["state"][number] = saved_state
     optimizer.load_state_dict(packed)
 
 
-def tell_what_differs(runner: Runner, optimizer: Optimizer, table: Table) -> None:
+def warn_of_differences(runner: Runner, optimizer: Optimizer, table: OptimizerTable) -> None:
     """Warn, on rank 0, of parameters that only the checkpoint or only this optimizer has; all call it."""
-    told = runner.transport.all_gather(sorted(_members(runner, optimizer)))
-    here = {name for names in told for name in names}
+    gathered = runner.transport.all_gather(sorted(_members(runner, optimizer)))
+    here = {name for names in gathered for name in names}
     lost, new = sorted(table.of.keys() - here), sorted(here - table.of.keys())
     if runner.rank == 0:
         if lost:

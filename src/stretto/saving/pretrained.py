@@ -1,8 +1,8 @@
-"""A Runner gets the weights of a folder of safetensors: each rank reads the boxes that it holds.
+"""A Runner gets the weights of a folder of safetensors: each rank reads the boxes that it has.
 
 1. All ranks look whether the weights are those of the model; nothing is read before all have.
 2. Each reads its boxes. What is put together of several tensors (experts that lie in files one by one) is
-   made whole, one tensor at a time, and let go.
+   made in full, one tensor at a time, and freed.
 3. Copies are compared, as of any model.
 """
 
@@ -48,9 +48,9 @@ def read(weights: Weights, parts: dict[str, Part]) -> None:
     """Fill parts in place: `model.<name>`, `buffer.<name>`. Buffers that are not saved with a model stay."""
     wanted: dict[str, list[Part]] = {}
     for key, part in parts.items():
-        found = weights.of.get(key.partition(".")[2])
-        if found is not None:
-            wanted.setdefault(found, []).append(part)
+        stored = weights.of.get(key.partition(".")[2])
+        if stored is not None:
+            wanted.setdefault(stored, []).append(part)
     for recipe in {id(recipe): recipe for recipe in weights.recipes.values()}.values():
         names = [name for name in recipe.makes if name in wanted]
         made = recipe.make(weights.files.read) if recipe.make is not None and names else {}

@@ -1,6 +1,6 @@
 """The table of a checkpoint's tensors, `tensors.json`: where each box of each tensor is, and its digest.
 
-It says what PyTorch's `.metadata` says, which is a pickle and so a program: that is written for PyTorch's own
+It has what PyTorch's `.metadata` has, which is a pickle and so a program: that is written for PyTorch's own
 readers, and read, as data, only of checkpoints from before there was this table. Boxes of a tensor cover it
 once, so that what is allocated for one is bounded by bytes that are there.
 """
@@ -45,8 +45,8 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor, whole."""
+class StoredTensor:
+    """A full tensor."""
 
     shape: tuple[Size, ...]
     dtype: DtypeName
@@ -54,43 +54,43 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TensorTable:
     """tensors: name -> what is stored of it."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
 
 _CODEC = Codec()
 _CODEC.row(Box, 6, Layout.ENTRY)
-FILE = TypedFile(Table, "stretto-tensors", 1, "tensors", "Take another checkpoint", _CODEC)
+FILE = TypedFile(TensorTable, "stretto-tensors", 1, "tensors", "Take another checkpoint", _CODEC)
 
 
-def read_table(folder: Path) -> Mapping[str, Stored]:
+def read_table(folder: Path) -> Mapping[str, StoredTensor]:
     """The tensors of a checkpoint, every file of which is as long as it was. Raises UsageError."""
     try:
         if is_sealed(folder):
-            found = FILE.from_text(read_checked(folder, TABLE).decode(), TABLE)
+            table = FILE.from_text(read_checked(folder, TABLE).decode(), TABLE)
         else:
-            found = _CODEC.form(Table).read(read_metadata(read_checked(folder, METADATA)))
+            table = _CODEC.form(TensorTable).read(read_metadata(read_checked(folder, METADATA)))
     except UnusableError:
         raise
     except (Exception, RecursionError) as error:  # whatever a pickle makes of it
         raise unusable(folder, str(error) or type(error).__name__) from None
-    fault = next(_faults(folder, found.tensors), None)
+    fault = next(_faults(folder, table.tensors), None)
     if fault is not None:
         raise unusable(folder, fault)
-    return found.tensors
+    return table.tensors
 
 
-def _faults(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[str]:
+def _faults(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
     """Boxes that do not cover their tensor; files that are absent or end too early."""
     ends: dict[str, int] = {}
     for name, one in tensors.items():
         for box in one.boxes:
             ends[box.file] = max(ends.get(box.file, 0), box.start + box.nbytes)
             fits = len(box.offsets) == len(box.sizes) == len(one.shape) and all(
-                first + size <= whole
-                for first, size, whole in zip(box.offsets, box.sizes, one.shape, strict=True)
+                first + size <= full
+                for first, size, full in zip(box.offsets, box.sizes, one.shape, strict=True)
             )
             if not fits or prod(box.sizes) * DTYPES[one.dtype].itemsize > box.nbytes:
                 yield f"a box of {name} in {TABLE} is not one of its tensor"

@@ -1,12 +1,14 @@
 """Tensors of all ranks in one folder, written and read by PyTorch's distributed checkpoints.
 
-The steps are those of `torch.distributed.checkpoint.save`, with its own planners and files, but ranks speak
-through the Runner's transport: so ranks may be threads, and all of them agree before the table of contents
-(`.metadata`) is written, without which the folder is nothing.
+A checkpoint has full tensors only: a rank writes boxes of them, with their offsets, and reads the boxes that
+it needs, whichever boxes were written. So it is free of the layout that wrote it. The steps are those of
+`torch.distributed.checkpoint.save`, with its own planners and files, but ranks use the Runner's transport: so
+ranks may be threads, and all of them agree before the table of contents (`.metadata`) is written, without
+which the folder is nothing.
 
-    1. Each rank says what it writes; every rank makes the same plan of all.
+    1. All ranks gather what each writes; every rank makes the same plan of all.
     2. Each rank writes its file, takes the digest of each box, and all agree that they have.
-    3. Rank 0 looks whether it sees every file whole, and writes the table.
+    3. Rank 0 looks whether it sees every file complete, and writes the table.
 
 Reading goes by the table that is data (`stretto.saving.table`): a rank reads the boxes that meet its parts,
 and each must have its digest.
@@ -21,17 +23,60 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.errors import StrettoError
 from stretto.runtime.all_or_none import together, together_slowly
+from stretto.runtime.shards import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
 from stretto.saving.folder import Writing
-from stretto.saving.parts import Parts, PartsWriter
-from stretto.saving.table import DTYPES, FILE, METADATA, Box, Stored, Table, read_table
+from stretto.saving.table import DTYPES, FILE, METADATA, Box, StoredTensor, TensorTable, read_table
+
+Parts = Mapping[str, Part]
+"""Name in the checkpoint -> part."""
+
+
+class PartsPlanner(DefaultSavePlanner):
+    """Plans this rank's parts. Ranks that name the same box have the same values: one of them writes it."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+        self._views = {
+            (name, torch.Size(offsets)): view for name, part in parts.items() for offsets, view in part.boxes
+        }
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(
+            [
+                WriteItem(
+                    MetadataIndex(name, offsets),
+                    WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(
+                        ChunkStorageMetadata(offsets, view.shape),
+                        TensorProperties.create_from_tensor(view),
+                        torch.Size(self._parts[name].full_shape),
+                    ),
+                )
+                for (name, offsets), view in self._views.items()
+            ]
+        )
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self._views[index.fqn, index.offset]
 
 
 def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) -> dict[str, bytes]:
@@ -41,8 +86,11 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
     writing: words a failure. Raises its StrettoError on all ranks when one could not write.
     """
     first = transport.rank == 0
-    planner, writer = PartsWriter(owned), FileSystemWriter(folder)
-    planner.set_up_planner(_one_each(owned), writer.storage_meta(), first)
+    planner, writer = PartsPlanner(owned), FileSystemWriter(folder)
+    # PyTorch wants a tensor under each name; the planner knows the others of it.
+    planner.set_up_planner(
+        {name: part.boxes[0][1] for name, part in owned.items()}, writer.storage_meta(), first
+    )
     writer.set_up_storage_writer(first)
     plans = transport.all_gather(planner.create_local_plan())  # step 1
     plans, metadata = planner.create_global_plan(plans)
@@ -58,7 +106,8 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
                 results: list[WriteResult] = future.value()
                 return _digested(folder, results)
             except CheckpointException as error:
-                cause = _cause(error)
+                causes = [one[0] if isinstance(one, tuple) else one for one in error.failures.values()]
+                cause = next((one for one in causes if isinstance(one, BaseException)), error)
             raise cause  # out here, where what led to it stays its context
 
     results = transport.all_gather(together_slowly(transport, write_mine))
@@ -77,13 +126,13 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
     return together(transport, write_table if first else dict)
 
 
-def stored_in(folder: Path) -> Mapping[str, Stored]:
-    """What a folder holds, every file of which is whole. Raises UsageError."""
+def stored_in(folder: Path) -> Mapping[str, StoredTensor]:
+    """The tensors of a folder, every file of which is complete. Raises UsageError."""
     read_checked(folder, METADATA)  # of which nothing is read
     return read_table(folder)
 
 
-def read(folder: Path, stored: Mapping[str, Stored], parts: Parts) -> None:
+def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None:
     """Fill the parts in place, whatever layout wrote the folder, which has them (`stored_in`). No rank waits
     for another. Raises StrettoError when it cannot be read, or has changed since it was written; parts may
     then have been filled."""
@@ -113,17 +162,18 @@ def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError(f"{box.file} is not what was saved: the digest of a tensor in it differs")
     made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(made, torch.Tensor) or tuple(made.shape) != box.sizes or made.dtype != dtype:
-        raise ValueError(f"{box.file} has another tensor than {TABLE} says")
+        raise ValueError(f"{box.file} has another tensor than {TABLE} has")
     return made
 
 
 def _common(box: Box, offsets: tuple[int, ...], view: torch.Tensor) -> list[tuple[int, int]] | None:
-    """Where a stored box and a part's meet, in the whole: (first, end) by dim; None where they do not."""
-    found = [
+    """Where a stored box and a part's meet, in the full tensor: (first, end) by dim; None where they do
+    not."""
+    common = [
         (max(one, other), min(one + size, other + length))
         for one, size, other, length in zip(box.offsets, box.sizes, offsets, view.shape, strict=True)
     ]
-    return found if all(first < end for first, end in found) else None
+    return common if all(first < end for first, end in common) else None
 
 
 def _fill(view: torch.Tensor, offsets: tuple[int, ...], box: Box, made: torch.Tensor) -> None:
@@ -136,7 +186,7 @@ def _fill(view: torch.Tensor, offsets: tuple[int, ...], box: Box, made: torch.Te
     view[place(offsets)].copy_(made[place(box.offsets)])
 
 
-def check_fit(folder: Path, parts: Parts, stored: Mapping[str, Stored]) -> None:
+def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) -> None:
     """Raises StrettoError where the folder lacks a part's tensor, or has it in another shape."""
     lacking = [name for name in parts if name not in stored]
     if lacking:
@@ -163,7 +213,7 @@ def unreadable(folder: Path, error: Exception) -> StrettoError:
 def _table(metadata: Metadata, results: Iterable[tuple[WriteResult, str]]) -> bytes:
     """What all ranks wrote, as data. results: each with its digest."""
     boxes: dict[str, list[Box]] = {}
-    found: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     at = {(one.index.fqn, one.index.offset): (one.storage_data, digest) for one, digest in results}
     for name, one in metadata.state_dict_metadata.items():
         assert isinstance(one, TensorStorageMetadata)
@@ -172,32 +222,17 @@ def _table(metadata: Metadata, results: Iterable[tuple[WriteResult, str]]) -> by
             place = (where.relative_path, where.offset, where.length)
             boxes.setdefault(name, []).append(Box(tuple(chunk.offsets), tuple(chunk.sizes), *place, digest))
         dtype = str(one.properties.dtype).removeprefix("torch.")
-        found[name] = Stored(tuple(one.size), dtype, tuple(boxes[name]))
-    return FILE.to_text(Table(found)).encode()
+        stored[name] = StoredTensor(tuple(one.size), dtype, tuple(boxes[name]))
+    return FILE.to_text(TensorTable(stored)).encode()
 
 
 def _digested(folder: Path, results: Sequence[WriteResult]) -> list[tuple[WriteResult, str]]:
     """With the digests of what was written; read from the system's cache."""
-    found: list[tuple[WriteResult, str]] = []
+    digested: list[tuple[WriteResult, str]] = []
     for name in sorted({one.storage_data.relative_path for one in results}):
         with (folder / name).open("rb") as file:
             for one in results:
                 if one.storage_data.relative_path == name:
                     file.seek(one.storage_data.offset)
-                    found.append((one, digest_of_next(file, one.storage_data.length)))
-    return found
-
-
-def _one_each(parts: Parts) -> dict[str, torch.Tensor]:
-    """A tensor under each name, as PyTorch wants to be told; the planners know what is in it."""
-    return {name: part.boxes[0][1] for name, part in parts.items()}
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first failure of any rank inside what PyTorch raises for all of them."""
-    if isinstance(error, CheckpointException):
-        for failure in error.failures.values():
-            found = failure[0] if isinstance(failure, tuple) else failure
-            if isinstance(found, BaseException):
-                return found
-    return error
+                    digested.append((one, digest_of_next(file, one.storage_data.length)))
+    return digested

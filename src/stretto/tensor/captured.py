@@ -1,6 +1,6 @@
 """What `shard`, `reshard`, `local` and `redistribute` do while a program is captured: nothing moves.
 
-Who captures the program does it for them. Touches nothing.
+Who captures the program does it for them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 class Capturing(Protocol):
-    """Who captures a program on meshes; its methods stand for the functions of these names."""
+    """Who captures a program on meshes; its methods replace the functions of these names."""
 
     def shard(
         self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None

@@ -6,7 +6,7 @@ runs and nothing is allocated: every absent tensor has the same local part, one 
 and device.
 
 DTensor has such a path itself, and it goes a good way, but not far enough (PyTorch 2.13): results that are
-0-d hold memory; results are on the processor, whatever the mesh's device is; convolution, argmin and argmax
+0-d use memory; results are on the processor, whatever the mesh's device is; convolution, argmin and argmax
 compute on the empty parts and fail; `item` is None, which fails far from its cause. Hence this one.
 """
 
@@ -90,7 +90,7 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
     """What an op gives on a rank off the mesh.
 
     op: an overload of an operator. args, kwargs: its arguments, with at least one tensor on a mesh that does
-    not hold this rank, and no plain tensors but 0-d ones. Results in place are the arguments themselves.
+    not have this rank, and no plain tensors but 0-d ones. Results in place are the arguments themselves.
     Raises what PyTorch's sharding rules raise, as the ranks on the mesh do.
     """
     device = local_of(first_of(args, kwargs)).device
@@ -107,7 +107,7 @@ def absent_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wr
     if described_results is None:
         return None
     if isinstance(described_results, Sequence):
-        found = [None if spec is None else absent(spec) for spec in described_results]
+        result = [None if spec is None else absent(spec) for spec in described_results]
         # One tensor list is a list; several results are a tuple.
-        return found if len(op._schema.returns) == 1 else tuple(found)
+        return result if len(op._schema.returns) == 1 else tuple(result)
     return absent(described_results)

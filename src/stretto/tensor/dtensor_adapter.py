@@ -6,13 +6,14 @@ What it uses, so that the next release breaks this file alone, with a test for e
     torch.distributed.tensor._dtensor_spec            DTensorSpec, TensorMeta: mesh, placements, shape
     DTensor._op_dispatcher.unwrap_to_op_info          arguments of an op as descriptions
     ...sharding_propagator.propagate_op_sharding_non_cached   the description of an op's results
-    DeviceMesh._coordinate_on_dim                     where on a mesh this rank stands
+    DeviceMesh._coordinate_on_dim                     where on a mesh this rank is
     torch.distributed.tensor._redistribute.redistribute_local_tensor   other placements of a part
     torch.distributed.tensor._shards (_StridedShard)        by its `dim`: a shard that no user writes
     torch.distributed.distributed_c10d._get_default_store   the store that all ranks share
     _MaskPartial, by its `mask_buffer`               a sum of what each rank finds in its rows of a table
     torch.utils._python_dispatch._disable_current_modes     tensors without values amid tracing
     torch._subclasses.fake_tensor                    FakeTensorMode, and what it raises
+    torch.utils._pytree                              arguments and results as the dispatcher flattens them
     Tensor._version, UntypedStorage._cdata           writes that are counted, memory that is shared
     torch.utils._mode_utils.no_dispatch, torch._C._set_meta_in_tls_dispatch_include   dims changed in place
 
@@ -41,8 +42,10 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
-
-from stretto.tensor.pytree_adapter import tree_leaves
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 SHAPE_UNKNOWN = DynamicOutputShapeException
 """What is raised `without_values` where the shape of a result depends on values."""
@@ -52,7 +55,7 @@ UNKNOWN_RESULTS = (NotImplementedError, UnsupportedOperatorException)
 """What is raised there for an op that only computes."""
 
 Spec = DTensorSpec
-"""What DTensor knows of a tensor: mesh, placements, whole shape, strides, dtype."""
+"""What DTensor knows of a tensor: mesh, placements, full shape, strides, dtype."""
 
 Meta = TensorMeta
 """(shape, stride, dtype) of a tensor; as ops see it, whole."""
@@ -85,12 +88,12 @@ def part_of(
     Outside autograd.
     """
     target = with_placements(spec, placements)
-    found: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
-    return found
+    result: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
+    return result
 
 
 def shown_as(x: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> None:
-    """What an op does that changes a tensor's dims in place: x holds the view's part, and has its shape."""
+    """What an op does that changes a tensor's dims in place: x has the view's part, and has its shape."""
     x._local_tensor, x._spec = view._local_tensor, view._spec
     with no_dispatch():  # the op on the wrapper itself, as `return_and_correct_aliasing` does it
         before = torch._C._meta_in_tls_dispatch_include()
@@ -114,7 +117,7 @@ def new_spec(
     stride: Sequence[int],
     dtype: torch.dtype,
 ) -> Spec:
-    """A description. shape, stride: of the whole tensor, in elements."""
+    """A description. shape, stride: of the full tensor, in elements."""
     return DTensorSpec(mesh, tuple(placements), tensor_meta=Meta(torch.Size(shape), tuple(stride), dtype))
 
 
@@ -129,7 +132,7 @@ def meta_of(x: torch.Tensor) -> Meta:
 
 
 def described(spec: Spec) -> tuple[tuple[int, ...], torch.dtype]:
-    """Whole shape and dtype."""
+    """Full shape and dtype."""
     meta = spec.tensor_meta
     assert meta is not None, "an op's result has a shape"
     return tuple(meta.shape), meta.dtype
@@ -139,7 +142,7 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the results of an op are, by PyTorch's own sharding rules; nothing is computed.
 
     Returns a Spec, a sequence of Specs and Nones, or None if the result is no tensor. The answer is that of a
-    rank of the mesh, wherever this one stands: PyTorch 2.13 chooses the cheapest of several ways to shard an
+    rank of the mesh, wherever this one is: PyTorch 2.13 chooses the cheapest of several ways to shard an
     op, and off the mesh takes all of them to be free, so that ranks would differ over what a tensor is.
     Raises what PyTorch raises where it has no rule for the op.
     """

@@ -1,6 +1,6 @@
 """What is said when tensors on meshes are misused: which tensor, which meshes, and the line to write.
 
-Every function returns an error to be raised. A tensor is named by its whole shape, dtype, placements and
+Every function returns an error to be raised. A tensor is named by its full shape, dtype, placements and
 mesh, for that is how the user knows it; it has no other name.
 """
 
@@ -57,7 +57,7 @@ def two_meshes(op: object, one: DTensor, other: DTensor) -> UsageError:
 
 
 def _target_for(one: DTensor, other: DTensor) -> str:
-    """Placements that fit: the first tensor's where both have its dims, else whole on every rank."""
+    """Placements that fit: the first tensor's where both have its dims, else replicated on every rank."""
     fits = one.ndim == other.ndim and not any(placement.is_partial() for placement in one.placements)
     return (
         placements_name(one.placements)
@@ -68,9 +68,9 @@ def _target_for(one: DTensor, other: DTensor) -> str:
 
 def ranks_out_of_order(op: object, tensors: Sequence[torch.Tensor]) -> UsageError:
     """An op would redistribute on a mesh where PyTorch's collectives put parts in the wrong places."""
-    found = [x for x in tensors if isinstance(x, DTensor)]
+    result = [x for x in tensors if isinstance(x, DTensor)]
     return UsageError(
-        f"{op} of {', and of '.join(tensor_name(x) for x in found)}: it would redistribute them, and on a "
+        f"{op} of {', and of '.join(tensor_name(x) for x in result)}: it would redistribute them, and on a "
         "mesh whose ranks do not ascend along each axis PyTorch's collectives put parts in the wrong places. "
         "Bring them to placements that need no communication with stretto.reshard, which is right there, or "
         "to a mesh with ascending ranks"
@@ -96,20 +96,20 @@ def _saying(text: str) -> Callable[..., UsageError]:
         if isinstance(other, torch.Tensor):
             words["other"] = tensor_name(other)
         if isinstance(on_mesh, DTensor):
-            whole = f"[{', '.join(['Replicate()'] * on_mesh.device_mesh.ndim)}]"
-            words["reshard"] = f"stretto.reshard(x, x.device_mesh, {whole})"
-            words |= {"placed": placements_name(on_mesh.placements), "whole": whole}
+            full = f"[{', '.join(['Replicate()'] * on_mesh.device_mesh.ndim)}]"
+            words["reshard"] = f"stretto.reshard(x, x.device_mesh, {full})"
+            words |= {"placed": placements_name(on_mesh.placements), "whole": full}
         return UsageError(text.format(**words))
 
     return error
 
 
 plain_with_gradient = _saying(
-    "{op}: {x} wants a gradient, and stands beside {other}; ranks off that mesh would have no gradient "
+    "{op}: {x} wants a gradient, and is beside {other}; ranks off that mesh would have no gradient "
     "for it. Put it on the mesh first: stretto.shard(it, mesh, {whole})"
 )
 plain_like_a_part = _saying(
-    "{op}: {x} counts as the whole tensor, the same on every rank, but it has the shape of one rank's "
+    "{op}: {x} counts as the full tensor, the same on every rank, but it has the shape of one rank's "
     "part of {other}. If it is a part, say so: DTensor.from_local(it, mesh, {placed}); if it is the "
     "whole, stretto.shard(it, mesh, {whole})"
 )
@@ -118,7 +118,7 @@ plain_written = _saying(
     "makes a new tensor, or write into one on that mesh"
 )
 sparse = _saying(
-    "{op}: {x} is sparse, and stands beside {other}; tensors on meshes are dense: use its .to_dense()"
+    "{op}: {x} is sparse, and is beside {other}; tensors on meshes are dense: use its .to_dense()"
 )
 shape_from_data = _saying(
     "{op}: the shape of its result depends on the values of {x}, which ranks off the mesh do not have. "
@@ -131,8 +131,8 @@ random_op = _saying(
     "one seed on all ranks, and stretto.shard it"
 )
 cannot_run = _saying(
-    "{op} of {x}: {other}, and ranks off the mesh cannot follow. Compute it on a plain tensor: whole = "
-    "{reshard}, then stretto.local(whole), which is None off the mesh"
+    "{op} of {x}: {other}, and ranks off the mesh cannot follow. Compute it on a plain tensor: full = "
+    "{reshard}, then stretto.local(full), which is None off the mesh"
 )
 wants_gradient = _saying("{op}: {x} wants a gradient, which an array has not; use x.detach()")
 renumbers = _saying(
@@ -141,7 +141,7 @@ renumbers = _saying(
 )
 copy_written = _saying(
     "{op}: it writes into {x}, which {other} took out of a tensor along a dim that is sharded: it is a "
-    "gathered copy, and the tensor would not change. Write into the whole: x = stretto.reshard(x, "
+    "gathered copy, and the tensor would not change. Write into the full tensor: x = stretto.reshard(x, "
     "x.device_mesh, [Replicate()]) before it is cut; or make a new tensor: torch.where with a mask, "
     "torch.slice_scatter, torch.select_scatter, torch.cat"
 )
@@ -156,5 +156,5 @@ value_off_mesh = _saying(
 )
 part_off_mesh = _saying(
     "{op}: rank {other} has no part of {x}, it is not on that mesh. stretto.local(x) gives None there; a "
-    "module style of tensor parallelism keeps the whole view with use_local_output=False"
+    "module style of tensor parallelism keeps the global view with use_local_output=False"
 )

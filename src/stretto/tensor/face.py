@@ -2,7 +2,7 @@
 
 `reshard_all` does several reshards at one time.
 
-A program written with these runs on all ranks as it stands: each rank computes what lies on its meshes, and
+A program written with these runs on all ranks as it is: each rank computes what lies on its meshes, and
 sees the descriptions of the rest.
 """
 
@@ -37,14 +37,14 @@ Thing = TypeVar("Thing", torch.Tensor, nn.Module)
 def shard(tensor: Thing, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> Thing:
     """Put a tensor, or all parameters and buffers of a module, on a mesh.
 
-    tensor: the whole tensor, the same on every rank: each rank cuts its own part out of its own copy, and
+    tensor: the full tensor, the same on every rank: each rank cuts its own part out of its own copy, and
         nothing is sent. Ranks off the mesh need its description alone: it may be on "meta" there. A parameter
         becomes a parameter; a tensor that wants a gradient becomes a new leaf that wants one.
         A module is changed in place, its parameters stay tied where they were, and it is returned.
     placements: one for each axis of the mesh: `Shard(dim)`, `Replicate()`; all Replicate() if None. With
-        `Partial()` the first rank of a summed axis holds the value, and the others zeros.
+        `Partial()` the first rank of a reduced axis has the value, and the others zeros.
 
-    The tensor's memory is not kept: a part is a copy, unless it is the whole.
+    The tensor's memory is not kept: a part is a copy, unless it is the full tensor.
     Raises UsageError if arguments do not fit, if the tensor is on a mesh already, or is not a leaf.
     """
     if isinstance(tensor, nn.Module):
@@ -119,17 +119,17 @@ def _part(
     for dim, (start, stop) in enumerate(region):
         part = part.narrow(dim, start, stop - start)
     part = part.to(mesh.device_type)
-    # A view would hold the memory of the whole.
-    whole = part.numel() == tensor.numel()
-    return part if whole else part.clone(memory_format=torch.contiguous_format)
+    # A view would keep the memory of the full tensor.
+    full = part.numel() == tensor.numel()
+    return part if full else part.clone(memory_format=torch.contiguous_format)
 
 
 def _shard_module(module: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> None:
     made: dict[torch.Tensor, torch.Tensor] = {}
     for inner in module.modules():
-        for held in (inner._parameters, inner._buffers):
-            for name, tensor in held.items():
+        for kept in (inner._parameters, inner._buffers):
+            for name, tensor in kept.items():
                 if tensor is not None:
                     if tensor not in made:
                         made[tensor] = _shard_tensor(tensor, mesh, placements)
-                    held[name] = made[tensor]  # type: ignore[assignment]
+                    kept[name] = made[tensor]  # type: ignore[assignment]

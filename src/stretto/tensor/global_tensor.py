@@ -43,21 +43,27 @@ from stretto.tensor.dtensor_adapter import (
     wrapped,
 )
 from stretto.tensor.layout import region_shape
-from stretto.tensor.losses import over_the_whole
 from stretto.tensor.parts import on_parts, placed, written_values
-from stretto.tensor.trusted import has_sound_rule, is_like, is_partial, is_trusted, keeps_partial
+from stretto.tensor.trusted import (
+    has_sound_rule,
+    is_like,
+    is_partial,
+    is_trusted,
+    keeps_partial,
+    over_the_whole,
+)
 
 aten = torch.ops.aten
 
 VALUES = frozenset({aten._local_scalar_dense.default, aten.allclose.default})
-"""Ops that give numbers: those of the whole tensor, not of this rank's part."""
+"""Ops that give numbers: those of the full tensor, not of this rank's part."""
 
 
 @asked_itself
 class GlobalTensor(DTensor):
-    """One tensor as all ranks see it: whole shape, dtype, device, mesh and placements, on every rank.
+    """One tensor as all ranks see it: full shape, dtype, device, mesh and placements, on every rank.
 
-    Ranks of its mesh hold parts of it; the others hold nothing, and compute nothing. Made by
+    Ranks of its mesh have parts of it; the others have nothing, and compute nothing. Made by
     `stretto.shard` and `stretto.reshard`, and by every op on such tensors.
     """
 
@@ -110,31 +116,31 @@ class GlobalTensor(DTensor):
         return DTensor.to_local(self, **options)
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
-        """The whole tensor. Raises UsageError on a rank off the mesh; `stretto.reshard` brings it there."""
+        """The full tensor. Raises UsageError on a rank off the mesh; `stretto.reshard` brings it there."""
         if is_absent(self.device_mesh):
             raise errors.part_off_mesh("full_tensor", self, dist.get_rank())
         return DTensor.full_tensor(self, **options)
 
     def tolist(self) -> Any:
-        """The values of the whole tensor. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        """The values of the full tensor. All ranks of its mesh call it. Raises UsageError off the mesh."""
         return known_whole(self, "tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array. All ranks of its mesh call it. Raises UsageError off the mesh."""
+        """The full tensor as an array. All ranks of its mesh call it. Raises UsageError off the mesh."""
         if self.requires_grad and not force:
             raise errors.wants_gradient("numpy", self)
         return known_whole(self.detach(), "numpy").numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype, copy=False)
+        result = self.numpy()
+        return result if dtype is None else result.astype(dtype, copy=False)
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.ndim == 0 and spec else object.__format__(self, spec)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = "not on this rank" if is_absent(self.device_mesh) else f"this rank's part: {local_of(self)}"
-        return f"GlobalTensor({errors.tensor_name(self)}; {held})"
+        kept = "not on this rank" if is_absent(self.device_mesh) else f"this rank's part: {local_of(self)}"
+        return f"GlobalTensor({errors.tensor_name(self)}; {kept})"
 
 
 Redistribute = Callable[[GlobalTensor, DeviceMesh, Sequence[Placement], bool], GlobalTensor]
@@ -173,7 +179,7 @@ class _Join(torch.autograd.Function):
 
 
 def _part(x: DTensor) -> torch.Tensor:
-    """The local part; off the mesh the one that holds no memory, for DTensor's own may hold some."""
+    """The local part; off the mesh the one without memory, for DTensor's own may use some."""
     local = local_of(x)
     return nothing(x.dtype, local.device) if is_absent(x.device_mesh) else local
 
@@ -211,25 +217,25 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
 
 
 def _reduced(value: Any) -> Any:
-    """Partial tensors as whole ones."""
+    """Partial tensors as replicated ones."""
     if isinstance(value, (list, tuple)):
         return type(value)(_reduced(item) for item in value)
     if not isinstance(value, DTensor) or not is_partial(value):
         return value
-    whole = [Replicate() if p.is_partial() else p for p in value.placements]
-    return placed(value, whole, global_tensor)
+    full = [Replicate() if p.is_partial() else p for p in value.placements]
+    return placed(value, full, global_tensor)
 
 
 def _as_whole(value: Any) -> Any:
-    """A Partial tensor of which the shape alone counts, as if it were whole."""
+    """A Partial tensor of which the shape alone counts, as if it were replicated."""
     if not isinstance(value, DTensor) or not is_partial(value):
         return value
-    whole = [Replicate() if p.is_partial() else p for p in value.placements]
-    return global_tensor(local_of(value), with_placements(spec_of(value), whole))
+    full = [Replicate() if p.is_partial() else p for p in value.placements]
+    return global_tensor(local_of(value), with_placements(spec_of(value), full))
 
 
 def known_whole(value: Any, op: object) -> Any:
-    """The whole of a tensor, a plain one, for who asks for its value. Ranks of its mesh call it together.
+    """The full tensor, a plain one, for who asks for its value. Ranks of its mesh call it together.
 
     Raises UsageError on a rank off the mesh, which has no value.
     """
@@ -286,13 +292,13 @@ def _rewrapped(value: Any, owners: dict[int, GlobalTensor]) -> Any:
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
+    result = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            result.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(item for item in value if isinstance(item, torch.Tensor))
-    return found
+            result.extend(item for item in value if isinstance(item, torch.Tensor))
+    return result
 
 
 def _one_mesh(op: Any, leaves: list[torch.Tensor]) -> DeviceMesh:
@@ -334,7 +340,7 @@ def _placed(op: Any, value: Any, beside: DTensor) -> Any:
 
 
 def _part_shapes(spec: Spec) -> frozenset[tuple[int, ...]]:
-    """The shapes that ranks' parts of a tensor have, where they are not the whole."""
+    """The shapes that ranks' parts of a tensor have, where they are not the full tensor."""
     shape = tuple(spec.shape)
     if not any(type(placement) is Shard for placement in spec.placements):
         return frozenset()

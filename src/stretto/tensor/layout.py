@@ -1,6 +1,6 @@
-"""Layouts: which box of a tensor each rank of a mesh holds. No device, no process group.
+"""Layouts: which box of a tensor each rank of a mesh has. No device, no process group.
 
-A layout is a mesh, as the ranks that stand in it, and one placement for each of its axes. Dims are cut as
+A layout is a mesh, as the ranks that are in it, and one placement for each of its axes. Dims are cut as
 `torch.chunk` cuts, and as DTensor does: shards are of one size rounded up, the last ones are smaller or
 empty. Several axes may cut one dim; they do so from left to right.
 """
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Region: TypeAlias = tuple[tuple[int, int], ...]
-"""A box of a tensor: (start, stop) for each dim, in elements of the whole tensor. () for a 0-d tensor."""
+"""A box of a tensor: (start, stop) for each dim, in elements of the full tensor. () for a 0-d tensor."""
 
 MeshRanks: TypeAlias = tuple[Any, ...]
 """Ranks as nested tuples, one level for each axis of the mesh: ((0, 1), (2, 3)) is a 2x2 mesh."""
 
 COPYING_REDUCTIONS = ("avg", "max", "min")
-"""Reductions of equal values that give that value again: each rank of such a Partial axis holds it whole."""
+"""Reductions of equal values that give that value again: each rank of such a Partial axis has it
+replicated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Layout:
         if any(type(rank) is not int or rank < 0 for rank in ranks):
             raise UsageError(f"mesh {self.mesh_ranks}: its entries must be ranks, whole numbers from 0")
         if not ranks or len(set(ranks)) != len(ranks):
-            what = "repeats a rank" if ranks else "holds no rank"
+            what = "repeats a rank" if ranks else "has no rank"
             raise UsageError(f"mesh {self.mesh_ranks} {what}; give each rank of the mesh once")
         if len(self.placements) != len(self.mesh_shape):
             raise UsageError(
@@ -75,14 +76,14 @@ class Layout:
         return tuple(_flat(self.mesh_ranks))
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where on the mesh a rank stands, one number for each axis; None if it is not on the mesh."""
+        """Where on the mesh a rank is, one number for each axis; None if it is not on the mesh."""
         ranks = self.ranks
         if rank not in ranks:
             return None
         return tuple(int(along) for along in np.unravel_index(ranks.index(rank), self.mesh_shape))
 
     def region(self, shape: Sequence[int], rank: int) -> Region | None:
-        """The box of a tensor of this shape that a rank holds: (start, stop) for each dim.
+        """The box of a tensor of this shape that a rank has: (start, stop) for each dim.
 
         An empty shard has start equal to stop, at the dim's end. None: the rank is not on the mesh.
         A rank of a Partial axis has the box of a Replicate axis: its term of the sum is as large.
@@ -92,7 +93,7 @@ class Layout:
         return None if where is None else self._region_at(shape, where)
 
     def regions(self, shape: Sequence[int]) -> dict[int, Region]:
-        """What each rank of the mesh holds, ranks row by row; see `region`."""
+        """What each rank of the mesh has, ranks row by row; see `region`."""
         coordinates = product(*(range(size) for size in self.mesh_shape))
         return {rank: self._region_at(shape, where) for rank, where in zip(self.ranks, coordinates)}
 
@@ -137,17 +138,17 @@ class Layout:
         return self.with_placements(placements)
 
     def zero_ranks(self) -> tuple[int, ...]:
-        """Ranks that hold zeros when a whole value is laid out so: all but the first along a summed axis.
+        """Ranks that have zeros when a full value is laid out so: all but the first along a reduced axis.
 
-        On a Partial axis of another reduction (avg, max, min) every rank holds the value.
+        On a Partial axis of another reduction (avg, max, min) every rank has the value.
         Raises UsageError for reductions for which neither gives the value back.
         """
-        summed = []
+        reduced = []
         for axis in self.partial_axes:
             placement = self.placements[axis]
             assert isinstance(placement, Partial)
             if placement.reduce_op == "sum":
-                summed.append(axis)
+                reduced.append(axis)
             elif placement.reduce_op not in COPYING_REDUCTIONS:
                 raise UsageError(
                     f"a value cannot be laid out as {placement!r} on mesh {self.mesh_ranks}: a rank's "
@@ -155,12 +156,12 @@ class Layout:
                 )
         coordinates = product(*(range(size) for size in self.mesh_shape))
         return tuple(
-            rank for rank, where in zip(self.ranks, coordinates) if any(where[axis] for axis in summed)
+            rank for rank, where in zip(self.ranks, coordinates) if any(where[axis] for axis in reduced)
         )
 
     def __str__(self) -> str:
-        held = ", ".join(str(placement) for placement in self.placements)
-        return f"[{held}] on mesh {self.mesh_ranks}"
+        kept = ", ".join(str(placement) for placement in self.placements)
+        return f"[{kept}] on mesh {self.mesh_ranks}"
 
 
 def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:

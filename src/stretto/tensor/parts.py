@@ -1,11 +1,14 @@
-"""An op on tensors of a mesh that is computed here, not by DTensor: on parts where that is right, else whole.
+"""An op on tensors of a mesh that is computed here, not by DTensor: on parts, or on replicated tensors.
 
-    1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another
-       (`stretto.tensor.free_dims`). Along each axis of the mesh, arguments that are cut along a free dim stay
-       so, and those that share it are cut alike; all others become whole.
-    2. The op itself runs on these parts, and its results are cut as its arguments are. An op without free
-       dims runs on whole tensors, on every rank of the mesh alike.
-    3. What it writes lies afterwards as it lay before.
+    1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another: of
+       `cumsum(x, dim)` all dims but `dim`. Which they are follows from the op's rule in the one table of
+       rules (`stretto.ir.dims`): a label that need not be whole is one. Of a sum over a label each rank has
+       a partial. Along each axis of the mesh, arguments that are sharded along a free dim stay so, and those
+       that share it are sharded in the same way; all others become replicated.
+    2. The op itself runs on these parts, and its results are sharded as its arguments are. An op without free
+       dims runs on replicated tensors, on every rank of the mesh. Ops with free dims are taken from a list:
+       those whose arguments do not state sizes, which would be those of the full tensor.
+    3. What it writes has afterwards the placements that it had before.
 
 Every rank knows the results' shapes from a run on tensors without values, so that what cannot run is refused
 on all of them, those off the mesh too.
@@ -14,6 +17,7 @@ on all of them, those off the mesh too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +27,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.backend.dispatch_adapter import draws
+from stretto.ir.dim_labels import SUMMED, Dims, broadcast, labels_of, results_along
+from stretto.ir.dims import POOLS, dims_of
+from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.tensor import errors
 from stretto.tensor.captured import captured
 from stretto.tensor.clip import Wrap, has_empty_part, in_order, is_absent, layout_on, nothing
@@ -32,6 +39,7 @@ from stretto.tensor.dtensor_adapter import (
     VALUES_NEEDED,
     Meta,
     Spec,
+    TreeSpec,
     given_back,
     local_of,
     meta_of,
@@ -39,11 +47,101 @@ from stretto.tensor.dtensor_adapter import (
     part_of,
     set_spec,
     spec_of,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
     with_placements,
     without_values,
 )
-from stretto.tensor.free_dims import FreeDim, free_dims
-from stretto.tensor.pytree_adapter import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from stretto.tensor.trusted import ELEMENT_LOSS_GRADIENTS, ELEMENT_LOSSES, NONE, reduction_of
+
+IN_PARTS = frozenset(
+    f"""cumsum cumprod logcumsumexp cummax cummin sort topk kthvalue median nanmedian mode argsort argmax
+    argmin max min index_select index_fill index_add index_copy index_reduce gather scatter scatter_add
+    scatter_reduce index index_put _index_put_impl constant_pad_nd flip roll tril triu nll_loss_forward
+    nll_loss_backward nll_loss2d_forward nll_loss2d_backward _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention_for_cpu_backward {POOLS}""".split()
+)
+"""Ops by name, all of their overloads that have a rule, and those in place."""
+
+
+CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+"""Their batch is free: of a weight's and a bias' gradient each rank has a partial."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeDim:
+    """One free dim of an op. arguments: which dim it is of each argument that is on a mesh, in their order;
+    None: not a dim of that one. results: the same for each result, or `SUMMED`."""
+
+    arguments: tuple[int | None, ...]
+    results: tuple[int | str | None, ...]
+
+
+def free_dims(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Sequence[Meta | None]
+) -> list[FreeDim]:
+    """The free dims of a call; none if the op is not in the list."""
+    if any(argument.is_out for argument in op._schema.arguments):
+        return []
+    name, _, overload = str(op).removeprefix("aten.").partition(".")
+    name = name if name in IN_PARTS else name.removesuffix("_")
+    given: list[torch.Tensor] = []
+    call = Op(
+        "call",
+        f"aten.{name}.{overload}",
+        _written(args, given),
+        tuple((key, _written(value, given)) for key, value in kwargs.items()),
+        tuple(None if made is None else _spec(made) for made in results),
+    )
+    if name in CONVOLUTIONS:
+        return _of_batch(name, given, results)
+    specs = [_spec(x) for x in given]
+    of_elements = op in ELEMENT_LOSSES | ELEMENT_LOSS_GRADIENTS and reduction_of(op, args, kwargs) == NONE
+    if name in IN_PARTS:
+        rule = dims_of(call, specs)
+    elif of_elements or torch.Tag.pointwise in op.tags:
+        shape = torch.broadcast_shapes(*(x.shape for x in given))  # type: ignore[no-untyped-call]
+        labels = labels_of(len(shape))
+        rule = Dims(tuple(broadcast(spec, shape) for spec in specs), (labels,) * len(results))
+    else:
+        return []
+    on_mesh = [at for at, x in enumerate(given) if isinstance(x, DTensor)]
+    return [] if rule is None else _free(rule, [rule.inputs[at] for at in on_mesh])
+
+
+def _of_batch(name: str, given: Sequence[torch.Tensor], results: Sequence[Meta | None]) -> list[FreeDim]:
+    """The batch of a convolution: of its image and its result, or of its image and the result's gradient."""
+    images = 2 if name == "convolution_backward" else 1
+    along = [0 if at < images else None for at, x in enumerate(given) if isinstance(x, DTensor)]
+    made = [0 if at == 0 else SUMMED for at in range(len(results))]
+    return [FreeDim(tuple(along), tuple(made))]
+
+
+# No function within the one above, which would refer to itself, and keep the tensors until Python looks for
+# cycles.
+def _written(value: Any, given: list[torch.Tensor]) -> Any:
+    """An argument as programs write it; its tensors come to `given`."""
+    if isinstance(value, torch.Tensor):
+        given.append(value)
+        return Ref(str(len(given)))
+    return tuple(_written(item, given) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _spec(x: torch.Tensor | Meta) -> TensorSpec:
+    return TensorSpec(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
+def _free(rule: Dims, inputs: Sequence[tuple[int | None, ...]]) -> list[FreeDim]:
+    """inputs: labels of the tensors on a mesh."""
+    named = dict.fromkeys(label for labels in inputs for label in labels if label is not None)
+    result = []
+    for label in sorted(named.keys() - rule.whole):
+        results = results_along(rule, label)
+        if results is not None and not (SUMMED in results and rule.added):
+            arguments = tuple(labels.index(label) if label in labels else None for labels in inputs)
+            result.append(FreeDim(arguments, results))
+    return result
 
 
 def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap) -> Any:
@@ -59,13 +157,13 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
     if draws(op, args, kwargs):
         raise errors.random_op(op, tensors[0])
     returned = given_back(op, args, kwargs)
-    found = _metas(op, _frozen(leaves), tree)
-    if found is UNKNOWN and returned:  # they are what they were
-        found = tuple(map(meta_of, returned)), tree
-    if isinstance(found, str):
-        error = errors.shape_from_data if found == FROM_DATA else errors.cannot_run
-        raise error(op, tensors[0], found)
-    described, result_tree = found
+    answer = _metas(op, _frozen(leaves), tree)
+    if answer is UNKNOWN and returned:  # they are what they were
+        answer = tuple(map(meta_of, returned)), tree
+    if isinstance(answer, str):
+        error = errors.shape_from_data if answer == FROM_DATA else errors.cannot_run
+        raise error(op, tensors[0], answer)
+    described, result_tree = answer
 
     free = free_dims(op, args, kwargs, described)
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
@@ -114,16 +212,16 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
 
 
 def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of each argument, by name, which of the tensors on the mesh it holds, counted in the order of all. A
+    """Of each argument, by name, which of the tensors on the mesh it has, counted in the order of all. A
     tensor that is given twice counts twice."""
     names = [argument.name for argument in op._schema.arguments]
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     count = 0
     for name, value in (*zip(names, args), *kwargs.items()):
         here = sum(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
-        found[name] = tuple(range(count, count + here))
+        result[name] = tuple(range(count, count + here))
         count += here
-    return found
+    return result
 
 
 def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
@@ -177,7 +275,7 @@ def _part(x: DTensor, placements: tuple[Placement, ...]) -> torch.Tensor:
 
 
 def _laid_out(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A part with its elements in the order that strides of the whole tensor say.
+    """A part with its elements in the order that strides of the full tensor say.
 
     A gathered part comes in an order of its own, and some ops ask how an argument lies: the gradient of a
     determinant takes its matrix to lie as the tensor does.
@@ -203,17 +301,17 @@ def part_under(
     """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
 
     local: the part under the placements of `spec`. async_op: the part may still be under way; the first op on
-    it waits. Axes that become Partial go to Replicate first; then of a summed axis the first rank keeps the
-    value, and the others hold zeros; of avg, max and min every rank keeps it.
+    it waits. Axes that become Partial go to Replicate first; then of a reduced axis the first rank keeps the
+    value, and the others have zeros; of avg, max and min every rank keeps it.
     """
     mesh = spec.mesh
     becomes = [new.is_partial() and new != old for old, new in zip(spec.placements, placements)]
     if any(becomes) and captured() is not None:  # there, no rank knows which it is
         return part_of(local, spec, placements)
-    through = [Replicate() if summed else new for summed, new in zip(becomes, placements)]
+    through = [Replicate() if reduced else new for reduced, new in zip(becomes, placements)]
     if any(old != new and mesh.size(a) > 1 for a, (old, new) in enumerate(zip(spec.placements, through))):
         local = part_of(local, spec, through, async_op)
-    new_only = tuple(p if summed else Replicate() for summed, p in zip(becomes, placements))
+    new_only = tuple(p if reduced else Replicate() for reduced, p in zip(becomes, placements))
     if any(becomes) and dist.get_rank() in layout_on(mesh, new_only).zero_ranks():
         return torch.zeros_like(local)
     return local
@@ -221,12 +319,12 @@ def part_under(
 
 def written_values(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """All arguments that an op writes, also those that it does not give back (running statistics)."""
-    found: list[Any] = []
+    result: list[Any] = []
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return found
+            result.extend(value if isinstance(value, (list, tuple)) else [value])
+    return result
 
 
 Described = tuple[tuple[Meta | None, ...], TreeSpec]

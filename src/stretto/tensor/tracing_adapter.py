@@ -2,7 +2,7 @@
 
 What it uses, so that the next release breaks this file alone, with a test for each:
 
-    DeviceMesh._coordinate_on_dim                    where on a mesh this rank stands
+    DeviceMesh._coordinate_on_dim                    where on a mesh this rank is
     redistribute_local_tensor, in three modules      what DTensor calls to change placements
     debug._clear_*_sharding_prop_cache               what DTensor remembers of sharding rules' answers
     _StridedShard, by its `split_factor`             the shard of a dim that is several dims in one
@@ -30,9 +30,9 @@ Redistribute = Callable[[torch.Tensor, Spec, Spec], torch.Tensor]
 
 @contextmanager
 def standing_first(meshes: Sequence[DeviceMesh]) -> Iterator[None]:
-    """While the context lasts, this rank stands at the first place of each of these meshes.
+    """While the context lasts, this rank is at the first place of each of these meshes.
 
-    What DTensor remembers of sharding rules depends on where a rank stands: it forgets it before and after.
+    What DTensor remembers of sharding rules depends on where a rank is: it forgets it before and after.
     """
     kept = [(mesh, mesh._coordinate_on_dim) for mesh in meshes]
     try:
@@ -100,5 +100,5 @@ def keep_elsewhere(placement: Placement, elsewhere: torch.Tensor) -> None:
 
 def elsewhere_of(placement: Placement) -> torch.Tensor:
     """Which of the indices are in other ranks' rows: what was kept."""
-    found: torch.Tensor = placement.mask_buffer.data  # type: ignore[attr-defined]
-    return found
+    result: torch.Tensor = placement.mask_buffer.data  # type: ignore[attr-defined]
+    return result

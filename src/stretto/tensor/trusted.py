@@ -1,23 +1,32 @@
-"""Which ops DTensor may compute as it does, and on what.
+"""Which ops DTensor may compute as it does, and on what; and losses that reduce, which it gets wrong.
 
 DTensor has rules for a thousand ops, and more in each release; some give wrong values, some wrong gradients,
-some an error on one rank alone. So an op is handed to it only if it is in this table, and only with tensors
-for which `tests/tensor/sweep` has found it right; all else is computed by `stretto.tensor.parts`, which is
+some an error on one rank alone. So it computes an op only if that is in this table, and only with tensors
+for which `tests/tensor/sweep` has shown it right; all else is computed by `stretto.tensor.parts`, which is
 right by construction and gathers more. An op of the table on other tensors is asked the same.
 
     1. Partial tensors go only into ops that are linear in them; else they are reduced first.
     2. A tensor of which some rank has no element goes only into ops of elements.
     3. Of some ops only some dims may be cut.
+
+PyTorch derives how a reducing loss is sharded from its decomposition, and calls the op on the parts: a mean
+of means, which is right only where parts are equal and rows weigh the same, with a gradient that is too large
+by the number of ranks. Here:
+
+* a loss of elements is computed for each element, then summed, then divided by the full tensor's size; its
+  gradient is that of the elements, of a gradient divided by this size;
+* `nll_loss`, that of cross-entropy, gives the sum of the rows that count and the sum of their weights; the
+  mean is the one over the other, of the full tensor. Its backward pass takes the sum of weights as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from stretto.tensor.clip import has_empty_part
 from stretto.tensor.dtensor_adapter import given_back, has_rule, needs_redistribution, propagated
@@ -96,7 +105,7 @@ def is_trusted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
 def has_sound_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[DTensor]) -> bool:
     """Whether DTensor has a rule that leaves what an op writes as it lies.
 
-    It is not asked where all tensors lie alike, for speed: then it has one.
+    It is not asked where all tensors have the same placements, for speed: then it has one.
     """
     written = given_back(op, args, kwargs)
     if not written:
@@ -182,3 +191,72 @@ if torch.__version__ < "2.12":
     # It gathers parts in an order of which its views cannot be views, and normalizes by a part of a weight.
     CONDITIONS |= dict.fromkeys(("view", "_unsafe_view", "reshape"), _of_the_part)
     CONDITIONS |= dict.fromkeys(NORMS, _weights_whole)
+
+
+NONE, MEAN, SUM = 0, 1, 2
+"""How PyTorch numbers reductions."""
+
+ELEMENT_LOSSES = frozenset(
+    {
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.huber_loss.default,
+        aten.soft_margin_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.binary_cross_entropy_with_logits.default,
+    }
+)
+ELEMENT_LOSS_GRADIENTS = frozenset(
+    {
+        aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default,
+        aten.huber_loss_backward.default,
+        aten.soft_margin_loss_backward.default,
+        aten.binary_cross_entropy_backward.default,
+    }
+)
+"""The first argument is the gradient, the second the loss's input."""
+LABEL_LOSSES = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
+
+LOSSES = ELEMENT_LOSSES | ELEMENT_LOSS_GRADIENTS | LABEL_LOSSES
+
+
+def over_the_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[DTensor]) -> Any:
+    """What a reducing loss gives, by ops that do not; NotImplemented for all else."""
+    if op not in LOSSES or all(set(x.placements) == {Replicate()} for x in tensors):
+        return NotImplemented
+    args = _filled(op, args, kwargs)
+    at = _reduction_at(op)
+    reduction = args[at]
+    if reduction == NONE or (op in LABEL_LOSSES and reduction == SUM):
+        return NotImplemented
+
+    def with_reduction(how: int) -> tuple[Any, ...]:
+        return (*args[:at], how, *args[at + 1 :])
+
+    if op in ELEMENT_LOSS_GRADIENTS:
+        gradient, x = args[:2]
+        given = with_reduction(NONE)
+        return op(gradient / x.numel() if reduction == MEAN else gradient, *given[1:])
+    if op in LABEL_LOSSES:
+        total, weights = op(*with_reduction(SUM))
+        return total / weights, weights
+    losses = op(*with_reduction(NONE))
+    return losses.sum() if reduction == SUM else losses.sum() / losses.numel()
+
+
+def reduction_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How a loss reduces, as PyTorch numbers it."""
+    return int(_filled(op, args, kwargs)[_reduction_at(op)])
+
+
+def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """All arguments in their order."""
+    result = list(args)
+    for argument in op._schema.arguments[len(args) :]:
+        result.append(kwargs.get(argument.name, argument.default_value))
+    return tuple(result)
+
+
+def _reduction_at(op: Any) -> int:
+    return next(at for at, argument in enumerate(op._schema.arguments) if argument.name == "reduction")

@@ -1,24 +1,32 @@
-"""Ranks agree on what they are about to train: settings, tokens, and the checkpoint that they go on from.
+"""Before a run begins: it has its folders to itself, and all ranks are about to train the same.
 
-Each reads its own files. On machines that do not share them, ranks may find others, train side by side on
-different things, and no loss tells. Compares, and changes nothing:
+Each rank reads its own files. On machines that do not share them, ranks may read others, train side by side
+on different things, and no loss shows it; or write parts of a checkpoint onto their own disks, for hours.
 
-    1. Every rank tells what it found, or why it found nothing, before it builds anything on it.
-    2. All come to one verdict, and refuse with the same words.
+    1. Rank 0 locks the run's folders, and puts back what a killed run was about to replace.
+    2. Every rank gathers what it is about to train: settings, tokens, the checkpoint that it goes on from, or
+       why there is none. All come to one verdict, and refuse with the same words.
+    3. The checkpoint must fit the settings: some must be equal, others are only reported.
+    4. Rank 0 leaves a file in the folder of checkpoints, and every rank looks for it.
+
+Uses the process group; no Runner is there yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stretto.config import TrainSettings
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
+from stretto.runtime.all_or_none import on_first
 from stretto.saving.digests import identity
-from stretto.train.checkpoint_files import State
-from stretto.train.compatible import flat
+from stretto.saving.folder import PROBE, look, refuse_apart, write_probe
+from stretto.train.checkpoint_files import CheckpointState, put_back, read_kept
+from stretto.train.lock import RunLock, folders_of
 from stretto.train.task import Task
 from stretto.train.world import World
 
@@ -33,16 +41,40 @@ OWN = (
     "output.run_dir",
     "training.threads_per_rank",
 )
-"""Settings that each machine may have to itself: where things are, and how fast it computes. What is found
+"""Settings that each machine may have to itself: where things are, and how fast it computes. What is read
 there is compared instead."""
+UNREPORTED = (
+    "name",
+    "checkpoint",
+    "output",
+    "parallel",
+    "planning",
+    "training.steps",
+    "training.threads_per_rank",
+)
+"""What may change from run to run without changing what is learned, or is changed on purpose to go on."""
+
+Checkpoint = tuple[CheckpointState, Path]
+"""Its state, and where it is."""
 
 
-Checkpoint = tuple[State, Path]
-"""What it says of itself, and where it is."""
+def take_folders(world: World, settings: TrainSettings, lock: RunLock) -> None:
+    """Step 1; every rank must call it. Raises the same StrettoError on all ranks."""
+
+    def take() -> None:
+        lock.take(folders_of(settings))
+        try:
+            put_back(settings.checkpoint_dir)
+        except OSError as error:
+            raise StrettoError(
+                f"cannot put back a checkpoint in {settings.checkpoint_dir}: {error.strerror}"
+            ) from None
+
+    on_first(world, take)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RankView:
     """What one rank is about to train. tokens: its data's digest. checkpoint: its name, step and digest; None
     starts anew. fault: why the rank cannot use its checkpoint."""
 
@@ -57,36 +89,36 @@ class Found:
 def agreed_checkpoint(
     world: World, settings: TrainSettings, task: Task, find: Callable[[], Checkpoint | None]
 ) -> Checkpoint | None:
-    """What `find` gives: the checkpoint to go on from, the same on all ranks; None starts anew.
+    """Step 2: what `find` gives, the checkpoint to go on from, the same on all ranks; None starts anew.
 
-    Every rank must call it. Raises the same UsageError on all ranks when two found different things, or when
-    `find` refuses on one of them.
+    Every rank must call it. Raises the same UsageError on all ranks when two differ, or when `find` refuses
+    on one of them.
     """
-    kept = {key: value for key, value in flat(settings.model_dump(mode="json")) if key not in OWN}
-    found, at, folder, fault = None, None, settings.checkpoint_dir, ""
+    common = {key: value for key, value in flat(settings.model_dump(mode="json")) if key not in OWN}
+    checkpoint, at, folder, fault = None, None, settings.checkpoint_dir, ""
     try:
-        found = find()
-        if found is not None:
-            state, path = found
+        checkpoint = find()
+        if checkpoint is not None:
+            state, path = checkpoint
             at, folder = (path.name, state.step, identity(path)), path.parent
     except UsageError as error:
         fault = str(error)
-    mine = Found(kept, task.digest, task.where, at, str(folder), fault)
-    told = _difference(world.all_gather(mine), task)
-    if told:
-        raise UsageError(told)
-    return found
+    mine = RankView(common, task.digest, task.where, at, str(folder), fault)
+    difference = _difference(world.all_gather(mine), task)
+    if difference:
+        raise UsageError(difference)
+    return checkpoint
 
 
-def _difference(found: Sequence[Found], task: Task) -> str:
-    """Step 2: "" when all found the same. found: by rank."""
-    first = found[0]
-    for rank, other in enumerate(found):
+def _difference(views: Sequence[RankView], task: Task) -> str:
+    """ "" when all views, by rank, are the same."""
+    first = views[0]
+    for rank, other in enumerate(views):
         keys = {**first.settings, **other.settings}
-        apart = [key for key in keys if first.settings.get(key) != other.settings.get(key)]
-        if apart:
-            key = apart[0]
-            more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
+        differing = [key for key in keys if first.settings.get(key) != other.settings.get(key)]
+        if differing:
+            key = differing[0]
+            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
             return (
                 f"{key} = {other.settings.get(key)!r} on rank {rank}, but {first.settings.get(key)!r} on "
                 f"rank 0{more}: start all ranks with the same settings"
@@ -106,8 +138,72 @@ def _difference(found: Sequence[Found], task: Task) -> str:
     return first.fault
 
 
-def _aim(found: Found) -> str:
-    if found.checkpoint is None:
-        return f"finds no checkpoint in {found.folder}"
-    name, step, _ = found.checkpoint
-    return f"goes on from {found.folder}/{name}, after step {step}"
+def _aim(view: RankView) -> str:
+    if view.checkpoint is None:
+        return f"finds no checkpoint in {view.folder}"
+    name, step, _ = view.checkpoint
+    return f"goes on from {view.folder}/{name}, after step {step}"
+
+
+def check_compatible(
+    state: CheckpointState, checkpoint: Path, settings: TrainSettings, task: Task
+) -> list[str]:
+    """Step 3: lines about settings that differ from the checkpoint's and change how training goes on.
+
+    Raises UsageError, with the key, for one that makes another model of it, and when the data is
+    another (text has other tokens) or the checkpoint does not have its digest.
+    """
+    then = dict(flat(state.settings))
+    now = dict(flat(settings.model_dump(mode="json")))
+    differing = [key for key in {**then, **now} if then.get(key) != now.get(key)]
+    for key in differing:
+        if key.startswith(("model.", "task.config")):
+            raise UsageError(
+                f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
+                f"{then.get(key)!r}: set it back, or start anew with --no-resume"
+            )
+    name, content = task.kept
+    if read_kept(checkpoint, name) != content:
+        data = [key for key in differing if key.startswith("data.")]
+        what = f"{data[0]} differs" if data else f"{task.source} has changed"
+        raise UsageError(
+            f"{what}, so that the {task.unit} are others than those of the checkpoint {checkpoint}: set it "
+            "back, or start anew with --no-resume"
+        )
+    return [
+        f"{key} is now {now.get(key)!r}; it was {then.get(key)!r} until step {state.step}"
+        for key in differing
+        if not any(key == one or key.startswith(one + ".") for one in UNREPORTED)
+    ]
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(`training.steps`, value) for each value in a tree."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def check_shared(world: World, folder: Path) -> None:
+    """Step 4; every rank must call it. Raises the same StrettoError on all ranks."""
+    if world.size == 1:
+        return
+
+    def begin() -> str:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return write_probe(folder)
+        except OSError as error:
+            raise StrettoError(
+                f"cannot write into {folder}: {error.strerror}; set checkpoint.dir elsewhere"
+            ) from None
+
+    text = on_first(world, begin)
+    try:
+        refuse_apart(world.all_gather(look(folder, text)), "checkpoint.dir")
+    finally:
+        if world.rank == 0:
+            with suppress(OSError):
+                (folder / PROBE).unlink()

@@ -1,36 +1,49 @@
 """A run's checkpoints: what `stretto.saving` writes, a folder for each step, with the run's state beside it.
 
 A checkpoint counts once every rank has finished; until then the one before it stays. The position in the data
-is a pure function of the step.
+is a pure function of the step. `load_model` makes one model of a checkpoint again, in one process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from stretto.errors import StrettoError
+from stretto.config import TrainSettings
+from stretto.errors import StrettoError, UsageError
+from stretto.models.build import build_model
+from stretto.models.fitting import weights_of
+from stretto.models.hub import weights_folder
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first
 from stretto.runtime.shards import Part
-from stretto.saving import face, tensors
+from stretto.saving import face, pretrained, tensors
 from stretto.saving.digests import ELSE
 from stretto.saving.folder import Writing
 from stretto.train.checkpoint_files import (
     FILE,
     STATE,
-    State,
+    CheckpointState,
     latest_in,
     mark,
     name_of,
+    read_state,
     tidy,
 )
+from stretto.train.task import own_task
 
 
 def save(
-    folder: Path, state: State, kept: tuple[str, str], runner: Runner, optimizer: torch.optim.AdamW, keep: int
+    folder: Path,
+    state: CheckpointState,
+    kept: tuple[str, str],
+    runner: Runner,
+    optimizer: torch.optim.AdamW,
+    keep: int,
 ) -> Path:
     """Write the checkpoint of `state.step` into `folder`; every rank must call it. Returns its path.
 
@@ -75,7 +88,7 @@ def load(checkpoint: Path, runner: Runner, optimizer: torch.optim.AdamW) -> None
 
 
 MOST_ABSENT = 8
-"""How much larger than what a checkpoint holds of a model may be what it lacks, as what no stage uses is.
+"""How much larger than what a checkpoint has of a model may be what it lacks: parameters that no stage uses.
 Assumed: the part of a model that is trained is not smaller."""
 FEW = 2**20
 """Elements that are never too many."""
@@ -98,8 +111,8 @@ def check_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Fill `values` in place with what the checkpoint holds under their names; returns those that it does not
-    hold. Raises StrettoError."""
+    """Fill `values` in place with what the checkpoint has under their names; returns those that it does not
+    have. Raises StrettoError."""
     try:
         stored = tensors.stored_in(checkpoint)
         known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
@@ -108,6 +121,54 @@ def read_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> dict[s
     except StrettoError as error:
         raise _in_a_run(error) from None
     return {name: tensor for name, tensor in values.items() if name not in known}
+
+
+def settings_of(state: CheckpointState, checkpoint: Path) -> TrainSettings:
+    """The settings that the checkpoint was trained with. Raises UsageError for what is none."""
+    try:
+        # As JSON, where lists may become tuples.
+        return TrainSettings.model_validate(state.settings, strict=False)
+    except ValueError as error:
+        raise UsageError(f"{checkpoint / STATE}: the settings cannot be read: {error}") from None
+
+
+def load_model(checkpoint: Path, task_file: str | None = None) -> tuple[nn.Module, TrainSettings]:
+    """The model of a checkpoint with its trained values, on the CPU, in eval() mode, and its settings.
+
+    task_file: of a task of one's own, the file that makes the model, which is run. The file that the
+    checkpoint names is not: it may be a stranger's. Raises UsageError for what is no checkpoint, and for one
+    of a task without its file; StrettoError for one that cannot be read, before a model of another size is
+    made.
+    """
+    state = read_state(checkpoint)
+    settings = settings_of(state, checkpoint)
+    seed, task = settings.training.seed, settings.task
+    if task is not None:
+        if task_file is None:
+            raise UsageError(
+                f"{checkpoint} is of a task of one's own, whose file is a program that makes the model: name "
+                f"it with --task FILE, if you trust it (it was trained with {task.file!r})"
+            )
+        make = own_task(task.model_copy(update={"file": task_file}), seed).model
+    else:
+        make = partial(build_model, settings.model, state.vocab_size, seed)
+    with torch.device("meta"):
+        check_tensors(checkpoint, _tensors_of(make()))
+    model = make()
+    tensors, saved = _tensors_of(model), model.state_dict()
+    # What no stage uses is not in the checkpoint; it has the value that it had at the start.
+    absent = read_tensors(checkpoint, tensors)
+    absent = {name: one for name, one in absent.items() if name.partition(".")[2] in saved}
+    if absent and task is None and settings.model.pretrained is not None:
+        weights = weights_of(model, weights_folder(settings.model.pretrained))
+        pretrained.read(weights, {name: Part.all_of(tensor) for name, tensor in absent.items()})
+    return model.eval(), settings
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's, under their names in checkpoints."""
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return tensors | {f"buffer.{name}": buffer for name, buffer in model.named_buffers()}
 
 
 def _in_a_run(error: StrettoError) -> StrettoError:

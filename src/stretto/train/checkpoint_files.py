@@ -1,10 +1,10 @@
-"""Where checkpoints are and which of them is whole: names, the `latest` marker, and what is removed.
+"""Where checkpoints are and which of them is complete: names, the `latest` marker, and what is removed.
 
     <dir>/step-000100/           one checkpoint: the tensors, state.json, tokenizer.json, digests.json
     <dir>/step-000200.tmp/       one being written, or left by a run that was killed meanwhile
     <dir>/step-000100.old.tmp/   the one before it of the same step, while a new one takes its place
     <dir>/step-000050.gone.tmp/  one being removed
-    <dir>/latest                 the name of the newest whole one
+    <dir>/latest                 the name of the newest complete one
     <dir>/earlier-1/             checkpoints of a run before this one, set aside when a run started anew
 
 Touches these folders and nothing else; what is in the tensors is for `stretto.train.checkpoint`.
@@ -37,8 +37,8 @@ Count = Annotated[int, Fits(lambda value: 0 <= value < 2**31, "a whole number fr
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """What a checkpoint says beside its tensors.
+class CheckpointState:
+    """What a checkpoint has beside its tensors.
 
     step: optimizer steps done. draws: steps that have drawn random numbers. settings: those of the run.
     """
@@ -49,7 +49,7 @@ class State:
     settings: dict[str, Any]
 
 
-FILE = TypedFile(State, "stretto checkpoint", 1, "checkpoint", "Take another one")
+FILE = TypedFile(CheckpointState, "stretto checkpoint", 1, "checkpoint", "Take another one")
 
 
 def name_of(step: int) -> str:
@@ -63,9 +63,9 @@ def is_whole(path: Path) -> bool:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The whole checkpoints in a folder, by ascending step."""
-    found = [path for path in folder.iterdir() if is_whole(path)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    """The complete checkpoints in a folder, by ascending step."""
+    complete = [path for path in folder.iterdir() if is_whole(path)] if folder.is_dir() else []
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def latest_in(folder: Path) -> Path | None:
@@ -77,8 +77,8 @@ def latest_in(folder: Path) -> Path | None:
             return folder / name
     except (OSError, ValueError):
         pass
-    found = checkpoints_in(folder)
-    return found[-1] if found else None
+    checkpoints = checkpoints_in(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def what_is_left(folder: Path) -> str:
@@ -97,17 +97,17 @@ def find(path: Path) -> Path:
     for candidate in (path, path / "checkpoints"):
         if is_whole(candidate):
             return candidate
-        found = latest_in(candidate)
-        if found is not None:
-            return found
+        latest = latest_in(candidate)
+        if latest is not None:
+            return latest
     what = "holds no whole checkpoint: "
     if not path.exists():
         what = f"does not exist: {near_path(path, '{} ')}"
     raise UsageError(f"{path} {what}name a checkpoint (a folder such as step-000100), or the folder of a run")
 
 
-def read_state(checkpoint: Path) -> State:
-    """What the checkpoint says of itself. Raises UsageError for a file that is not one of ours."""
+def read_state(checkpoint: Path) -> CheckpointState:
+    """The state that is beside the tensors. Raises UsageError for a file that is not one of ours."""
     return FILE.from_text(_text(checkpoint, STATE), str(checkpoint / STATE))
 
 
@@ -138,14 +138,14 @@ def tidy(folder: Path) -> None:
 
 
 def mark(place: Path, keep: int) -> None:
-    """Mark a whole checkpoint as the newest, and keep only the `keep` newest. The old marker and checkpoints
-    stay until the new marker is on the disk. Raises OSError."""
+    """Mark a complete checkpoint as the newest, and keep only the `keep` newest. The old marker and
+    checkpoints stay until the new marker is on the disk. Raises OSError."""
     folder = place.parent
     write_synced(folder / f"{LATEST}.tmp", f"{place.name}\n".encode())
     (folder / f"{LATEST}.tmp").replace(folder / LATEST)
     sync_folder(folder)  # what the disk does not have yet must not cost what it has
     older = [path for path in checkpoints_in(folder) if path.name <= place.name and path != place]
-    # Renamed first: removed in part, one would still look whole.
+    # Renamed first: removed in part, one would still look complete.
     gone = [
         path.rename(path.with_name(f"{path.name}.gone.tmp"))
         for path in older[: max(0, len(older) - (keep - 1))]

@@ -1,9 +1,9 @@
-"""Clipping by the norm of the whole model's gradient, of which each rank holds a part.
+"""Clipping by the norm of the full model's gradient, of which each rank has a part.
 
 1. Each rank takes the norms of the gradients that it owns (`Runner.owns`: a tied one counts once), of a
-   spread one the norm of its part.
-2. They are put in their places in one vector, zeros elsewhere, and summed over the ranks: a sum with
-   zeros is exact, so every rank holds the norms that a single process would have computed of these parts.
+   sharded one the norm of its part.
+2. Each has an index in one vector, zeros elsewhere, which is all-reduced over the ranks: a sum with
+   zeros is exact, so every rank has the norms that a single process would have computed of these parts.
 3. The norm of that vector is the global norm, with the same bits on every rank, and under any split into
    stages or copies; parts of a matrix add up in another order than the matrix, to the rounding of sums.
 4. Each rank scales its own gradients, the factor being that of `torch.nn.utils.clip_grad_norm_`.
@@ -28,16 +28,16 @@ class GradientClip:
     def __init__(self, runner: Runner, max_norm: float) -> None:
         """max_norm: the largest norm that is left as it is; 0 measures and does not clip."""
         job = runner.plan.job
-        place, places = _places(job, runner.coordinates)
+        index, count = _indices(job, runner.coordinates)
         tied_to = {p.name: p.tied_to for p in job.parameters}
         self._max_norm = max_norm
-        self._parameters = [p for n, p in runner.named_parameters() if tied_to[n] in place]
+        self._parameters = [p for n, p in runner.named_parameters() if tied_to[n] in index]
         self._owned = [
-            (place[tied_to[name]], parameter)
+            (index[tied_to[name]], parameter)
             for name, parameter in runner.named_parameters()
-            if tied_to[name] in place and runner.owns(name)
+            if tied_to[name] in index and runner.owns(name)
         ]
-        self._norms = torch.zeros(places, dtype=_norm_dtype(job), device=runner.device)
+        self._norms = torch.zeros(count, dtype=_norm_dtype(job), device=runner.device)
         self._transport = runner.transport
         if runner.transport.size > 1:
             everyone = runner.plan.everyone(LANE)
@@ -62,19 +62,19 @@ class GradientClip:
         return total
 
 
-def _places(job: Job, coordinates: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """First name of a tie -> the place of this rank's part in the vector, and the number of places."""
-    found: dict[str, int] = {}
-    places = 0
+def _indices(job: Job, coordinates: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """First name of a tie -> the index of this rank's part in the vector, and the vector's length."""
+    indices: dict[str, int] = {}
+    length = 0
     for parameter in job.parameters:
-        if parameter.grads and parameter.tied_to not in found:
+        if parameter.grads and parameter.tied_to not in indices:
             part, parts = 0, 1
             for shard in parameter.shards:
                 count = shard.parts(job.size(shard.axis))
                 part, parts = part * count + shard.part(coordinates[shard.axis]), parts * count
-            found[parameter.tied_to] = places + part
-            places += parts
-    return found, places
+            indices[parameter.tied_to] = length + part
+            length += parts
+    return indices, length
 
 
 def _norm_dtype(job: Job) -> torch.dtype:

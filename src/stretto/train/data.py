@@ -1,52 +1,61 @@
 """From settings to data: text becomes tokens once, and is kept for the next run.
 
     1. list the files; their names, sizes and times, and the settings, name the cache
-    2. if the cache is whole, go to 7
+    2. if the cache is complete, go to 7
     3. count the documents, and choose how to hold some text out
     4. learn a tokenizer from a sample of the training text, unless the model brings one
     5. write the tokens of both sides
     6. measure the unigram entropy
     7. map the tokens into memory
 
-Nothing is downloaded. Text is read by `text`, the cache kept by `cache`.
+The cache is a folder that is built once and then reused, by any number of processes at once. It is built
+beside its path and renamed, under a lock, so that what is there is complete. A manifest of sizes and
+checksums shows damage. Nothing is downloaded; text is read by `stretto.train.text`.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tokenizers
+from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from stretto.config import DataSettings
-from stretto.errors import UsageError
+from stretto.errors import StrettoError, UsageError
 from stretto.files.kept import cache_dir
+from stretto.files.parse import parse_json
 from stretto.files.say import Say, unheard
 from stretto.train import tokenizer as bpe
-from stretto.train.cache import built_folder, contents
 from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
-from stretto.train.given_tokenizer import GivenTokenizer, learned
 from stretto.train.text import TextFile, documents, find_files
+from stretto.train.tokenizer import GivenTokenizer, learned
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
 MIN_HELD_OUT_DOCUMENTS = 8
-"""With fewer than this to hold out, whole documents are too coarse: their ends are held out instead."""
+"""With fewer than this to hold out, documents are too coarse: their ends are held out instead."""
 FILES = ("tokenizer.json", "train.npy", "held_out.npy")
 """What a run reads."""
 PROGRESS_S = 2.0
 """Seconds between two lines of progress."""
+MANIFEST = "manifest.json"
+READ_BYTES = 1 << 20
+"""How much is read at once for a checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextData:
-    """Tokens to train on, tokens held out, and what told them apart from text."""
+    """Tokens to train on, tokens held out, and the tokenizer that made them."""
 
     tokenizer: Tokenizer
     train: TokenDataset
@@ -121,13 +130,13 @@ def _build(
     chars = sum(lengths)
     if not chars:
         raise UsageError(f"data.paths: there is no text in {', '.join(settings.paths)}")
-    whole = len(lengths) * fraction >= MIN_HELD_OUT_DOCUMENTS
-    if not whole:
+    by_document = len(lengths) * fraction >= MIN_HELD_OUT_DOCUMENTS
+    if not by_document:
         say(f"only {len(lengths)} documents: the last {fraction:.1%} of each is held out")
 
     def side(held_out: bool) -> Iterator[str]:
         for text in documents(files, settings.text_field, unheard):  # the first reading gave its notices
-            train, held = _divide(text, fraction, whole)
+            train, held = _divide(text, fraction, by_document)
             part = held if held_out else train
             if part:
                 yield part
@@ -152,19 +161,19 @@ def _build(
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
 
-def _divide(text: str, fraction: float, whole: bool) -> tuple[str, str]:
-    """A document's part to train on and its part held out; one of them is empty when it stays whole.
+def _divide(text: str, fraction: float, by_document: bool) -> tuple[str, str]:
+    """A document's part to train on and its part held out; one of them is empty where documents are not cut.
 
     A hash of the document itself decides, so that of two equal documents none is trained on while the
     other is held out.
     """
-    if whole:
+    if by_document:
         digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
         held = int.from_bytes(digest, "little") < fraction * 2**64
         return ("", text) if held else (text, "")
     cut = round(len(text) * (1 - fraction))
     line_end = text.find("\n", cut) + 1
-    # A line is kept whole, if that does not take most of what was to be held out.
+    # A line is not cut, if that does not take most of what was to be held out.
     if line_end and 2 * (len(text) - line_end) >= len(text) - cut:
         cut = line_end
     return text[:cut], text[cut:]
@@ -205,3 +214,95 @@ def _write_tokens(path: Path, given: GivenTokenizer, texts: Iterator[str], progr
         return np.empty(0, dtype=dtype)  # There is nothing to map in such a file.
     tokens: Tokens = np.load(path, mmap_mode="r")
     return tokens
+
+
+# The cache.
+
+
+def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: Say) -> Path:
+    """The folder `cache_dir/key`; when it is absent or damaged, `build(folder)` first writes its files.
+
+    One process builds and the others wait. A damaged folder is built anew, which `say` reports. Raises
+    StrettoError when the disk is full, UsageError when `cache_dir` cannot be written; other errors of
+    `build` go through. Nothing half-built stays.
+    """
+    target = cache_dir / key
+    # Looked at without the lock first, so that a cache can be used by those who may not write it.
+    if fault(target) is None:
+        return target
+    partial = cache_dir / f"{key}.partial"
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(cache_dir / f"{key}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"waiting for another process that prepares {target}")
+            lock.acquire()
+        try:
+            damage = fault(target)
+            if damage is None:
+                return target
+            if target.exists():
+                say(f"{target} is damaged ({damage}); it is built anew")
+                shutil.rmtree(target)
+            shutil.rmtree(partial, ignore_errors=True)  # Left by a process that was killed.
+            partial.mkdir()
+            build(partial)
+            _write_manifest(partial)
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            lock.release()
+    except OSError as error:
+        raise _explained(error, cache_dir) from error
+    return target
+
+
+def fault(folder: Path) -> str | None:
+    """What is wrong with a built folder, or None when every file is as it was written."""
+    try:
+        files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+        for name, (size_bytes, checksum) in files.items():
+            path = folder / name
+            found_bytes = path.stat().st_size
+            if found_bytes != size_bytes:
+                return f"{name} has {found_bytes} bytes, not {size_bytes}"
+            if _checksum(path) != checksum:
+                return f"the bytes of {name} have changed"
+    except OSError as error:
+        return f"{Path(error.filename or folder).name}: {error.strerror}"
+    except (ValueError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return None
+
+
+def contents(folder: Path, names: Sequence[str]) -> str:
+    """A digest of what is in these files of a built folder, by its manifest; equal wherever it is."""
+    files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps([files[name] for name in names]).encode()).hexdigest()[:16]
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _explained(error: OSError, cache_dir: Path) -> StrettoError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StrettoError(
+            f"{cache_dir}: the disk is full, and the tokens of the text cannot be kept there; "
+            "free some space, or set data.cache_dir to a folder on another disk"
+        )
+    return UsageError(
+        f"data.cache_dir: {cache_dir} cannot be used ({error.strerror or error}); set it to a folder that "
+        "you may write"
+    )

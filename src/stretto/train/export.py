@@ -21,10 +21,9 @@ from stretto.errors import StrettoError, UsageError
 from stretto.models.gpt import GPT
 from stretto.models.hub import weights_folder
 from stretto.models.pretrained import save_gpt
+from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import TOKENIZER, find, read_kept, read_state
-from stretto.train.given_tokenizer import given_tokenizer
-from stretto.train.tokenizer import END_OF_TEXT
-from stretto.train.whole import load_whole
+from stretto.train.tokenizer import END_OF_TEXT, given_tokenizer
 
 GENERATION = "generation_config.json"
 """Where `transformers` keeps how a model generates."""
@@ -35,10 +34,10 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
 
     source: a checkpoint, or the folder of a run, whose newest is taken. A model of `transformers` is written
     so that `AutoModelForCausalLM.from_pretrained(output)` and `AutoTokenizer` read it; a GPT so that
-    `stretto.models.pretrained.load_gpt(output)` does. Of a task the model alone is written,
-    as its tokenizer is the task's own; task_file: that which makes it, a program (`load_whole`).
+    `stretto.models.pretrained.load_gpt(output)` does. Of a task only the model is written,
+    as its tokenizer is the task's own; task_file: that which makes it, a program (`load_model`).
 
-    Raises UsageError when there is no checkpoint or `output` holds something, StrettoError when the
+    Raises UsageError when there is no checkpoint or `output` is not empty, StrettoError when the
     checkpoint cannot be read or the folder not written; `output` is then as it was.
     """
     checkpoint = find(source)
@@ -46,7 +45,7 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
         raise UsageError(f"{output} exists and is not an empty folder; name another, or remove it")
     is_text = read_state(checkpoint).settings.get("task") is None
     tokenizer = read_kept(checkpoint) if is_text else None
-    model, settings = load_whole(checkpoint, task_file)
+    model, settings = load_model(checkpoint, task_file)
     if not isinstance(model, GPT) and not _is_huggingface(model):
         raise UsageError(
             f"{checkpoint} is of a task of one's own (task.file), whose model is a {type(model).__name__}, "
@@ -111,8 +110,8 @@ def _save_tokenizer(text: str, model: Model, output: Path) -> None:
             given = given_tokenizer(model)
             if given is not None and given.tokenizer.to_str() == text:
                 auto: Any = transformers.AutoTokenizer
-                found = auto.from_pretrained(model.pretrained, trust_remote_code=False)
-                found.save_pretrained(output)
+                tokenizer = auto.from_pretrained(model.pretrained, trust_remote_code=False)
+                tokenizer.save_pretrained(output)
                 return
         begin, end = (_token(own, model.config.get(key)) for key in ("bos_token_id", "eos_token_id"))
     kind(tokenizer_object=own, eos_token=end, bos_token=begin).save_pretrained(output)

@@ -61,7 +61,7 @@ class Evaluation:
         kept: Kept | None = None,
     ) -> None:
         """model: the one that the runner was made with. batch, loss, parallel, tp_plan: as the training was
-        captured with; `parallel` may be left out where neither tp, ep nor AMPipe spread the model. layout: in
+        captured with; `parallel` may be left out where neither tp, ep nor AMPipe shards the model. layout: in
         place of these two, where it is known. order, steps, search_s, kept: as in `stretto.plan`, for its
         forwards.
 
@@ -73,7 +73,7 @@ class Evaluation:
             trained = runner.plan.job
             if parallel is None and (trained.size("tp") > 1 or trained.size("ep") > 1 or trained.chunks > 1):
                 raise UsageError(
-                    "the model is spread over tensor- or expert-parallel ranks, or cut in chunks: give the "
+                    "the model is sharded over tensor- or expert-parallel ranks, or cut in chunks: give the "
                     "parallel= that its training was captured with"
                 )
             if parallel is not None:
@@ -85,17 +85,17 @@ class Evaluation:
         ranks = running(runner.plan.world, runner.device)
         if ranks.size != runner.plan.world:
             kept = None  # ranks that are threads of one process each look for themselves, and one might find
-        # What is known of the training's ops says nothing of these, which may lack some of them.
+        # Costs of the training's ops are none of these, which may lack some of them.
         rest = replace(runner.plan.costs, op_us={}, op_how={})
 
         def measured() -> Costs:
             mine = profile(job, runner.device, schedule.stages_of(runner.state.pp_rank))
-            # Ranks that do equal work found about the same; all must plan with equal costs.
-            found: dict[tuple[int, str], list[float]] = defaultdict(list)
+            # Ranks that do equal work measure about the same; all must plan with equal costs.
+            by_op: dict[tuple[int, str], list[float]] = defaultdict(list)
             for measured in runner.transport.all_gather(dict(mine.op_us)):
                 for op, us in measured.items():
-                    found[op].append(us)
-            return replace(rest, op_us={op: statistics.median(times) for op, times in found.items()})
+                    by_op[op].append(us)
+            return replace(rest, op_us={op: statistics.median(times) for op, times in by_op.items()})
 
         def planned() -> Plan:
             return make_plan(job, costs, schedule=schedule, order=order, steps=steps, search_s=search_s)
@@ -114,7 +114,7 @@ class Evaluation:
     def loss(self, batches: Iterable[Any]) -> float:
         """The mean of the batches' losses (of text in nats a token), the same on every rank; no parameter or
         buffer changes. Of buffers that each data-parallel copy keeps for itself, as those of a batch norm,
-        the first copy's are read, which `runner.state_dict()` gives. batches: whole ones, of the captured
+        the first copy's are read, which `runner.state_dict()` gives. batches: full ones, of the captured
         shape, the same on every rank.
 
         Raises UsageError for a batch that does not fit, and where there is none; LostRankError when a rank

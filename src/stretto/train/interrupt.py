@@ -1,7 +1,4 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a run cleanly, wherever it is.
-
-Touches the process's signal handlers, in the main thread only.
-"""
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a run cleanly, wherever it is."""
 
 from __future__ import annotations
 
@@ -33,10 +30,10 @@ class Interrupted(BaseException):
 class Interrupts:
     """While it is entered, the first signal raises `Interrupted` and later ones are ignored.
 
-    `received` stays set, because libraries turn exceptions that cross them into others of their own. When
-    the process has not left `stuck_s` after a signal, `stuck` is called, in a thread; it ends the process.
-    Where Python handles the signal inside a callback or a destructor, which cannot raise, it would print the
-    exception and go on: the signal is handled once more, a moment later.
+    Call it in the main thread. `received` stays set, because libraries turn exceptions that cross them into
+    others. When the process has not left `stuck_s` after a signal, `stuck` is called, in a thread; it ends
+    the process. Where Python handles the signal inside a callback or a destructor, which cannot raise, it
+    would print the exception and go on: the signal is handled once more, a moment later.
     """
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
@@ -55,9 +52,9 @@ class Interrupts:
         self._before = {signum: signal.signal(signum, self._handle) for signum in taken}
         self._hook_before, sys.unraisablehook = sys.unraisablehook, self._swallowed
         # The interpreter writes a signal's number here at once, even while the main thread is elsewhere.
-        self._heard, self._told = socket.socketpair()
-        self._told.setblocking(False)
-        self._wakeup_before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
         self._watching = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watching.start()
         return self
@@ -70,7 +67,7 @@ class Interrupts:
         signal.set_wakeup_fd(self._wakeup_before)
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
-        self._told.close()
+        self._sender.close()
         # A thread that outlived the run would free what `stuck` knows of, a model with its tensors, while the
         # interpreter ends. PyTorch cannot have that, and aborts.
         self._watching.join()
@@ -87,10 +84,10 @@ class Interrupts:
             if not self._ending:
                 raise self.received
 
-    def _swallowed(self, told: sys.UnraisableHookArgs) -> None:
-        error = told.exc_value
+    def _swallowed(self, unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
         if not isinstance(error, Interrupted) or error is not self.received or self._ending:
-            self._hook_before(told)
+            self._hook_before(unraisable)
             return
         self.received = None
         main = threading.main_thread().ident
@@ -99,9 +96,9 @@ class Interrupts:
         self._again.start()
 
     def _watch(self) -> None:
-        with self._heard:
+        with self._receiver:
             while True:
-                numbers = self._heard.recv(16)
+                numbers = self._receiver.recv(16)
                 if not numbers:
                     return
                 for signum in numbers:
@@ -110,5 +107,5 @@ class Interrupts:
 
 
 def end_at_once(interrupted: Interrupted) -> None:
-    """For a process with nothing to say: end it from any thread."""
+    """For a process with nothing to print: end it from any thread."""
     os._exit(interrupted.status)

@@ -54,20 +54,20 @@ def trained(settings: TrainSettings) -> Trained:
     )
 
 
-def device_of(found: Description | None) -> str | None:
+def device_of(description: Description | None) -> str | None:
     """The kind of device that a step is captured for; None for the model's own.
 
     The catalogue's devices are accelerators: their kernels are captured, with none of them at hand. So are
     those that a calibration was measured on.
     """
-    if isinstance(found, Calibration):
-        return found.machine.kind
-    return "cuda" if isinstance(found, Hardware) else None
+    if isinstance(description, Calibration):
+        return description.machine.kind
+    return "cuda" if isinstance(description, Hardware) else None
 
 
-def captures_of(settings: TrainSettings, found: Description | None) -> Captures:
+def captures_of(settings: TrainSettings, description: Description | None) -> Captures:
     """The captures of what settings train, for a cluster (None for this machine)."""
     of = trained(settings)
     with torch.device("meta"):
         model = of.model()
-    return Captures(model, of.batch, of.loss, dtype=DTYPES[settings.precision], device=device_of(found))
+    return Captures(model, of.batch, of.loss, dtype=DTYPES[settings.precision], device=device_of(description))

@@ -1,4 +1,4 @@
-"""How a run's model is spread over ranks, and what the user is told of it.
+"""How a run's model is laid out over ranks.
 
 Reads the model's modules, and calls it without values; moves them to the rank's device.
 """
@@ -27,13 +27,13 @@ from stretto.train.task import own_task
 def refuse_early(settings: TrainSettings) -> None:
     """Before text is made into tokens and ranks are started, both of which take long: raises UsageError for a
     model that there is not, for weights that are not its own, and for a layout that it does not fit. What
-    else can be wrong with a model, its capture says."""
+    else can be wrong with a model, its capture refuses."""
     parallel = settings.parallel
     plain = parallel.tp == parallel.ep == parallel.ampipe_degree == 1
     if settings.task is not None:
         if not plain:
             with without_values():
-                spread(own_task(settings.task, settings.training.seed).model(), settings, unheard)
+                layout_of_run(own_task(settings.task, settings.training.seed).model(), settings, unheard)
         return
     if settings.model.pretrained is not None and not _goes_on(settings):
         with hollow():
@@ -43,7 +43,7 @@ def refuse_early(settings: TrainSettings) -> None:
         model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
         if plain:
             return
-        layout = spread(model, settings, unheard)
+        layout = layout_of_run(model, settings, unheard)
         tokens = torch.zeros(1, settings.data.sequence_length + 1, dtype=torch.int64)
         if layout.chunks is not None:
             loss = counted_loss_function(settings.model)
@@ -78,16 +78,16 @@ def _rows(settings: TrainSettings) -> int:
     return int(given or 0)
 
 
-def spread(model: nn.Module, settings: TrainSettings, say: Say) -> Layout:
-    """How it is laid out. `say` takes what is left whole.
+def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> Layout:
+    """How the model is laid out. `say` takes what stays replicated.
 
     Raises UsageError for a model, a plan or sizes that do not fit.
     """
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         layout = layout_of(model, settings.parallel)
-    for told in dict.fromkeys(str(warning.message) for warning in found):
-        say(f"note: {told}{_padding(model, settings)}")
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        say(f"note: {message}{_padding(model, settings)}")
     return layout
 
 

@@ -1,10 +1,9 @@
-"""One run at a time in a folder: a lock that ends with its process, and who holds it.
+"""One run at a time in a folder: a lock that ends with its process, and whose it is.
 
     <folder>/.lock          locked by the operating system for as long as rank 0 lives, however it ends
     <folder>/.owner.json    whose it is, for the message that others get
 
-The lock is `filelock`'s, which on file systems of a network holds among all hosts that mount them. Touches
-these files and nothing else.
+The lock is `filelock`'s, which on file systems of a network is one lock for all hosts that mount them.
 """
 
 from __future__ import annotations
@@ -30,49 +29,53 @@ from stretto.files.whole_file import write_file
 LOCK = ".lock"
 OWNER = ".owner.json"
 MOMENT_S = 0.3
-"""How long to try: one that only looks (`refuse_if_held`) holds a lock for a moment."""
+"""How long to try: one that only looks (`refuse_if_locked`) has a lock for a moment."""
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems say that cannot lock, where `filelock` has no way of its own."""
+"""Errors of file systems that cannot lock, where `filelock` has no way of its own."""
+
+Folders = Iterable[tuple[str, Path]]
+"""(the setting that moves it, folder)"""
 
 
 class RunLock:
     """Locks on folders, from `take` to `release` or the process' end."""
 
     def __init__(self) -> None:
-        self._held = ExitStack()
+        self._locks = ExitStack()
 
-    def take(self, folders: Iterable[tuple[str, Path]]) -> None:
-        """Lock each folder, which is made. folders: (the setting that moves it, folder).
+    def take(self, folders: Folders) -> None:
+        """Lock each folder, which is created.
 
-        Raises UsageError when another run holds one, StrettoError when one cannot be made; none is held then.
+        Raises UsageError when another run has one, StrettoError when one cannot be created; none is locked
+        then.
         """
-        with ExitStack() as held:
+        with ExitStack() as locks:
             for setting, folder in folders:
-                _lock(held, setting, folder)
-            self._held = held.pop_all()
+                _lock(locks, setting, folder)
+            self._locks = locks.pop_all()
 
     def release(self) -> None:
         """Others may have the folders; to call it twice is harmless."""
-        self._held.close()
+        self._locks.close()
 
 
 def folders_of(settings: TrainSettings) -> list[tuple[str, Path]]:
     """What a run has to itself."""
-    found = [("output.run_dir", settings.run_dir)]
+    folders = [("output.run_dir", settings.run_dir)]
     if not settings.checkpoint_dir.absolute().is_relative_to(settings.run_dir.absolute()):
-        found.append(("checkpoint.dir", settings.checkpoint_dir))
-    return found
+        folders.append(("checkpoint.dir", settings.checkpoint_dir))
+    return folders
 
 
-def refuse_if_held(folders: Iterable[tuple[str, Path]]) -> None:
-    """Raise UsageError when another run holds one of the folders now. Makes none of them."""
+def refuse_if_locked(folders: Folders) -> None:
+    """Raise UsageError when another run has one of the folders now. Creates none of them."""
     lock = RunLock()
-    with suppress(OSError):  # of a folder that cannot be looked into, the run itself will tell
+    with suppress(OSError):  # a folder that cannot be looked into is refused by the run itself
         lock.take([(setting, folder) for setting, folder in folders if (folder / LOCK).exists()])
     lock.release()
 
 
-def _lock(held: ExitStack, setting: str, folder: Path) -> None:
+def _lock(locks: ExitStack, setting: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / LOCK, timeout=MOMENT_S, thread_local=False)
@@ -90,12 +93,12 @@ def _lock(held: ExitStack, setting: str, folder: Path) -> None:
         raise StrettoError(
             f"cannot lock {folder}: {reason}; set {setting} to a folder that can be written to and locked"
         ) from None
-    held.callback(lock.release)
-    held.callback(_forget, folder)
+    locks.callback(lock.release)
+    locks.callback(_forget, folder)
     since = datetime.now().astimezone().isoformat(" ", "seconds")
-    said = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-    with suppress(OSError):  # a full disk is told by what needs it
-        write_file(folder / OWNER, json.dumps(said) + "\n")
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+    with suppress(OSError):  # a full disk is reported by what needs it
+        write_file(folder / OWNER, json.dumps(owner) + "\n")
 
 
 def _forget(folder: Path) -> None:
@@ -104,11 +107,11 @@ def _forget(folder: Path) -> None:
 
 
 def _owner(folder: Path) -> str:
-    """Who holds the lock; it writes its name just after it has it."""
+    """Who has the lock; it writes its name just after it has it."""
     for _ in range(10):
         try:
-            said = parse_json((folder / OWNER).read_text(encoding="utf-8"))
-            return f"process {said['pid']} on host {said['host']}, since {said['since']}"
+            owner = parse_json((folder / OWNER).read_text(encoding="utf-8"))
+            return f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
         except (OSError, ValueError, KeyError, TypeError):
             time.sleep(0.05)
-    return "a process that has not said which"
+    return "a process that has not written which"

@@ -44,7 +44,7 @@ def check_tensorboard(wanted: bool) -> None:
 
 @contextmanager
 def writing(where: Path) -> Iterator[None]:
-    """Around work that writes in a run's folder: what the system says becomes a StrettoError."""
+    """Around work that writes in a run's folder: an error of the system becomes a StrettoError."""
     try:
         yield
     except OSError as error:
@@ -55,19 +55,19 @@ def writing(where: Path) -> Iterator[None]:
 
 def observed_line(seen: Sequence[Observed]) -> dict[str, dict[str, list[float]]]:
     """Metrics as a line has them, with six digits."""
-    found: dict[str, dict[str, list[float]]] = {}
+    line: dict[str, dict[str, list[float]]] = {}
     for one in seen:
-        found.setdefault(one.module, {})[one.name] = [float(f"{value:.6g}") for value in one.mean]
-    return found
+        line.setdefault(one.module, {})[one.name] = [float(f"{value:.6g}") for value in one.mean]
+    return line
 
 
 def speed_line(unit: str, count: int, step_s: float, world: int, work: Work) -> dict[str, float]:
     """How fast a step of `count` tokens, samples or the like (`unit`) was on `world` devices, the optimizer
     included: in all, by device, and as MFU where the device's peak is known (`stretto.ir.work`)."""
     per_s = count / step_s
-    found = {"step_s": step_s, f"{unit}_per_s": per_s, f"{unit}_per_s_per_device": per_s / world}
+    line = {"step_s": step_s, f"{unit}_per_s": per_s, f"{unit}_per_s_per_device": per_s / world}
     mfu = work.mfu(1e6 * step_s)
-    return found if mfu is None else {**found, "mfu": mfu}
+    return line if mfu is None else {**line, "mfu": mfu}
 
 
 class Metrics:
@@ -107,7 +107,7 @@ class Metrics:
 
 
 def _lines_up_to(path: Path, step: int) -> list[bytes]:
-    """The whole lines of steps that are not to be done again."""
+    """The complete lines of steps that are not to be done again."""
     if step == 0 or not path.is_file():
         return []
     kept: list[bytes] = []

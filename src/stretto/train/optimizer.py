@@ -1,10 +1,13 @@
-"""AdamW over one rank's parameters."""
+"""AdamW over one rank's parameters, and its learning rate as a pure function of the step: resuming needs no
+state."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from stretto.config import OptimizerSettings
+from stretto.config import LRScheduleSettings, OptimizerSettings
 from stretto.runtime import Runner
 
 
@@ -18,7 +21,7 @@ def make_optimizer(runner: Runner, settings: OptimizerSettings) -> torch.optim.A
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        # A rank whose stages hold nothing has a group too, of no parameters: PyTorch wants one.
+        # A rank whose stages have nothing has a group too, of no parameters: PyTorch wants one.
         [group for group in groups if group["params"]] or groups[:1],
         lr=settings.lr,
         betas=settings.betas,
@@ -31,3 +34,20 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """The rate of all groups from now on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def learning_rate(schedule: LRScheduleSettings, peak: float, steps: int, step: int) -> float:
+    """The rate of step `step` (from 0) of `steps`; `peak` is the highest.
+
+    It rises linearly over `warmup_steps`, the last of which has the highest rate, and then follows a half
+    cosine (Loshchilov and Hutter, SGDR, 2017) or a line to `min_lr_ratio * peak` at the last step, or
+    stays. Steps beyond the last keep its rate.
+    """
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return peak
+    way = steps - 1 - schedule.warmup_steps
+    done = min(1.0, (step - schedule.warmup_steps) / way) if way > 0 else 1.0
+    left = (1.0 + math.cos(math.pi * done)) / 2.0 if schedule.kind == "cosine" else 1.0 - done
+    return peak * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * left)

@@ -1,7 +1,14 @@
-"""Progress for people: one live line on a terminal, a plain line now and then elsewhere. Rank 0 shows it."""
+"""Progress for users: phases until the first step, then steps. Rank 0 shows it.
+
+On a terminal it is one live line. Elsewhere a thread prints a line every `EVERY_S` while a phase lasts, since
+no screen should be silent for long, and a step is a line now and then. Loads nothing but what prints, so that
+it can show that PyTorch is being loaded.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Mapping
 
@@ -9,38 +16,102 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from stretto.train.starting import Starting
+from stretto.train.failure import enter_phase
 
-LIVE_S = 0.2
-"""The live line is drawn at most this often: people read no faster, and drawing takes time from training."""
+EVERY_S = 1.5
+"""Seconds between two lines of a phase. A library that is being loaded may keep the thread from it for a
+moment."""
+PHASE_DRAWN_S = 0.5
+"""Seconds between two drawings of a phase's live line."""
+STEP_DRAWN_S = 0.2
+"""Of a step's, at least: people read no faster, and drawing takes time from training."""
+STARTED = "STRETTO_STARTED_AT"
+"""Environment variable: when the command was started by which ranks were, in seconds of the clock."""
 
 
 class Progress:
-    """Shows steps out of `steps`; `say` prints a line that stays. `shown` False shows nothing.
+    """Shows phases until the first step, and then steps; `say` prints a line that stays. `shown` False shows
+    nothing. As a context it ends what is live.
 
-    starting: what tells of the run until its first step is shown.
+    steps, log_every, unit: how many steps there are, after how many a line is printed where there is no
+    terminal, in what speed is counted; whoever shows steps sets them before.
     """
 
-    def __init__(
-        self,
-        steps: int,
-        log_every: int,
-        shown: bool,
-        console: Console | None = None,
-        starting: Starting | None = None,
-    ) -> None:
-        self._steps, self._log_every, self._shown = steps, log_every, shown
-        self.starting = starting if starting is not None else Starting(shown, console)
-        self._console = self.starting.console
-        self._live: Live | None = None
-        self._drawn_s = 0.0
+    def __init__(self, shown: bool = True, console: Console | None = None) -> None:
+        self.console = console if console is not None else Console(soft_wrap=True)
+        self.steps = self.log_every = 1
         self.unit = "tokens"
-        """In what speed is counted."""
+        self._shown = shown
+        self._phase = self._detail = ""
+        self._begun_s = self._printed_s = self._drawn_s = time.monotonic()
+        self._first_step = threading.Event()
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._thread: threading.Thread | None = None
+        started = os.environ.get(STARTED, "")
+        self.started_at_s = float(started) if started.replace(".", "", 1).isdigit() else time.time()
+        """When the command was started, in seconds of the clock."""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def say(self, line: str) -> None:
         """Print a line above the live one."""
         if self._shown:
-            self.starting.say(line)
+            with self._lock:
+                self._print(line)
+
+    def stop(self) -> None:
+        """End the phases, and leave a live line of steps as it is; what is printed now comes below it."""
+        self._first_step.set()
+        with self._lock:
+            self._end_live()
+
+    def let_go(self) -> None:
+        """Give the terminal its cursor back, from any thread, where the process ends without `stop`."""
+        if self._live is not None:
+            self.console.show_cursor(True)
+
+    # Phases.
+
+    def begin(self, phase: str) -> None:
+        """A phase begins, and with it the one before ends."""
+        enter_phase(phase)
+        if not self._shown or self._first_step.is_set():
+            return
+        with self._lock:
+            self._phase, self._detail, self._begun_s = phase, "", time.monotonic()
+            if self._thread is None:
+                self._begin_live(transient=True)
+                self._thread = threading.Thread(target=self._repeat, name="phases", daemon=True)
+                self._thread.start()
+            self._show_phase()
+
+    def detail(self, line: str) -> None:
+        """What the phase is at; shown with it."""
+        self._detail = line
+
+    def _repeat(self) -> None:
+        while not self._first_step.wait(PHASE_DRAWN_S / 2):
+            with self._lock:
+                due_s = PHASE_DRAWN_S if self._live is not None else EVERY_S - PHASE_DRAWN_S / 2
+                if time.monotonic() - self._printed_s >= due_s and not self._first_step.is_set():
+                    self._show_phase()
+
+    def _show_phase(self) -> None:
+        took_s = time.monotonic() - self._begun_s
+        line = self._phase + (f", {took_s:.0f} s" if took_s >= 1.0 else "")
+        line += f": {self._detail}" if self._detail else ""
+        if self._live is None:
+            self._print(f"  {line}")
+        else:
+            self._printed_s = time.monotonic()
+            self._draw(line)
+
+    # Steps.
 
     def show(self, line: Mapping[str, float], exposed: float | None) -> None:
         """Show a step: on a terminal the live line, else a plain one for the first and every `log_every`
@@ -50,40 +121,28 @@ class Progress:
         """
         if not self._shown:
             return
-        first = self.starting.going_on
-        self.starting.end()
-        step, shown = int(line["step"]), self._line(line, exposed)
+        first = self._thread is not None and not self._first_step.is_set()
+        if not self._first_step.is_set():
+            self.stop()
         if first:
-            self.say(f"first step: {time.time() - self.starting.started_at_s:.1f} s from the start")
-        last = step == self._steps
-        if not self._console.is_terminal:
-            if first or last or step % self._log_every == 0:
-                self.say(shown)
+            self.say(f"first step: {time.time() - self.started_at_s:.1f} s from the start")
+        step, text = int(line["step"]), self._step_line(line, exposed)
+        due = first or step == self.steps
+        if not self.console.is_terminal:
+            if due or step % self.log_every == 0:
+                self.say(text)
             return
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
-        if first or last or time.monotonic() - self._drawn_s >= LIVE_S:
-            self._drawn_s = time.monotonic()
-            self._live.update(Text(shown, no_wrap=True, overflow="ellipsis"), refresh=True)
+        with self._lock:
+            if self._live is None:
+                self._begin_live(transient=False)
+            if due or time.monotonic() - self._drawn_s >= STEP_DRAWN_S:
+                self._drawn_s = time.monotonic()
+                self._draw(text)
 
-    def stop(self) -> None:
-        """Leave the live line as it is; what is printed from now on stands below it."""
-        self.starting.end()
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def let_go(self) -> None:
-        """As `Starting.let_go`."""
-        self.starting.let_go()
-        if self._live is not None:
-            self._console.show_cursor(True)
-
-    def _line(self, line: Mapping[str, float], exposed: float | None) -> str:
-        wide, step, step_s = len(str(self._steps)), int(line["step"]), line["step_s"]
+    def _step_line(self, line: Mapping[str, float], exposed: float | None) -> str:
+        wide, step, step_s = len(str(self.steps)), int(line["step"]), line["step_s"]
         parts = [
-            f"step {step:>{wide}}/{self._steps}",
+            f"step {step:>{wide}}/{self.steps}",
             f"loss {line['loss']:.4f}",
             self._speed(line),
         ]
@@ -93,14 +152,34 @@ class Progress:
             parts.append(f"exposed {100 * exposed:.1f} %")
         parts.append(f"{step_s:.2f} s a step" if step_s >= 1 else f"{step_s * 1e3:.0f} ms a step")
         parts += [f"lr {line['lr']:.2g}", f"grad norm {line['grad_norm']:.2f}"]
-        if step < self._steps:
-            parts.append(f"{duration((self._steps - step) * step_s)} left")
+        if step < self.steps:
+            parts.append(f"{duration((self.steps - step) * step_s)} left")
         return "  ".join(parts)
 
     def _speed(self, line: Mapping[str, float]) -> str:
         """In all, and by device where there are several."""
         all_of, each = line[f"{self.unit}_per_s"], line.get(f"{self.unit}_per_s_per_device", 0.0)
         return f"{all_of:,.0f} {self.unit}/s" + (f" ({each:,.0f} a device)" if 0 < each < all_of else "")
+
+    # Both; whoever calls has the lock.
+
+    def _begin_live(self, transient: bool) -> None:
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False, transient=transient)
+            self._live.start()
+
+    def _draw(self, line: str) -> None:
+        assert self._live is not None
+        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+    def _end_live(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _print(self, line: str) -> None:
+        self._printed_s = time.monotonic()
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,11 +1,17 @@
-"""The end of a run, on rank 0: what came out, in words, tables and files."""
+"""What a run leaves in its folder beside metrics and checkpoints, and what is printed at its end; by rank 0.
+
+The files: settings.json, plan.json, figures.json, simulated.json, measured.json, observed.json,
+trace.perfetto-trace, summary.json, report.html. `stretto report` reads them.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +19,39 @@ import torch
 from rich.console import Console
 
 from stretto.config import TrainSettings
+from stretto.files.parse import parse_json
+from stretto.files.whole_file import write_file
+from stretto.ir.compared import SHOWN, against
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
+from stretto.measure.measured import measured_costs
+from stretto.report.figures import FIGURES, Figures
 from stretto.report.html import REPORT, lacks_page, write_page
+from stretto.report.jsonfile import OBSERVED
 from stretto.report.load import load_grid
-from stretto.report.rundir import load_run
+from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.stalls import stalls_grid
 from stretto.report.tables import comparison_grid
 from stretto.runtime.shards import full_spec
+from stretto.schedule.sums import without_sums
+from stretto.simulating import predict, simulate
+from stretto.train.checkpoint import load_model
+from stretto.train.checkpoint_files import earlier_in, set_aside
 from stretto.train.metrics import speed_line, writing
 from stretto.train.progress import duration
-from stretto.train.run_files import TRACE, end_run
 from stretto.train.task import Task
-from stretto.train.whole import load_whole
 from stretto.train.world import World
 
+TRACE = "trace.perfetto-trace"
+METRICS = "metrics.jsonl"
+SEEN = "observed.json"
+PLANNED = "planned.json"
+RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT, PLANNED)
+"""What a run leaves at its end."""
+BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", METRICS, "tensorboard")
+"""What it has from its beginning."""
 LARGEST_SAMPLED_BYTES = 2 * 1000**3
 """A model above this is not built on one rank just for a report: it may not fit beside the stages."""
 
@@ -59,12 +81,42 @@ class Results:
         return ordered[len(ordered) // 2] if ordered else None
 
 
+def plan_that_holds(
+    plan: Plan, timelines: Sequence[Timeline], run_dir: Path, first: bool, say: Callable[[str], None]
+) -> Plan:
+    """The plan, or with costs that are measured now, where steps were faster than its costs let any step be.
+
+    Costs are measured before the first step. Where others used the processors in that minute, ops are too
+    long in them, and a run would end "below the bound". All ranks then measure once more; the plan, whose
+    order stays, is predicted with these costs, and the run's folder keeps the earlier one in `planned.json`.
+    On accelerators, where nobody else computes, nothing is measured again.
+
+    timelines: of the last steps, the same on all ranks, which must all call it. first: whether this rank
+    writes the run's folder. Raises StrettoError.
+    """
+    prediction = plan.prediction
+    if prediction is None or not timelines or plan.job.device != "cpu":
+        return plan
+    ordered = sorted(timeline.step_us for timeline in timelines)
+    gap = against(ordered[len(ordered) // 2], prediction.bound_us)
+    if gap is None or gap > -SHOWN:
+        return plan
+    say(f"steps were {-gap:.1%} faster than the costs from before let any step be: measuring them again")
+    made = replace(plan, costs=measured_costs(without_sums(plan.job), plan.schedule))
+    made = replace(made, prediction=predict(made))
+    if first:
+        with writing(run_dir):
+            plan.save(run_dir / PLANNED)
+            write_plan(run_dir, made)
+    return made
+
+
 def finish(results: Results, say: Callable[[str], None]) -> None:
     """Say how it went, let the task report, and leave summary and report in the run's folder."""
     run_dir = results.settings.run_dir
     unit, compared = results.task.held_out_words
     measured, prediction = results.measured, results.plan.prediction
-    # Files first: they are not lost where nobody reads what is said any more.
+    # Files first: they are not lost where nobody reads what is printed any more.
     reported: list[str] = []
     end_run(run_dir, measured, results.seen, _summary(results, _report(results, reported.append)))
     say("")
@@ -76,13 +128,13 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
         Console().print(comparison_grid(prediction, measured).rich())
     _print_seen(results)
     say("")
-    told = [("report", run_dir / REPORT)]
+    files = [("report", run_dir / REPORT)]
     if measured is not None:
-        told.append(("trace", run_dir / TRACE))
-    told += [("plan", run_dir / "plan.json"), ("metrics", run_dir / "metrics.jsonl")]
+        files.append(("trace", run_dir / TRACE))
+    files += [("plan", run_dir / "plan.json"), ("metrics", run_dir / "metrics.jsonl")]
     if results.checkpoint is not None:
-        told.append(("checkpoint", results.checkpoint))
-    for what, path in told:
+        files.append(("checkpoint", results.checkpoint))
+    for what, path in files:
         note = " (open it at https://ui.perfetto.dev)" if what == "trace" else ""
         say(f"{what:<11}{path}{note}")
     say(f"done in {duration(time.time() - results.started_at_s)}")
@@ -123,7 +175,7 @@ def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
         )
         return {}
     own = results.settings.task
-    model, _ = load_whole(results.checkpoint, None if own is None else own.file)
+    model, _ = load_model(results.checkpoint, None if own is None else own.file)
     with torch.no_grad():
         return report(model, results.settings.run_dir, say)
 
@@ -131,20 +183,95 @@ def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
 def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
     training, task = results.settings.training, results.task
     prediction, measured = results.plan.prediction, results.measured
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "steps": results.steps,
         "held_out_loss": results.held_out_loss,
         **task.summary,
         "seconds": time.time() - results.started_at_s,
     }
     if results.losses:
-        found["loss"] = results.losses[-1]
-        found["step_s"] = statistics.median(results.step_s)
+        summary["loss"] = results.losses[-1]
+        summary["step_s"] = statistics.median(results.step_s)
         count = training.global_batch * task.size
-        found |= speed_line(task.unit, count, found["step_s"], results.plan.world, work_of(results.plan))
+        summary |= speed_line(task.unit, count, summary["step_s"], results.plan.world, work_of(results.plan))
     if prediction is not None:
-        found["predicted_step_us"] = prediction.step_us
+        summary["predicted_step_us"] = prediction.step_us
     if measured is not None:
-        found["measured_step_us"] = measured.step_us
-        found["measured_exposed_us"] = measured.exposed_us
-    return {**found, **reported}
+        summary["measured_step_us"] = measured.step_us
+        summary["measured_exposed_us"] = measured.exposed_us
+    return {**summary, **reported}
+
+
+# Files.
+
+
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
+    try:
+        summary = parse_json((run_dir / SUMMARY).read_text(encoding="utf-8"))
+        return int(summary["steps"]) >= steps
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
+        return False
+
+
+def set_earlier_aside(settings: TrainSettings, goes_on: bool, say: Callable[[str], None]) -> None:
+    """What an earlier run left in the folders of this one is kept apart, by rank 0. goes_on: from one of its
+    checkpoints. Raises StrettoError."""
+    old = None if goes_on else set_aside(settings.checkpoint_dir)
+    if old is not None:
+        say(f"started anew; the checkpoints of an earlier run are now in {old}")
+    if goes_on:
+        back = settings.checkpoint.resume != "auto"  # to a step of the user's choice
+        kept = keep_earlier(settings.run_dir, RESULTS, (METRICS,) if back else ())
+    else:
+        kept = keep_earlier(settings.run_dir, (*RESULTS, *BEGINNING))
+    if kept is not None:
+        say(f"what an earlier run measured is now in {kept}")
+
+
+def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()) -> Path | None:
+    """Put what an earlier run left here into a folder of its own, before this one writes its own; None if it
+    left neither lines nor a summary. moved, copied: names in the folder. Raises StrettoError."""
+    old = [path for path in (run_dir / name for name in (*moved, *copied)) if path.exists()]
+    if not any(path.stat().st_size for path in old if path.name in (SUMMARY, METRICS)):
+        return None
+    with writing(run_dir):
+        place = earlier_in(run_dir)
+        for path in old:
+            if path.name in moved:
+                path.rename(place / path.name)
+            else:
+                shutil.copy2(path, place / path.name)
+    return place
+
+
+def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
+    """What is known before the first step. Raises StrettoError when it cannot be written."""
+    with writing(run_dir):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
+        write_plan(run_dir, plan)
+        # Those of an earlier run would be taken for this one's.
+        for name in RESULTS:
+            (run_dir / name).unlink(missing_ok=True)
+
+
+def write_plan(run_dir: Path, plan: Plan) -> None:
+    """The plan, and what reports say of it. Raises OSError."""
+    plan.save(run_dir / "plan.json")
+    FIGURES.save(Figures.of(plan), run_dir / "figures.json")
+    simulate(plan).save(run_dir / "simulated.json")
+
+
+def end_run(
+    run_dir: Path, measured: Timeline | None, seen: ObservedRun | None, summary: dict[str, Any]
+) -> None:
+    """What is known after the last step, and the report. Raises StrettoError when it cannot be written."""
+    with writing(run_dir):
+        if measured is not None:
+            measured.save(run_dir / "measured.json")
+            measured.save(run_dir / TRACE)
+        if seen is not None:
+            OBSERVED.save(seen, run_dir / SEEN)
+        write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        write_page(load_run(run_dir))

@@ -15,8 +15,8 @@ REUSE = "STRETTO_REUSE"
 
 
 def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
-    """What is found again and kept; None where it is switched off, or there is no place. say: as `Kept` has
-    it.
+    """Costs and plans of earlier runs; None where that is switched off, or there is no folder. say: as `Kept`
+    has it.
 
     Raises UsageError for a variable that is none of the setting's values.
     """

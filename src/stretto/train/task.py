@@ -1,4 +1,4 @@
-"""What a run trains: its data, its model and loss, and what is told at the end. Text is one kind of task.
+"""What a run trains: its data, its model and loss, and its report at the end. Text is one kind of task.
 
 A task of one's own is a file of Python that `task.file` names, with a function `task(config, seed) -> Task`.
 Every rank calls it, and so does the launcher: it must give the same each time. The room reads that file and
@@ -54,7 +54,7 @@ class Task:
     model: makes it with fresh weights, the same each time; under `torch.device("meta")` it has no values.
     loss: as `stretto.capture` takes it. train, held_out: batches. digest: equal for equal data. fill: where
     the model's parameters come without values (`stretto.models.hollow`), gives a Runner those that its rank
-    holds; every rank calls it. report: what to do at the end, if anything. unit, size: in what speed is
+    has; every rank calls it. report: what to do at the end, if anything. unit, size: in what speed is
     counted, and how many of it one sample has.
     """
 
@@ -68,13 +68,13 @@ class Task:
     unit: str = "samples"
     size: int = 1
     held_out_words: tuple[str, str] = ("", "")
-    """What is said at the end after the held-out loss, its unit, and after that, what to compare it with."""
+    """What is printed at the end after the held-out loss: its unit, and what to compare it with."""
     summary: Mapping[str, Any] = field(default_factory=dict)
     """What the run's summary has beside its own."""
     where: str = ""
     """Where the data is."""
     kept: tuple[str, str] = ("", "")
-    """Name and content of a file that checkpoints hold, and must hold equally to be gone on from."""
+    """Name and content of a file that checkpoints have, the same in one to go on from."""
     vocab_size: int = 0
     """Of text, how many tokens there are."""
     key: str = "task.file"
@@ -138,7 +138,7 @@ def own_task(settings: TaskSettings, seed: int) -> Task:
 
 
 def of_user(error: BaseException) -> str | None:
-    """What to say of an error that the code of a task's file raised, or let through, later than its function
+    """The message for an error that the code of a task's file raised, or let through, later than its function
     `task`: file, function and line, and what of the traceback is from there on. None for others."""
     own = error.__traceback__
     while own is not None and not _is_own(own):

@@ -1,4 +1,4 @@
-"""Text: which files hold it, and the documents in them, in an order that is always the same.
+"""Text: which files have it, and the documents in them, in an order that is always the same.
 
 Reads files (UTF-8 text, .jsonl, .parquet) and never writes one. A document is a file of text, a line of
 a .jsonl, or a row of a .parquet.
@@ -18,12 +18,12 @@ from stretto.files.parse import parse_json
 from stretto.files.say import Say
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages"})
-"""Folders of compiled or of other people's code: the same text would come in or not by what is installed."""
+"""Folders of compiled or of installed code: the same text would come in or not by what is installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
-    """A file that holds text. `named`: the user named this very file, so it must be readable."""
+    """A file of text. `named`: the user named this very file, so it must be readable."""
 
     path: Path
     bytes: int
@@ -53,8 +53,8 @@ def find_files(paths: Sequence[str]) -> list[TextFile]:
     for name in paths:
         path = Path(name).expanduser()
         if path.is_dir():
-            for found in _walk(path):
-                files.setdefault(found.resolve(), _entry(found, named=False))
+            for file in _walk(path):
+                files.setdefault(file.resolve(), _entry(file, named=False))
         elif path.is_file():
             files[path.resolve()] = _entry(path, named=True)
         else:
@@ -68,13 +68,13 @@ def find_files(paths: Sequence[str]) -> list[TextFile]:
 
 
 def _walk(folder: Path, suffix: str = "") -> list[Path]:
-    found = [
+    files = [
         path
         for path in folder.rglob(f"*{suffix}")
         if not any(part in SKIPPED_FOLDERS or part.startswith(".") for part in path.relative_to(folder).parts)
         and path.is_file()
     ]
-    return sorted(found, key=lambda path: path.relative_to(folder).parts)
+    return sorted(files, key=lambda path: path.relative_to(folder).parts)
 
 
 def _entry(path: Path, named: bool) -> TextFile:
@@ -85,7 +85,7 @@ def _entry(path: Path, named: bool) -> TextFile:
 def documents(files: Sequence[TextFile], text_field: str, say: Say) -> Iterator[str]:
     """Every document that is not empty, in the files' order.
 
-    In a folder, a file that is not UTF-8 text is left out, and one line says how many were. Raises
+    In a folder, a file that is not UTF-8 text is left out, and one line counts them. Raises
     UsageError, with file and line, for a file that was named and cannot be read, and for a .jsonl or
     .parquet without the text field.
     """
@@ -160,9 +160,9 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
             field = schema.field(text_field) if text_field in schema.names else None
             kinds = (pyarrow.types.is_string, pyarrow.types.is_large_string)
             if field is None or not any(kind(field.type) for kind in kinds):
-                found = ", ".join(f"{one.name} ({one.type})" for one in schema)
+                columns = ", ".join(f"{one.name} ({one.type})" for one in schema)
                 raise UsageError(
-                    f"{path}: there is no column of text {text_field!r} (there is: {found}); "
+                    f"{path}: there is no column of text {text_field!r} (there is: {columns}); "
                     "set data.text_field"
                 )
             for batch in table.iter_batches(batch_size=1024, columns=[text_field]):

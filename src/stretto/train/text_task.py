@@ -18,8 +18,8 @@ from stretto.models.gpt import generate
 from stretto.models.hollow import hollow
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.data import TextData, prepare_data
-from stretto.train.given_tokenizer import given_tokenizer
 from stretto.train.task import Task, check_files, own_task
+from stretto.train.tokenizer import given_tokenizer
 
 if TYPE_CHECKING:
     from stretto.runtime import Runner
@@ -47,7 +47,7 @@ def text_task(settings: TrainSettings, data: TextData) -> Task:
     tokenizer = data.tokenizer.to_str()
 
     def report(model: nn.Module, folder: Path, say: Say) -> Mapping[str, Any]:
-        # int64 because tokens are stored in the smallest type that holds them.
+        # int64 because tokens are stored in the smallest type that fits them.
         prompt = torch.from_numpy(data.held_out.tokens[:SAMPLE_PROMPT_TOKENS].astype("int64"))
         before, after = write_sample(
             model, data.tokenizer, prompt, training.sample_tokens, length, training.seed

@@ -1,24 +1,33 @@
-"""The tokenizer: a byte-level byte-pair encoding (Sennrich et al., 2016; bytes as in GPT-2).
+"""The tokenizer: learned from the text that is trained on, or given by a pretrained model.
 
-Learned from the text that is trained on, by the `tokenizers` library. Every text can be encoded and is
-decoded exactly. Text is encoded in the same way by the tokenizer of a pretrained model. It touches no file.
+One that is learned is a byte-level byte-pair encoding (Sennrich et al., 2016; bytes as in GPT-2), by the
+`tokenizers` library: every text can be encoded and is decoded exactly. One that is given comes from the files
+beside the model's weights. Text is encoded in the same way by both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from stretto.config import HuggingFaceSettings, Model
+from stretto.config.huggingface import transformers_for
+from stretto.errors import UsageError
+from stretto.models.hub import weights_folder
+from stretto.train.checkpoint_files import TOKENIZER
+
 END_OF_TEXT = "<|endoftext|>"
-"""The token that stands after each document; its id is 0."""
+"""The token after each document; its id is 0."""
 SAMPLE_CHARS = 6_000_000
 """How much text merges are learned from. Measured on the 31 MB of the standard library, with 4,096 tokens:
 learned from all of it instead, they make 0.7 % fewer tokens of it, and take five times as long to learn."""
 SAMPLE_BLOCK_CHARS = 16_384
-"""A sample is made of blocks of this size, spread evenly over the text."""
+"""A sample is made of blocks of this size, taken evenly from the text."""
 PIECE_CHARS = 131_072
 """Long documents are encoded in pieces of about this size, cut at a line's end, for threads to share."""
 GROUP_CHARS = 4_000_000
@@ -26,7 +35,7 @@ GROUP_CHARS = 4_000_000
 
 
 def sample(texts: Iterable[str], total_chars: int) -> Iterator[str]:
-    """Blocks that are spread evenly over `texts` and hold about SAMPLE_CHARS of their `total_chars`."""
+    """Blocks that are taken evenly from `texts`, with about SAMPLE_CHARS of their `total_chars`."""
     share = min(1.0, SAMPLE_CHARS / max(1, total_chars))
     due = 1.0  # The first block is always taken: there is no tokenizer of nothing.
     for text in texts:
@@ -62,7 +71,7 @@ def parse(text: str) -> Tokenizer:
 
 
 def _plain_text_only(tokenizer: Tokenizer) -> Tokenizer:
-    # A text that happens to hold END_OF_TEXT's own letters is text like any other. Not kept by `to_str`.
+    # A text that happens to have END_OF_TEXT's own letters is text like any other. Not kept by `to_str`.
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -73,7 +82,7 @@ def count(tokenizer: Tokenizer) -> int:
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
-    """The smallest type that holds every token id."""
+    """The smallest type that fits every token id."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
@@ -91,7 +100,7 @@ def pieces(text: str) -> Iterator[str]:
 def encode(
     tokenizer: Tokenizer, texts: Iterable[str], begin: Sequence[int] = (), end: int | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.unsignedinteger]]]:
-    """Token ids of whole documents, in groups, each with `begin` before it and `end` (END_OF_TEXT) behind.
+    """Token ids of full documents, in groups, each with `begin` before it and `end` (END_OF_TEXT) behind.
 
     Yields the number of characters and the ids of a group, on all cores (`RAYON_NUM_THREADS` limits them).
     Where a long document is cut into pieces, a tokenizer that looks further than a line makes a few other
@@ -131,3 +140,87 @@ def encode(
         ends.add(len(group) - 1)
     if group:
         yield flush()
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTokenizer:
+    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it."""
+
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    end: int
+
+
+def learned(tokenizer: Tokenizer) -> GivenTokenizer:
+    """One that was learned here (`train.tokenizer`)."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
+    return GivenTokenizer(tokenizer, (), end)
+
+
+def given_tokenizer(model: Model) -> GivenTokenizer | None:
+    """The tokenizer of `model.pretrained`; None without that.
+
+    Raises UsageError where there is none, where it has no token for the end of a text, and where it has more
+    tokens than the model has rows.
+    """
+    if model.pretrained is None:
+        return None
+    what = f"model.pretrained = {model.pretrained!r}"
+    if isinstance(model, HuggingFaceSettings):
+        given, rows = _of_transformers(model.pretrained, what), model.config.get("vocab_size")
+    else:
+        given, rows = _own(model.pretrained, what), model.vocab_size
+    if not isinstance(rows, int):
+        raise UsageError(
+            f"{what}: the settings lack the model's vocab_size: let stretto.config.load_settings read them, "
+            "which adds what is in the folder"
+        )
+    tokens = count(given.tokenizer)
+    if tokens > rows:
+        raise UsageError(
+            f"{what}: its tokenizer has {tokens} tokens, and its model has an embedding of {rows}: the "
+            "folder has the tokenizer of another model"
+        )
+    return given
+
+
+def _own(source: str, what: str) -> GivenTokenizer:
+    """That of what `stretto export` wrote."""
+    path = weights_folder(source) / TOKENIZER
+    try:
+        tokenizer = parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{what} has no {TOKENIZER}: export the run on text again, or copy its tokenizer there"
+        ) from None
+    except Exception as error:  # of the library, which has no class of its own for them
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is None:
+        raise UsageError(f"{path} has no token {END_OF_TEXT}: it is of another model")
+    return GivenTokenizer(tokenizer, (), end)
+
+
+def _of_transformers(source: str, what: str) -> GivenTokenizer:
+    """That which `AutoTokenizer` finds, as it is: texts that hold its special tokens have them."""
+    auto: Any = transformers_for(what).AutoTokenizer
+    try:
+        loaded = auto.from_pretrained(source, trust_remote_code=False)
+        tokenizer = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    except Exception as error:  # whatever files of others make of it
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(
+            f"{what}: transformers finds no fast tokenizer: {lines[0]}; put the tokenizer's files beside the "
+            "weights (tokenizer.save_pretrained)"
+        ) from None
+    if loaded.eos_token_id is None:
+        raise UsageError(
+            f"{what}: its tokenizer has no eos_token, which ends each document: set it, and "
+            "tokenizer.save_pretrained"
+        )
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    full, bare = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
+    starts = [at for at in range(len(full)) if full[at : at + len(bare)] == bare]
+    return GivenTokenizer(tokenizer, tuple(full[: starts[0]]) if starts else (), int(loaded.eos_token_id))

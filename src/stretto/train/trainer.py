@@ -1,6 +1,6 @@
 """Training from settings, as one of the ranks: from data to a trained model, a report and checkpoints.
 
-    1. Data, model, capture, plan: every rank does the same, on what they have found to be the same.
+    1. Data, model, capture, plan: every rank does the same, on what they have agreed to be the same.
     2. A Runner for this rank's stages and parts, one for evaluation, and AdamW; the rest of the model is
        dropped.
     3. Go on from a checkpoint, if there is one.
@@ -36,25 +36,33 @@ from stretto.planning.make_plan import plan as make_plan
 from stretto.report.load import dropped_words
 from stretto.runtime import Runner
 from stretto.train import checkpoint
-from stretto.train.agreement import Checkpoint, agreed_checkpoint
-from stretto.train.checkpoint_files import State, find, latest_in, read_state, set_aside
+from stretto.train.agreement import (
+    Checkpoint,
+    agreed_checkpoint,
+    check_compatible,
+    check_shared,
+    take_folders,
+)
+from stretto.train.checkpoint_files import CheckpointState, find, latest_in, read_state
 from stretto.train.clip import GradientClip
-from stretto.train.compatible import check
-from stretto.train.heartbeat import Heartbeat
+from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
-from stretto.train.launched import is_launched, tell_phase
-from stretto.train.layout import move, spread
+from stretto.train.layout import layout_of_run, move
 from stretto.train.lock import RunLock
-from stretto.train.lr import learning_rate
-from stretto.train.measured_again import plan_that_holds
 from stretto.train.metrics import Metrics, observed_line, speed_line
-from stretto.train.optimizer import make_optimizer, set_learning_rate
+from stretto.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from stretto.train.peers import Heartbeat
 from stretto.train.progress import Progress
-from stretto.train.results import Results, finish, report_again
+from stretto.train.results import (
+    Results,
+    begin_run,
+    finish,
+    is_finished,
+    plan_that_holds,
+    report_again,
+    set_earlier_aside,
+)
 from stretto.train.reuse import kept_by
-from stretto.train.run_files import BEGINNING, METRICS, RESULTS, begin_run, is_finished, keep_earlier
-from stretto.train.shared import check_shared, take_folders
-from stretto.train.starting import Starting
 from stretto.train.task import Task
 from stretto.train.text_task import task_of
 from stretto.train.world import World, device_note, leave
@@ -64,16 +72,14 @@ class Trainer:
     """One rank's training run. `step` counts optimizer steps done; it may be read at any time. `missed` is
     called, by another thread, with the number of a rank that gives no sign of life, and its phase."""
 
-    def __init__(self, settings: TrainSettings, world: World, starting: Starting | None = None) -> None:
-        """Nothing happens yet; `run` does everything. starting: what tells of it until the first step."""
+    def __init__(self, settings: TrainSettings, world: World, progress: Progress | None = None) -> None:
+        """Nothing happens yet; `run` does everything. progress: shows it, from before there was a trainer."""
         self.settings = settings
         self.world = world
         self.step = 0
-        self.missed: Callable[[int, str], None] = _nothing
-        first = world.rank == 0
-        self.progress = Progress(
-            settings.training.steps, settings.training.log_every, first, starting=starting
-        )
+        self.missed: Callable[[int, str], None] = lambda rank, phase: None
+        self.progress = progress if progress is not None else Progress(world.rank == 0)
+        self.progress.steps, self.progress.log_every = settings.training.steps, settings.training.log_every
         self.metrics: Metrics | None = None
         self.timelines: list[Timeline] = []
         self._step_s: list[float] = []
@@ -94,7 +100,7 @@ class Trainer:
             results = self._trained()
         # They part here, because a long sample may take more time than they would wait for rank 0.
         leave(self.world)
-        tell_phase("the report")
+        enter_phase("the report")
         if results is not None and self.world.rank == 0:
             finish(results, self.progress.say)
 
@@ -123,10 +129,10 @@ class Trainer:
                 timelines=tuple(self.timelines),
                 seen=self._seen,
                 checkpoint=latest_in(self.settings.checkpoint_dir),
-                started_at_s=self.progress.starting.started_at_s,
+                started_at_s=self.progress.started_at_s,
             )
         except BaseException:
-            with suppress(Exception):  # what ended the run is told, not what follows from it
+            with suppress(Exception):  # what ended the run is reported, not what follows from it
                 self._close()
             raise
         self._close()
@@ -142,19 +148,19 @@ class Trainer:
     def _prepare(self) -> Task | None:
         """None for a run that has come to its end, which stays as it is."""
         settings, say = self.settings, self.progress.say
-        begin = self.progress.starting.begin
+        begin = self.progress.begin
         note = device_note(settings.training.device, self.world)
-        if note is not None and not is_launched():  # the launcher has said it
+        if note is not None and not is_launched():  # the launcher has printed it
             say(f"note: {note}")
         begin("looking at data and checkpoints")
         take_folders(self.world, settings, self._lock)
-        # The launcher has prepared it, and said so.
+        # The launcher has prepared it, and printed so.
         task = task_of(settings, unheard if is_launched() else say)
-        found = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
-        if found is not None:
-            for line in check(*found, settings, task):
+        start = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
+        if start is not None:
+            for line in check_compatible(*start, settings, task):
                 say(f"note: {line}")
-        if self._is_finished(found):
+        if self._is_finished(start):
             report_again(self.world, settings.run_dir, say)
             say(
                 f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
@@ -166,9 +172,9 @@ class Trainer:
         begin("capturing the model")
         model, loss = task.model(), task.loss
         batch = task.train(0, settings.training.global_batch)
-        layout = spread(model, settings, say)
+        layout = layout_of_run(model, settings, say)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".* is not spread over ", UserWarning)  # just said
+            warnings.filterwarnings("ignore", ".* is not sharded over ", UserWarning)  # just printed
             device = self.world.device.type
             job = capture(model, batch, loss, settings.parallel, precision=settings.precision, device=device)
         kept = kept_by(settings, say)
@@ -179,7 +185,7 @@ class Trainer:
             order=settings.planning.order,
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
-            say=self.progress.starting.detail if self.world.rank == 0 else None,
+            say=self.progress.detail if self.world.rank == 0 else None,
             kept=kept,
         )
         for line in str(plan).splitlines():
@@ -203,7 +209,7 @@ class Trainer:
             order=settings.planning.order,
             steps=held_out_steps(settings.training),
             search_s=settings.planning.search_s,
-            kept=None if kept is None else replace(kept, say=unheard),  # it was said of the training
+            kept=None if kept is None else replace(kept, say=unheard),  # printed for the training
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(
@@ -216,7 +222,7 @@ class Trainer:
                 f"note: the run ends after {settings.training.steps} of lr_schedule.warmup_steps = {warmup}, "
                 "before the rate is at its highest"
             )
-        if task.fill is not None and found is None:
+        if task.fill is not None and start is None:
             begin("reading weights")
             task.fill(self.runner, model)
             say(f"started from the weights of {settings.model.pretrained or task.where}")
@@ -229,38 +235,24 @@ class Trainer:
         self.progress.unit = task.unit
         self._losses: list[float] = []
         begin("the first step")
-        if found is not None:
-            state, path = found
+        if start is not None:
+            state, path = start
             checkpoint.load(path, self.runner, self.optimizer)
             self.step = state.step
             self.runner.state.steps = state.draws
             say(f"resumed from {path}, after step {state.step}")
         if self.world.rank == 0:
-            self._keep_earlier(found)
+            set_earlier_aside(settings, start is not None, say)
             begin_run(settings.run_dir, settings, plan)
             self.metrics = Metrics(settings.run_dir, self.step, settings.output.tensorboard)
         return task
 
-    def _is_finished(self, found: Checkpoint | None) -> bool:
-        """Whether this very run has done all its steps and said how it ended, as rank 0 sees it."""
+    def _is_finished(self, start: Checkpoint | None) -> bool:
+        """Whether this very run has done all its steps and left its summary, as rank 0 sees it."""
         settings, steps = self.settings, self.settings.training.steps
-        own = found is not None and found[1].parent.absolute() == settings.checkpoint_dir.absolute()
-        done = own and found is not None and found[0].step >= steps and is_finished(settings.run_dir, steps)
+        own = start is not None and start[1].parent.absolute() == settings.checkpoint_dir.absolute()
+        done = own and start is not None and start[0].step >= steps and is_finished(settings.run_dir, steps)
         return self.world.all_gather(done)[0]
-
-    def _keep_earlier(self, found: Checkpoint | None) -> None:
-        """What an earlier run left in the folders of this one is kept apart, by rank 0."""
-        settings, say = self.settings, self.progress.say
-        old = set_aside(settings.checkpoint_dir) if found is None else None
-        if old is not None:
-            say(f"started anew; the checkpoints of an earlier run are now in {old}")
-        if found is None:
-            kept = keep_earlier(settings.run_dir, (*RESULTS, *BEGINNING))
-        else:
-            back = settings.checkpoint.resume != "auto"  # to a step of the user's choice
-            kept = keep_earlier(settings.run_dir, RESULTS, (METRICS,) if back else ())
-        if kept is not None:
-            say(f"what an earlier run measured is now in {kept}")
 
     def _find_checkpoint(self) -> Checkpoint | None:
         """Step 3: which checkpoint to go on from, as this rank sees the folder."""
@@ -280,7 +272,7 @@ class Trainer:
                 "with --no-resume"
             )
         exposed: float | None = None
-        tell_phase("training")
+        enter_phase("training")
         while self.step < training.steps:
             begin_s = time.perf_counter()
             loss, rate, norm = self._one_step(task.train(self.step, training.global_batch))
@@ -324,7 +316,7 @@ class Trainer:
 
     def _gather_timeline(self) -> float | None:
         """On steps that are logged or traced: the share of the step that is exposed communication. Steps that
-        are replayed have no timeline, and for all that are traced stands the last that has one."""
+        are replayed have no timeline, and the last that has one is taken for all that are traced."""
         training, traced = self.settings.training, self.settings.output.trace_steps
         trace = self.step > training.steps - traced
         if self.runner.replayed:
@@ -346,8 +338,8 @@ class Trainer:
         seen = self.runner.observed()
         if seen:
             before = self.step - seen[0].steps
-            told = self._seen or ObservedRun(before, before, (), ())
-            self._seen = replace(told, last=before).and_then(self.step, seen)
+            known = self._seen or ObservedRun(before, before, (), ())
+            self._seen = replace(known, last=before).and_then(self.step, seen)
             line["observed"] = observed_line(seen)
 
     def _dropped(self) -> str:
@@ -377,7 +369,7 @@ class Trainer:
 
     def _save(self) -> None:
         settings = self.settings
-        state = State(
+        state = CheckpointState(
             self.step, self.runner.state.steps, self._task.vocab_size, settings.model_dump(mode="json")
         )
         checkpoint.save(
@@ -392,7 +384,3 @@ class Trainer:
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
             self.metrics.write(line)
-
-
-def _nothing(rank: int, phase: str) -> None:
-    """For a rank of a test, which nobody ends."""

@@ -1,4 +1,4 @@
-"""This process's place among the ranks, as `torchrun` tells it by environment variables.
+"""This process's rank among the others, as `torchrun` gives it by environment variables.
 
 It decides nothing about training.
 """
@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
-from stretto.train.launched import is_worker
+from stretto.train.failure import is_worker
 
 Said = TypeVar("Said")
 
@@ -53,28 +53,30 @@ class World:
 
     def all_gather(self, item: Said) -> list[Said]:
         """Every rank's item, by rank; all must call it."""
-        told = [item] * self.size
+        items = [item] * self.size
         if self.size > 1:
-            dist.all_gather_object(told, item)
-        return told
+            dist.all_gather_object(items, item)
+        return items
 
 
 def environment() -> World:
-    """The place that the environment names, before anything is joined; a single rank without one.
+    """The rank that the environment names, before anything is joined; a single rank without one.
 
     Raises UsageError for variables that are no numbers.
     """
     if not is_worker():
         return World()
-    found: dict[str, int] = {}
-    whole = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "LOCAL_RANK": os.environ["RANK"]}
+    numbers: dict[str, int] = {}
+    defaults = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "LOCAL_RANK": os.environ["RANK"]}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
-        text = os.environ[name] if name in os.environ else whole[name]
+        text = os.environ[name] if name in os.environ else defaults[name]
         if not text.isdigit():
             raise UsageError(f"{name} = {text!r} in the environment is no number; start ranks with torchrun")
-        found[name] = int(text)
-    local_size = max(1, found["LOCAL_WORLD_SIZE"])
-    return World(found["RANK"], found["WORLD_SIZE"], local_size, local_rank=found["LOCAL_RANK"] % local_size)
+        numbers[name] = int(text)
+    local_size = max(1, numbers["LOCAL_WORLD_SIZE"])
+    return World(
+        numbers["RANK"], numbers["WORLD_SIZE"], local_size, local_rank=numbers["LOCAL_RANK"] % local_size
+    )
 
 
 def check_size(world: World, parallel: ParallelSettings) -> None:
@@ -103,23 +105,23 @@ def unused_kind() -> str:
     return ""
 
 
-def device_for(wanted: str, place: World) -> torch.device:
+def device_for(wanted: str, world: World) -> torch.device:
     """What this rank computes on, for a `training.device`. Raises UsageError where there are too few."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and here < place.local_size):
+    if wanted == "cpu" or (wanted == "auto" and here < world.local_size):
         return torch.device("cpu")
-    if here < place.local_size:
+    if here < world.local_size:
         if not here and (kind := unused_kind()):
             raise UsageError(
                 f"training.device = 'cuda': this machine has {kind}: install a PyTorch that does, or set "
                 "training.device = 'cpu'"
             )
         raise UsageError(
-            f"training.device = 'cuda' needs an accelerator for each of the {place.local_size} ranks on this "
+            f"training.device = 'cuda' needs an accelerator for each of the {world.local_size} ranks on this "
             f"machine, and it has {here}: choose a layout of fewer ranks, start more machines "
             "(torchrun --nnodes), or set training.device = 'cpu'"
         )
-    return torch.device("cuda", place.local_rank)
+    return torch.device("cuda", world.local_rank)
 
 
 def check_graph(cuda_graph: bool, device: torch.device) -> None:
@@ -131,21 +133,21 @@ def check_graph(cuda_graph: bool, device: torch.device) -> None:
         )
 
 
-def device_note(wanted: str, place: World) -> str | None:
-    """What to tell of accelerators that are not used; None where there are none, or all is as asked."""
+def device_note(wanted: str, world: World) -> str | None:
+    """The note about accelerators that are not used; None where there are none, or all is as asked."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto" and (kind := unused_kind()):
-        return f"this machine has {kind}: ranks compute on processors (training.device = 'cpu' says so)"
-    if wanted != "auto" or not here or here >= place.local_size:
+        return f"this machine has {kind}: ranks compute on processors (training.device = 'cpu' asks for that)"
+    if wanted != "auto" or not here or here >= world.local_size:
         return None
     return (
-        f"this machine has {here} accelerator{'s' if here > 1 else ''}, too few for its {place.local_size} "
+        f"this machine has {here} accelerator{'s' if here > 1 else ''}, too few for its {world.local_size} "
         "ranks, which compute on processors"
     )
 
 
 def crowding(ranks: int, threads_per_rank: int) -> str | None:
-    """What to tell of ranks on this machine that want more cores than it has; None when they fit."""
+    """The note about ranks on this machine that want more cores than it has; None when they fit."""
     cores = available_cores()
     if ranks * threads_per_rank <= cores:
         return None
@@ -161,31 +163,31 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def join(place: World) -> World:
+def join(world: World) -> World:
     """Meet the other ranks and make the process group: Gloo, and NCCL beside it for accelerators. Raises
     StrettoError when they do not come, UsageError when they compute on other kinds of devices."""
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-    if place.size == 1:
-        return place
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    if world.size == 1:
+        return world
     timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
-        check_kinds(store, rank, size, place.device)
-        backends = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+        check_kinds(store, rank, size, world.device)
+        backends = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        if place.rank == 0 and _is_taken(os.environ.get("MASTER_PORT", "")):
+        if world.rank == 0 and _is_taken(os.environ.get("MASTER_PORT", "")):
             raise StrettoError(
                 f"port {os.environ['MASTER_PORT']} of this machine, MASTER_PORT, is in use by another "
                 "program, perhaps another run: give all ranks another one (torchrun --master-port)"
             ) from None
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise StrettoError(
-            f"rank {place.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; "
-            f"{what_to_check(error, place.size)}"
+            f"rank {world.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; "
+            f"{what_to_check(error, world.size)}"
         ) from None
-    return replace(place, rank=rank, size=size, store=store)
+    return replace(world, rank=rank, size=size, store=store)
 
 
 def _is_taken(port: str) -> bool:
@@ -231,12 +233,7 @@ def threads(wanted: int | None, local_size: int) -> int:
     """Threads for each rank: `training.threads_per_rank`, else OMP_NUM_THREADS, else cores over ranks."""
     if wanted is not None:
         return wanted
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdigit() and int(told) > 0:
-        return int(told)
+    count = os.environ.get("OMP_NUM_THREADS", "")
+    if count.isdigit() and int(count) > 0:
+        return int(count)
     return max(1, available_cores() // local_size)
-
-
-def use_threads(count: int) -> None:
-    """Compute with `count` threads from now on."""
-    torch.set_num_threads(count)

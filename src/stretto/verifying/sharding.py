@@ -70,7 +70,7 @@ def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
             what = f"has gradients that are parts along {axis!r}, which is no axis that splits a sample"
             yield (
                 what,
-                "Name axes of the job; over dp and ep every gradient is summed that is not spread over them",
+                "Name axes of the job; over dp and ep every gradient is summed that is not sharded over them",
             )
         elif axis in shards and shards[axis].copies == 1:
             what = f"is spread over {axis}, so gradients along it belong to different rows"

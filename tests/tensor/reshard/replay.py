@@ -14,9 +14,9 @@ from itertools import pairwise
 import numpy as np
 
 from stretto.tensor.layout import Layout, Region
-from stretto.tensor.reshard.hosts import Hosts
 from stretto.tensor.reshard.plan import ReshardPlan
 from stretto.tensor.reshard.tasks import Tensor
+from stretto.tensor.reshard.timeline import Hosts
 
 
 def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int, np.ndarray]]]:

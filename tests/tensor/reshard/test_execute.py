@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 import stretto
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
 from stretto.tensor.layout import layout_of
-from stretto.tensor.reshard.modes import MODES
+from stretto.tensor.reshard.tasks import MODES
 from tests.tensor.world import all_end_well
 
 R, P = Replicate(), Partial()

@@ -2,7 +2,7 @@
 
 The unit is the time of the whole tensor over the link of one host. The figures are those at which Zhuang et
 al. (MLSys 2023) compare orders and senders, worked out by hand: each of two hosts sends, and each of two
-receives, half of the tensor.
+receives, half of the tensor. Layouts are in the notation of that paper.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout
-from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.notation import between_meshes
+from stretto.tensor.reshard.arguments import between_meshes, read
 from stretto.tensor.reshard.plan import Tensor, plan_reshard, plan_reshards
+from stretto.tensor.reshard.tasks import UnitTask, cut, sends_of
+from stretto.tensor.reshard.timeline import Hosts, footprint
 
 from .replay import check_values
 
@@ -143,3 +144,88 @@ def test_what_cannot_be_planned_is_refused_with_what_to_do():
             Hosts((0, 1), **wrong)
     with pytest.raises(UsageError, match="at least 1 of each"):
         Hosts.of(0, 4)
+
+
+HOLDERS = (0, 1)
+TASK = UnitTask(0, ((2, 8), (0, 3)), 6 * 3 * 4, HOLDERS, (4, 5, 6, 7))
+PAIRS = Hosts.of(2, 8, link_bytes_per_s=1e6, latency_us=1.0)
+
+
+def test_broadcast_is_one_send_through_all_hosts():
+    (send,) = sends_of([TASK], PAIRS, "broadcast")
+    assert (send.holders, send.receivers, send.nbytes) == (HOLDERS, (4, 5, 6, 7), 72)
+
+
+def test_point_to_point_is_a_send_for_each_receiver():
+    sends = sends_of([TASK], PAIRS, "point_to_point")
+    assert [send.receivers for send in sends] == [(4,), (5,), (6,), (7,)]
+    assert {send.nbytes for send in sends} == {72}
+
+
+@pytest.mark.parametrize(
+    ("region", "parts", "cuts"),
+    [
+        (((2, 8), (0, 3)), 2, [((2, 5), (0, 3)), ((5, 8), (0, 3))]),
+        (((0, 1), (0, 5)), 2, [((0, 1), (0, 3)), ((0, 1), (3, 5))]),
+        (((0, 3), (0, 4)), 2, [((0, 3), (0, 2)), ((0, 3), (2, 4))]),
+        (((0, 2), (0, 1)), 4, [((0, 1), (0, 1)), ((1, 2), (0, 1))]),
+        ((), 3, [()]),
+    ],
+)
+def test_a_box_is_cut_along_the_dim_that_divides_best(region, parts, cuts):
+    count = 4
+    for start, stop in region:
+        count *= stop - start
+    found = list(cut(UnitTask(0, region, count, HOLDERS, (4,)), parts))
+    assert [one.region for one in found] == cuts
+    assert sum(one.nbytes for one in found) == count
+
+
+def test_boxes_between_hosts_are_cut_but_no_smaller_than_asked():
+    assert [send.nbytes for send in sends_of([TASK], PAIRS, "broadcast", 3)] == [24, 24, 24]
+    assert [send.nbytes for send in sends_of([TASK], PAIRS, "broadcast", 3, least_bytes=30)] == [36, 36]
+    assert [send.nbytes for send in sends_of([TASK], PAIRS, "broadcast", 3, least_bytes=100)] == [72]
+
+
+def test_a_chain_takes_each_link_a_piece_later_than_the_one_before():
+    takes = footprint(100, (0, 2, 3, 4), PAIRS, piece_bytes=10)
+    assert takes.uses == (
+        (("up", 0), 0.0, 100.0),
+        (("down", 1), 0.0, 100.0),
+        # rank 3 is on host 1 too, and hears at once; the next host a piece and the latency later
+        (("up", 1), 11.0, 111.0),
+        (("down", 2), 11.0, 111.0),
+    )
+    assert takes.arrival_us == 112.0
+
+
+def test_a_letter_is_for_a_dim_and_a_digit_for_an_axis():
+    assert read("2x4:S0RR").placements == (Shard(0), R)
+    assert read("2x4:RS1S0").placements == (Shard(2), Shard(1))
+    assert read("2x4:RS01").placements == (Shard(1), Shard(1))
+    assert read("2x4:RRR").dims == 3
+    assert read("1x1:").dims == 0
+
+
+def test_the_target_stands_on_the_hosts_after_the_source():
+    source, target, hosts = between_meshes("2x2:S0R", "1x3:RS1", Hosts((), 5.0, 7.0))
+    assert source == Layout(((0, 1), (2, 3)), (Shard(0), R))
+    assert target == Layout(((4, 5, 6),), (R, Shard(1)))
+    assert hosts == Hosts((0, 0, 1, 1, 2, 2, 2), 5.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("S0RR", "HOSTSxDEVICES:LETTERS"),
+        ("2x4:S2RR", "HOSTSxDEVICES:LETTERS"),
+        ("2x4:SRR", "such as 2x4:S0RR"),
+        ("0x4:S0", "at least one host"),
+        ("2x4:S0S0", "axis 0 cuts twice"),
+        ("2x4:S00", "axis 0 cuts twice"),
+        ("2x4:S10", "write S01"),
+    ],
+)
+def test_what_is_not_in_the_notation_is_refused(text, said):
+    with pytest.raises(UsageError, match=said):
+        read(text)

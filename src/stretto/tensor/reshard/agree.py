@@ -39,7 +39,7 @@ LOOK_S = 1.0
 """How often a waiting rank looks for an alarm: rare enough to cost nothing, and an error is quick enough."""
 
 PATIENCE_S = 300.0
-"""How long a rank waits for another unless told otherwise. Assumed: longer than a pause for a checkpoint."""
+"""How long a rank waits for another by default. Assumed: longer than a pause for a checkpoint."""
 
 LEAVE_S, FAIL_S = 20.0, 3.0
 """How long the rank that keeps the store waits at its end for the others; and when it fails with an alarm,
@@ -71,7 +71,7 @@ class Agreement:
         self.drain: Callable[[], None] = lambda: None
         self._ranks = dist.get_world_size()
         self._told = False
-        """Whether the program has been given an error that all ranks are told of."""
+        """Whether the program has been given an error that all ranks get."""
         self._store: Any = None
         # A fake group has no other ranks, and a store that remembers nothing.
         if dist.get_backend() != "fake":
@@ -87,8 +87,8 @@ class Agreement:
 
     def _first(self, key: str, text: str) -> tuple[str, str]:
         """What the first rank to come to a key has written there: that rank, and its text."""
-        found = self._ask("compare_set", key, "", f"{self.rank}|{text}")
-        whose, _, first = (f"{self.rank}|{text}" if found is None else found.decode()).partition("|")
+        result = self._ask("compare_set", key, "", f"{self.rank}|{text}")
+        whose, _, first = (f"{self.rank}|{text}" if result is None else result.decode()).partition("|")
         return whose, first
 
     def enter(self, text: str) -> int:
@@ -117,10 +117,10 @@ class Agreement:
         return RunError(text)
 
     def _raise_if_alarmed(self) -> None:
-        found = self._ask("get", ALARM) if self._ask("check", [ALARM]) else None
-        if found is not None:
+        result = self._ask("get", ALARM) if self._ask("check", [ALARM]) else None
+        if result is not None:
             self._told = True
-            whose, _, text = found.decode().partition("|")
+            whose, _, text = result.decode().partition("|")
             raise RunError(
                 f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
             )

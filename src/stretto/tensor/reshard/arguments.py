@@ -1,8 +1,16 @@
-"""What a reshard is asked to do: checked before anything moves, and as the text that ranks compare."""
+"""What a reshard is asked to do: checked before anything moves, and as the text that ranks compare.
+
+Layouts in short, for the command line and for tests (`read`, `between_meshes`): `2x4:S0RR` is a tensor of
+three dims on two hosts of four devices. The letters are one for each DIM of the tensor: S0 is sharded over
+mesh axis 0 (the hosts), S1 over axis 1 (the devices of a host), S01 over both, R is replicated. (The notation
+of Zhuang et al., MLSys 2023.) PyTorch's placements are the other way round: one for each AXIS of the mesh.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,14 +18,24 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
+from stretto.ir.limits import MOST_RESHARDED
 from stretto.tensor import errors
 from stretto.tensor.clip import layout_on
-from stretto.tensor.layout import sharded_dim
-from stretto.tensor.reshard.between import Move
-from stretto.tensor.reshard.modes import MODES, Mode
+from stretto.tensor.layout import Layout, sharded_dim
+from stretto.tensor.reshard.tasks import MODES, Mode
+from stretto.tensor.reshard.timeline import Hosts
 
 HOW_SEVERAL = "stretto.reshard_all([(x, mesh, placements), ...])"
 """The line to write where several tensors, or several meshes, are given to `reshard`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One of some tensors goes to a mesh. tensor: which of them."""
+
+    tensor: int
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
 
 
 def checked_move(
@@ -31,13 +49,13 @@ def checked_move(
     where = f"{which} of {errors.tensor_name(x)}"
     if isinstance(mesh, (list, tuple)) and any(isinstance(one, DeviceMesh) for one in mesh):
         raise UsageError(f"{where}: takes one DeviceMesh, not {len(mesh)}; for several: {HOW_SEVERAL}")
-    found = checked_placements(where, tuple(x.shape), mesh, placements)
+    result = checked_placements(where, tuple(x.shape), mesh, placements)
     if mesh.device_type != x.device_mesh.device_type:
         raise UsageError(
             f"{where}: to mesh {errors.mesh_name(mesh)} of device type {mesh.device_type!r}, from "
             f"{x.device_mesh.device_type!r}; both meshes must have one device type"
         )
-    return found
+    return result
 
 
 def checked_moves(moves: Any) -> tuple[list[DTensor], tuple[Move, ...]]:
@@ -49,7 +67,7 @@ def checked_moves(moves: Any) -> tuple[list[DTensor], tuple[Move, ...]]:
         given = errors.tensor_name(moves) if isinstance(moves, DTensor) else f"a {type(moves).__name__}"
         raise UsageError(f"reshard_all: {given} is not a list of moves; write {HOW_SEVERAL}")
     tensors: list[DTensor] = []
-    found: list[Move] = []
+    result: list[Move] = []
     for number, move in enumerate(moves):
         which = f"reshard_all, move {number}"
         if isinstance(move, DTensor) or not isinstance(move, Sequence) or len(move) != 3:
@@ -67,8 +85,8 @@ def checked_moves(moves: Any) -> tuple[list[DTensor], tuple[Move, ...]]:
         at = next((at for at, one in enumerate(tensors) if one is x), len(tensors))
         if at == len(tensors):
             tensors.append(x)
-        found.append(Move(at, mesh, placements))
-    return tensors, tuple(found)
+        result.append(Move(at, mesh, placements))
+    return tensors, tuple(result)
 
 
 def check_way(tensors: Sequence[DTensor], mode: Mode, in_flight_bytes: int) -> None:
@@ -99,7 +117,7 @@ def checked_placements(
 ) -> tuple[Placement, ...]:
     """Placements of a tensor on a mesh, their dims from 0. Raises UsageError if they do not fit it.
 
-    where: how the message begins. shape: of the whole tensor. placements: None for the whole on every rank.
+    where: how the message begins. shape: of the full tensor. placements: None for replicated on every rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
@@ -114,19 +132,77 @@ def checked_placements(
             f"{where}: mesh {errors.mesh_name(mesh)} has {mesh.ndim} axes, but there are {len(placements)} "
             f"placements {list(placements)}; give one for each axis"
         )
-    found: list[Placement] = []
+    result: list[Placement] = []
     for axis, placement in enumerate(placements):
         if type(placement) is Shard:
             try:
-                found.append(Shard(sharded_dim(placement, shape)))
+                result.append(Shard(sharded_dim(placement, shape)))
             except UsageError as error:
                 raise UsageError(f"{where}, axis {axis} of mesh {errors.mesh_name(mesh)}: {error}") from None
         elif type(placement) is Replicate or isinstance(placement, Partial):
-            found.append(placement)
+            result.append(placement)
         else:
             raise UsageError(
                 f"{where}: axis {axis} of mesh {errors.mesh_name(mesh)} has {placement!r}; use Shard(dim), "
                 "Replicate() or Partial()"
             )
-    layout_on(mesh, tuple(found)).zero_ranks()  # refuses reductions that no value can be laid out for
-    return tuple(found)
+    layout_on(mesh, tuple(result)).zero_ranks()  # refuses reductions that no value can be laid out for
+    return tuple(result)
+
+
+WRITTEN = re.compile(r"([0-9]{1,12})x([0-9]{1,12}):((?:R|S[01]+)*)")
+HELP = "write HOSTSxDEVICES:LETTERS with R, S0, S1 or S01 for each dim, such as 2x4:S0RR"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A mesh of hosts x devices, and the placement of each of its two axes. dims: how many the tensor has."""
+
+    hosts: int
+    devices: int
+    placements: tuple[Placement, Placement]
+    dims: int
+
+    def layout(self, first_rank: int) -> Layout:
+        """The layout on ranks counted from a first one, host by host."""
+        rows = range(first_rank, first_rank + self.hosts * self.devices, self.devices)
+        return Layout(tuple(tuple(range(row, row + self.devices)) for row in rows), self.placements)
+
+
+def read(text: str) -> Written:
+    """A mesh and layout as written. Raises UsageError if it is not in this notation."""
+    match = WRITTEN.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is no mesh and layout; {HELP}")
+    hosts, devices = int(match[1]), int(match[2])
+    if not hosts or not devices:
+        raise UsageError(f"{text!r}: a mesh needs at least one host of one device")
+    if hosts * devices > MOST_RESHARDED:
+        raise UsageError(
+            f"{text!r}: {hosts * devices:,} devices are more than {MOST_RESHARDED:,}, whose boxes are all "
+            "listed; give a mesh of fewer"
+        )
+    letters = re.findall(r"R|S[01]+", match[3])
+    placements: list[Placement] = [Replicate(), Replicate()]
+    for dim, letter in enumerate(letters):
+        for axis in map(int, letter[1:]):
+            if isinstance(placements[axis], Shard):
+                raise UsageError(f"{text!r}: axis {axis} cuts twice; an axis of the mesh cuts one dim, once")
+            placements[axis] = Shard(dim)
+        if letter == "S10":
+            raise UsageError(f"{text!r}: axes cut a dim from left to right, as in PyTorch; write S01")
+    return Written(hosts, devices, (placements[0], placements[1]), len(letters))
+
+
+def between_meshes(source: str, target: str, hosts: Hosts | None = None) -> tuple[Layout, Layout, Hosts]:
+    """The layouts that two texts say, the target's mesh on hosts and ranks after the source's.
+
+    hosts: whose rates are taken; which rank is on which host follows from the texts.
+    """
+    before, after = read(source), read(target)
+    count = before.hosts * before.devices
+    placed = [host for host in range(before.hosts) for _ in range(before.devices)]
+    placed += [before.hosts + host for host in range(after.hosts) for _ in range(after.devices)]
+    rates = hosts or Hosts(())
+    at = Hosts(tuple(placed), rates.link_bytes_per_s, rates.latency_us)
+    return before.layout(0), after.layout(count), at

@@ -1,13 +1,13 @@
 """Carries a reshard plan out: this rank's part of the transfers, piece by piece.
 
-    1. Copy what this rank already holds.
+    1. Copy what this rank already has.
     2. Walk the plan's transfers, of all its tensors, in their order, which is the same on all ranks. Of each,
-       cut into pieces that all ranks cut alike, this rank receives a piece from the one before it in the
-       chain, if there is one, and hands it on to the one after it, if there is one.
+       cut into pieces that all ranks cut in the same way, this rank receives a piece from the one before it
+       in the chain, if there is one, and hands it on to the one after it, if there is one.
     3. Receives are started ahead of their turn, as many bytes as the limit allows, so that pieces are under
        way while others are handed on.
 
-A rank holds its parts of the sources, its parts of the targets, and pieces under way: never more of a tensor.
+A rank has its parts of the sources, its parts of the targets, and pieces under way: never more of a tensor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 
 from stretto.tensor.layout import Region, region_count, region_shape
-from stretto.tensor.reshard.lines import Lines, Message
+from stretto.tensor.reshard.lines import PeerLinks, PieceMessage
 from stretto.tensor.reshard.plan import ReshardPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LocalBox:
     """This rank's part of a tensor: the box, and its elements. Without a box the rank is off the mesh."""
 
     region: Region | None
@@ -41,14 +41,14 @@ class Part:
         """The elements of a box within the part; not a copy."""
         assert self.region is not None, "the plan reads and writes only on the mesh"
         assert self.tensor is not None, "a rank of the mesh has a part"
-        found = self.tensor
+        result = self.tensor
         for dim, ((start, stop), (first, _)) in enumerate(zip(box, self.region)):
-            found = found.narrow(dim, start - first, stop - start)
-        return found
+            result = result.narrow(dim, start - first, stop - start)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PieceStep:
     """This rank's turn with one piece of a tensor: receive it, hand it on, or both."""
 
     tensor: int
@@ -60,9 +60,9 @@ class Step:
 
 def execute(
     plan: ReshardPlan,
-    sources: Sequence[Part],
-    targets: Sequence[Sequence[Part]],
-    lines: Lines,
+    sources: Sequence[LocalBox],
+    targets: Sequence[Sequence[LocalBox]],
+    lines: PeerLinks,
     group: dist.ProcessGroup,
     limit_bytes: int,
 ) -> None:
@@ -77,14 +77,14 @@ def execute(
     rank = lines.agreed.rank
     for copy in plan.copies:
         if copy.rank == rank:
-            held = sources[copy.tensor].at(copy.region)
+            kept = sources[copy.tensor].at(copy.region)
             for place in _places(targets[copy.tensor], copy.region):
-                place.copy_(held)
+                place.copy_(kept)
     # An accelerator's stream does one after the other: what is started ahead would wait in front.
     filled = [part.tensor for parts in targets for part in parts if part.tensor is not None]
     ahead = all(tensor.device.type == "cpu" for tensor in filled)
     steps = list(_steps(plan, rank, limit_bytes))
-    awaited: dict[int, tuple[Message, torch.Tensor]] = {}
+    awaited: dict[int, tuple[PieceMessage, torch.Tensor]] = {}
     awaited_bytes = 0
     started = 0
     for at, step in enumerate(steps):
@@ -111,16 +111,16 @@ def execute(
             lines.send(group, _bytes(copied), step.after, limit_bytes)
 
 
-def _places(parts: Sequence[Part], box: Region) -> list[torch.Tensor]:
-    """Where a box lies in the parts that hold it, one at least; boxes lie within a part or beside it."""
-    found = [part.at(box) for part in parts if part.holds(box)]
-    assert found, "the plan sends a rank what it needs"
-    return found
+def _places(parts: Sequence[LocalBox], box: Region) -> list[torch.Tensor]:
+    """Where a box lies in the parts that have it, one at least; boxes lie within a part or beside it."""
+    result = [part.at(box) for part in parts if part.holds(box)]
+    assert result, "the plan sends a rank what it needs"
+    return result
 
 
 def _receive(
-    lines: Lines, group: dist.ProcessGroup, step: Step, targets: Sequence[Sequence[Part]]
-) -> tuple[Message, torch.Tensor]:
+    lines: PeerLinks, group: dist.ProcessGroup, step: PieceStep, targets: Sequence[Sequence[LocalBox]]
+) -> tuple[PieceMessage, torch.Tensor]:
     """Start to receive a piece: into its place where that is one stretch of memory, else aside."""
     assert step.before is not None
     piece = _places(targets[step.tensor], step.box)[0]
@@ -134,7 +134,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.detach().view(-1).view(torch.uint8)
 
 
-def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[Step]:
+def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[PieceStep]:
     for transfer in plan.transfers:
         chain = (transfer.sender, *transfer.receivers)
         if rank not in chain:
@@ -144,7 +144,7 @@ def _steps(plan: ReshardPlan, rank: int, limit_bytes: int) -> Iterator[Step]:
         # A plain message needs pieces only so that its copy stays below the limit.
         largest = min(limit_bytes, plan.piece_bytes) if len(chain) > 2 else limit_bytes
         for box in pieces(transfer.region, max(1, largest // itemsize)):
-            yield Step(
+            yield PieceStep(
                 transfer.tensor,
                 box,
                 region_count(box) * itemsize,

@@ -33,8 +33,8 @@ from stretto.tensor.reshard.agree import LOOK_S, Agreement, agreement, patience_
 
 
 @dataclass(eq=False)
-class Message:
-    """One message under way. buffer: 1-d, contiguous, bytes; held until it is done."""
+class PieceMessage:
+    """One message under way. buffer: 1-d, contiguous, bytes; kept until it is done."""
 
     work: Any
     buffer: torch.Tensor
@@ -47,11 +47,11 @@ class _Waiter:
     """A thread that waits for messages in the order given; it does not keep the program from ending."""
 
     def __init__(self, name: str) -> None:
-        self._waiting: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[PieceMessage] = queue.SimpleQueue()
         self._name = name
         self._thread: threading.Thread | None = None
 
-    def add(self, message: Message) -> None:
+    def add(self, message: PieceMessage) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -69,13 +69,13 @@ class _Waiter:
             done.set_exception(error) if error else done.set_result(None)
 
 
-class Lines:
+class PeerLinks:
     """The messages of this rank, in one life of the default process group."""
 
     def __init__(self, agreed: Agreement) -> None:
         self.agreed = agreed
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._sent: deque[Message] = deque()
+        self._sent: deque[PieceMessage] = deque()
         self._sent_bytes = 0
         self._send_waiter = _Waiter("stretto reshard: sent")
         self._receive_waiter = _Waiter("stretto reshard: received")
@@ -83,7 +83,7 @@ class Lines:
     def group(self, device_type: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The group of these ranks, made when first used. All ranks of the program call this, in one order.
 
-        On a rank that is not among them it is a stand-in, for nothing. Raises RunError if ranks do not come.
+        On a rank that is not among them it is a placeholder. Raises RunError if ranks do not come.
         """
         key = (device_type, tuple(sorted(ranks)))
         if key not in self._groups:
@@ -111,7 +111,7 @@ class Lines:
             self._sent.append(message)
             self._sent_bytes += buffer.numel()
 
-    def receive(self, group: dist.ProcessGroup, buffer: torch.Tensor, peer: int) -> Message:
+    def receive(self, group: dist.ProcessGroup, buffer: torch.Tensor, peer: int) -> PieceMessage:
         """Start to receive into a buffer; see `wait`."""
         return self._start(dist.irecv, group, buffer, peer, self._receive_waiter)
 
@@ -131,14 +131,14 @@ class Lines:
         buffer: torch.Tensor,
         peer: int,
         waiter: _Waiter,
-    ) -> Message:
+    ) -> PieceMessage:
         number = self.agreed.number
         try:
             # As a batch of one, which uses the group's own communicator on every backend.
             (work,) = dist.batch_isend_irecv([dist.P2POp(how, buffer, peer, group)])
         except RuntimeError as error:
             raise self._lost(peer, number, error) from error
-        message = Message(work, buffer, peer, number)
+        message = PieceMessage(work, buffer, peer, number)
         if buffer.device.type == "cpu":
             waiter.add(message)
         else:
@@ -146,7 +146,7 @@ class Lines:
             message.done.set_result(None)
         return message
 
-    def wait(self, message: Message, what: str = "to receive") -> None:
+    def wait(self, message: PieceMessage, what: str = "to receive") -> None:
         """Until a message is there, or has left. Raises RunError if it will not."""
         began = time.monotonic()
         waits_for = f"{what} {message.buffer.numel()} bytes, rank {message.peer}"
@@ -165,14 +165,14 @@ class Lines:
         )
 
 
-_lines: Lines | None = None
+_lines: PeerLinks | None = None
 
 
-def lines() -> Lines:
+def lines() -> PeerLinks:
     """The lines of the default process group as it is now."""
     global _lines
     agreed = agreement()
     if _lines is None or _lines.agreed is not agreed:
-        _lines = Lines(agreed)
+        _lines = PeerLinks(agreed)
         agreed.drain = _lines.drain  # a program may end while others still take what it sent
     return _lines

@@ -4,7 +4,7 @@
 2. On one mesh: DTensor's collectives, where they are right
 3. Else: Partial axes are reduced on the source mesh, to distinct tiles
    where dims allow; transfers of all tensors are planned together, on
-   every rank alike; and carried out by the ranks of any of the meshes     between, forwarding, execute
+   every rank the same; and carried out by the ranks of any of the meshes     plan, execute
 4. Ranks off the target mesh have the description alone                    clip
 5. A gradient is a tensor on the target mesh; it goes the way back: a
    reshard to the source's mesh and placements. Gradients of tensors that
@@ -15,11 +15,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -28,14 +31,81 @@ from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor, moved_by
+from stretto.tensor.layout import Layout, region_shape
 from stretto.tensor.parts import part_under
 from stretto.tensor.reshard.agree import agreement
-from stretto.tensor.reshard.arguments import check_way, checked_move, checked_moves, text_of
-from stretto.tensor.reshard.between import Move, between
-from stretto.tensor.reshard.modes import Mode
+from stretto.tensor.reshard.arguments import Move, check_way, checked_move, checked_moves, text_of
+from stretto.tensor.reshard.execute import LocalBox, execute
+from stretto.tensor.reshard.lines import lines
+from stretto.tensor.reshard.plan import Together, plan_together
+from stretto.tensor.reshard.tasks import Mode, Tensor
+from stretto.tensor.reshard.timeline import Hosts
+
+
+def between(
+    tensors: Mapping[int, GlobalTensor], moves: Sequence[Move], mode: Mode, in_flight_bytes: int
+) -> list[GlobalTensor]:
+    """The result of each move. All ranks of the program call it the same, for lines are made in one order.
+
+    tensors: by the numbers that moves have for them; none of them Partial. All meshes are of one device type.
+    Raises RunError if a rank that this one needs is lost.
+    """
+    rank = dist.get_rank()
+    device_type = moves[0].mesh.device_type
+    sources = {at: layout_on(x.device_mesh, x.placements) for at, x in tensors.items()}
+    targets = [layout_on(move.mesh, move.placements) for move in moves]
+    parts = [_unfilled(tensors[move.tensor], target, device_type) for move, target in zip(moves, targets)]
+    ranks = {rank for layout in (*sources.values(), *targets) for rank in layout.ranks}
+    group = lines().group(device_type, sorted(ranks))
+    if rank in ranks:
+        moves_of = {at: [i for i, move in enumerate(moves) if move.tensor == at] for at in tensors}
+        asked = tuple(
+            Tensor(tuple(x.shape), x.element_size(), sources[at], tuple(targets[i] for i in moves_of[at]))
+            for at, x in tensors.items()
+        )
+        planned = _plan(asked, mode)
+        kept, wanted = [], []
+        numbers = list(tensors)
+        for which, chosen in planned.parts:
+            at = numbers[which]
+            shape = tuple(tensors[at].shape)
+            kept.append(LocalBox(sources[at].region(shape, rank), local_of(tensors[at])))
+            goes = [moves_of[at][choice] for choice in chosen]
+            wanted.append([LocalBox(targets[i].region(shape, rank), parts[i]) for i in goes])
+        execute(planned.plan, kept, wanted, lines(), group, in_flight_bytes)
+    return [_result(tensors[move.tensor], move, part) for move, part in zip(moves, parts)]
+
+
+def _unfilled(x: GlobalTensor, target: Layout, device_type: str) -> torch.Tensor:
+    """Step 1, for one result."""
+    rank = dist.get_rank()
+    region = target.region(tuple(x.shape), rank)
+    if region is None:
+        return nothing(x.dtype, device_type)
+    make = torch.zeros if rank in target.zero_ranks() else torch.empty
+    return make(region_shape(region), dtype=x.dtype, device=device_type)
+
+
+def _result(x: GlobalTensor, move: Move, part: torch.Tensor) -> GlobalTensor:
+    strides = torch.empty(x.shape, device="meta").stride()
+    return global_tensor(part, new_spec(move.mesh, move.placements, x.shape, strides, x.dtype))
+
+
+@lru_cache(maxsize=4096)
+def _plan(tensors: tuple[Tensor, ...], mode: Mode) -> Together:
+    """Step 2."""
+    return plan_together(tensors, hosts_of_launch(), mode)
+
+
+def hosts_of_launch() -> Hosts:
+    """Hosts as torchrun fills them; one for each rank where the launcher does not say."""
+    world = dist.get_world_size()
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Hosts.of(devices if devices > 0 and world % devices == 0 else 1, world)
+
 
 IN_FLIGHT_BYTES = 256 << 20
-"""How much may wait to be sent, and to be received, on a rank unless told otherwise. Assumed: small beside an
+"""How much may wait to be sent, and to be received, on a rank by default. Assumed: small beside an
 accelerator's memory, and many pieces."""
 
 
@@ -54,9 +124,9 @@ def reshard(
     x: a tensor on a mesh, any shape and dtype. mesh: where it goes: of any size and shape, disjoint from the
     source's or not. placements: one for each axis of `mesh`: `Shard(dim)`, `Replicate()`, `Partial()`.
     in_flight_bytes: how much may wait to be sent, and to be received, on this rank.
-    mode: how a box goes to several ranks; see `stretto.tensor.reshard.modes`.
+    mode: how a box goes to several ranks; see `stretto.tensor.reshard.tasks`.
 
-    No rank holds more of the tensor than its parts, and pieces under way. Returns when this rank's part is
+    No rank keeps more of the tensor than its parts, and pieces under way. Returns when this rank's part is
     there. Raises UsageError for arguments that do not fit, RunError if ranks do not make the same reshard or
     one is lost.
     """
@@ -94,9 +164,9 @@ def reshard_all(
     program = captured()
     if program is not None:
         return tuple(program.reshard(*move) for move in moves)
-    tensors, found = checked_moves(moves)
+    tensors, result = checked_moves(moves)
     check_way(tensors, mode, in_flight_bytes)
-    return _agreed(tensors, found, _Way(True, in_flight_bytes, mode))
+    return _agreed(tensors, result, _Way(True, in_flight_bytes, mode))
 
 
 def _redistributed(
@@ -156,9 +226,9 @@ class _Moves(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> Any:
         """Step 5. Ranks run one backward pass, so they agree on which gradients there are."""
-        found = [(move, gradient) for move, gradient in zip(ctx.moves, gradients) if gradient is not None]
-        moves = tuple(Move(at, *ctx.back[move.tensor]) for at, (move, _) in enumerate(found))
-        there = [gradient for _, gradient in found]
+        result = [(move, gradient) for move, gradient in zip(ctx.moves, gradients) if gradient is not None]
+        moves = tuple(Move(at, *ctx.back[move.tensor]) for at, (move, _) in enumerate(result))
+        there = [gradient for _, gradient in result]
         if not there:
             back: tuple[GlobalTensor, ...] = ()
         elif ctx.way.agreed:
@@ -169,7 +239,7 @@ class _Moves(torch.autograd.Function):
                 for gradient, move in zip(there, moves)
             )
         sums: list[torch.Tensor | None] = [None] * len(ctx.back)
-        for (move, _), part in zip(found, back):
+        for (move, _), part in zip(result, back):
             before = sums[move.tensor]
             sums[move.tensor] = part if before is None else before + part
         return None, None, *sums

@@ -1,32 +1,43 @@
 """Plans of resharding: which rank sends which box to whom, in which order, and how long that takes.
 
     1. needs_of       the boxes that must move, and the copies that ranks make for themselves    tasks
-    2. sends_of       what the mode makes of them                                                modes
-    3. bound_us       the time that no plan can be under                                         bound
-    4. Arranger       senders and order, the best of a few rules                                 order
+    2. sends_of       what the mode makes of them                                                tasks
+    3. bound_us       the time that no plan can be under
+    4. SendArranger       senders and order, the best of a few rules                                 order
 
 A plan needs no device, and each rank may make it for itself: equal input gives an equal plan. Its list of
 transfers is the order in which every rank does those that it takes part in, so no two ranks wait for each
 other in a circle.
+
+`plan_together` is for tensors that several meshes need at one time: a rank that has received a box may send
+it on.
+
+The bound is the load of the links, with senders chosen as well as they could be. Into a host, each box must
+go once if a rank of it needs the box and none has it. Out of the hosts, each box must go as often as there
+are such hosts: once at least out of a host that had it at first, and otherwise out of any of these and those
+that it has come to. With boxes divided at will among the hosts that may send them, the least that the busiest
+uplink must send is the largest, over sets of hosts, of the bytes that only the set can send, for each host of
+the set (Hall's condition). A maximum flow finds a set that cannot send its bytes at a given load; the load
+then grows to what that set needs, until there is none (Dinkelbach's method).
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Literal, TypeAlias
 
+import networkx as nx
+
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, Region
-from stretto.tensor.reshard.bound import bound_us
-from stretto.tensor.reshard.hosts import Hosts
-from stretto.tensor.reshard.modes import Mode, sends_of
-from stretto.tensor.reshard.order import Arrangement, Arranger
-from stretto.tensor.reshard.tasks import Copy, Needs, Tensor, needs_of
-from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S
+from stretto.tensor.reshard.order import Arrangement, SendArranger
+from stretto.tensor.reshard.tasks import Copy, Mode, Needs, Tensor, UnitTask, needs_of, sends_of
+from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S, Hosts
 
 __all__ = [
     "Choice",
@@ -42,7 +53,7 @@ PIECE_BYTES = 1 << 20
 """Pieces of a box along a chain, bytes: assumed. Small beside a box, large beside a message's own cost."""
 
 MOST_PARTS = 4
-"""Into how many parts boxes are cut at most, where whole ones leave links idle. Each is a message more."""
+"""Into how many parts boxes are cut at most, where full ones leave links idle. Each is a message more."""
 
 PARTS_MUST_SAVE = 0.01
 """Of the makespan, by which more parts must be better to be worth their messages. Assumed."""
@@ -51,11 +62,11 @@ Choice: TypeAlias = Literal["balanced", "naive"]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """One box goes from a rank that holds it along a chain of ranks that need it.
+class BoxTransfer:
+    """One box goes from a rank that has it along a chain of ranks that need it.
 
     tensor: which of the tensors that are planned together, from 0.
-    region: the box, in elements of the whole tensor.
+    region: the box, in elements of the full tensor.
     nbytes: its bytes.
     sender: the rank that it comes from.
     receivers: the sender sends to the first, the first hands each piece on to the second, and so on; each
@@ -76,18 +87,18 @@ class Transfer:
 class ReshardPlan:
     """How one tensor, or several together, come to their target layouts.
 
-    transfers: in the order in which every rank does its own. copies: what ranks hold already.
+    transfers: in the order in which every rank does its own. copies: what ranks have already.
     zeros: (tensor, rank): the rank's target tensor is zeros (a Partial target).
     piece_bytes: along a chain, a receiver hands a box on in pieces of so many bytes.
     makespan_us: predicted, from the first byte sent to the last received. bound_us: no plan takes less.
-    whole_us: the time of the whole tensors over the link of one host, a unit to compare by.
+    whole_us: the time of the full tensors over the link of one host, a unit to compare by.
     tasks: how many distinct boxes must move to ranks that lack them, whatever the mode makes of them.
-    needed_bytes: of boxes that ranks need and do not hold; a box counts for each of these.
+    needed_bytes: of boxes that ranks need and do not have; a box counts for each of these.
     bytes_sent: by all ranks. link_bytes: of these, between hosts; sent_bytes and received_bytes: by host.
     """
 
     mode: Mode
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[BoxTransfer, ...]
     copies: tuple[Copy, ...]
     zeros: tuple[tuple[int, int], ...]
     piece_bytes: int
@@ -115,7 +126,7 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan how a tensor comes from one layout to another; the meshes may be the same, overlap, or not.
 
-    shape: of the whole tensor. mode: see `modes`.
+    shape: of the full tensor. mode: see `modes`.
     choice: "naive": the first holder sends, in the order of the tasks, to compare with.
     Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
     without host.
@@ -134,7 +145,7 @@ def plan_reshards(
 ) -> ReshardPlan:
     """Plan several tensors that change their layouts at one time, so that they share the links well.
 
-    `Transfer.tensor` and its like are indices into `tensors`. See `plan_reshard` for the rest.
+    `BoxTransfer.tensor` and its like are indices into `tensors`. See `plan_reshard` for the rest.
     """
     if piece_bytes < 1:
         raise UsageError(f"piece_bytes={piece_bytes}: give 1 or more")
@@ -145,18 +156,18 @@ def plan_reshards(
             hosts.check(layout.ranks)
     needs = needs_of(tensors)
     bound = bound_us(needs.tasks, hosts)
-    arranger = Arranger(sends_of(needs.tasks, hosts, mode), hosts, piece_bytes)
+    arranger = SendArranger(sends_of(needs.tasks, hosts, mode), hosts, piece_bytes)
     if choice == "naive":
         return _plan(tensors, needs, arranger, arranger.naive(), mode, bound)
     # a mode may need more of the links than the best one: where it does, that is as far as it gets
     within_mode = bound_us(arranger.sends, hosts)
-    arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
-    return _plan(tensors, needs, arranger, found, mode, bound)
+    arranger, result = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
+    return _plan(tensors, needs, arranger, result, mode, bound)
 
 
 def _cut_if_better(
-    arranger: Arranger, found: Arrangement, needs: Needs, mode: Mode, bound: float
-) -> tuple[Arranger, Arrangement]:
+    arranger: SendArranger, found: Arrangement, needs: Needs, mode: Mode, bound: float
+) -> tuple[SendArranger, Arrangement]:
     """Try boxes in parts, which several holders may send and which fill links that whole boxes leave idle.
 
     No part is smaller than a piece: along a chain it would win nothing but a shorter first piece.
@@ -165,7 +176,7 @@ def _cut_if_better(
         if found.makespan_us * (1 - PARTS_MUST_SAVE) <= bound:
             break
         sends = sends_of(needs.tasks, arranger.hosts, mode, parts, least_bytes=arranger.piece_bytes)
-        other = Arranger(sends, arranger.hosts, arranger.piece_bytes)
+        other = SendArranger(sends, arranger.hosts, arranger.piece_bytes)
         better = other.balanced(bound)
         if better.makespan_us < found.makespan_us * (1 - PARTS_MUST_SAVE):
             arranger, found = other, better
@@ -175,7 +186,7 @@ def _cut_if_better(
 def _plan(
     tensors: Sequence[Tensor],
     needs: Needs,
-    arranger: Arranger,
+    arranger: SendArranger,
     found: Arrangement,
     mode: Mode,
     bound: float,
@@ -188,7 +199,7 @@ def _plan(
     for index, (start_us, end_us) in times.items():
         send, way = arranger.sends[index], found.ways[index]
         transfers.append(
-            Transfer(send.tensor, send.region, send.nbytes, way.sender, way.receivers, start_us, end_us)
+            BoxTransfer(send.tensor, send.region, send.nbytes, way.sender, way.receivers, start_us, end_us)
         )
         for here, there in pairwise((way.sender, *way.receivers)):
             if hosts[here] != hosts[there]:
@@ -211,3 +222,124 @@ def _plan(
         sent_bytes=dict(sorted(sent.items())),
         received_bytes=dict(sorted(received.items())),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """One plan for tensors of which each may go to several targets.
+
+    parts: for each tensor that the plan speaks of, which of the given ones it is, and to which of its targets
+    it goes: all those, for which a rank receives a box once and hands it on, or one by itself.
+    """
+
+    plan: ReshardPlan
+    parts: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def plan_together(
+    tensors: Sequence[Tensor],
+    hosts: Hosts,
+    mode: Mode = "broadcast",
+    *,
+    piece_bytes: int = PIECE_BYTES,
+) -> Together:
+    """Plan all that moves at one time; ranks of one target serve those of another where that is better.
+
+    First every target is served for itself, from the source. Then, tensor by tensor, its targets are joined:
+    a box goes once to all ranks that need it for any of them, so that a chain runs through the hosts of all,
+    and a host that gets it for one target has it for the others. It stays so if that ends earlier, or at the
+    same time with fewer bytes between hosts. Targets with a Partial axis have terms, not the value, and stay
+    apart.
+
+    See `plan_reshards` for the rest.
+    """
+    joined: frozenset[int] = frozenset()
+    result = _planned(tensors, joined, hosts, mode, piece_bytes)
+    for index, tensor in enumerate(tensors):
+        if sum(not target.partial_axes for target in tensor.targets) > 1:
+            other = _planned(tensors, joined | {index}, hosts, mode, piece_bytes)
+            if _is_better(other.plan, result.plan):
+                joined, result = joined | {index}, other
+    return result
+
+
+def _planned(
+    tensors: Sequence[Tensor],
+    joined: frozenset[int],
+    hosts: Hosts,
+    mode: Mode,
+    piece_bytes: int,
+) -> Together:
+    parts: list[tuple[int, tuple[int, ...]]] = []
+    for index, tensor in enumerate(tensors):
+        apart = list(range(len(tensor.targets)))
+        if index in joined:
+            apart = [at for at in apart if tensor.targets[at].partial_axes]
+            parts.append((index, tuple(at for at in range(len(tensor.targets)) if at not in apart)))
+        parts += [(index, (at,)) for at in apart]
+    split = [
+        replace(tensors[index], target=[tensors[index].targets[at] for at in targets])
+        for index, targets in parts
+    ]
+    return Together(plan_reshards(split, hosts, mode, piece_bytes=piece_bytes), tuple(parts))
+
+
+def _is_better(plan: ReshardPlan, than: ReshardPlan) -> bool:
+    """Whether joined targets are worth their smaller boxes."""
+    if plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE):
+        return True
+    return plan.makespan_us <= than.makespan_us * (1 + 1e-9) and plan.link_bytes < than.link_bytes
+
+
+Demands = Mapping[frozenset[int], int]
+"""Bytes that must leave, by the hosts that may send them."""
+
+
+def bound_us(tasks: Iterable[UnitTask], hosts: Hosts) -> float:
+    """Microseconds that these tasks take at least, whoever sends and in whichever order: of what must move,
+    in any mode; of what one mode sends, in that mode. 0 if no link is used."""
+    incoming: dict[int, int] = defaultdict(int)
+    outgoing: dict[frozenset[int], int] = defaultdict(int)
+    for task in tasks:
+        holding = frozenset(hosts[rank] for rank in task.holders)
+        lacking = frozenset(hosts[rank] for rank in task.receivers) - holding
+        for host in lacking:
+            incoming[host] += task.nbytes
+        if lacking:
+            outgoing[holding] += task.nbytes
+        if len(lacking) > 1:
+            outgoing[holding | lacking] += task.nbytes * (len(lacking) - 1)
+    if not incoming:
+        return 0.0
+    load_bytes = max(Fraction(max(incoming.values())), least_load(outgoing))
+    return float(load_bytes) / hosts.link_bytes_per_s * MICROSECONDS_PER_S + hosts.latency_us
+
+
+def least_load(demands: Demands) -> Fraction:
+    """The least largest load, in bytes, when each demand is divided at will among the hosts of its set."""
+    everyone = frozenset[int]().union(*demands)
+    load = Fraction(sum(demands.values()), len(everyone))
+    while True:
+        starved = _starved(demands, load)
+        if not starved:
+            return load
+        within = sum(nbytes for allowed, nbytes in demands.items() if allowed <= starved)
+        load = Fraction(within, len(starved))
+
+
+def _starved(demands: Demands, load: Fraction) -> frozenset[int]:
+    """Hosts that cannot send all that only they can if each sends at most so much; empty if all can.
+
+    They are on the demands' side of a minimum cut between demands and hosts.
+    """
+    network = nx.DiGraph()
+    for demand, nbytes in demands.items():
+        # whole numbers: all is counted in parts of load's denominator
+        network.add_edge("demands", demand, capacity=nbytes * load.denominator)
+        for host in demand:
+            network.add_edge(demand, host)  # of any capacity
+            network.add_edge(host, "sent", capacity=load.numerator)
+    sent, (behind, _) = nx.minimum_cut(network, "demands", "sent")
+    if sent == sum(demands.values()) * load.denominator:
+        return frozenset()
+    return frozenset(host for host in behind if isinstance(host, int))

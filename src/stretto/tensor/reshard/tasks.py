@@ -1,30 +1,40 @@
-"""What must move: unit tasks, each a box that some ranks hold and other ranks need.
+"""What must move, and what each mode sends for it.
 
 A unit task is one distinct box of the target layout, with all ranks that need it, cut by the boxes of the
-source layouts, with all ranks that hold it: any of the holders may send it, all of the others receive it. A
-rank that holds what it needs copies it. (Zhuang et al., "On Optimizing the Communication of Model
+source layouts, with all ranks that have it: any of these may send it, all of the others receive it. A
+rank that has what it needs copies it. (Zhuang et al., "On Optimizing the Communication of Model
 Parallelism", MLSys 2023.) Where a tensor has several targets, boxes are cut by all of them, and whoever needs
 a box for any of them receives it once.
+
+A mode is how a box goes to several ranks:
+
+    point_to_point   every receiver gets its own copy from a holder
+    broadcast        one chain through all receiving hosts, so that each host's link carries the box once in
+                     each direction; inside a host the chain goes on from device to device
+
+In every mode a host that has the box on one of its devices serves its own receivers, without the network.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import Literal, TypeAlias, get_args
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, Region, intersect, region_count
+from stretto.tensor.reshard.timeline import Hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor that changes its layout.
 
-    shape, itemsize_bytes: of the whole tensor.
+    shape, itemsize_bytes: of the full tensor.
     source: the layout that it is in.
-    target: the layout that it goes to. A Partial("sum") axis of it holds the value on its first ranks only.
+    target: the layout that it goes to. A Partial("sum") axis of it has the value on its first ranks only.
         Several layouts, none of them Partial, when the same values are to lie in each of them.
     """
 
@@ -41,10 +51,10 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class UnitTask:
-    """A box, who holds it and who needs it.
+    """A box, who has it and who needs it.
 
     tensor: its index among the tensors planned together. holders: ranks that
-    hold it, in order. receivers: ranks that need it and do not hold it, in order of the target mesh.
+    have it, in order. receivers: ranks that need it and do not have it, in order of the target mesh.
     """
 
     tensor: int
@@ -56,7 +66,7 @@ class UnitTask:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A rank holds a box that it needs, and copies it from its source tensor into its target tensor."""
+    """A rank has a box that it needs, and copies it from its source tensor into its target tensor."""
 
     tensor: int
     region: Region
@@ -86,10 +96,10 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
         _check(tensor)
         nothing = tensor.targets[0].zero_ranks()
         zeros += [(index, rank) for rank in nothing]
-        held = [_tiles(tensor.source, tensor.shape)]
+        kept = [_tiles(tensor.source, tensor.shape)]
         needed = [_tiles(target, tensor.shape, leave_out=nothing) for target in tensor.targets]
         for tile, needers in _needed(needed):
-            for region, holders in _pieces(tile, held):
+            for region, holders in _pieces(tile, kept):
                 nbytes = region_count(region) * tensor.itemsize_bytes
                 copies += [Copy(index, region, nbytes, rank) for rank in needers if rank in holders]
                 receivers = tuple(rank for rank in needers if rank not in holders)
@@ -110,7 +120,7 @@ def _needed(targets: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region
 
 
 def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:
-    """Cut a box where any layout cuts it: each piece with the ranks of all that hold it.
+    """Cut a box where any layout cuts it: each piece with the ranks of all that have it.
 
     The boxes of one layout are equal or apart, so one layout alone cuts the tile into its own boxes. Several
     lie across one another: the tile is cut at every edge of any.
@@ -141,11 +151,11 @@ def _tiles(
     layout: Layout, shape: tuple[int, ...], leave_out: tuple[int, ...] = ()
 ) -> dict[Region, list[int]]:
     """Distinct boxes of a layout that are not empty, each with its ranks in order of the mesh."""
-    found: dict[Region, list[int]] = defaultdict(list)
+    result: dict[Region, list[int]] = defaultdict(list)
     for rank, region in layout.regions(shape).items():
         if region_count(region) and rank not in leave_out:
-            found[region].append(rank)
-    return found
+            result[region].append(rank)
+    return result
 
 
 def _check(tensor: Tensor) -> None:
@@ -158,10 +168,74 @@ def _check(tensor: Tensor) -> None:
     if len(tensor.targets) > 1 and any(target.partial_axes for target in tensor.targets):
         raise UsageError(
             f"tensor of shape {tensor.shape}: of its targets {', '.join(map(str, tensor.targets))} one is "
-            "Partial, and its ranks hold terms, not the value; plan that target as a tensor of its own"
+            "Partial, and its ranks have terms, not the value; plan that target as a tensor of its own"
         )
     if tensor.source.partial_axes:
         raise UsageError(
             f"tensor of shape {tensor.shape}: its source {tensor.source} is not reduced yet; reduce it "
             f"within its mesh first, for example to {tensor.source.reduced(tensor.shape).placements}"
         )
+
+
+Mode: TypeAlias = Literal["broadcast", "point_to_point"]
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def by_host(ranks: Iterable[int], hosts: Hosts) -> list[tuple[int, ...]]:
+    """The ranks of each host, in the order given."""
+    result: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        result[hosts[rank]].append(rank)
+    return [tuple(ranks) for ranks in result.values()]
+
+
+def sends_of(
+    tasks: Sequence[UnitTask], hosts: Hosts, mode: Mode, parts: int = 1, least_bytes: int = 1
+) -> list[UnitTask]:
+    """What a mode sends for these tasks: of each, a holder to a chain of receivers. parts: cut each box that
+    goes between hosts into so many, as far as no part has fewer than least_bytes.
+
+    Raises UsageError for a mode that there is not.
+    """
+    if mode not in MODES:
+        raise UsageError(f"mode {mode!r} is not known; use one of {', '.join(MODES)}")
+    sends: list[UnitTask] = []
+    for task in tasks:
+        near = {hosts[ranks[0]]: ranks for ranks in by_host(task.holders, hosts)}
+        far: list[int] = []
+        for ranks in by_host(task.receivers, hosts):
+            if hosts[ranks[0]] in near:
+                local = replace(task, holders=near[hosts[ranks[0]]], receivers=ranks)
+                sends += [local] if mode == "broadcast" else _one_by_one(local)
+            else:
+                far += ranks
+        outside = replace(task, receivers=tuple(far))
+        for piece in cut(outside, min(parts, max(1, task.nbytes // least_bytes))) if far else ():
+            sends += [piece] if mode == "broadcast" else _one_by_one(piece)
+    return sends
+
+
+def _one_by_one(task: UnitTask) -> list[UnitTask]:
+    return [replace(task, receivers=(rank,)) for rank in task.receivers]
+
+
+def cut(task: UnitTask, parts: int) -> Iterator[UnitTask]:
+    """A task as so many tasks of parts of its box, fewer where its dims are too short.
+
+    The dim that is cut leaves the least largest part; of several such dims, the first, whose parts are the
+    least scattered in memory.
+    """
+    sizes = [stop - start for start, stop in task.region]
+    if parts == 1 or not sizes:
+        yield task
+        return
+    dim = min(range(len(sizes)), key=lambda d: (-(-sizes[d] // parts) / sizes[d], d))
+    start, size = task.region[dim][0], sizes[dim]
+    parts = min(parts, size)
+    itemsize_bytes = task.nbytes // region_count(task.region)
+    # divided evenly, the larger first: no part is more than one row longer than another
+    edges = [start + -(-size * i // parts) for i in range(parts + 1)]
+    for ends in pairwise(edges):
+        region = (*task.region[:dim], ends, *task.region[dim + 1 :])
+        yield replace(task, region=region, nbytes=region_count(region) * itemsize_bytes)

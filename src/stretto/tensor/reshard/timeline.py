@@ -1,20 +1,74 @@
-"""When transfers run: a host's link sends one thing at a time and receives one thing at a time.
+"""When transfers run on the links of hosts.
+
+`Hosts` gives the host of each rank and what links carry: all that resharding knows of a cluster. A host's
+link sends one thing at a time and receives one thing at a time.
 
 Transfers are taken in the order of a list. Each starts as soon as every link that it uses is free of those
 before it in the list. Along a chain the pieces of a box follow one another: the next
 link starts when the first piece has arrived, so that a chain over m hosts takes the time of one link and a
-piece's time for each further one (Zhuang et al., MLSys 2023).
-
-Within a host, sending and receiving take no time.
+piece's time for each further one (Zhuang et al., MLSys 2023). Within a host, sending and receiving take no
+time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from stretto.tensor.reshard.hosts import Hosts
+from stretto.errors import UsageError
+
+DEFAULT_LINK_BYTES_PER_S = 12.5e9
+"""100 Gbit/s: assumed, where only the ratios of times matter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Hosts joined by a network in which only their own links are narrow. Links are full duplex.
+
+    host_of: the host of each rank, by rank: (0, 0, 1, 1) puts ranks 2 and 3 on host 1.
+    link_bytes_per_s: what a host's link carries in each direction.
+    latency_us: from the end of sending to the end of receiving, between hosts.
+    """
+
+    host_of: tuple[int, ...]
+    link_bytes_per_s: float = DEFAULT_LINK_BYTES_PER_S
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host_of", tuple(self.host_of))
+        if not (0 < self.link_bytes_per_s < math.inf):
+            raise UsageError(f"link_bytes_per_s={self.link_bytes_per_s}: give bytes a second, above 0")
+        if not (0 <= self.latency_us < math.inf):
+            raise UsageError(f"latency_us={self.latency_us}: give microseconds, 0 or more")
+
+    @staticmethod
+    def of(
+        devices: int,
+        ranks: int,
+        link_bytes_per_s: float = DEFAULT_LINK_BYTES_PER_S,
+        latency_us: float = 0.0,
+    ) -> Hosts:
+        """Hosts of so many devices each, filled in order of rank, as torchrun numbers them."""
+        if devices < 1 or ranks < 1:
+            raise UsageError(f"{ranks} ranks on hosts of {devices} devices: give at least 1 of each")
+        placed = tuple(rank // devices for rank in range(ranks))
+        return Hosts(placed, link_bytes_per_s, latency_us)
+
+    def __getitem__(self, rank: int) -> int:
+        """The host of a rank."""
+        return self.host_of[rank]
+
+    def check(self, ranks: Iterable[int]) -> None:
+        """Raises UsageError if a rank has no host."""
+        missing = sorted({rank for rank in ranks if not 0 <= rank < len(self.host_of)})
+        if missing:
+            raise UsageError(
+                f"ranks {missing} are on a mesh but on no host: host_of names {len(self.host_of)} ranks; "
+                "give the host of every rank"
+            )
+
 
 MICROSECONDS_PER_S = 1e6
 
@@ -51,7 +105,7 @@ def footprint(nbytes: int, chain: Sequence[int], hosts: Hosts, piece_bytes: int)
 
 
 @dataclass(slots=True)
-class Timeline:
+class LinkTimeline:
     """When each link is free again, as transfers are placed one after another."""
 
     free_us: dict[Link, float] = field(default_factory=dict)

@@ -1,40 +1,53 @@
-"""A tensor-parallel sum that leaves its stage crosses in parts: scattered before the border, gathered behind.
+"""What tensor-parallel ranks reduce or gather at the end of a stage crosses the border in parts.
 
-The last thing that a stage of a transformer makes is a sum over tensor-parallel ranks, added to what the
-stage was given; backward, there is a norm between the two. All ranks of the stage would send that whole to
-their likes of the next. Instead each sums and sends its rows alone, and the next stage gathers them: an
+`scatter_borders`: a reduction that leaves its stage is scattered before the border and gathered behind it.
+The last thing that a stage of a transformer makes is a sum over tensor-parallel ranks, added to the stage's
+input; backward, there is a norm between the two. All ranks of the stage would send the full sum to
+their peers of the next. Instead each reduces and sends its rows alone, and the next stage gathers them: an
 all-reduce is a reduce-scatter and an all-gather, and the message goes in between, where it is smallest. Less
-is moved on every link, and the next stage may start the gather when it likes. (Megatron-LM cuts what is whole
-before the border, and gathers behind it: Narayanan et al. 2021, arXiv 2104.04473, section 4.1; here the sum
-is not made whole at all.)
+is moved on every link, and the next stage may start the gather when it likes. (Megatron-LM cuts the full sum
+before the border, and gathers behind it: Narayanan et al. 2021, arXiv 2104.04473, section 4.1; here the full
+sum is not made at all.)
 
     1. Of the values that other stages read and their own does not, take those that may cross in parts
-       (`stretto.passes.parts.divisible`).
+       (`stretto.passes.messages_in_parts.divisible`).
     2. Follow one back through views that keep rows, and through additions (of a bias, too): what is added may
        be cut by rows, as no rank needs more of it. So may what a layer norm's backward reads, through which
        a gradient goes on its way out. Somewhere there must be an all-reduce, which nobody else reads: it
-       becomes a reduce-scatter. Without one the value stays whole, for planning to cut
+       becomes a reduce-scatter. Without one the value stays unsharded, for planning to cut
        (`stretto.passes.messages_in_parts`).
     3. Each stage that reads the value gathers the parts.
-    4. Such a norm's own gradients are then parts, each of a rank's rows, and summed once a step, as under
+    4. Such a norm's own gradients are then partial, each of a rank's rows, and reduced once a step, as under
        sequence parallelism.
 
 Every sum has the terms that it had; with two ranks it has the same bits, with more the order of the sum is
-the reduce-scatter's; a norm's gradients are summed in another order. Touches `stretto.ir` only.
+the reduce-scatter's; a norm's gradients are summed in another order.
+
+`gather_behind`: what a rank has a part of is gathered by those who read it, not before the border. A sequence
+that tensor-parallel ranks share is gathered for the next product. Where a stage ends between the two, the
+stage before would gather it, and all of its ranks would send the full value. No number changes.
+
+    1. Take the values that other stages read and their own does not, and that are no results.
+    2. Follow one back through what puts a gathered value in order, views and copies, as long as nothing else
+       reads what is between, to an all-gather over the tensor-parallel axis of what the stage itself made.
+    3. That is sent instead; each stage that reads the value gathers, by the same ops.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
-from stretto.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.flow import PHASES, results_of
+from stretto.ir.gathered import KEEP_ORDER
 from stretto.ir.prices import specs_of
-from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.parallelize.tensor import AXIS
-from stretto.passes.parts import cut_rows, divisible, in_parts, part_of, rows_of
+from stretto.passes.messages_in_parts import cut_rows, divisible, in_parts, part_of, rows_of
+from stretto.passes.rewrite import read_as, stage_of, with_uses
 
 ADD = "aten.add.Tensor"
 SHAPED = (*VIEWS, "aten.reshape.default")
@@ -79,7 +92,7 @@ class _Border:
         self.moved: dict[str, Op] = {}
 
     def cut(self, spec: TensorSpec) -> bool:
-        """Step 2; False where the value stays whole."""
+        """Step 2; False where the value stays unsharded."""
         if self._users.get(self._value) or not self._sum(self._value, spec):
             return False
         self.part = self._rows(self._value, spec)
@@ -158,7 +171,7 @@ class _Border:
         return norm if parts and not any(self._users.get(other.name) for other in others) else None
 
     def _own_grads(self) -> set[str]:
-        """Gradients that are of one parameter alone, which all ranks hold whole."""
+        """Gradients that are of one parameter alone, which all ranks have replicated."""
         ties = Counter(parameter.tied_to for parameter in self._job.parameters)
         return {
             p.grads[0][2]
@@ -169,15 +182,15 @@ class _Border:
     def _rows(self, name: str, spec: TensorSpec) -> str:
         """Make this rank's rows of a value; their name."""
         op = self._ops.get(name)
-        whole, part = rows_of(spec), part_of(spec, self._size)
+        full, part = rows_of(spec), part_of(spec, self._size)
         if op is None or not self._sum(name, spec):
-            return self._cut(name, whole)
+            return self._cut(name, full)
         self.gone.add(name)
         if op.target == WAIT:
             start = self._ops[op.uses[0]]
             self.gone.add(start.name)
             source = start.args[0]
-            rows = self._add(f"{start.name}_rows", VIEW, (source, whole.shape), whole, source.name)
+            rows = self._add(f"{start.name}_rows", VIEW, (source, full.shape), full, source.name)
             args = (Ref(rows), "sum", AXIS, self._size)
             scattered = self._add(f"{start.name}_part", REDUCE_SCATTER.target, args, part, None)
             return self._add(f"{name}_part", WAIT, (Ref(scattered),), part, scattered)
@@ -210,7 +223,7 @@ class _Border:
         return self._add(f"{op.name}_part", GETITEM, (Ref(made.name), 0), part, None)
 
     def _cut(self, name: str, rows: TensorSpec) -> str:
-        """This rank's part of the rows of what is whole."""
+        """This rank's part of the rows of what is unsharded."""
         part = f"{self._value}_of_{name.replace('/', '_')}_part"
         module = self._ops[self._value].module
         self.made += cut_rows(name, part, self._specs[name], rows, self._size, module)
@@ -229,3 +242,80 @@ def _is_rows(found: TensorSpec | None, spec: TensorSpec) -> bool:
     if found is None or found.stride is not None or found.dtype != spec.dtype or not found.shape:
         return False
     return found.shape[-1] == spec.shape[-1] and found.numel == spec.numel
+
+
+ORDERING = frozenset((*VIEWS, *KEEP_ORDER, "aten.reshape.default", "aten.permute.default"))
+"""Ops of one tensor that a gathered value is put in order by."""
+
+
+def gather_behind(job: Job) -> Job:
+    """See the module. The job itself when nothing that crosses was gathered for others alone."""
+    if job.size(AXIS) == 1:
+        return job
+    for value in dict.fromkeys(edge.value for edge in job.edges):
+        edges = [edge for edge in job.edges if edge.value == value]
+        chain = _chain(job, job.stages[edges[0].source], value)
+        if chain:
+            job = _behind(job, edges, chain)
+    return job
+
+
+def _chain(job: Job, stage: Stage, value: str) -> Sequence[Op]:
+    """Step 2: the ops from the gather to the value, in order; none where it cannot be."""
+    ops = {op.name: op for made in stage.ops.values() for op in made}
+    readers: dict[str, int] = defaultdict(int)
+    for op in ops.values():
+        for name in op.uses:
+            readers[name] += 1
+    kept = {edge.value for edge in job.edges if edge.source == stage.index and edge.value != value}
+    kept |= {name for phase in PHASES for name in results_of(job, stage.index, phase)}
+    chain: list[Op] = []
+    name = value
+    while name in ops and name not in kept and readers[name] == (1 if chain else 0):
+        op = ops[name]
+        chain.append(op)
+        if op.kind is not None:
+            gathers = op.target == ALL_GATHER.target and op.lane == AXIS
+            return chain[::-1] if gathers and op.args[0].name in ops else ()
+        if len(op.uses) != 1 or op.target not in (*ORDERING, WAIT):
+            return ()
+        [name] = op.uses
+    return ()
+
+
+def _behind(job: Job, edges: Sequence[Edge], chain: Sequence[Op]) -> Job:
+    """Step 3."""
+    source = edges[0].source
+    programs = {s.index: dict(s.ops) for s in job.stages if s.index in {source, *(e.target for e in edges)}}
+    gone = {op.name for op in chain}
+    part = chain[0].args[0].name
+    phase, spec = next(
+        (phase, op.outputs[0]) for phase in PHASES for op in programs[source][phase] if op.name == part
+    )
+    assert spec is not None
+    for made in PHASES:
+        programs[source][made] = tuple(op for op in programs[source][made] if op.name not in gone)
+    for edge in edges:
+        names = {name: f"{name}_at_{edge.target}" for name in gone}
+        read_as(programs[edge.target], edge, names[edge.value], partial(_renamed, chain, names))
+    carried: list[Edge] = []
+    for edge in job.edges:
+        if edge.value == edges[0].value:
+            edge = replace(edge, value=part, phase=phase, spec=spec)
+        before = next((one for one in carried if (one.value, one.target) == (edge.value, edge.target)), None)
+        if before is None:
+            carried.append(edge)
+        else:
+            # It is sent there for others as well.
+            first = min((before.user_phase, edge.user_phase), key=PHASES.index)
+            carried[carried.index(before)] = replace(before, user_phase=first)
+    kept = tuple(replace(edge, index=index) for index, edge in enumerate(carried))
+    stages = tuple(stage_of(s.index, programs[s.index]) if s.index in programs else s for s in job.stages)
+    return replace(job, stages=stages, edges=kept)
+
+
+def _renamed(chain: Sequence[Op], names: Mapping[str, str], module: str) -> list[Op]:
+    return [
+        replace(with_uses(op, lambda name: names.get(name, name)), name=names[op.name], module=module)
+        for op in chain
+    ]

@@ -1,15 +1,13 @@
-"""A launcher and its ranks end when one of them is stopped (SIGSTOP): nothing else would tell them.
+"""A launcher and its ranks end when one of them is stopped (SIGSTOP): its connections stay open, and nothing
+else would show it. A stopped process can end by no signal but SIGKILL.
 
-A stopped process keeps its connections open, and can end by no signal but SIGKILL. From the start of each
-rank to its end, steps or not:
-
-    1. The launcher looks at its ranks. It kills one that is stopped for `STOPPED_S`, and leaves a note
-       that says in which phase the rank was.
+    1. The launcher looks at its ranks. It kills one that is stopped for `STOPPED_S`, and records in which
+       phase the rank was.
     2. Each rank looks at its launcher. If that is gone, the rank ends at once. If it is stopped for so
-       long, the rank leaves a note, continues the launcher, which tells the note, and ends.
+       long, the rank records that, continues the launcher, which prints it, and ends.
 
-Reads /proc; where there is none, only a launcher that is gone is noticed. Loads nothing of PyTorch: ranks may
-be stopped while they load it.
+This holds from the start of a rank's process to its end. Reads /proc; where there is none, only a launcher
+that is gone is noticed. Loads nothing of PyTorch: ranks may be stopped while they load it.
 """
 
 from __future__ import annotations
@@ -22,8 +20,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stretto.train.launched import LAUNCHER_PID, phase_of, this_phase
-from stretto.train.notes import Cause, Note, leave_note
+from stretto.train.failure import (
+    LAUNCHER_PID,
+    Cause,
+    RankFailure,
+    current_phase,
+    phase_of,
+    record_failure,
+)
 
 STOPPED_S = 30.0
 """How long a process may be stopped. With what it takes to end on a busy machine, the run is over within a
@@ -34,7 +38,7 @@ PROC = Path("/proc")
 
 
 def lost_words(rank: int, for_s: float, phase: str) -> str:
-    """What to say of a rank that gives no sign of life for so long. phase: what it was at."""
+    """How to report a rank that gives no sign of life for so long. phase: what it did last."""
     at = f" (phase: {phase})" if phase else ""
     return (
         f"rank {rank} has given no sign of life for {for_s:.0f} s; it was stopped, or its machine "
@@ -42,42 +46,42 @@ def lost_words(rank: int, for_s: float, phase: str) -> str:
     )
 
 
-def state_of(pid: int) -> tuple[str, int] | None:
+def process_state(pid: int) -> tuple[str, int] | None:
     """A process's state by one letter (T: stopped) and its parent; None where that is not known."""
     with suppress(OSError, ValueError, IndexError):
-        told = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-        state, parent = told.split()[:2]
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+        state, parent = text.rpartition(")")[2].split()[:2]
         return state, int(parent)
     return None
 
 
 def stopped_ranks(launcher: int) -> dict[int, int]:
     """rank -> process id, of the launcher's ranks that are stopped."""
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     with suppress(OSError):
         for folder in PROC.iterdir():
-            if folder.name.isdigit() and state_of(int(folder.name)) == ("T", launcher):
+            if folder.name.isdigit() and process_state(int(folder.name)) == ("T", launcher):
                 with suppress(OSError):
-                    variables = (folder / "environ").read_bytes().split(b"\0")
-                    told = [one for one in variables if one.startswith(b"RANK=")]
-                    found |= {int(one.removeprefix(b"RANK=")): int(folder.name) for one in told}
-    return found
+                    for variable in (folder / "environ").read_bytes().split(b"\0"):
+                        if variable.startswith(b"RANK="):
+                            ranks[int(variable.removeprefix(b"RANK="))] = int(folder.name)
+    return ranks
 
 
 @contextmanager
 def watching_ranks(folder: Path) -> Iterator[None]:
-    """Step 1, by a thread of the launcher, while the context lasts. folder: where notes are left."""
+    """Step 1, by a thread of the launcher, while the context lasts. folder: that of records."""
     over = threading.Event()
 
     def watch() -> None:
-        since: dict[int, float] = {}
+        since_s: dict[int, float] = {}
         while not over.wait(WATCH_S):
-            stopped, now = stopped_ranks(os.getpid()), time.monotonic()
-            since = {rank: since.get(rank, now) for rank in stopped}
+            stopped, now_s = stopped_ranks(os.getpid()), time.monotonic()
+            since_s = {rank: since_s.get(rank, now_s) for rank in stopped}
             for rank, pid in stopped.items():
-                if now - since[rank] > STOPPED_S:
+                if now_s - since_s[rank] > STOPPED_S:
                     words = lost_words(rank, STOPPED_S, phase_of(folder, rank))
-                    leave_note(Note(rank, Cause.LOST, words, 1, 0, time.time(), rank), folder)
+                    record_failure(RankFailure(rank, Cause.LOST, words, 1, 0, time.time(), rank), folder)
                     with suppress(OSError):
                         os.kill(pid, signal.SIGKILL)
 
@@ -92,28 +96,26 @@ def watching_ranks(folder: Path) -> Iterator[None]:
 
 def watch_launcher() -> None:
     """Step 2, by a thread of a rank that a launcher of ours started, to the rank's end."""
-    told = os.environ.get(LAUNCHER_PID, "")
-    if told.isdigit():
-        args = (int(told),)
+    launcher = os.environ.get(LAUNCHER_PID, "")
+    if launcher.isdigit():
+        args = (int(launcher),)
         threading.Thread(target=_watch_launcher, args=args, name="launcher watch", daemon=True).start()
 
 
 def _watch_launcher(launcher: int) -> None:
-    since_s: float | None = None
+    since_s = time.monotonic()
     while os.getppid() == launcher:
         time.sleep(WATCH_S)
-        state = state_of(launcher)
+        state = process_state(launcher)
         if state is None or state[0] != "T":
-            since_s = None
-            continue
-        since_s = time.monotonic() if since_s is None else since_s
-        if time.monotonic() - since_s > STOPPED_S:
+            since_s = time.monotonic()
+        elif time.monotonic() - since_s > STOPPED_S:
             words = (
                 f"the launcher (process {launcher}) was stopped for {STOPPED_S:.0f} s, and the ranks have "
-                f"ended (phase: {this_phase()})"
+                f"ended (phase: {current_phase()})"
             )
             rank = int(os.environ.get("RANK", "0"))
-            leave_note(Note(rank, Cause.LOST, words, 1, 0, time.time()))
+            record_failure(RankFailure(rank, Cause.LOST, words, 1, 0, time.time()))
             with suppress(OSError):
                 os.kill(launcher, signal.SIGCONT)
             break
