@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
@@ -51,33 +52,25 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     return built[0]
 
 
-def together_slowly(ranks: Ranks, work: Callable[[], T], what: str = "works") -> T:
-    """The same for work that may take longer than ranks wait for a message, such as writing to a disk. It
-    must not communicate: another thread does, until all ranks have ended or one has failed.
-
-    The work is done by the thread that calls, so that signals reach it. The first rank's StrettoError is
-    raised on all. What else ends a rank's work (an interrupt, a defect) is LostRankError on the others; what:
-    what the rank does, for that message.
-    """
+def together_slowly(ranks: Ranks, work: Callable[[], T]) -> T:
+    """The same for work that may take longer than ranks wait for a message, such as writing to a disk."""
     if ranks.size == 1:
-        return work()
-    beating = _Beating(ranks)
-    try:
-        result = work()
-    except StrettoError as error:
-        first = beating.end(error)
-        if first is None or str(first) == str(error):
-            raise
-        raise first from None
-    except BaseException as error:
-        name = type(error).__name__
-        with suppress(Exception):
-            beating.end(LostRankError(f"rank {ranks.rank}, which {what}, was ended by {name}", ranks.rank))
-        raise
-    failed = beating.end(True)
-    if failed is not None:
-        raise failed
-    return result
+        return together(ranks, work)
+    done: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=body, name="slow work", daemon=True).start()
+    while True:
+        wait([done], BEAT_S)
+        if done.done() and not isinstance(done.exception(), StrettoError | None):
+            return done.result()  # raises what nobody foresaw, at once
+        if all(ranks.all_gather(done.done())):
+            return together(ranks, done.result)
 
 
 def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -90,37 +83,68 @@ def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
 
 def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
     """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it.
-    Returns on rank 0 what it gave, None elsewhere. what, and errors: as for `together_slowly`."""
-    return together_slowly(ranks, work if ranks.rank == 0 else lambda: None, what)
+    Returns on rank 0 what it gave, None elsewhere.
+
+    The work is done by the thread that calls, so that signals reach it; another one signals the ranks that
+    wait. It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a
+    defect) is LostRankError on the others; what: what rank 0 does, for that message.
+    """
+    if ranks.size == 1:
+        return work()
+    if ranks.rank != 0:
+        gathered: Exception | bool = False
+        while gathered is False:
+            gathered = ranks.all_gather(None)[0]
+        if isinstance(gathered, Exception):
+            raise gathered
+        return None
+    with _Beating(ranks) as beating:
+        try:
+            built = work()
+        except StrettoError as error:
+            beating.end(error)
+            raise
+        except BaseException as error:
+            name = type(error).__name__
+            beating.end(LostRankError(f"rank 0, which {what}, was ended by {name}", 0))
+            raise
+        beating.end(True)
+        return built
 
 
 class _Beating:
-    """A thread that signals the others that this rank works, until all have ended, or one has failed."""
+    """While it is entered, a thread of rank 0 signals those that wait."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._mine: Exception | bool = False
         self._done = threading.Event()
-        self._all: list[Exception | bool] = [False]
-        self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._beat, name="rank works", daemon=True)
+        self._failed: list[BaseException] = []
+        self._thread = threading.Thread(target=self._beat, name="rank 0 works", daemon=True)
+
+    def __enter__(self) -> _Beating:
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
 
     def _beat(self) -> None:
         try:
-            while not all(self._all) and self._error() is None:
-                self._done.wait(BEAT_S)
-                self._all = self._ranks.all_gather(self._mine)
+            while not self._done.wait(BEAT_S):
+                self._ranks.all_gather(False)
         except BaseException as error:
-            self._failed = error
+            self._failed.append(error)
 
-    def _error(self) -> BaseException | None:
-        return next((one for one in self._all if isinstance(one, Exception)), None)
-
-    def end(self, mine: Exception | bool) -> BaseException | None:
-        """This rank has ended: with an error, or True. Waits for the others, and returns the first rank's
-        error, or else what kept this thread from communicating."""
-        self._mine = mine
+    def end(self, gathered: Exception | bool) -> None:
+        """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the
+        work itself has failed, which explains more."""
         self._done.set()
         self._thread.join()
-        return self._error() or self._failed
+        if gathered is not True:
+            with suppress(Exception):
+                if not self._failed:
+                    self._ranks.all_gather(gathered)
+            return
+        if self._failed:
+            raise self._failed[0]
+        self._ranks.all_gather(gathered)

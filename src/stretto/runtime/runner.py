@@ -59,9 +59,8 @@ class Runner:
     full model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
     "inductor" compiles stretches of compute between communications; it takes some seconds for each kind of
     stretch here, and results differ in rounding (`docs/accelerators.md`). cuda_graph: whether the step is
-    recorded
-    once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not queue it;
-    on an accelerator, without dropout.
+    recorded once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not
+    queue it; on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
     have different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot

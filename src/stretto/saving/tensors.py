@@ -66,7 +66,7 @@ class PartsPlanner(DefaultSavePlanner):
                     tensor_data=TensorWriteData(
                         ChunkStorageMetadata(offsets, view.shape),
                         TensorProperties.create_from_tensor(view),
-                        torch.Size(self._parts[name].whole),
+                        torch.Size(self._parts[name].full_shape),
                     ),
                 )
                 for (name, offsets), view in self._views.items()
