@@ -24,12 +24,11 @@ from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.order import Arranger, Role, WindowGraph, make_graph
+from stretto.order import Role, WindowGraph, WindowOrders, make_graph
 from stretto.passes.step import Context, Step
-from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import captured_windows
-from stretto.planning.schedules import paired
-from stretto.planning.sums_within import sums_within
+from stretto.planning.reductions import reductions_within
+from stretto.planning.schedules import choose_schedule, paired
 from stretto.planning.windows import lowered
 from stretto.simulating import simulate
 
@@ -136,17 +135,17 @@ def planned(job: Job, prices: Prices, order: Orderer) -> Plan:
     if order is megatron:
         step = paired(step, context, ahead=0)
     costs = context.costs_of(job)
-    plain = Arranger(job, costs, step.schedule.stage_ranks)
+    plain = WindowOrders(job, costs, step.schedule.stage_ranks)
     windows = {}
     for name, window in captured_windows(job, step.schedule).items():
         if order is megatron and len(window.parts) == 1:
-            windows[name] = plain.arrange(window)
+            windows[name] = plain.ordered(window)
             continue
         graph = make_graph(job, costs, window, step.schedule.stage_ranks)
         found = order(graph)
         assert sorted(found) == list(range(len(graph.nodes)))
         windows[name] = replace(window, items=tuple(graph.nodes[index].item for index in found))
-    return lowered(sums_within(replace(step, windows=windows), context), context)
+    return lowered(reductions_within(replace(step, windows=windows), context), context)
 
 
 def steady_us(timeline: Timeline) -> tuple[float, float]:

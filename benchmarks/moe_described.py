@@ -22,8 +22,8 @@ from benchmarks.hand_orders import Orderer, ampipe, hidden, megatron, planned
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
-from stretto.planning.choose import choose_schedule
 from stretto.planning.costs import prices_of
+from stretto.planning.schedules import choose_schedule
 from stretto.price.cluster import describe
 from stretto.schedule.sums import without_sums
 

@@ -46,8 +46,8 @@ from stretto.ir.stage_maps import AUTO, places_of
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
 from stretto.models.gpt import Block, GPTConfig
-from stretto.planning.choose import choose_schedule
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 from stretto.schedule.families import FAMILIES
 
 WORKER = "pipeline"

@@ -52,8 +52,8 @@ from stretto.ir.program import OverlapMode
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
 from stretto.models.gpt import GPT, next_token_loss
-from stretto.planning.choose import choose_schedule
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 
 TORCH = "torch"
 MODES: tuple[OverlapMode, ...] = ("off", "local", "window")

@@ -52,8 +52,8 @@ from stretto.ir.program import Job, OverlapMode
 from stretto.ir.timeline import Timeline
 from stretto.ir.transfers import time_of
 from stretto.measure.measured import measured_costs
-from stretto.planning.choose import choose_schedule
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 
 BLOCKING, TORCH = "blocking 1f1b", "torch 1f1b"
 

@@ -22,9 +22,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from stretto.backend.collector import RARELY
+from stretto.backend.process_memory import RARELY
 from stretto.capturing.graph import Traced
-from stretto.order import refine, whole_step, window
+from stretto.passes.effort import SEARCH_S
 from tests.forks import end_server
 from tests.remembered import remembering
 
@@ -32,15 +32,15 @@ LONG = (
     "train/test_kill.py",
     "parallelize/test_ampipe.py",
     "train/test_own_task.py",
-    "checking/test_check.py",
+    "check/test_check.py",
     "runtime/test_compile.py",
     "train/test_trainer.py",
     "train/test_first_step.py",
     "test_equality.py",
     "order/test_order_equality.py",
-    "capturing/test_masks.py",
+    "capture/test_masks.py",
     "parallelize/test_pipe_experts.py",
-    "capturing/test_huggingface.py",
+    "capture/test_huggingface.py",
     "parallelize/test_experts.py",
     "train/test_evaluation.py",
 )
@@ -55,7 +55,7 @@ settings.load_profile("repeatable" if os.environ.get("CI") else "desk")
 
 
 SEARCHES = (
-    *(f"tests.order.test_{name}" for name in ("whole_step", "whole_step_pairs", "refine", "policies")),
+    *(f"tests.order.test_{name}" for name in ("whole_step", "policies")),
     "tests.planning.test_braid",
     "tests.planning.test_effort",
 )
@@ -63,22 +63,12 @@ SEARCHES = (
 
 @pytest.fixture(autouse=True, scope="module")
 def short_search(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Searches for orders, of a window and of all ranks together, walk a tenth of the steps; not where they
-    are tested."""
+    """Searches for orders take a tenth of the time of the shortest run; not where they are tested."""
     if request.module.__name__ in SEARCHES:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole_step, "MOST", whole_step.MOST // 10)
-        patch.setattr(whole_step, "LEAST", whole_step.LEAST // 10)
-        patch.setattr(whole_step, "EFFORT", whole_step.EFFORT / 10)
-        patch.setattr(whole_step, "MORE", whole_step.MORE[2:3])
-        patch.setattr(whole_step, "FINALISTS", 1)
-        patch.setattr(whole_step, "PUSHES", whole_step.PUSHES // 10)
-        patch.setattr(window, "WALKS", window.WALKS // 10)
-        patch.setattr(window, "WORK", window.WORK // 10)
-        patch.setattr(refine, "MOST", refine.FEWEST)
-        patch.setattr(refine, "GRID", refine.GRID[2:3])
+        patch.setenv(SEARCH_S, "0.025")
         yield
 
 

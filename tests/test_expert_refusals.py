@@ -233,7 +233,11 @@ def test_a_settings_file_of_a_model_of_transformers(
 def test_the_values_that_refusals_name_are_taken(changes: str, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(FILE)
-    load_settings(path, changes.split())
+    settings = load_settings(path, changes.split())
+    for change in changes.split():
+        section, key, value = re.split(r"[.=]", change, maxsplit=2)
+        now = getattr(getattr(settings, section), key)
+        assert now == (float(value) if value[0].isdigit() else {"true": True}.get(value, value))
 
 
 def model(capacity: float | None = 1.0, **more: Any) -> MoEGPT:

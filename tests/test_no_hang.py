@@ -25,9 +25,9 @@ from stretto.ir.action import Phase, Schedule
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import loop, places_of, v
 from stretto.models.gpt import next_token_loss
-from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.list_schedule import list_orders
 from stretto.verifying import verify

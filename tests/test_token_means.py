@@ -21,8 +21,16 @@ from stretto.runtime import run_threads
 from stretto.runtime.rehearse import rehearse
 from stretto.schedule.sums import with_sums
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.parallelize.equality import step_of
-from tests.runtime.equality import SMALL, from_transformers, lowered, plain, plan_of, run
+from tests.runtime.equality import (
+    SMALL,
+    assert_equal,
+    from_transformers,
+    lowered,
+    plain,
+    plan_of,
+    run,
+    run_sharded,
+)
 
 torch.set_num_threads(1)
 
@@ -78,84 +86,48 @@ def own_function(model: nn.Module) -> nn.Module:
 def assert_equals(
     plan: Any, model: nn.Module, batch: Any, loss: Any, expected: Any, tolerance: float
 ) -> None:
-    want = plain(model, expected, loss)
-    told, grads = step_of(plan, model, batch)
-    assert abs(told - want.loss) <= tolerance * abs(want.loss)
-    ties = {p.name: p.tied_to for p in plan.job.parameters}
-    by_tie = {ties[name]: grad for name, grad in grads.items()}
-    for name, grad in want.grads.items():
-        assert grad is not None
-        assert (by_tie[ties[name]] - grad).norm() <= tolerance * grad.norm(), name
+    assert_equal(run_sharded(plan, model, batch), plain(model, expected, loss), tolerance)
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        Parallel(microbatches=4),
-        pytest.param(ALL, marks=pytest.mark.slow),
-        Parallel(pp=2, dp=2, tp=2, sequence_parallel=True, microbatches=4, recompute="full"),
-        pytest.param(Parallel(dp=4, microbatches=2), marks=pytest.mark.slow),
-        pytest.param(Parallel(pp=2, microbatches=8, schedule="zb-h1"), marks=pytest.mark.slow),
-    ],
-    ids=["microbatches", "pp dp tp", "sequence parallel, recomputed", "dp", "zb-h1"],
-)
-def test_unequal_labels_equal_one_batch(parallel: Parallel) -> None:
+def test_unequal_labels_equal_one_batch() -> None:
+    """Under all axes, and recomputed; `tests/test_equality.py` has each layout and schedule."""
+    parallel = Parallel(pp=2, dp=2, tp=2, sequence_parallel=True, microbatches=4, recompute="full")
     job = capture(llama(), batch_of(), summed, parallel)
     assert_equals(lowered(job, parallel.schedule), llama(), batch_of(), whole_mean, batch_of(), 1e-10)
 
 
+def own_mean(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def with_count(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "num_items_in_batch": stretto.whole(int((shifted(batch) != -100).sum()))}
+
+
+def keyword(model: nn.Module, batch: Any) -> Tensor:
+    """The step's number of tokens, another in every step, is given whole to every microbatch, and the step is
+    the mean over microbatches."""
+    return own_mean(model, batch) * (ALL.microbatches * ALL.dp)
+
+
+def counted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Divided by one the loss of `transformers` is a sum, which goes beside the count."""
+    return model(**batch, num_items_in_batch=1).loss, (shifted(batch) != -100).sum()
+
+
+@pytest.mark.parametrize("loss", [keyword, counted])
 @pytest.mark.parametrize(
     "own", [pytest.param(False, marks=pytest.mark.slow), True], ids=["as it is", "in float64"]
 )
-def test_transformers_own_keyword(own: bool) -> None:
-    """The step's number of tokens, another in every step, is given whole to every microbatch."""
+def test_transformers_own_losses(own: bool, loss: Any) -> None:
     model, tolerance = (own_function(llama()), 1e-10) if own else (llama(), 1e-6)
-    pieces = ALL.microbatches * ALL.dp
-
-    def keyword(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = model(**batch).loss * pieces  # the step is the mean over microbatches
-        return loss
-
-    def own_mean(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = model(**batch).loss
-        return loss
-
-    def with_count(batch: dict[str, Any]) -> dict[str, Any]:
-        return {**batch, "num_items_in_batch": stretto.whole(int((shifted(batch) != -100).sum()))}
-
-    job = capture(model, with_count(batch_of()), keyword, ALL)
-    assert job.whole == ("num_items_in_batch",)
+    given = with_count if loss is keyword else dict
+    job = capture(model, given(batch_of()), loss, ALL)
+    assert job.whole == (("num_items_in_batch",) if loss is keyword else ())
     plan = lowered(job, "1f1b")
     for batch in (batch_of(), batch_of((9, 9, 9, 9, 2, 3, 4, 5))):
-        assert_equals(plan, model, with_count(batch), own_mean, batch, tolerance)
-
-
-@pytest.mark.parametrize(
-    "own", [pytest.param(False, marks=pytest.mark.slow), True], ids=["as it is", "in float64"]
-)
-def test_transformers_own_sum(own: bool) -> None:
-    """Divided by one its loss is a sum, which goes beside the count."""
-    model, tolerance = (own_function(llama()), 1e-10) if own else (llama(), 1e-6)
-
-    def counted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        return model(**batch, num_items_in_batch=1).loss, (shifted(batch) != -100).sum()
-
-    def own_mean(model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = model(**batch).loss
-        return loss
-
-    job = capture(model, batch_of(), counted, ALL)
-    assert_equals(lowered(job, "1f1b"), model, batch_of(), own_mean, batch_of(), tolerance)
-
-
-def test_schedules_give_the_same_bits() -> None:
-    """Every microbatch's backward begins with the same number, whatever the order of work."""
-    job = capture(llama(), batch_of(), summed, Parallel(pp=2, microbatches=4))
-    first = run(lowered(job, "gpipe"), llama(), batch_of())
-    for family in ("1f1b", "zb-h2"):
-        other = run(lowered(job, family), llama(), batch_of())
-        assert first.loss.equal(other.loss)
-        assert all(torch.equal(first.grads[n], other.grads[n]) for n in first.grads)  # type: ignore[arg-type]
+        assert_equals(plan, model, given(batch), own_mean, batch, tolerance)
 
 
 def weighted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -204,7 +176,7 @@ def test_numbers_of_python_keep_their_precision_and_kind() -> None:
     job = capture(model, {"x": x, "scale": stretto.whole(0.3)}, loss, Parallel(pp=2, microbatches=2))
     plan = lowered(job, "1f1b")
     for scale in (0.3, 0.7, 2):  # a whole number is one of its kind
-        found = step_of(plan, model, {"x": x, "scale": stretto.whole(scale)})[0]
+        found = run_sharded(plan, model, {"x": x, "scale": stretto.whole(scale)}).loss
         assert abs(float(found) - float(mean_square(model, x).detach()) * scale) < 1e-12
     half = capture(
         Chain().float(), {"x": x.float(), "scale": stretto.whole(0.3)}, loss, Parallel(), precision="bf16"

@@ -18,9 +18,9 @@ from stretto.backend import collectives
 from stretto.ir.collectives import IN_PROGRAMS, KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.lone import LoneEnd
+from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.torch_transport import TorchTransport
-from stretto.runtime.transport import ThreadTransport
+from stretto.runtime.transport import Pending, ThreadTransport
 from tests.runtime.launch import launch
 
 ROWS = 6
@@ -109,27 +109,24 @@ def test_processes_get_what_the_formula_says(tmp_path: Path) -> None:
                 )
 
 
-class Alone(LoneEnd["Alone"]):
-    """A lone rank, of no plan, whose collectives are over when they begin."""
+class SingleRank(SingleRankEnd):
+    """A rank, of no plan, whose collectives are over when they begin."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._members = {"tp": tuple(range(size))}
 
-    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Alone:
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Pending:
         if fill is not None:
             fill()
-        return self
-
-    def wait(self) -> None:
-        return None
+        return Pending(lambda: None)
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(("kind", "told"), CASES)
 def test_a_lone_ranks_peers_hold_what_it_holds_and_sums_stay(kind: str, told: str, size: int) -> None:
     for rank in range(size):
-        end = Alone(rank, size)
+        end = SingleRank(rank, size)
         values = [value_of(rank)] * size
         want = expected(kind, "max" if told == "sum" else told, values, rank)
         if kind == "reduce_scatter":

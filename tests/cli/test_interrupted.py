@@ -19,7 +19,7 @@ import stretto
 from stretto.cli import main as entry
 from stretto.cli.main import app
 from stretto.errors import StoppedError, StrettoError
-from stretto.planning import make_plan, tries
+from stretto.planning import choose, make_plan
 from stretto.train import job as train_job
 from tests.clusters import cores_file
 from tests.train.tiny import write_settings
@@ -68,7 +68,7 @@ def test_the_best_so_far_is_printed_and_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
     before = signal.getsignal(signum)
-    monkeypatch.setattr(tries, "least_us", signalled(tries.least_us, 3, signum))
+    monkeypatch.setattr(choose, "reduced_best", signalled(choose.reduced_best, 3, signum))
     result = CliRunner().invoke(app, command(tmp_path))
     assert result.exit_code == 128 + signum, result.output
     assert "interrupted: this is the best plan so far" in result.output
@@ -82,14 +82,14 @@ def test_the_best_is_there_while_it_is_made_for_all_microbatches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the search, before its result is a whole plan."""
-    best_first = tries.Tries.best_first
+    best_first = choose.Variants.best_first
 
-    def searched(self: tries.Tries, order: str) -> Any:
-        found = best_first(self, order)
-        monkeypatch.setattr(tries.Tries, "step", signalled(tries.Tries.step, 1))
-        return found
+    def searched(self: choose.Variants) -> Any:
+        tried = best_first(self)
+        monkeypatch.setattr(choose.Variants, "step", signalled(choose.Variants.step, 1))
+        return tried
 
-    monkeypatch.setattr(tries.Tries, "best_first", searched)
+    monkeypatch.setattr(choose.Variants, "best_first", searched)
     result = CliRunner().invoke(app, command(tmp_path))
     assert result.exit_code == 130, result.output
     stretto.verify(stretto.load_plan(tmp_path / "plan.json"))
@@ -97,7 +97,7 @@ def test_the_best_is_there_while_it_is_made_for_all_microbatches(
 
 @pytest.mark.parametrize(
     ("where", "name", "at"),
-    [(train_job, "trained", 1), (tries, "least_us", 1), (make_plan, "_finished", 1)],
+    [(train_job, "trained", 1), (choose, "reduced_best", 1), (make_plan, "_finished", 1)],
     ids=["capture", "first", "twice"],
 )
 def test_where_there_is_none_nothing_is_written(
@@ -105,7 +105,7 @@ def test_where_there_is_none_nothing_is_written(
 ) -> None:
     own = getattr(where, name)
     if name == "_finished":  # a second one, while the best of those before the first is proved
-        monkeypatch.setattr(tries, "least_us", signalled(tries.least_us, 3))
+        monkeypatch.setattr(choose, "reduced_best", signalled(choose.reduced_best, 3))
     monkeypatch.setattr(where, name, signalled(own, at))
     result = CliRunner().invoke(app, command(tmp_path))
     assert isinstance(result.exception, StoppedError), result.output

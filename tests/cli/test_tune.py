@@ -20,7 +20,7 @@ from stretto.config import load_settings
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.stage_maps import PLACES
 from stretto.schedule.families import FAMILIES
-from stretto.tune.outcome import Tuned
+from stretto.tune.work import Tuned
 from tests.train.tiny import environment
 from tests.tune.small import CLUSTER, write_cluster, write_settings
 

@@ -35,7 +35,7 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 COLLECTIVE_US = 100.0
-"""Long enough for windows to gain what lets them come first (`stretto.planning.tries.WORTH`)."""
+"""Long enough for windows to gain what lets them come first (`stretto.planning.choose.WORTH`)."""
 
 
 def costs_of(job: Job) -> Costs:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, ItemKind
 from stretto.ir.stage_maps import virtual_stages_of
+from stretto.planning.choose import communicates
 from stretto.planning.make_plan import make_plan
-from stretto.planning.variants import communicates
 from stretto.schedule.families import FAMILIES
 from stretto.verifying import verify
 from tests.synthetic_comm import make_comm_costs

@@ -18,18 +18,14 @@ from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, 
 from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Buffer, Job, OverlapMode, Stage
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import Role, list_order, make_graph, moves, whole_step
-from stretto.order import push as pushing
-from stretto.order.follow import replay
-from stretto.order.graphs import Frees, Graphs
-from stretto.order.moves import by_op
-from stretto.order.push import Pushing
-from stretto.order.scope import Whole, make_whole
-from stretto.order.search import Budget, Point, Scope, Search
-from stretto.order.storages import Memory
-from stretto.order.walk import Chosen
-from stretto.order.whole_step import order_together, point_of
-from stretto.planning import tries, windows
+from stretto.order import Role, forward_backward, list_order, make_graph, whole_step
+from stretto.order.forward_backward import ForwardBackward
+from stretto.order.rank_window import RankWindow, make_rank_window
+from stretto.order.search import OrderSearch, SearchPoint, SearchScope, WalkBudget
+from stretto.order.storages import WindowMemory
+from stretto.order.walk import WalkResult, replay
+from stretto.order.whole_step import EFFORT, Frees, StepGraphs, WholeStepOrders, order_together, point_of
+from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
@@ -59,14 +55,15 @@ def whole_plan(job: Job, costs: Costs) -> Plan:
     return plan_with(job, schedule, costs, overlap="window")
 
 
-def wholes_of(plan: Plan) -> list[Whole]:
+def wholes_of(plan: Plan) -> list[RankWindow]:
     """By rank, its window ready to be walked."""
     found = []
     for (slot,) in plan.schedule.orders:
         window = make_window(plan.job, slot)
         graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
         calls = make_ready(plan, window.name).calls
-        found.append(make_whole(graph, tuple(action.microbatch for action in slot.actions), calls, 0.0005))
+        microbatches = tuple(action.microbatch for action in slot.actions)
+        found.append(make_rank_window(graph, microbatches, calls, 0.0005))
     return found
 
 
@@ -87,7 +84,7 @@ def test_forwards_that_wait_for_a_backward_may_have_no_ops(of: int) -> None:
     assert (plain == kept) is (of == 1)
 
 
-def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
+def in_order(plan: Plan, wholes: list[RankWindow], found: WalkResult) -> Plan:
     """The plan with the orders that were found."""
     windows = {
         one.graph.window.name: replace(
@@ -99,25 +96,25 @@ def in_order(plan: Plan, wholes: list[Whole], found: Chosen) -> Plan:
 
 
 def choose(
-    plan: Plan, wholes: Sequence[Whole], urgency: Sequence[Sequence[float]], patience: Sequence[float]
-) -> Chosen | None:
+    plan: Plan, wholes: Sequence[RankWindow], urgency: Sequence[Sequence[float]], patience: Sequence[float]
+) -> WalkResult | None:
     """The step, walked by urgencies."""
-    return Scope(tuple(wholes), 0.0, 0.0, plan).walk(Point(tuple(urgency), tuple(patience)))
+    return SearchScope(tuple(wholes), 0.0, 0.0, plan).walk(SearchPoint(tuple(urgency), tuple(patience)))
 
 
-def follow(plan: Plan, wholes: Sequence[Whole], orders: Sequence[Sequence[int]]) -> Chosen | None:
+def follow(plan: Plan, wholes: Sequence[RankWindow], orders: Sequence[Sequence[int]]) -> WalkResult | None:
     """The step, walked in these orders."""
-    return Scope(tuple(wholes), 0.0, 0.0, plan).walk(Point(orders=tuple(orders)))
+    return SearchScope(tuple(wholes), 0.0, 0.0, plan).walk(SearchPoint(orders=tuple(orders)))
 
 
-def poor_step(enough_us: float = 0.0, walks: int = 10**6) -> tuple[Plan, Search, Chosen]:
+def poor_step(enough_us: float = 0.0, walks: int = 10**6) -> tuple[Plan, OrderSearch, WalkResult]:
     """A step with long collectives and urgencies that were drawn, and a search that has come there."""
     plan = whole_plan(*job_of(collective_us=300.0))
     draw = random.Random(0)
-    scope = Scope(Graphs.of(plan).wholes(0.0005), enough_us, 1000.0, plan)
-    search = Search(scope, Budget(walks + 1))
-    urgency = tuple([draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in scope.wholes)
-    assert search.tried(Point(urgency, (0.0, 0.0)))
+    scope = SearchScope(StepGraphs.of(plan).rank_windows(0.0005), enough_us, 1000.0, plan)
+    search = OrderSearch(scope, WalkBudget(walks + 1))
+    urgency = tuple([draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in scope.windows)
+    assert search.tried(SearchPoint(urgency, (0.0, 0.0)))
     assert search.best is not None
     return plan, search, search.best
 
@@ -148,11 +145,11 @@ def test_a_forward_and_a_backward_of_one_microbatch_are_one_window() -> None:
     assert reads, "B reads what F has saved"
     assert all(source in graph.before[at] for at, source in reads)
     # What F makes goes with its last reader in B: nothing is left but what leaves.
-    memory = Memory(len(graph.nodes), graph.storages)
+    memory = WindowMemory(len(graph.nodes), graph.storages)
     for index in list_order(graph):
         memory.take(index)
     assert memory.peak > 0
-    assert memory.held == 0
+    assert memory.now == 0
 
 
 def test_parts_of_two_microbatches_need_nothing_of_each_other() -> None:
@@ -283,7 +280,7 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
         assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
         steps.add(round(found.step_us))
         # The same orders, given: nothing stands between that the walk would not have chosen.
-        given = [mine.names(order) for mine, order in zip(wholes, found.orders, strict=True)]
+        given = [mine.placed_in(order) for mine, order in zip(wholes, found.orders, strict=True)]
         again = follow(plan, wholes, given)
         assert again is not None
         assert again.step_us == pytest.approx(found.step_us, rel=0.02)
@@ -299,7 +296,7 @@ def test_a_window_by_itself_takes_as_long_as_it_is_simulated(skew: float, slowdo
     plan = whole_plan(job, costs)
     (one,) = wholes_of(plan)
     order = list_order(one.graph)
-    made = in_order(plan, [one], Chosen(0.0, (order,), 0.0))
+    made = in_order(plan, [one], WalkResult(0.0, (order,), 0.0))
     assert simulate(made).step_us == pytest.approx(replay(one.graph, order).end_us, rel=0.01)
 
 
@@ -347,40 +344,23 @@ def test_a_lane_works_rather_than_stand_for_a_slower_rank_of_its_place() -> None
     assert sum(knows for knows, _ in taken) < 0.99 * sum(not_so for _, not_so in taken)
 
 
-def test_moved_ops_make_a_step_shorter_and_stand_behind_what_they_need() -> None:
+def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_equal_jobs() -> None:
     plan, search, poor = poor_step()
-    wholes = list(search.scope.wholes)
-    found = by_op(search, 400, 400)
-    assert found.step_us < poor.step_us
-    before = search.scope.walk(search.scope.given(poor))
-    assert before is not None
-    assert 0.0 < found.exposed_us <= before.exposed_us < len(wholes) * before.step_us
-    moved = in_order(plan, wholes, found)
-    verify(moved)
-    assert simulate(moved).step_us == pytest.approx(found.step_us, rel=0.02)
-    # No move, no walk left, and a step that is short enough.
-    assert by_op(search, 0, 200) is poor
-    assert by_op(poor_step(walks=0)[1], 200, 200).orders == poor.orders
-    assert by_op(poor_step(enough_us=poor.step_us)[1], 200, 200).orders == poor.orders
+    wholes = search.scope.windows
 
-
-def test_pushed_steps_are_shorter_proved_and_equal_for_equal_jobs() -> None:
-    plan, search, poor = poor_step()
-    wholes = search.scope.wholes
-
-    def pushed(search: Search) -> Chosen:
-        best = search.go(Pushing(wholes), 100, 100).best
+    def improved(search: OrderSearch) -> WalkResult:
+        best = search.go(ForwardBackward(wholes), 100, 100).best
         assert best is not None
         return best
 
-    found = pushed(search)
+    found = improved(search)
     assert found.step_us < poor.step_us
     made = in_order(plan, list(wholes), found)
     verify(made)
     assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
-    assert pushed(poor_step()[1]).orders == found.orders
-    assert pushed(poor_step(enough_us=poor.step_us)[1]).orders == poor.orders, "short enough"
-    assert pushed(poor_step(walks=0)[1]).orders == poor.orders, "no time is left"
+    assert improved(poor_step()[1]).orders == found.orders
+    assert improved(poor_step(enough_us=poor.step_us)[1]).orders == poor.orders, "short enough"
+    assert improved(poor_step(walks=0)[1]).orders == poor.orders, "no time is left"
 
 
 def test_a_walk_is_given_up_once_it_is_known_to_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +373,7 @@ def test_a_walk_is_given_up_once_it_is_known_to_be_too_long(monkeypatch: pytest.
         return run(clock)
 
     monkeypatch.setattr(Clock, "step", step)
-    for point in (search.point, scope.given(poor)):
+    for point in (search.point, SearchPoint(orders=poor.orders)):
         found = scope.walk(point)
         assert found is not None
         assert scope.walk(point, found.step_us) == found
@@ -403,7 +383,7 @@ def test_a_walk_is_given_up_once_it_is_known_to_be_too_long(monkeypatch: pytest.
         assert max(seen) < 0.9 * found.step_us, "not walked to its end"
 
 
-def test_a_pushed_step_keeps_what_ops_need() -> None:
+def test_a_backward_pass_keeps_what_ops_need() -> None:
     job, costs = job_of(microbatches=3)
     plan = whole_plan(job, costs)
     wholes = wholes_of(plan)
@@ -412,13 +392,13 @@ def test_a_pushed_step_keeps_what_ops_need() -> None:
         plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
     )
     assert found is not None
-    push = Pushing(wholes)
+    move = ForwardBackward(wholes)
     off = {
         (rank, index): draw.gauss(0.0, 200.0)
         for rank, one in enumerate(wholes)
         for index in range(len(one.graph.nodes))
     }
-    begins = push.begins_us(found, off)
+    begins = move.begins_us(found, off)
     for rank, one in enumerate(wholes):
         nodes, timing = one.graph.nodes, found.timings[rank]
         assert timing.stretch >= 1.0
@@ -435,14 +415,14 @@ def test_a_pushed_step_keeps_what_ops_need() -> None:
             if node.work_us
         )
         assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(busy)), "one op at a time"
-    for send, (rank, receive) in push._arrives.items():
+    for send, (rank, receive) in move._arrives.items():
         flies_us = wholes[send[0]].graph.nodes[send[1]].time_us
         assert begins[send[0]][send[1]] + flies_us <= begins[rank][receive] + 1e-6
 
 
 def test_a_lane_gives_the_last_time_that_is_free() -> None:
     draw = random.Random(0)
-    lane, taken = pushing._Lane(), set[int]()
+    lane, taken = forward_backward._Lane(), set[int]()
     for _ in range(60):
         end, us = draw.randint(20, 200), draw.randint(1, 9)
         begin = lane.put(float(end), float(us))
@@ -451,38 +431,13 @@ def test_a_lane_gives_the_last_time_that_is_free() -> None:
         taken |= set(range(last, last + us))
 
 
-def test_an_op_is_moved_as_far_as_what_it_needs_and_what_needs_it_allow() -> None:
-    job, costs = job_of(microbatches=2)
-    plan = whole_plan(job, costs)
-    draw = random.Random(0)
-    for one in wholes_of(plan):
-        order = one.names(range(len(one.graph.nodes)))
-        for _ in range(200):
-            at, far = draw.randrange(len(order)), draw.randint(-20, 20)
-            moved = moves.put(one, order, at, far)
-            assert sorted(moved) == sorted(order)
-            assert [index for index in moved if index != order[at]] == order[:at] + order[at + 1 :]
-            to = moved.index(order[at])
-            assert abs(to - at) <= abs(far)
-            if to != at + far:
-                # It stands beside what stopped it, or at an end.
-                beside = moved[to - 1 if far < 0 else to + 1] if 0 < to < len(moved) - 1 else None
-                first, last = (beside, order[at]) if far < 0 else (order[at], beside)
-                assert beside is None or one.ancestors[last or 0] >> (first or 0) & 1
-            order = moved
-        done: set[int] = set()
-        for index in order:
-            assert all(n in done for n in range(index) if one.named[n] and one.ancestors[index] >> n & 1)
-            done.add(index)
-
-
 def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
     job, _ = job_of(microbatches=4)
     # An op that leads to the next collective takes less than a collective of another microbatch would.
     costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
     plan = whole_plan(job, costs)
-    graphs = Graphs.of(plan)
-    scope = Scope(graphs.wholes(0.0005), 0.0, 0.0, plan)
+    graphs = StepGraphs.of(plan)
+    scope = SearchScope(graphs.rank_windows(0.0005), 0.0, 0.0, plan)
     impatient = point_of(scope, graphs, 1.0 / 4, (0.3, 0.3), (0.0, 0.0))
     orders = [scope.walk(replace(impatient, patience=patience)) for patience in ((0.0, 0.0), (5.0, 5.0))]
     assert orders[0] is not None
@@ -492,8 +447,7 @@ def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
 
 def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     job, costs = job_of()
-    monkeypatch.setattr(whole_step, "MOST", 100)
-    monkeypatch.setattr(whole_step, "PUSHES", 60)
+    monkeypatch.setattr(whole_step, "MOVES", 60)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert all(window.shares for window in plan.windows.values() if window.actions)
     verify(plan)
@@ -540,7 +494,7 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
 
     def counted(
         plan: Plan, bound_us: float, given: int | None, frees: Frees, *_: object
-    ) -> whole_step.Found | None:
+    ) -> WholeStepOrders | None:
         walks.append(given)
         return order_together(plan, bound_us, given or 30, frees)
 
@@ -568,21 +522,6 @@ def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.Mon
     monkeypatch.setattr(whole_step, "CLOSE", 100.0)
     planned(10 * peak_bytes(wide))
     assert walks == [windows.BRIEF]
-
-
-def test_where_a_whole_step_is_near_its_bound_nothing_else_is_ordered_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job, costs = job_of(microbatches=4, blocks=1)
-    asked: list[object] = []
-    monkeypatch.setattr(windows, "order_together", lambda plan, us, *_: order_together(plan, us, 10))
-    monkeypatch.setattr(windows, "refine", lambda build, captured, *_: asked.append(captured))
-    monkeypatch.setattr(tries, "AHEAD_OF", 0.0)  # it is not far ahead
-    for near, again in ((0.0, True), (100.0, False)):
-        asked.clear()
-        monkeypatch.setattr(tries, "NEAR", near)
-        make_plan(job, costs, schedule="1f1b", overlap="window")
-        assert bool(asked) is again
 
 
 def virtual_stages(microbatches: int) -> Schedule:
@@ -622,7 +561,7 @@ def in_a_v(microbatches: int) -> Schedule:
     ],
 )
 def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is_given(
-    family: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+    family: str, microbatches: int
 ) -> None:
     own = {"virtual": virtual_stages, "v": in_a_v}
     stages = 4 if family in own else 2
@@ -633,11 +572,10 @@ def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is
     plan = plan_with(job, paired, costs, overlap="window")
     items = sum(len(window.items) for window in plan.windows.values())
     bound_us = lower_bound(job, paired, costs).us
-    monkeypatch.setattr(whole_step, "EFFORT", 0.0)
     steps = []
     for walks in (1, 30):
-        monkeypatch.setattr(whole_step, "LEAST", walks * items)
-        found = order_together(plan, bound_us)
+        worth_us = (walks + 0.5) * items / EFFORT
+        found = order_together(plan, bound_us, worth_us=worth_us)
         assert found is not None
         assert found.walks <= found.allowed == walks
         made = lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=found.windows)
@@ -646,4 +584,4 @@ def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is
     off = make_plan(job, costs, schedule=schedule, overlap="off")
     assert steps[1] <= steps[0]
     assert steps[1] < 0.9 * step_us(off)
-    assert order_together(plan, bound_us) == found
+    assert order_together(plan, bound_us, worth_us=worth_us) == found

@@ -3,24 +3,23 @@ microbatches; pairs, and communications that go on between windows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from stretto.errors import PlanError, TooLargeError, UsageError
-from stretto.ir.action import Overlap, Phase, Schedule, Slot
+from stretto.ir.action import Overlap, Phase, Schedule
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Job, Op, OverlapMode, Ref, TensorSpec
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import arrange, legal_order, list_order, register
+from stretto.order import legal_order, list_order, policies, register
 from stretto.order.depend import WindowGraph
 from stretto.planning.across import across, split_stages
+from stretto.planning.choose import Tried, why_less
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import pair
-from stretto.planning.tries import Tried, why_less
 from stretto.schedule.families import make_schedule
 from stretto.verifying import verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs
@@ -67,9 +66,8 @@ def test_off_waits_for_each_collective_at_once() -> None:
 def test_one_live_microbatch_leaves_nothing_to_pair_and_says_so() -> None:
     plan = plan_of(replace(job_of(1, 4, blocks=2), max_live=1))
     assert plan.overlap == "local"
-    needs = [f"pairs need {live} live microbatches, and max_live is 1" for live in (2, 3)]
-    needs.append("one window a rank may hold 4 live microbatches, and max_live is 1")
-    assert plan.overlap_why == "; ".join(needs)
+    pairs, window = "pairs need 2 live microbatches", "one window a rank may hold 4 live microbatches"
+    assert plan.overlap_why == f"{pairs}, and max_live is 1; {window}, and max_live is 1"
     assert plan.overlap_why in str(plan)
 
 
@@ -139,14 +137,13 @@ def test_each_kind_of_window_is_ordered_once(monkeypatch: pytest.MonkeyPatch) ->
         calls.append(name)
         return legal_order(name, graph)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(arrange, "legal_order", counted)
+    monkeypatch.setattr(policies, "legal_order", counted)
     counts = []
     for stages, microbatches in ((4, 8), (4, 24), (6, 24)):
         calls.clear()
         plan_of(job_of(stages, microbatches, blocks=2))
         counts.append(len(calls))
-    # Neither with microbatches nor with stages that are equal but for their names; how long warm-ups are,
-    # which few microbatches make shorter, decides which ends there are.
+    # Neither with microbatches nor with stages that are equal but for their names.
     assert max(counts) - min(counts) <= 3
 
 
@@ -158,30 +155,10 @@ def shown(paired: Schedule | None) -> list[str]:
 def test_pairs_of_one_stage() -> None:
     alone = make_schedule("1f1b", 1, 5)
     assert shown(pair(alone)) == ["0F0 (0F1;0B0) (0F2;0B1) (0F3;0B2) (0F4;0B3) 0B4"]
-    assert shown(pair(alone, ends=True)) == ["(0F0;0F1) (0F2;0B0) (0F3;0B1) (0F4;0B2) (0B3;0B4)"]
     assert pair(make_schedule("gpipe", 1, 1)) is None
     first = pair(alone)
     assert first is not None
     assert pair(first) is None
-
-
-def test_ends_of_pairs_share_windows() -> None:
-    paired = pair(make_schedule("1f1b", 3, 6), ahead=1, ends=True)
-    assert shown(paired) == [
-        "(0F0;0F1;0F2;0F3) 0F4 (0F5;0B0) (0B1;0B2;0B3;0B4) 0B5",
-        "(1F0;1F1;1F2) (1F3;1B0) (1F4;1B1) (1F5;1B2) (1B3;1B4;1B5)",
-        "2F0 (2F1;2B0) (2F2;2B1) (2F3;2B2) (2F4;2B3) (2F5;2B4) 2B5",
-    ]
-    # I and W apart: a window for all would sum W of one microbatch before that of an earlier one.
-    split = pair(make_schedule("zb-h2", 2, 6), ends=True)
-    assert split is not None
-    for plain, order in zip(make_schedule("zb-h2", 2, 6).orders, split.orders, strict=True):
-        assert weights(order) == weights(plain)
-
-
-def weights(order: Sequence[Slot]) -> list[int]:
-    """Microbatches in the order in which their weight gradients are made."""
-    return [a.microbatch for slot in order for a in slot.actions if Phase.W in a.phase.parts]
 
 
 def with_gather_in_w(job: Job) -> Job:

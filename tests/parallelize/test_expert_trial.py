@@ -268,7 +268,7 @@ def test_what_is_no_such_sum_is_refused(kind: type[nn.Module], said: str) -> Non
 
 
 def test_the_way_out_works() -> None:
-    capture(model_of(Residual), BATCH, loss, Parallel(dp=2))
+    assert capture(model_of(Residual), BATCH, loss, Parallel(dp=2)).size("dp") == 2
 
 
 def test_a_parameter_of_all_experts_is_refused() -> None:

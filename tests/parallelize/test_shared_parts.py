@@ -104,7 +104,7 @@ def test_each_head_is_written_once() -> None:
     model, job = small_job(tp=4, pp=2)
 
     def work(runner: Runner) -> dict[str, Part]:
-        return runner.held.owned_parts()
+        return runner.tensors.owned_parts()
 
     written: dict[str, Tensor] = {}
     for owned in stretto.run_threads(lowered(job, "1f1b"), lambda _: copy.deepcopy(model), work):

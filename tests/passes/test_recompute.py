@@ -18,8 +18,8 @@ from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.ir.serialize import CODEC
 from stretto.passes.recompute import Blocks, forget, is_repeated, numbered, repeat
 from stretto.passes.recompute_choice import recompute
-from stretto.planning.choose import choose_schedule
 from stretto.planning.costs import listed
+from stretto.planning.schedules import choose_schedule
 from tests.passes.test_recompute_numbers import changed, job_of
 from tests.runtime.equality import made_up_costs
 

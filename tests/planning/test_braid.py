@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.braid import Table, exposed_us, live_chunks, planned
+from benchmarks.braid import BraidTable, exposed_us, live_chunks, planned
 
 from stretto.ir.program import OverlapMode
 from stretto.simulating import simulate
@@ -17,7 +17,7 @@ REDUCE_US = (20.0, 50.0, 100.0)
 def test_the_others_wait_for_as_much_as_the_table_says(p: int, reduce_us: float) -> None:
     """Interleaved 1F1B has backwards' all-reduces under weight gradients; where it waits for all at once,
     these are as many as ZB-V's."""
-    table = Table(p, 3 * p, reduce_us)
+    table = BraidTable(p, 3 * p, reduce_us)
     kinds: list[tuple[str, OverlapMode, float]] = [
         ("interleaved-1f1b", "local", table.interleaved_us),
         ("interleaved-1f1b", "off", table.zb_v_us),
@@ -27,7 +27,7 @@ def test_the_others_wait_for_as_much_as_the_table_says(p: int, reduce_us: float)
         assert exposed_us(planned(table, family, overlap)) == pytest.approx(us)
 
 
-def check(table: Table, family: str) -> None:
+def check(table: BraidTable, family: str) -> None:
     plan = planned(table, family, "window")
     assert exposed_us(plan) <= table.braid_us
     # The search ends where an order is within a percent of its bound.
@@ -35,7 +35,7 @@ def check(table: Table, family: str) -> None:
 
 
 def test_windows_of_two_ranks_wait_for_no_more_than_the_braid() -> None:
-    check(Table(2, 8, 50.0), "zb-v")
+    check(BraidTable(2, 8, 50.0), "zb-v")
 
 
 @pytest.mark.slow
@@ -44,13 +44,13 @@ def test_windows_of_two_ranks_wait_for_no_more_than_the_braid() -> None:
     ("p", "m", "reduce_us"), [(2, 16, 50.0), (4, 8, 100.0), (4, 16, 20.0), (8, 24, 50.0)]
 )
 def test_windows_wait_for_no_more_than_the_braid(p: int, m: int, reduce_us: float, family: str) -> None:
-    check(Table(p, m, reduce_us), family)
+    check(BraidTable(p, m, reduce_us), family)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 8), pytest.param(4, 16, marks=pytest.mark.slow)])
 def test_so_they_do_with_as_much_memory_as_the_braid(p: int, m: int) -> None:
     """3 p chunks of microbatches on a rank, p more than in ZB-V's own order."""
-    table = Table(p, m, 50.0)
+    table = BraidTable(p, m, 50.0)
     plan = planned(table, "zb-v", "window", more_live=p)
     assert live_chunks(plan) <= 3 * p
     assert exposed_us(plan) <= table.braid_us

@@ -15,13 +15,12 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_to_text
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order import search as order_search
-from stretto.order.whole_step import Found, order_together
-from stretto.passes.effort import MOST_US, STEPS, Effort
+from stretto.order.whole_step import WholeStepOrders, order_together
+from stretto.passes.effort import LEAST_US, MOST_US, SEARCH_S, STEPS, Effort
 from stretto.passes.watch import Watch
+from stretto.planning import choose, windows
 from stretto.planning import make_plan as making
-from stretto.planning import tries, windows
-from stretto.planning.choose import choose_schedule
-from stretto.planning.schedules import one_window
+from stretto.planning.schedules import choose_schedule, one_window
 from stretto.verifying import verify
 from tests.clusters import cores
 from tests.order.test_whole_step import job_of
@@ -45,14 +44,20 @@ def toy(**parallel: Any) -> stretto.Job:
     return stretto.capture(model, tokens, loss=next_token_loss, parallel=layout)
 
 
-def test_a_search_is_worth_what_it_saves_over_the_run() -> None:
-    assert Effort().worth_us(2_000.0) == 2_000.0
+def test_a_search_is_worth_what_it_saves_over_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Effort().worth_us(20_000.0) == 20_000.0
     assert Effort(10 * STEPS).worth_us(2_000.0) == 20_000.0
-    assert Effort(1).worth_us(2_000.0) == 2_000.0 / STEPS
+    assert Effort(1).worth_us(2_000.0) == LEAST_US, "a quarter of a second"
     assert Effort(10**9).worth_us(2_000.0) == MOST_US, "nobody waits for ever"
     assert Effort(search_s=10.0).worth_us(1.0) == Effort(search_s=10.0).worth_us(1e9) == 200_000.0
     assert Effort(search_s=1e4).worth_us(1.0) > MOST_US, "who says so does"
-    assert 0.0 < Effort(1).part(2_000.0) < Effort(STEPS).part(2_000.0) < Effort(10**6).part(2_000.0) == 1.0
+    assert 0.0 < Effort(1).part(20_000.0) < Effort(STEPS).part(20_000.0) < Effort(10**6).part(20_000.0) == 1.0
+    monkeypatch.setenv(SEARCH_S, "10")
+    assert Effort().worth_us(1.0) == Effort(search_s=10.0).worth_us(1.0)
+    assert Effort(search_s=1.0).worth_us(1.0) == 20_000.0
+    monkeypatch.setenv(SEARCH_S, "soon")
+    with pytest.raises(stretto.UsageError, match=SEARCH_S):
+        Effort().worth_us(1.0)
 
 
 @pytest.mark.parametrize("given", [{"steps": 0}, {"steps": 2.5}, {"steps": True}])
@@ -74,7 +79,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many walks searches of whole steps were allowed."""
     walks: list[int] = []
 
-    def counted(*given: Any) -> Found | None:
+    def counted(*given: Any) -> WholeStepOrders | None:
         found = order_together(*given)
         walks.append(found.allowed if found is not None else 0)
         return found
@@ -132,7 +137,7 @@ def test_what_is_tried_is_told() -> None:
     lines: list[str] = []
     making.make_plan(job, costs, schedule="1f1b", overlap="window", say=lines.append)
     assert lines[0] == "variant 1, at_once"
-    assert any(line.endswith(" of the bound") and ", one_window, whole_step; best" in line for line in lines)
+    assert any(line.endswith(" of the bound") and "one_window, whole_step; best" in line for line in lines)
     assert lines[-1].endswith(": messages and proof")
 
 
@@ -188,8 +193,8 @@ def test_an_interrupt_between_variants_takes_the_best_so_far(
     at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = planned(silent)
-    interrupted = InterruptedAt(tries.least_us, at)
-    monkeypatch.setattr(tries, "least_us", interrupted)
+    interrupted = InterruptedAt(choose.reduced_best, at)
+    monkeypatch.setattr(choose, "reduced_best", interrupted)
     plan = planned(silent)
     assert interrupted.calls == at, "nothing more is tried"
     verify(plan)
@@ -200,21 +205,21 @@ def test_an_interrupt_between_variants_takes_the_best_so_far(
 
 
 def test_an_interrupt_before_there_is_anything_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "least_us", InterruptedAt(tries.least_us, 1))
+    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 1))
     with pytest.raises(KeyboardInterrupt):
         planned(silent)
 
 
 def test_who_is_told_nothing_is_interrupted_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "least_us", InterruptedAt(tries.least_us, 3))
+    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 3))
     with pytest.raises(KeyboardInterrupt):
         planned(None)
 
 
 def test_a_search_that_is_interrupted_counts_with_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Found] = []
+    found: list[WholeStepOrders] = []
 
-    def kept(*given: Any) -> Found | None:
+    def kept(*given: Any) -> WholeStepOrders | None:
         walk = InterruptedAt(order_search.walk, 40)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(order_search, "walk", walk)
@@ -242,7 +247,7 @@ def test_an_interrupt_while_a_plan_is_proved_is_for_the_search(monkeypatch: pyte
 
 
 def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tries, "least_us", InterruptedAt(tries.least_us, 3))
+    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 3))
     monkeypatch.setattr(making, "_finished", InterruptedAt(making._finished, 1))
     with pytest.raises(KeyboardInterrupt):
         planned(silent)

@@ -152,7 +152,7 @@ def test_a_slower_plan_is_taken_where_waiting_at_once_is_refused(monkeypatch: py
 
     real = planning._finished
     monkeypatch.setattr(planning, "_finished", finished)
-    monkeypatch.setattr(planning, "CLEAR", 0.0)
+    monkeypatch.setattr(planning, "WORTH", 0.0)
     assert make_plan(job, costs, overlap="local", order="list") == want
 
 
@@ -174,7 +174,7 @@ def test_waiting_at_once_is_taken_where_it_turns_out_to_be_faster(monkeypatch: p
     real, step_us = planning._finished, off.prediction.step_us
     monkeypatch.setattr(planning, "_finished", finished)
     assert make_plan(job, costs, overlap="local", order="list").overlap == "local", "it is clear"
-    monkeypatch.setattr(planning, "CLEAR", 0.0)
+    monkeypatch.setattr(planning, "WORTH", 0.0)
     made = make_plan(job, costs, overlap="local", order="list")
     assert made == replace(off, overlap_why=made.overlap_why)
 

@@ -36,7 +36,7 @@ def main() -> None:
 
     step()
     state = [t for of in optimizer.state.values() for t in of.values() if isinstance(t, torch.Tensor)]
-    held = (*runner.parameters(), *runner.held.compute.values(), *runner.held.buffers.values(), *state)
+    held = (*runner.parameters(), *runner.tensors.compute.values(), *runner.tensors.buffers.values(), *state)
     with MemoryMeter(held) as meter:
         step()
     place = plan.mesh.place(runner.rank)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,11 @@ from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, cross_entropy, inputs_and_targets, next_token_loss
-from stretto.planning.choose import choose_schedule
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from stretto.planning.schedules import choose_schedule
 from stretto.runtime import Runner, run_threads
+from stretto.runtime.shards import join
 
 torch.set_num_threads(1)
 """Ranks are threads of one process here, and machines that test are small."""
@@ -236,6 +237,48 @@ def gather(model: nn.Module, results: list[tuple[Tensor, dict[str, Tensor]]]) ->
             assert held is None or torch.equal(held, grad), f"{name} differs between ranks"
             grads[names[name]] = grad
     return Result(results[0][0], grads, tuple(found for _, found in results))
+
+
+RankResult = tuple[Mapping[str, int], Tensor, Mapping[str, Tensor]]
+"""A rank's coordinates, the step's loss there, and gradients of what the rank has."""
+
+
+def rank_result(runner: Runner, batch: Any) -> RankResult:
+    """One step of a rank."""
+    loss = runner.step(batch)
+    return runner.coordinates, loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
+
+
+def joined(plan: Plan, results: Sequence[RankResult]) -> Result:
+    """The step of all ranks: the loss, and full gradients by the first name of a tie.
+
+    Ranks that have the same part of a parameter must have the same gradient, bit by bit."""
+    parameters = {p.name: p for p in plan.job.parameters}
+    copies: dict[tuple[str, int, int], list[Tensor]] = {}
+    for at, loss, grads in results:
+        assert torch.equal(loss, results[0][1]), "every rank is told the same loss"
+        for name, grad in grads.items():
+            copies.setdefault((name, at["pp"], at.get("dp", 0)), []).append(grad)
+    found: dict[str, Tensor | None] = {p.tied_to: None for p in plan.job.parameters}
+    for (name, _, _), parts in copies.items():
+        parameter = parameters[name]
+        full = join(parts, parameter, plan.job)
+        for part in parts:
+            assert parameter.shards or torch.equal(part, full), f"{name} differs between tp ranks"
+        for shard in parameter.shards:
+            for rank, part in enumerate(parts):
+                first = parts[rank - rank % shard.copies]
+                assert torch.equal(part, first), f"{name} differs between ranks that share it"
+        held = found[parameter.tied_to]
+        assert held is None or torch.equal(held, full), f"{name} differs between copies"
+        found[parameter.tied_to] = full
+    return Result(results[0][1], found, tuple(dict(grads) for _, _, grads in results))
+
+
+def run_sharded(plan: Plan, model: nn.Module, batch: Any) -> Result:
+    """The plan's step on ranks that are threads, under any layout."""
+    work = functools.partial(rank_result, batch=batch)
+    return joined(plan, run_threads(plan, lambda _: copy.deepcopy(model), work))
 
 
 def worst(found: Result, expected: Result) -> tuple[float, str]:

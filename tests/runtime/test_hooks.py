@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.models.gpt import next_token_loss
-from stretto.runtime.accumulate import accumulate
-from stretto.runtime.hooked_adapter import has_hooks
+from stretto.runtime.gradients import accumulate
 from stretto.runtime.runner import Runner
+from stretto.runtime.stale_adapter import has_hooks
 from tests.parallelize.equality import batch_of, gpt
 from tests.saving.test_face import plan_of
 

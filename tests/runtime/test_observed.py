@@ -23,6 +23,7 @@ from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.compare import metric_line, stall_lines
+from stretto.runtime.memory_adapter import MemoryMeter
 from tests.clusters import cores
 
 WIDTH, ROWS = 8, 8
@@ -200,8 +201,12 @@ def test_a_plan_with_metrics_is_written_and_read() -> None:
 
 
 def test_without_a_capture_it_does_nothing() -> None:
-    stretto.observe("any", torch.ones(3))
-    stretto.observe("any", torch.ones(3, requires_grad=True), "max")
+    value, trained = torch.ones(3), torch.ones(3, requires_grad=True)
+    with MemoryMeter(()) as meter:
+        stretto.observe("any", value)
+        stretto.observe("any", trained, "max")
+        stretto.observe("any", [1.0])  # type: ignore[arg-type]
+    assert meter.peak_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import stretto
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.part_gradient_adapter import PartGradient
 from stretto.train.clip import GradientClip
-from tests.runtime.test_whole_tensors import BATCH, planned
+from tests.runtime.test_optimizer_trial import BATCH, planned
 
 
 def part() -> torch.Tensor:

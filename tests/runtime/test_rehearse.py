@@ -34,9 +34,8 @@ from stretto.planning.make_plan import make_plan
 from stretto.report.perfetto import to_perfetto
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
-from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, rows_named
 from stretto.runtime.rank import RankState
-from stretto.runtime.rehearse import rehearse
+from stretto.runtime.rehearse import made_up_batch, made_up_buffers, made_up_parameters, rehearse, rows_named
 from tests.runtime.equality import from_transformers, huggingface_loss, made_up_costs, tokens
 
 COLLECTIVE_US = 3000.0
@@ -86,7 +85,7 @@ def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> No
             stood_us = found.step_us - found.compute_us
             if stood_us < 2.0 * guess_us:
                 break
-        assert found.place == place
+        assert found.pp_rank == place
         assert len(found.steps_us) == 3
         assert found.step_us == sorted(found.steps_us)[1]
         assert 0.85 * guess_us < stood_us < 2.0 * guess_us

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stretto.backend.dispatch import INSTEAD, resolve
+from stretto.backend.dispatch_adapter import INSTEAD, resolve
 from stretto.capturing import capture
 from stretto.config import Parallel
 from tests.runtime.equality import assert_equal, plain, plan_of, run

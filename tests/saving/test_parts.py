@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.parallelize.parts import local_shape
-from stretto.runtime.shards import Part, join, part_of, pieces_of, whole_spec
+from stretto.runtime.shards import Part, full_spec, join, part_of, pieces_of
 from stretto.runtime.transport import Transport
 from stretto.saving import digests, tensors
 from stretto.saving.folder import Writing
@@ -89,7 +89,7 @@ def test_the_boxes_of_all_ranks_lie_where_the_whole_has_them(how: str, size: int
 @pytest.mark.parametrize("how", SHARED)
 def test_the_boxes_of_ranks_that_share_a_part_lie_in_one_place(how: str) -> None:
     parameter, size = parameter_of(how, 4), 4
-    assert whole_spec(job_of(size), parameter).shape == WHOLE
+    assert full_spec(job_of(size), parameter).shape == WHOLE
     parts = [held(how, size, at) for at in range(size)]
     assert all(torch.equal(join(parts, parameter, job_of(size), copy), value()) for copy in range(2))
     for at in range(size):

@@ -11,7 +11,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.planning.lower import lower
 from stretto.schedule import sums
-from stretto.schedule.forward import forward_schedule
+from stretto.schedule.families import forward_schedule
 from stretto.simulating import simulate
 from stretto.verifying.memory import peak_bytes
 from tests.simulating.test_engine import schedule

@@ -20,7 +20,7 @@ from stretto.files.kept import Kept
 from stretto.ir.action import Phase
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.forward import forward_schedule
+from stretto.schedule.families import forward_schedule
 from stretto.verifying.plan import plan_faults
 
 CLUSTER = cores()

@@ -10,7 +10,7 @@ from stretto.tune.work import Answer, Asked, Work
 
 
 class Here:
-    """In the place of `stretto.tune.workers.Workers`. before: called with each piece before it is done."""
+    """In the place of `stretto.tune.work.Workers`. before: called with each piece before it is done."""
 
     def __init__(
         self,
@@ -21,25 +21,19 @@ class Here:
     ) -> None:
         self.work = Work(settings, devices, found, {})
         self.before = before
-        self.all = [_One()]
+        self.busy: Asked | None = None
         self.done: list[Asked] = []
 
-    def idle(self) -> list[_One]:
-        return [one for one in self.all if one.busy is None]
+    @property
+    def free(self) -> bool:
+        return self.busy is None
 
-    def give(self, worker: _One, asked: Asked) -> None:
-        worker.busy = asked
+    def give(self, asked: Asked) -> None:
+        self.busy = asked
 
     def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
-        (one,) = self.all
-        asked, one.busy = one.busy, None
+        asked, self.busy = self.busy, None
         assert asked is not None
         self.before(asked)
         self.done.append(asked)
         return [(asked, self.work.do(asked))]
-
-
-class _One:
-    def __init__(self) -> None:
-        self.busy: Asked | None = None
-        self.recent: list[str] = []

@@ -11,17 +11,13 @@ import pytest
 
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import named_cluster
-from stretto.tune.alone import Alone
-from stretto.tune.block import Block, Work
+from stretto.tune.block import Block, BlockWork, Exposure
 from stretto.tune.choices import Candidate, Choices, Layout
 from stretto.tune.estimate import bound_us, estimate, fastest_us
-from stretto.tune.frontier import Frontier
-from stretto.tune.outcome import Planned, Tuned
-from stretto.tune.work import Asked
-from stretto.tune.work import Work as Doing
+from stretto.tune.work import Asked, Planned, Work
 from tests.tune.small import CLUSTER, settings
 
-EVEN = Block(1, 0.0, {"none": Work((1e3, 1e3, 1e3), {}, 8e6)}, 16e6, 0.0, 0.0, 0.0)
+EVEN = Block(1, 0.0, {"none": BlockWork((1e3, 1e3, 1e3), 8e6)}, 16e6, 0.0, 0.0)
 
 
 def test_an_estimate_is_the_schedule_s_own_formula() -> None:
@@ -49,7 +45,7 @@ def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> N
 
 def test_a_split_backward_exposes_what_a_whole_one_hides() -> None:
     """I alone has the collectives that W's products hide in B."""
-    exposing = replace(EVEN.again["none"], alone=Alone((1.5, 1.5, 1.0), 1.05, 1.05))
+    exposing = replace(EVEN.again["none"], exposure=Exposure((1.5, 1.5, 1.0), 1.05, 1.05))
     layout = Layout(4, 1, 1, 1, False, 64)
 
     def steady_us(family: str, virtual_stages: int) -> float:
@@ -90,8 +86,7 @@ def check_bounds(
     choices = Choices(given, 8)
     draw = random.Random(seed)
     layouts = list(choices.layouts())
-    doing = Doing(given, 8, found, {})
-    frontier = Frontier(choices, found, Tuned())
+    doing = Work(given, 8, found, {})
     planned = 0
     while planned < count:
         layout = draw.choice(layouts)
@@ -103,7 +98,7 @@ def check_bounds(
         if not isinstance(made, Planned):
             continue
         planned += 1
-        bound = bound_us(layout, block.again["none"], frontier.virtual(layout) and each > 1)
+        bound = bound_us(layout, block.again["none"], choices.several_stages(layout) and each > 1)
         assert bound <= made.step_us, made.candidate
         rate = fastest_us(block.flops, found, precision)
         assert rate <= block.again["none"].compute_us

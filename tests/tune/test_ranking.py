@@ -14,8 +14,7 @@ from stretto.price.cluster import Description
 from stretto.tune.block import Block
 from stretto.tune.choices import VIRTUAL, Candidate, Choices, Layout
 from stretto.tune.estimate import estimate
-from stretto.tune.outcome import Briefed, Planned
-from stretto.tune.work import Asked, Work
+from stretto.tune.work import Asked, Planned, ShortStep, Work
 from tests.tune.small import CLUSTER, settings
 
 SLOW = CLUSTER.model_copy(update={"link_gbps": 0.1})
@@ -45,10 +44,10 @@ def figures(
         block = work.do(Asked(choices.plain(candidate.layout), None, ("none",), stages))
         assert isinstance(block, Block), block
         guessed = estimate(candidate, block, block.again["none"], found)
-        short = work.do(Asked(candidate, "list", brief=True, ahead=guessed.ahead))
+        short = work.do(Asked(candidate, "list", short=True, ahead=guessed.ahead))
         plan = work.do(Asked(candidate, "list"))
-        assert isinstance(short, Briefed) == isinstance(plan, Planned), (short, plan)
-        if isinstance(plan, Planned) and isinstance(short, Briefed):
+        assert isinstance(short, ShortStep) == isinstance(plan, Planned), (short, plan)
+        if isinstance(plan, Planned) and isinstance(short, ShortStep):
             made.append((plan.step_us, short.step_us, guessed.step_us))
         if len(made) == count:
             break
@@ -102,7 +101,7 @@ def test_a_short_step_tells_what_many_microbatches_take(tmp_path: Path, family: 
     work = Work(given, 2, SLOW, {})
     each = 1 if family in ("1f1b", "gpipe") else 2
     candidate = Candidate(Layout(2, 1, 1, 1, False, 64), family, each)
-    short, plan = (work.do(Asked(candidate, "list", brief=brief)) for brief in (True, False))
-    assert isinstance(short, Briefed)
+    short, plan = (work.do(Asked(candidate, "list", short=short)) for short in (True, False))
+    assert isinstance(short, ShortStep)
     assert isinstance(plan, Planned)
     assert short.step_us == pytest.approx(plan.step_us, rel=0.03)

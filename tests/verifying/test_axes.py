@@ -17,8 +17,7 @@ from stretto.ir.forward import forward_only
 from stretto.ir.plan import Plan
 from stretto.ir.program import Op, Ref, Stage
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.schedule.families import make_schedule
-from stretto.schedule.forward import forward_schedule
+from stretto.schedule.families import forward_schedule, make_schedule
 from stretto.verifying import plan_faults
 from stretto.verifying.memory import memory_faults
 from tests.synthetic_comm import make_comm_costs, plan_with, shuffled

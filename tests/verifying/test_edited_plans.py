@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import stretto
-from stretto.backend.dispatch import resolve
+from stretto.backend.dispatch_adapter import resolve
 from stretto.cli.main import app
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.runtime import run_threads

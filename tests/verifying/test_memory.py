@@ -12,8 +12,7 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import Arg, Op, Ref, Stage, TensorSpec
-from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.forward import forward_schedule
+from stretto.schedule.families import FAMILIES, forward_schedule, make_schedule
 from stretto.simulating import simulate
 from stretto.verifying import verify
 from stretto.verifying.memory import peak_bytes

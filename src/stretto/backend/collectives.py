@@ -98,9 +98,9 @@ def _exchanged(
     size, me = dist.get_world_size(group), dist.get_rank(group)
     gives = [value[a:b] for a, b in kind.gives(value.shape[0], me, size, how)]
     if not kind.sums:
-        places = [result[a:b] for a, b in kind.gets(value.shape[0], me, size, how)]
-        places[me].copy_(gives[me])
-        return Exchange(_exchange(places, gives, group))
+        slices = [result[a:b] for a, b in kind.gets(value.shape[0], me, size, how)]
+        slices[me].copy_(gives[me])
+        return Exchange(_exchange(slices, gives, group))
     others = list(torch.empty((size, *result.shape), dtype=value.dtype))
 
     def add_up() -> None:

@@ -17,7 +17,7 @@ Measured between two hosts of one core, PyTorch 2.13, Linux 6.18, each collectiv
 all-reduce of 4 KiB after 4 ms of compute takes 0.2 ms instead of 1.5; the loop's processor time falls to a
 fifth; compute beside an all-reduce of 2 MiB at 300 Mbit/s loses 5 ms instead of 10.
 
-The threads' name is Gloo's own matter (2.11 gives them none); a test says when it changes, and without it
+The threads' name is Gloo's own matter (2.11 gives them none); a test fails when it changes, and without it
 nothing is done.
 """
 

@@ -1,4 +1,4 @@
-"""Ops of mixtures of experts that a captured graph can hold: products of groups of rows.
+"""Ops of mixtures of experts that a captured graph can contain: products of groups of rows.
 
     grouped_mm(x_RD, w_EDM, ends_E)    rows ends[e - 1] to ends[e] of x times w[e]; zero behind the last end
     grouped_mm_t(x_RD, y_RM, ends_E)   for each group x' y, (E, D, M): the gradient of w
@@ -32,8 +32,8 @@ def _bounds(ends: Tensor) -> list[tuple[int, int]]:
             "but in bfloat16: train in bfloat16 (precision = 'bf16'), give experts a capacity, or leave "
             "cuda_graph out"
         )
-    found = ends.tolist()
-    return list(zip([0, *found], found))
+    result = ends.tolist()
+    return list(zip([0, *result], result))
 
 
 def _one_kernel(x: Tensor) -> bool:
@@ -42,22 +42,22 @@ def _one_kernel(x: Tensor) -> bool:
 
 def _mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if _one_kernel(x):
-        made = F.grouped_mm(x, w, offs=ends.to(torch.int32))
+        built = F.grouped_mm(x, w, offs=ends.to(torch.int32))
         behind = torch.arange(x.shape[0], device=x.device) >= ends[-1]
-        return made.masked_fill(behind.unsqueeze(1), 0.0)
-    made = x.new_zeros(x.shape[0], w.shape[2])
+        return built.masked_fill(behind.unsqueeze(1), 0.0)
+    built = x.new_zeros(x.shape[0], w.shape[2])
     for e, (start, end) in enumerate(_bounds(ends)):
-        torch.mm(x[start:end], w[e], out=made[start:end])
-    return made
+        torch.mm(x[start:end], w[e], out=built[start:end])
+    return built
 
 
 def _mm_t(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     if _one_kernel(x):
         return F.grouped_mm(x.t(), y, offs=ends.to(torch.int32))
-    made = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+    built = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
     for e, (start, end) in enumerate(_bounds(ends)):
-        torch.mm(x[start:end].t(), y[start:end], out=made[e])
-    return made
+        torch.mm(x[start:end].t(), y[start:end], out=built[e])
+    return built
 
 
 for _name, _run, _shape in (
@@ -81,8 +81,8 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, w, ends)
-        made: Tensor = _calls.grouped_mm(x, w, ends)
-        return made
+        built: Tensor = _calls.grouped_mm(x, w, ends)
+        return built
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -95,5 +95,5 @@ class _Grouped(torch.autograd.Function):
 def grouped_mm(x_RD: Tensor, w_EDM: Tensor, ends_E: Tensor) -> Tensor:
     """Rows of x by groups, each times its own matrix: (R, M). ends_E: where each group's rows end; rows
     behind the last end become zero."""
-    made: Tensor = _Grouped.apply(x_RD, w_EDM, ends_E)  # type: ignore[no-untyped-call]
-    return made
+    built: Tensor = _Grouped.apply(x_RD, w_EDM, ends_E)  # type: ignore[no-untyped-call]
+    return built

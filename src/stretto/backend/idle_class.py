@@ -10,7 +10,7 @@ once. Between two hosts of one core at 200 Mbit/s, both computing (PyTorch 2.13,
 It is done only where
 
 1. the process is alone in its control group, so that its threads are weighed against each other only. Who
-   starts it says so (`ALONE`): `stretto.lab` does for hosts of one rank. Elsewhere a thread of the idle class
+   starts it sets `ALONE`: `stretto.lab` does for hosts of one rank. Elsewhere a thread of the idle class
    would wait for every process of the machine;
 2. the thread can go back (CAP_SYS_NICE, or a limit RLIMIT_NICE of 20): what is idle here computes elsewhere;
 3. PyTorch computes on one thread: others would be of the ordinary class, and the one for which they all wait
@@ -53,7 +53,7 @@ def lanes_first() -> Iterator[None]:
 def keeping_core() -> Iterator[None]:
     """This thread does not give way meanwhile, if it does at all: while it posts messages itself.
 
-    It then holds locks for which Gloo's loop spins (`stretto.backend.gloo_adapter`), and a thread that had
+    It then owns locks for which Gloo's loop spins (`stretto.backend.gloo_adapter`), and a thread that had
     given way to that loop would hardly get the core back.
     """
     idle = gloo_adapter.move(0, os.SCHED_IDLE, os.SCHED_OTHER) if hasattr(os, "SCHED_IDLE") else False

@@ -1,4 +1,4 @@
-"""What a model's code lets people see of its steps: small tensors that leave a captured step with the loss.
+"""What a model's code lets users see of its steps: small tensors that leave a captured step with the loss.
 
     stretto.observe("rows", counts)
 
@@ -50,7 +50,7 @@ def watched() -> Iterator[None]:
 
 
 def observe(name: str, value: Tensor, joined: Joined = "sum") -> None:
-    """Let people see a small tensor of the forward: `Runner.observed()` gives it, and a trainer logs it.
+    """Let users see a small tensor of the forward: `Runner.observed()` gives it, and a trainer logs it.
 
     It has the name of the module whose code calls this, too. joined: how microbatches, several calls in a
     forward and ranks with other data make one of it: their "sum", or the "max". Outside of a captured step it

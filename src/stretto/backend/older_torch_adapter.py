@@ -1,7 +1,7 @@
 """What older releases of PyTorch that are supported do wrong, put right; on newer ones nothing happens here.
 
     a subclass of DTensor   2.11 computes its ops as DTensor's, and never calls its `__torch_dispatch__`
-    attention on CPUs       up to 2.12, without values, what it keeps of float64 is said to be float32
+    attention on CPUs       up to 2.12, without values, what it keeps of float64 is described as float32
 
 What it uses beside public names of PyTorch: torch._library.simple_registry.GenericTorchDispatchRuleHolder, in
 which `torch.library.register_torch_dispatch` keeps its rules, one for an op and a class.
@@ -27,13 +27,13 @@ def asked_itself(kind: Kind) -> Kind:
     if torch.__version__ >= "2.12":
         return kind
     own = kind.__torch_dispatch__
-    found = GenericTorchDispatchRuleHolder.find
+    result = GenericTorchDispatchRuleHolder.find
 
     def rule(_kind: type, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return own(op, types, args, kwargs)
 
     def find(self: GenericTorchDispatchRuleHolder, torch_dispatch_class: type) -> Any:
-        return rule if torch_dispatch_class is kind else found(self, torch_dispatch_class)
+        return rule if torch_dispatch_class is kind else result(self, torch_dispatch_class)
 
     GenericTorchDispatchRuleHolder.find = find  # type: ignore[method-assign]
     return kind
@@ -49,7 +49,7 @@ def _attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What `aten._scaled_dot_product_flash_attention_for_cpu` gives, without values, as 2.13 says it.
+    """What `aten._scaled_dot_product_flash_attention_for_cpu` gives, without values, as in 2.13.
 
     query, key, value: (batch, heads, length, width). Sums: (batch, heads, length), laid out by length first.
     """

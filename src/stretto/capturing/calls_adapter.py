@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
-from stretto.backend.schema_adapter import draws as draws_of
+from stretto.backend.dispatch_adapter import draws as draws_of
 from stretto.capturing.explain import COMMUNICATES
 from stretto.errors import CaptureError
 

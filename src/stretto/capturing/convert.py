@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from stretto.backend.schema_adapter import draws, returns_view
+from stretto.backend.dispatch_adapter import draws, returns_view
 from stretto.capturing import torch_adapter
 from stretto.capturing.calls_adapter import constant_value, is_dispatched
 from stretto.capturing.explain import CONTROL_FLOW

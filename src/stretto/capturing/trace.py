@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.backend.collector import rarely_collected
 from stretto.backend.observe_adapter import watched
+from stretto.backend.process_memory import rarely_collected
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capturing import torch_adapter

@@ -50,7 +50,7 @@ def plan(
     order: Annotated[
         str | None,
         typer.Option(
-            help='How ops are ordered in windows: "improve", "list", "exact" or "captured"; '
+            help='How ops are ordered in windows: "improve", "list" or "captured"; '
             "planning.order of the settings without it."
         ),
     ] = None,

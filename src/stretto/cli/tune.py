@@ -29,7 +29,7 @@ from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 
 if TYPE_CHECKING:
-    from stretto.tune.outcome import Planned, Tuned
+    from stretto.tune.work import Planned, Tuned
 
 
 PRINT_S = 30.0
@@ -89,24 +89,24 @@ def tune(
     text = read_text(config, "settings file")
     _written(text, settings, changes or [], dict.fromkeys(("parallel.pp", "parallel.schedule"), 1))
     from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-    from stretto.tune.funnel import Funnel
-    from stretto.tune.workers import Workers
+    from stretto.tune.search import Search
+    from stretto.tune.work import Workers
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     choices = Choices(settings, count, fixed)
-    funnel = Funnel(choices, found, max_seconds, console.print)
+    search = Search(choices, found, max_seconds, console.print)
     many = processes or min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     ended: Interrupted | None = None
     with Interrupts(end_at_once) as interrupts:
         interrupts.stuck_s = PRINT_S
         try:
-            with Workers(many, settings, count, found, fixed, funnel.lost) as workers:
-                funnel.run(workers)
+            with Workers(many, settings, count, found, fixed) as workers:
+                search.run(workers)
         except Interrupted as error:
             ended = error
         # What there is is printed and written, however often one interrupts.
         interrupts.ending()
-        tuned = funnel.result()
+        tuned = search.result()
         if ended is not None:
             tuned.stopped = "it was interrupted"
 
@@ -162,7 +162,7 @@ def _written(text: str, settings: TrainSettings, overrides: Sequence[str], chang
 def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
     """The ranked table, and why others are not in it. a_device: units of a step, a device."""
     from stretto.report.grid import Grid, format_us
-    from stretto.tune.outcome import Planned
+    from stretto.tune.work import Planned
 
     console = Console(width=140, highlight=False)
     if tuned.planned:

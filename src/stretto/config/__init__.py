@@ -150,7 +150,7 @@ class PlanningSettings(Settings):
 
     order: str = Field(default="improve", min_length=1)
     """The policy that orders ops in windows (`docs/overlap.md`): "improve" searches, "list" lists them in a
-    moment (steps are 2 to 13 % longer), "captured" leaves them as they are, "exact" needs `ortools`; or one
+    moment (steps are 2 to 13 % longer), "captured" leaves them as they are; or one
     that a task registers."""
     search_s: float | None = Field(default=None, gt=0)
     """About how many seconds of a processor core the longest search takes; without it, what a shorter step

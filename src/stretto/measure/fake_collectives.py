@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stretto.backend.dispatch import resolve
+from stretto.backend.dispatch_adapter import resolve
 from stretto.ir.collectives import BY_TARGET, How, Kind
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT
 

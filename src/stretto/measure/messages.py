@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from stretto.backend.collectives import Exchange
+from stretto.backend.device_time import synchronise
 from stretto.backend.gloo_adapter import calm_loops
 from stretto.backend.idle_class import keeping_core
-from stretto.backend.synchronise import synchronise
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh

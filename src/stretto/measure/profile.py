@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from stretto.backend.heap import keep_freed_memory
-from stretto.backend.products import add_product
+from stretto.backend.dispatch_adapter import add_product
+from stretto.backend.process_memory import keep_freed_memory
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends

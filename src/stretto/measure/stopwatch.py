@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from stretto.backend.device_delay import DeviceDelay, mark
+from stretto.backend.device_time import DeviceDelay, mark
 from stretto.ir.action import Phase
 from stretto.processor.quota import quota_share
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from stretto.backend.device_time import synchronise
 from stretto.backend.idle_class import lanes_first
-from stretto.backend.synchronise import synchronise
 from stretto.processor.products import products_on
 from stretto.processor.quota import quota_share
 

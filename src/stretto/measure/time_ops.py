@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from stretto.backend.synchronise import synchronise
+from stretto.backend.device_time import synchronise
 from stretto.errors import StrettoError
 from stretto.ir.flow import PHASES
 from stretto.ir.integers import what_integers_say

@@ -1,15 +1,15 @@
-"""What an order of a window's items must respect, and what each item costs: the graph that policies order.
+"""The graph of a window that policies order: what an order must respect, and what each item costs.
 
 1. A node for each item of the window: an op for its time on the compute lane; a collective's start also
    for its time on the lane of its axis; a wait for a collective; a message's wait and its send; the start
-   of a sum of gradients, which nothing in the window waits for.
+   of a gradient reduction, which nothing in the window waits for.
 2. An edge from what makes a value to what reads it, a wait included: it reads what its start gives. A
    value may be of an earlier part of the same stage and microbatch. Where that is F, all of it comes
    before the backward's first op: lower bounds count on actions of a microbatch in this order.
 3. An edge between two ops that add to one parameter's gradient, as captured: sums of floats depend on
    their order, and an order of ops must not change numbers. Nothing else is written in place before
    the window's end, and draws of random ops do not depend on when they happen. And one from each op that
-   adds to a gradient to the start of its sum.
+   adds to a gradient to the start of its reduction.
 4. The memory that nodes make and read, so that a policy can keep a limit.
 5. For a backward and a forward that may not begin before it is done with what its own forward saved
    (`frees`), an edge from what the one ends with to what the other begins with.
@@ -17,8 +17,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stretto.ir.action import Phase
@@ -27,7 +27,7 @@ from stretto.ir.flow import ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
 from stretto.ir.transfers import axis_time, message_us, time_of
-from stretto.order.storages import Storage, find_storages
+from stretto.order.storages import WindowStorage, find_storages
 from stretto.schedule.windows import adding_items
 
 
@@ -42,39 +42,16 @@ class Role(StrEnum):
     SUM = "sum"
 
 
-Ends = Mapping[tuple[int, int], float]
-"""(part, edge) -> microseconds: something about the message of an edge that a part waits for, or sends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """What other ranks do while a window runs: its heads and tails.
-
-    arrivals: from the window's begin until a message can be used; 0 for those that are not named.
-    tails: how long before the window's end a message should go; 0 for those that are not named.
-    """
-
-    arrivals: Ends = field(default_factory=dict)
-    tails: Ends = field(default_factory=dict)
-
-    def key(self) -> tuple[object, ...]:
-        return tuple(sorted(self.arrivals.items())), tuple(sorted(self.tails.items()))
-
-
-NOTHING = Outside()
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """One item. work_us: on the compute lane.
 
-    lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it has its
-        lane for itself, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
-        message's time; for a RECEIVE, and for a FINISH whose start stands in an earlier window, when it can
-        be used, counted from the window's begin.
-    tail_us: for a SEND, how long before the window's end it should go, because another rank waits for it.
+    lane, time_us, load: of the collective that a START or a SUM starts: its axis, its time when it does not
+        share its lane, the share of the compute lane's speed that it takes. For a SEND `time_us` is the
+        message's time; for a FINISH whose start is in an earlier window, when its collective ends, counted
+        from the window's begin.
     start: for a FINISH, the node that starts what it waits for; -1 when an earlier window does.
-    lazy: costs nothing and allocates nothing (waits, views), so it may stand directly before its first user.
+    lazy: costs nothing and allocates nothing (waits, views), so it may come directly before its first user.
     """
 
     item: Item
@@ -85,7 +62,6 @@ class Node:
     load: float = 0.0
     start: int = -1
     lazy: bool = False
-    tail_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +76,17 @@ class WindowGraph:
     nodes: tuple[Node, ...] = field(repr=False)
     before: tuple[tuple[int, ...], ...] = field(repr=False)
     after: tuple[tuple[int, ...], ...] = field(repr=False)
-    storages: tuple[Storage, ...] = field(repr=False)
+    storages: tuple[WindowStorage, ...] = field(repr=False)
     skew: float = 0.0
 
     def key(self) -> tuple[object, ...]:
         """Equal for windows that differ in names alone: the same order serves them."""
         nodes = tuple(
-            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy, n.tail_us)
+            (n.item.part, n.role.value, n.work_us, n.lane, n.time_us, n.load, n.start, n.lazy)
             for n in self.nodes
         )
         storages = tuple((s.nbytes, s.maker, s.users, s.kept) for s in self.storages)
         return nodes, self.before, storages, self.skew
-
-    def seen(self, outside: Outside) -> WindowGraph:
-        """With what is known of other ranks."""
-        if not outside.arrivals and not outside.tails:
-            return self
-        return replace(self, nodes=tuple(_seen(node, outside) for node in self.nodes))
 
     @property
     def work_us(self) -> float:
@@ -127,15 +97,6 @@ class WindowGraph:
     def communicates(self) -> bool:
         """Whether any collective is started or waited for: without one there is nothing to order for."""
         return any(node.role in (Role.START, Role.FINISH) for node in self.nodes)
-
-
-def _seen(node: Node, outside: Outside) -> Node:
-    item = node.item
-    if node.role is Role.SEND:
-        return replace(node, tail_us=outside.tails.get((item.part, int(item.ref)), 0.0))
-    if node.role is Role.RECEIVE:
-        return replace(node, time_us=outside.arrivals.get((item.part, int(item.ref)), 0.0))
-    return node
 
 
 def make_graph(
@@ -152,10 +113,10 @@ def make_graph(
 
     Raises PlanError for a collective without a cost.
     """
-    return _Maker(job, costs, window, stage_ranks, microbatches, frees).make()
+    return _GraphMaker(job, costs, window, stage_ranks, microbatches, frees).make()
 
 
-class _Maker:
+class _GraphMaker:
     def __init__(
         self,
         job: Job,
@@ -215,8 +176,7 @@ class _Maker:
                         need.add(self.made[item.part, edge.value])
                     sent[message] = at
                     ends = self.stage_ranks[edge.source], self.stage_ranks[edge.target]
-                    link = self.costs.link(*ends)
-                    us = message_us(link, edge.spec.nbytes) if ends[0] != ends[1] else 0.0
+                    us = message_us(self.costs.link(*ends), edge.spec.nbytes) if ends[0] != ends[1] else 0.0
                     nodes.append(Node(item, Role.SEND, time_us=us))
                 else:
                     if message in sent:
@@ -235,7 +195,7 @@ class _Maker:
             self.window,
             tuple(nodes),
             tuple(tuple(sorted(need)) for need in needs),
-            tuple(tuple(found) for found in after),
+            tuple(map(tuple, after)),
             find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
             self.costs.skew,
         )
@@ -274,15 +234,15 @@ class _Maker:
                     ends.setdefault(part, []).append(at)
                 leads.update(own)
         for backward, forward in self.frees:
-            # A stage may hold nothing, and its forwards begin with no op.
+            # A stage may be empty, and its forwards begin with no op.
             for at in begins.get(forward, ()):
                 needs[at].update(ends.get(backward, ()))
 
     def _maker(self, part: int, value: str) -> int:
         """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""
-        for place in (part, *self.earlier[part]):
-            if (place, value) in self.made:
-                return self.made[place, value]
+        for earlier in (part, *self.earlier[part]):
+            if (earlier, value) in self.made:
+                return self.made[earlier, value]
         return -1
 
     def _op(self, item: Item, op: Op) -> Node:
@@ -308,10 +268,10 @@ class _Maker:
 
     def _adds(self) -> dict[tuple[int, str], list[int]]:
         """(part, value) -> the parameters to whose gradients it is added, by index."""
-        found: dict[tuple[int, str], list[int]] = {}
+        adds: dict[tuple[int, str], list[int]] = {}
         for index, parameter in enumerate(self.job.parameters):
             for stage, phase, value in parameter.grads:
                 for part, (at, runs) in enumerate(self.window.parts):
                     if at == stage and phase in runs.parts:
-                        found.setdefault((part, value), []).append(index)
-        return found
+                        adds.setdefault((part, value), []).append(index)
+        return adds

@@ -1,4 +1,5 @@
-"""Ordering policies by name, and the check that what a policy gives is a legal order.
+"""Ordering policies by name, the check that what a policy gives is a legal order, and the windows of a plan
+in the order of a policy. Also here are the baseline's windows, in which nothing hides a collective.
 
 A policy is a function from a window's graph to the indexes of its nodes in the order in which they run:
 
@@ -23,8 +24,10 @@ from itertools import islice
 from reprlib import repr as short
 
 from stretto.errors import StrettoError, UsageError, meant
-from stretto.order.depend import WindowGraph
-from stretto.order.exact import exact_order
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Item, ItemKind, Window
+from stretto.ir.program import WAIT, Job
+from stretto.order.depend import WindowGraph, make_graph
 from stretto.order.window import improve_order, list_order
 
 Policy = Callable[[WindowGraph], Sequence[int]]
@@ -39,7 +42,6 @@ POLICIES: dict[str, Policy] = {
     "captured": captured_order,
     "list": list_order,
     "improve": improve_order,
-    "exact": exact_order,
 }
 """Every policy by its name: those of Stretto, and what users register."""
 
@@ -81,23 +83,23 @@ def legal_order(name: str, graph: WindowGraph) -> tuple[int, ...]:
     """What the policy `name` makes of the graph.
 
     Raises UsageError when it is no legal order: no numbers of nodes, a node that is missing or there twice,
-    or one that stands before what it needs. Of a user's policy that fails as well.
+    or one that comes before what it needs. Also for a user's policy that fails.
     """
     where = f"policy {name!r}, window {graph.window.name}"
     count = len(graph.nodes)
     order = tuple(_index(where, given, count) for given in _given(name, graph, where))
-    places = {index: at for at, index in enumerate(order)}
-    if len(places) < len(order):
-        twice = next(index for at, index in enumerate(order) if places[index] != at)
+    positions = {index: at for at, index in enumerate(order)}
+    if len(positions) < len(order):
+        twice = next(index for at, index in enumerate(order) if positions[index] != at)
         raise UsageError(f"{where}: {_called(graph, twice)} is there twice; name every node once")
     if len(order) < count:
-        missing = next(index for index in range(count) if index not in places)
+        missing = next(index for index in range(count) if index not in positions)
         raise UsageError(f"{where}: {_called(graph, missing)} is missing; name every node once")
     for index, needs in enumerate(graph.before):
         for needed in needs:
-            if places[needed] > places[index]:
+            if positions[needed] > positions[index]:
                 raise UsageError(
-                    f"{where}: {_called(graph, index)} stands before {_called(graph, needed)}, which it "
+                    f"{where}: {_called(graph, index)} comes before {_called(graph, needed)}, which it "
                     "needs; keep every node behind all of `graph.before`"
                 )
     return order
@@ -112,7 +114,7 @@ def _given(name: str, graph: WindowGraph, where: str) -> list[object]:
             return list(islice(given, len(graph.nodes) + 1))
     except Exception as error:
         if name in OWN or isinstance(error, StrettoError):
-            raise  # of a policy that says itself what is wrong, or of a defect here
+            raise  # of a policy with a message of its own, or of a defect here
         raise UsageError(
             f"{where}: the policy fails with {type(error).__name__}: {error}; correct it, for it has to "
             "order every window"
@@ -141,3 +143,85 @@ def _called(graph: WindowGraph, index: int) -> str:
         return str(item)
     stage, phase = graph.window.parts[item.part]
     return f"{replace(item, part=0)} of part {item.part} ({stage}{phase})"
+
+
+class WindowOrders:
+    """Orders windows, and remembers the orders of those that it has seen."""
+
+    def __init__(
+        self,
+        job: Job,
+        costs: Costs,
+        stage_ranks: Sequence[int],
+        policy: str = DEFAULT,
+        share: float = 1.0,
+    ) -> None:
+        """policy: a name of `stretto.order.policies`. share: of the search for an order, what a window is
+        worth. The costs are those of every window."""
+        self._job = job
+        self._costs = costs
+        self._stage_ranks = stage_ranks
+        self._policy = policy
+        self._share = share
+        self._orders: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._windows: dict[str, Window] = {}
+
+    def ordered(self, window: Window) -> Window:
+        """The window in the policy's order; as it is when nothing in it communicates over an axis.
+
+        Raises UsageError for a policy that is unknown or gives an illegal order.
+        """
+        if window.name not in self._windows:
+            self._windows[window.name] = self._ordered(window)
+        return self._windows[window.name]
+
+    def _ordered(self, window: Window) -> Window:
+        graph = make_graph(self._job, self._costs, window, self._stage_ranks)
+        if not graph.communicates:
+            return window
+        key = graph.key()
+        if key not in self._orders:
+            improves = self._policy == DEFAULT
+            self._orders[key] = (
+                improve_order(graph, share=self._share) if improves else legal_order(self._policy, graph)
+            )
+        return replace(window, items=tuple(graph.nodes[index].item for index in self._orders[key]))
+
+
+def waits_at_once(job: Job, window: Window) -> Window:
+    """The window in its captured order, but every collective is waited for directly after its start."""
+    ops = [
+        {op.name: op for sub in phase.parts for op in job.stages[stage].ops[sub]}
+        for stage, phase in window.parts
+    ]
+    waits: dict[tuple[int, str], Item] = {}
+    for item in window.items:
+        if item.kind is ItemKind.OP and ops[item.part][str(item.ref)].target == WAIT:
+            waits[item.part, ops[item.part][str(item.ref)].uses[0]] = item
+    here = {(item.part, str(item.ref)) for item in window.items if item.kind is ItemKind.OP}
+    moved = {item for key, item in waits.items() if key in here}
+    items: list[Item] = []
+    for item in window.items:
+        if item in moved:
+            continue
+        items.append(item)
+        wait = waits.get((item.part, str(item.ref))) if item.kind is ItemKind.OP else None
+        if wait is not None:
+            items.append(wait)
+    return replace(window, items=tuple(_sends_behind(job, items)))
+
+
+def _sends_behind(job: Job, items: Sequence[Item]) -> list[Item]:
+    """The items with every send directly after the item that makes what it sends."""
+    sends: dict[tuple[int, str], list[Item]] = {}
+    for item in items:
+        if item.kind is ItemKind.SEND:
+            sends.setdefault((item.part, job.edges[int(item.ref)].value), []).append(item)
+    behind: list[Item] = []
+    for item in items:
+        if item.kind is ItemKind.SEND:
+            continue
+        behind.append(item)
+        if item.kind is ItemKind.OP:
+            behind += sends.get((item.part, str(item.ref)), ())
+    return behind

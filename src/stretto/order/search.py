@@ -1,10 +1,11 @@
-"""The one search for orders: a neighbourhood of points, of which each is walked, and the best kept.
+"""The one local search for orders: neighbours of a point are walked, and the best is kept.
 
-    1. A point says how a scope is walked: by urgencies (`order.listing`), or in orders that are given
-       (`order.follow`). A scope is a window by itself or a step in which each rank has one window; there is
-       no other difference between the two.
-    2. From the best point so far, moves (`order.moves`, `order.push`) make others.
-    3. A point is kept unless what is ordered takes longer. Of equal ones the one that holds less memory is.
+    1. A point describes how a scope is walked: by urgencies (`order.list_scheduler`), or in given orders
+       (`order.walk`). A scope is a window by itself, or a step in which each rank has one window; there is no
+       other difference between the two.
+    2. From the best point so far, moves make others: `new_urgencies`, and forward-backward improvement
+       (`order.forward_backward`).
+    3. A point is kept unless what is ordered takes longer. Of equal ones the one with less memory is.
     4. The search ends where the order is close to what no order can beat, where nothing was gained for a
        while, and where its budget of walks is spent.
 
@@ -15,18 +16,15 @@ walk is given up as soon as it is known to be longer than the best.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from stretto.ir.plan import Plan
-from stretto.order.depend import Outside
-from stretto.order.follow import Following
-from stretto.order.listing import Listing
-from stretto.order.pairs import Borders, Meetings
-from stretto.order.scope import Whole
-from stretto.order.walk import Chosen, Rank, walk
-from stretto.order.worlds import StepWorld, WindowWorld
+from stretto.order.list_scheduler import ListScheduler
+from stretto.order.rank_window import RankWindow
+from stretto.order.resources import StepResources, WindowResources
+from stretto.order.walk import GivenOrder, LaneWalk, WalkResult, walk
 from stretto.passes.watch import Watch
 
 T = TypeVar("T")
@@ -34,67 +32,62 @@ T = TypeVar("T")
 GAIN = 0.0005
 """Share of what is ordered that counts as a gain. Assumed."""
 
+PATIENCE = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)
+"""Patience of a rank that moves try, in parts of a collective's time. Assumed."""
+
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """By rank: how urgent nodes are, and step 3 of `order.listing`; or, instead of these, the order of the
-    nodes that stand for themselves. pairs: messages that leave together. outside: by window's name, what its
-    runs see of other ranks (`order.refine`)."""
+class SearchPoint:
+    """By rank: how urgent nodes are, and the patience of `order.list_scheduler`; or, instead of these, the
+    order of its nodes, all or those that are placed by themselves."""
 
     urgency: tuple[Sequence[float], ...] = ()
     patience: tuple[float, ...] = ()
-    pairs: Borders = ()
     orders: tuple[Sequence[int], ...] = ()
-    outside: Mapping[str, Outside] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Scope:
+class SearchScope:
     """What is ordered: by rank, a window. enough_us: an order that takes no more need not be improved.
     change_us: by how much urgencies are changed. plan: of the step; None for a window by itself.
-    limit_bytes: what a rank may hold above what it holds at its begin, if that is counted.
+    limit_bytes: the most memory of a rank above that at its begin, if that is counted.
     """
 
-    wholes: tuple[Whole, ...]
+    windows: tuple[RankWindow, ...]
     enough_us: float
     change_us: float
     plan: Plan | None = None
     limit_bytes: int | None = None
 
-    def walk(self, point: Point, most_us: float = float("inf")) -> Chosen | None:
+    def walk(self, point: SearchPoint, most_us: float = float("inf")) -> WalkResult | None:
         """None when ranks wait for ever, or one takes longer than most_us."""
-        world = WindowWorld(self.wholes[0].graph) if self.plan is None else StepWorld(self.plan)
-        meet = Meetings(point.pairs, world.clock).meet if point.pairs else None
-        ranks: list[Rank] = []
-        for rank, whole in enumerate(self.wholes):
-            memory = None if self.limit_bytes is None else whole.memory.empty()
+        graph = self.windows[0].graph
+        resources = WindowResources(graph) if self.plan is None else StepResources(self.plan)
+        ranks: list[LaneWalk] = []
+        for rank, window in enumerate(self.windows):
+            memory = None if self.limit_bytes is None else window.memory.empty()
             if point.orders:
-                ranks.append(Following(world, rank, whole, point.orders[rank], memory))
+                ranks.append(GivenOrder(resources, rank, window, point.orders[rank], memory))
             else:
-                mine = point.urgency[rank], point.patience[rank], meet, memory, self.limit_bytes or 0
-                ranks.append(Listing(world, rank, whole, *mine))
-        return walk(world, ranks, most_us)
-
-    def given(self, found: Chosen) -> Point:
-        """The orders that were found."""
-        mine = zip(self.wholes, found.orders, strict=True)
-        return Point(orders=tuple(whole.names(order) for whole, order in mine))
+                rules = point.urgency[rank], point.patience[rank], memory, self.limit_bytes or 0
+                ranks.append(ListScheduler(resources, rank, window, *rules))
+        return walk(resources, ranks, most_us)
 
     @property
     def groups(self) -> list[tuple[int, list[int]]]:
-        """(rank, nodes) of what changes together (`Whole.stretches`)."""
-        return [(rank, group) for rank, whole in enumerate(self.wholes) for group in whole.stretches]
+        """(rank, nodes) of what changes together (`RankWindow.stretches`)."""
+        return [(rank, group) for rank, window in enumerate(self.windows) for group in window.stretches]
 
 
-class Budget:
-    """left: walks that may be made; spent: those that were. best: what all searches that share it have found,
-    and the scope of it. watch: is told of it; bound_us: what no order beats, where that is known; of: which
-    step it is, in words for who is told."""
+class WalkBudget:
+    """left: walks that may be made; spent: those that were. best: of all searches that share the budget, with
+    its scope. watch: takes lines of progress; bound_us: what no order beats, where that is known; of: which
+    step it is, in words for those lines."""
 
     def __init__(self, left: int, watch: Watch | None = None, bound_us: float = 0.0, of: str = "") -> None:
         self.left = self.allowed = left
         self.spent = 0
-        self.best: tuple[Scope, Chosen] | None = None
+        self.best: tuple[SearchScope, WalkResult] | None = None
         self.bound_us = bound_us
         self._of = of
         self._watch = watch or Watch()
@@ -104,44 +97,44 @@ class Budget:
         self.spent += 1
         self.left = max(0, self.left - 1)
         if self.best is not None:
-            self._watch.still(self._far)
+            self._watch.still(self._progress)
 
-    def found(self, scope: Scope, found: Chosen) -> None:
+    def keep_best(self, scope: SearchScope, result: WalkResult) -> None:
         """A search has come to this."""
-        if self.best is None or found.measure_us < self.best[1].measure_us:
-            self.best = scope, found
+        if self.best is None or result.measure_us <= self.best[1].measure_us:
+            self.best = scope, result
 
-    def _far(self) -> str:
+    def _progress(self) -> str:
         assert self.best is not None
         best_us = self.best[1].step_us
         of_bound = f", {best_us / self.bound_us:.3f} of the bound" if self.bound_us else ""
         best = f"best {best_us / 1000:.1f} ms{self._of}{of_bound}"
         return f"{self.spent} of at most {self.allowed} orders walked, {best}"
 
-    def keep(self, part: float) -> int:
+    def set_aside(self, part: float) -> int:
         """Take a part away, for later; how much it is."""
-        kept = int(part * self.left)
-        self.left -= kept
-        return kept
+        aside = int(part * self.left)
+        self.left -= aside
+        return aside
 
     def shared(self, many: Sequence[T]) -> Iterator[T]:
         """Each in its turn, with an equal share; what one leaves goes to those behind it."""
         for at, one in enumerate(many):
             behind = len(many) - 1 - at
-            kept = self.keep(behind / (behind + 1))
+            aside = self.set_aside(behind / (behind + 1))
             yield one
-            self.left += kept
+            self.left += aside
 
 
-class Search:
+class OrderSearch:
     """A search that has come to a point. best: its walk, None where no point was walked to its end; groups:
-    as in `Scope`; stale: walks since the last gain."""
+    as in `SearchScope`; stale: walks since the last gain."""
 
-    best: Chosen | None = None
+    best: WalkResult | None = None
     stale = 0
     _mark_us = float("inf")
 
-    def __init__(self, scope: Scope, budget: Budget, point: Point = Point()) -> None:
+    def __init__(self, scope: SearchScope, budget: WalkBudget, point: SearchPoint = SearchPoint()) -> None:
         self.scope = scope
         self.budget = budget
         self.point = point
@@ -153,27 +146,27 @@ class Search:
         """Of the best walk so far."""
         return float("inf") if self.best is None else self.best.measure_us
 
-    def tried(self, point: Point) -> bool:
+    def tried(self, point: SearchPoint) -> bool:
         """Step 3; whether the point is kept."""
         self.budget.spend()
         self.stale += 1
-        found = self.scope.walk(point, self.measure_us)
-        if found is None or not self._serves(point, found):
+        result = self.scope.walk(point, self.measure_us)
+        if result is None or not self._improves(point, result):
             return False
-        if found.measure_us < self._mark_us * (1.0 - GAIN):
-            self._mark_us, self.stale = found.measure_us, 0
-        self.best, self.point = found, point
-        self.budget.found(self.scope, found)
+        if result.measure_us < self._mark_us * (1.0 - GAIN):
+            self._mark_us, self.stale = result.measure_us, 0
+        self.best, self.point = result, point
+        self.budget.keep_best(self.scope, result)
         return True
 
-    def _serves(self, point: Point, found: Chosen) -> bool:
-        """What is listed keeps the limit wherever it can; an order that is given must keep it."""
+    def _improves(self, point: SearchPoint, result: WalkResult) -> bool:
+        """The list scheduler keeps the limit wherever it can; a given order must keep it."""
         best, limit = self.best, self.scope.limit_bytes
         if best is None:
             return True
-        if point.orders and limit is not None and found.peak_bytes > max(limit, best.peak_bytes):
+        if point.orders and limit is not None and result.peak_bytes > max(limit, best.peak_bytes):
             return False
-        return (found.measure_us, found.peak_bytes) <= (best.measure_us, best.peak_bytes)
+        return (result.measure_us, result.peak_bytes) <= (best.measure_us, best.peak_bytes)
 
     @property
     def close(self) -> bool:
@@ -185,7 +178,7 @@ class Search:
         """Whether there is nothing to gain, or no walk left."""
         return self.close or not self.budget.left
 
-    def go(self, move: Move, most: int, stale: int) -> Search:
+    def go(self, move: Move, most: int, stale: int) -> OrderSearch:
         """So many moves at most, and so many walks without a gain; itself."""
         self.stale = 0
         for _ in range(most if self.best is not None else 0):
@@ -197,5 +190,35 @@ class Search:
         return self
 
 
-Move = Callable[[Search], Iterable[Point]]
+Move = Callable[[OrderSearch], Iterable[SearchPoint]]
 """Neighbours of where a search has come."""
+
+
+def new_urgencies(search: OrderSearch) -> Iterator[SearchPoint]:
+    """A move: another urgency of one to three stretches of ops, or of all ops of some actions, or another
+    patience of a rank. Urgency changes for a whole stretch, since what counts is which communication is
+    reached first."""
+    draw, point, windows = search.draw, search.point, search.scope.windows
+    urgency = [list(of_rank) for of_rank in point.urgency]
+    change_us = search.scope.change_us
+    kind = draw.random()
+    if kind >= 0.92:
+        patience = list(point.patience)
+        patience[draw.randrange(len(patience))] = draw.choice(PATIENCE)
+        yield replace(point, patience=tuple(patience))
+        return
+    if kind < 0.5 or all(len(window.microbatches) == 1 for window in windows):
+        for _ in range(draw.choice((1, 1, 2, 3))):
+            rank, group = draw.choice(search.groups)
+            by_us = draw.gauss(0.0, change_us)
+            for index in group:
+                urgency[rank][index] += by_us
+    else:
+        for _ in range(draw.choice((1, 1, 2))):
+            rank = draw.randrange(len(windows))
+            part = draw.randrange(len(windows[rank].microbatches))
+            by_us = draw.gauss(0.0, draw.choice((0.25, 1.25)) * change_us)
+            for index, node in enumerate(windows[rank].graph.nodes):
+                if node.item.part == part:
+                    urgency[rank][index] += by_us
+    yield replace(point, urgency=tuple(urgency))

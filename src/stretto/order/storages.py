@@ -20,7 +20,7 @@ from stretto.ir.storage import in_flight, maker_of, makes, owner, reads
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class WindowStorage:
     """Memory that a node allocates (`maker`; -1: it was there before). users: nodes that read it; when the
     last of them is done it is free, unless it is `kept` for later windows."""
 
@@ -36,13 +36,13 @@ def find_storages(
     ops: Sequence[Mapping[str, Op]],
     bytes_in: Mapping[tuple[int, str], int],
     made: Mapping[tuple[int, str], int],
-) -> tuple[Storage, ...]:
+) -> tuple[WindowStorage, ...]:
     """All memory that the window's items touch.
 
     ops: by part, the ops of its stage by name. bytes_in: (stage, value) -> bytes of what edges bring. made:
     (part, value) -> the item that makes it.
     """
-    memory = _Places(job, window, ops, made)
+    roots = _Roots(job, window, ops, made)
     users: dict[tuple[int, str], list[int]] = {}
     for at, item in enumerate(window.items):
         if window.parts[item.part][1] is Phase.REDUCE_GRAD:
@@ -56,11 +56,11 @@ def find_storages(
                 start = ops[item.part].get(op.uses[0])
                 names = (*names, *(in_flight(start) if start is not None else ()))
         for name in names:
-            place = memory.place(item.part, name)
-            if not is_external(place[1]):
-                users.setdefault(place, []).append(at)
-    kept = memory.kept()
-    found: list[Storage] = []
+            key = roots.root(item.part, name)
+            if not is_external(key[1]):
+                users.setdefault(key, []).append(at)
+    kept = roots.kept()
+    storages: list[WindowStorage] = []
     for (part, root), readers in users.items():
         stage, _ = window.parts[part]
         made_by = maker_of(root)
@@ -69,18 +69,18 @@ def find_storages(
         if nbytes:
             # What arrives was allocated when its receive was posted.
             maker = made.get((part, made_by), -1) if op_of is not None else -1
-            found.append(Storage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
-    return tuple(found)
+            storages.append(WindowStorage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept))
+    return tuple(storages)
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _Roots:
     job: Job
     window: Window
     ops: Sequence[Mapping[str, Op]]
     made: Mapping[tuple[int, str], int]
 
-    def place(self, part: int, name: str) -> tuple[int, str]:
+    def root(self, part: int, name: str) -> tuple[int, str]:
         """Steps 1 and 2: (part, value) in whose memory a part's value lies; the first part that has it."""
         if is_external(name):
             return part, name
@@ -98,27 +98,27 @@ class _Places:
 
     def kept(self) -> set[tuple[int, str]]:
         """Step 3."""
-        found: set[tuple[int, str]] = set()
+        kept: set[tuple[int, str]] = set()
         for part in self.window.actions:
             stage, phase = self.window.parts[part]
             here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].parts}
             for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
                 if sub not in here:
-                    found.update(
-                        self.place(part, name) for op in self.job.stages[stage].ops[sub] for name in reads(op)
+                    kept.update(
+                        self.root(part, name) for op in self.job.stages[stage].ops[sub] for name in reads(op)
                     )
             leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
-            found.update(self.place(part, value) for value in leaves)
-        return found
+            kept.update(self.root(part, value) for value in leaves)
+        return kept
 
 
-class Memory:
-    """Bytes that a window holds above what it held at its begin, item by item. allocates: by node."""
+class WindowMemory:
+    """Bytes of a window above those at its begin, item by item. now, peak: bytes; allocates: by node."""
 
-    __slots__ = ("_freed", "_left", "_touches", "allocates", "held", "peak")
+    __slots__ = ("_freed", "_left", "_touches", "allocates", "now", "peak")
 
-    def __init__(self, count: int, storages: Sequence[Storage]) -> None:
-        self.held = 0
+    def __init__(self, count: int, storages: Sequence[WindowStorage]) -> None:
+        self.now = 0
         self.peak = 0
         self.allocates = [0] * count
         self._touches: list[list[int]] = [[] for _ in range(count)]
@@ -136,20 +136,19 @@ class Memory:
         """Bytes that nobody reads after the node."""
         return sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
 
-    def empty(self) -> Memory:
+    def empty(self) -> WindowMemory:
         """The same window's at its begin."""
         made = copy.copy(self)
-        made.held = made.peak = 0
+        made.now = made.peak = 0
         made._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
         return made
 
     def take(self, index: int) -> None:
         """The node has run."""
-        self.held += self.allocates[index]
-        if self.held > self.peak:
-            self.peak = self.held
+        self.now += self.allocates[index]
+        self.peak = max(self.peak, self.now)
         for at in self._touches[index]:
             left, nbytes = self._left[at]
             self._left[at] = (left - 1, nbytes)
             if left == 1:
-                self.held -= nbytes
+                self.now -= nbytes

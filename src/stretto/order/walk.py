@@ -1,9 +1,9 @@
 """The one walk of time of this room: ranks' compute lanes, event by event, in a whole step or in one window.
 
-1. A rank's compute lane does one op after another. Which comes next, a subclass says: by how urgent ops
-   are (`order.listing`), or by an order that is given (`order.follow`).
-2. What ranks share, and how long things take, is their world's (`order.worlds`).
-3. A wait for a collective waits for the slowest rank of the place too (`simulating.straggler`).
+1. A rank's compute lane does one op after another. A subclass chooses the next: the most urgent
+   (`order.list_scheduler`), or the next of a given order (`GivenOrder`).
+2. What ranks share, and how long things take, is in `order.resources`.
+3. A wait for a collective waits for the slowest rank of the pipeline rank too (`simulating.straggler`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from stretto.order.depend import Node, Role
-from stretto.order.scope import Whole
-from stretto.order.storages import Memory
-from stretto.order.worlds import Flight, World
+from stretto.order.depend import Node, Role, WindowGraph
+from stretto.order.rank_window import RankWindow, make_rank_window
+from stretto.order.resources import Flight, Resources, WindowResources
+from stretto.order.storages import WindowMemory
 from stretto.simulating.clock import Moment
 
-STANDING = 0.01
-"""What a lane's standing for collectives counts beside the step, where single ops are moved. Measured on GPTs
-over pp=2 tp=2: steps are as long as without it, and lanes stand a tenth less."""
+STALL_WEIGHT = 0.01
+"""What a microsecond of a lane's stall for a collective counts beside a microsecond of the step. Measured on
+GPTs over pp=2 tp=2: steps are as long as without it, and lanes stall a tenth less."""
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class WalkTimes:
     """When things happened on one rank. ends_us: by node, when it was done; stretch: how many times its ops'
     times its compute lane worked; lane_us: by start, how long its collective had its lane."""
 
@@ -35,42 +35,42 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """How long the step took, or a window with what must follow its messages (`Node.tail_us`) and the sums
-    that it starts; and by rank the order of the window's nodes. exposed_us: of all ranks, how long lanes
-    stood for collectives; timings: by rank; peak_bytes: the most that a rank held, where that is counted."""
+class WalkResult:
+    """How long the step took, or a window with the gradient reductions that it starts; and by rank the order
+    of the window's nodes. exposed_us: of all ranks, how long lanes stalled for collectives; timings: by
+    rank; peak_bytes: the most of a rank, where memory is counted."""
 
     step_us: float
     orders: tuple[tuple[int, ...], ...]
     exposed_us: float
-    timings: tuple[Timing, ...] = field(default=(), repr=False)
+    timings: tuple[WalkTimes, ...] = field(default=(), repr=False)
     peak_bytes: int = 0
 
     @property
     def measure_us(self) -> float:
-        """What moves make less of. A rank that others wait for anyway loses nothing by standing, in a step
-        that goes as it was planned; but what it hides is there when something takes longer."""
-        return self.step_us + STANDING * self.exposed_us
+        """What the search makes smaller. A rank that others wait for anyway loses nothing by a stall, in a
+        step that goes as planned; but what it hides helps when something takes longer."""
+        return self.step_us + STALL_WEIGHT * self.exposed_us
 
 
 class TooLongError(Exception):
     """A walk was given up."""
 
 
-def walk(world: World, ranks: Sequence[Rank], most_us: float = float("inf")) -> Chosen | None:
-    """Let the ranks of a world go to their end; None when they wait for ever, or take longer than most_us."""
+def walk(resources: Resources, ranks: Sequence[LaneWalk], most_us: float = float("inf")) -> WalkResult | None:
+    """Let the ranks go to their end; None when they wait for ever, or take longer than most_us."""
     most_us *= 1.0 + 1e-9  # sums of floats in another order
     try:
         for rank in ranks:
-            rank.last_us = most_us - rank.whole.work_us
+            rank.last_us = most_us - rank.window.graph.work_us
             rank.begin()
-        world.clock.run()
+        resources.clock.run()
     except TooLongError:
         return None
     step_us = max(max(rank.end_us, rank.late_us) for rank in ranks)
     if step_us > most_us or any(len(rank.order) < len(rank.graph.nodes) for rank in ranks):
         return None
-    return Chosen(
+    return WalkResult(
         step_us,
         tuple(tuple(rank.order) for rank in ranks),
         sum(rank.exposed_us for rank in ranks),
@@ -79,27 +79,29 @@ def walk(world: World, ranks: Sequence[Rank], most_us: float = float("inf")) -> 
     )
 
 
-class Rank(ABC):
-    """One rank's compute lane. order: the nodes so far; late_us: when what must follow its messages
-    (`Node.tail_us`), and the sums that it starts, have ended; worked_us: how long the lane has worked;
-    memory: of what is held, if any; last_us: the most that the lane may have waited when it goes on."""
+class LaneWalk(ABC):
+    """One rank's compute lane. order: the nodes so far; late_us: when the gradient reductions
+    that it starts have ended; worked_us: how long the lane has worked;
+    memory: of the rank, if it is counted; last_us: the most that the lane may have waited when it goes on."""
 
     last_us: float
 
-    def __init__(self, world: World, rank: int, whole: Whole, memory: Memory | None = None) -> None:
-        self.graph = whole.graph
+    def __init__(
+        self, resources: Resources, rank: int, window: RankWindow, memory: WindowMemory | None = None
+    ) -> None:
+        self.graph = window.graph
         self.order: list[int] = []
         self.end_us = self.exposed_us = self.late_us = self.worked_us = 0.0
         self.memory = memory
-        self._world = world
-        self._clock = world.clock
+        self._resources = resources
+        self._clock = resources.clock
         self._rank = rank
-        self.whole = whole
+        self.window = window
         self._placed = [False] * len(self.graph.nodes)
         self._started: dict[int, Flight] = {}
-        self._straggler = world.straggler()
+        self._straggler = resources.straggler()
         self._working = False
-        """Whether the lane works, or waits for the slowest rank of its place."""
+        """Whether the lane works, or waits for the slowest rank of its pipeline rank."""
         self._idle_since_us: float | None = None
         """Since when the lane has waited, and nobody has counted."""
         self._ends_us = [0.0] * len(self.graph.nodes)
@@ -109,10 +111,10 @@ class Rank(ABC):
         """Post all receives, and go on until the lane works or waits."""
         for node in self.graph.nodes:
             if node.role is Role.RECEIVE:
-                self._world.post(node, self._microbatch(node))
+                self._resources.post(node, self._microbatch(node))
         self._go_on()
 
-    def timing(self) -> Timing:
+    def timing(self) -> WalkTimes:
         """At the end of the walk."""
         lane_us: dict[int, float] = {}
         free_us: dict[str, float] = {}
@@ -122,25 +124,25 @@ class Rank(ABC):
             lane_us[index] = max(0.0, started.done_us - begun_us)
             free_us[lane] = started.done_us
         stretch = self.worked_us / self._work_us if self._work_us else 1.0
-        return Timing(self._ends_us, stretch, lane_us)
+        return WalkTimes(self._ends_us, stretch, lane_us)
 
     @abstractmethod
     def _go_on(self) -> None:
-        """The lane is free: place what comes next, until the lane works or waits."""
+        """The lane is free: put what comes next, until the lane works or waits."""
 
     def _microbatch(self, node: Node) -> int:
-        return self.whole.microbatches[node.item.part]
+        return self.window.microbatches[node.item.part]
 
     def _arrival(self, index: int) -> Moment | None:
         """What a wait or a receive waits for; None when it is there."""
         node = self.graph.nodes[index]
         if node.role is Role.FINISH and node.start >= 0:
-            found: Moment | None = self._started[node.start].done
+            moment: Moment | None = self._started[node.start].done
         elif node.role is Role.FINISH or node.role is Role.RECEIVE:
-            found = self._world.arrival(node, self._microbatch(node))
+            moment = self._resources.arrival(node, self._microbatch(node))
         else:
             return None
-        return None if found is None or found.happened else found
+        return None if moment is None or moment.happened else moment
 
     def _wake(self, index: int) -> None:
         """What a node waits for has arrived; a lane that works sees it when its op has ended."""
@@ -148,7 +150,7 @@ class Rank(ABC):
             if self.graph.nodes[index].role in (Role.START, Role.FINISH):
                 self.exposed_us += self._clock.now_us - self._idle_since_us
             self._idle_since_us = self._clock.now_us
-        self._world.soon(self._resume)
+        self._resources.soon(self._resume)
 
     def _resume(self) -> None:
         if not self._working:
@@ -157,8 +159,8 @@ class Rank(ABC):
             self._go_on()
 
     def _put(self, nodes: Iterable[int]) -> tuple[float, float]:
-        """These come next, in this order. Returns how long the lane waits for the slowest rank of its place,
-        and their work, in microseconds."""
+        """These come next, in this order. Returns how long the lane waits for the slowest rank of
+        its pipeline rank, and their work, in microseconds."""
         late_us = work_us = 0.0
         now_us = self._clock.now_us
         for index in nodes:
@@ -191,7 +193,7 @@ class Rank(ABC):
             self._idle_since_us = self._clock.now_us
 
     def _met(self, index: int, work_us: float) -> None:
-        """The slowest rank of the place is there as well."""
+        """The slowest rank has arrived as well."""
         self._working = False
         if not work_us or self._work(index, work_us):
             self._done(index)
@@ -201,11 +203,11 @@ class Rank(ABC):
         """Let the lane work; whether that is over."""
         since_us = self._clock.now_us
         self._work_us += work_us
-        if self._world.skip(work_us):
+        if self._resources.skip(work_us):
             self._stop(since_us, work_us)
             return True
         self._working = True
-        self._world.work(self._rank, work_us, partial(self._worked, index, since_us, work_us))
+        self._resources.work(self._rank, work_us, partial(self._worked, index, since_us, work_us))
         return False
 
     def _worked(self, index: int, since_us: float, work_us: float) -> None:
@@ -216,19 +218,88 @@ class Rank(ABC):
 
     def _stop(self, since_us: float, work_us: float) -> None:
         self.worked_us += self._clock.now_us - since_us
-        self._world.worked(self._rank, self._straggler, work_us)
+        self._resources.worked(self._rank, self._straggler, work_us)
 
     def _done(self, index: int) -> None:
         """The node's work is done: what it starts or sends goes."""
-        now_us = self._ends_us[index] = self._clock.now_us
+        self._ends_us[index] = self._clock.now_us
         node = self.graph.nodes[index]
         if node.role is Role.COMPUTE:
             return
         if node.role is Role.SEND:
-            self.late_us = max(self.late_us, now_us + node.tail_us)
-            self._world.send(node, self._microbatch(node))
+            self._resources.send(node, self._microbatch(node))
         elif node.role is Role.START:
-            self._started[index] = self._world.start(self._rank, self.whole, index)
+            self._started[index] = self._resources.start(self._rank, self.window, index)
         elif node.role is Role.SUM:
-            self._started[index] = self._world.start(self._rank, self.whole, index)
+            self._started[index] = self._resources.start(self._rank, self.window, index)
             self.late_us = max(self.late_us, self._started[index].done_us)
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """end_us: when the window has ended; stall_us: of that, how long the compute lane waited; peak_bytes: the
+    most memory above that at its begin.
+
+    late_us: when the window and the gradient reductions that it starts have ended.
+    """
+
+    end_us: float
+    stall_us: float
+    peak_bytes: int
+    late_us: float
+
+
+def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
+    """Walk a legal order of the graph's nodes."""
+    resources, memory = WindowResources(graph), WindowMemory(len(graph.nodes), graph.storages)
+    rank = GivenOrder(resources, 0, make_rank_window(graph), order, memory)
+    result = walk(resources, [rank])
+    assert result is not None, "a legal order of one window comes to its end"
+    end_us = rank.end_us
+    return Replay(end_us, end_us - rank.worked_us, memory.peak, result.step_us)
+
+
+class GivenOrder(LaneWalk):
+    """A compute lane whose ops come in a given order: of all nodes, or of those that are placed by
+    themselves; what such a node needs then comes directly before it. The lane waits for what the next node
+    waits for, even if another could go."""
+
+    def __init__(
+        self,
+        resources: Resources,
+        rank: int,
+        window: RankWindow,
+        given: Sequence[int],
+        memory: WindowMemory | None = None,
+    ) -> None:
+        super().__init__(resources, rank, window, memory)
+        self._given = given
+        self._all = len(given) == len(window.placed)
+        self._next = 0
+
+    def _go_on(self) -> None:
+        while self._next < len(self._given):
+            index = self._given[self._next]
+            needs = (index,) if self._all else self.window.needs[index]
+            missing = [n for n in needs if not self._placed[n]]
+            if self._awaits(missing):
+                return
+            self._next += 1
+            if self._busy(index, *self._put(missing)):
+                return
+            self._done(index)
+        rest = () if self._all else self.window.rest
+        if not self.end_us and not self._awaits(rest):
+            self._waits_now()
+            self._put(rest)
+            self.end_us = self._clock.now_us
+
+    def _awaits(self, nodes: Sequence[int]) -> bool:
+        """Whether something has not arrived; then the lane goes on when it has."""
+        for index in nodes:
+            arrival = self._arrival(index)
+            if arrival is not None:
+                self._waits_now()
+                arrival.then(partial(self._wake, index))
+                return True
+        return False

@@ -1,107 +1,85 @@
 """Orders for a step in which each rank has one window: where the search (`order.search`) begins, and how far
 it goes.
 
-    1. How urgent an op is: the longest path to the end of its microbatch (`order.graphs`), less part of
-       the step for every microbatch before its own. Without that part all forwards come first; with much of
-       it, microbatches follow one another as in 1F1B.
-    2. That part (SLOPES) and the patience of each rank (`order.listing`) are tried: first equal for all
-       ranks, then rank by rank, the best kept. This for each way to let messages leave in pairs
-       (`order.pairs`), and without pairs, and with more and with fewer of the small ops placed for themselves
-       (LITTLE): with fewer, a move changes more.
-    3. The most promising go on by other urgencies, the best of these by pushes and single ops, and last the
-       best of all, as long as there are walks.
+    1. How urgent an op is: the longest path to the end of its microbatch, over all ranks and lanes, less part
+       of the step for every microbatch before its own. Without that part all forwards come first; with much
+       of it, microbatches follow one another as in 1F1B.
+    2. That part (SLOPES) and the patience of each rank (`order.list_scheduler`) are tried: first equal for
+       all ranks, then rank by rank, the best kept. This with more and with fewer of the small ops placed by
+       themselves (LITTLE): with fewer, a move changes more.
+    3. Each goes on by other urgencies, and the best of them by forward-backward improvement.
 
 The search takes the time that the step is worth over its run (EFFORT), less where little is left above the
-bound (WIDE), and says how far it came.
+bound (WIDE), and tells how far it came.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 
-from stretto.ir.plan import Plan, Window
-from stretto.order.graphs import Frees, Graphs
-from stretto.order.moves import by_op, relisted
-from stretto.order.pairs import MORE, Borders, borders, paired
-from stretto.order.push import Pushing
-from stretto.order.search import Budget, Point, Scope, Search
-from stretto.order.walk import Chosen
+from stretto.ir.action import Action, Overlap, Phase
+from stretto.ir.costs import Costs
+from stretto.ir.plan import Item, Plan, Window
+from stretto.ir.program import Job
+from stretto.order.depend import Node, Role, WindowGraph, make_graph
+from stretto.order.forward_backward import ForwardBackward
+from stretto.order.rank_window import RankWindow, make_rank_window
+from stretto.order.search import OrderSearch, SearchPoint, SearchScope, WalkBudget, new_urgencies
 from stretto.passes.watch import Watch
+from stretto.schedule.windows import make_window, window_name
+from stretto.simulating.windows import Call, make_ready
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
 
 PATIENCE = (0.0, 0.5, 1.0)
-"""Tried for each rank. Assumed."""
+"""Tried for each rank, in parts of a collective's time. Assumed."""
 
 EFFORT = 12.0
 """Items walked for each microsecond of what the step is worth (`passes.effort`): of a run of 1,000 steps,
 planning takes about as long as 50."""
 
-LEAST = 60_000
-"""Items walked for even the shortest run. Measured: 0.25 s on one core."""
-
 FEWEST = 20
 """Walks that are worth a search: with fewer, step 2 does not come to single ranks. Assumed."""
 
 WIDE = 0.1
-"""Above the bound, by which part of it the best of step 2 is where all of that time is taken; of less, less.
+"""Part of the bound by which the best of step 2 is above it where all of that time is taken; of less, less.
 Assumed: a search gains 1 to 7 % of the step, and much of what is left above the bound no order can have."""
 
-SEARCHING = 0.7
-"""Part of them that step 2 and other urgencies may take; the rest is for the best of them. Assumed."""
+LITTLE = (0.003, 0.01)
+"""Shares of a microbatch's work on a rank up to which an op comes directly before its first user, as views
+do. Measured on the tensor race of hidden 2048: the search comes to 1.133 and 1.126 of the bound, to 1.176
+with 0.0005, 1.138 with 0.02 and 1.157 with 0.04."""
 
-MOST, STALE = 300, 150
-"""Other urgencies from one beginning, at most, and walks without a gain that end them. Assumed."""
+URGENCIES = 0.5
+"""Part of the walks that steps 2 and 3 may take before forward-backward improvement. Measured on the job
+"pp2 tp2 eager-1f1b" of `benchmarks/grid.py`: with 0.7 the step is 2 % longer."""
 
-PUSHES, PUSHES_STALE = 300, 200
-"""The same of pushes, which take two walks each. Measured on GPTs over pp=2 tp=2: 60 gain 1 to 7 % of what
-the search before has found, in a second or two, and 300 up to another 2 %."""
+MOVES = 600
+"""Moves of a kind from one beginning, at most. Measured on GPTs over pp=2 tp=2: 60 of forward-backward
+improvement gain 1 to 7 %, and 300 up to another 2 %."""
 
-MOVES, MOVES_STALE = 4_000, 1_000
-"""The same of single ops."""
-
-A_MOVE_US = 2_000.0
-"""Of a step, what is worth moving an op once. A move takes some 10 ms, once, and the first thousand gain 1 %:
-short steps would have to be run many times to pay for that. Assumed."""
+STALE_WALKS = 300
+"""Walks without a gain that end a kind of moves. Assumed."""
 
 CHANGE = 0.4
-"""Of a microbatch's part of the step, by how much urgencies are changed. Assumed."""
-
-LITTLE = (0.0005, 0.003, 0.01)
-"""Of a microbatch's work on a rank, what ops take at most that are placed directly before their first user,
-as views are. On GPTs over pp=2 tp=2 the first is five ops of six and 2 % of the time. Measured on the tensor
-race of hidden 2048: the search comes to 1.176, 1.133 and 1.126 of the bound, to 1.138 with 0.02 and 1.157
-with 0.04; when ops have been moved 1.146, 1.118 and 1.113 are left."""
-
-PROMISING = 2
-"""Ways to pair messages, for each of LITTLE, that are searched beyond slopes. Where a search ends is within
-2 % a matter of luck. Measured on the tensor race of hidden 2048 over pp=2: of eight with other draws, 300
-moves each, the worst came to 1.140 of the bound and the best to 1.121."""
-
-FINALISTS = 3
-"""Searches that go on by pushes and single ops, at most. Assumed."""
-
-A_FINALIST_US = 1_000_000.0
-"""Of a step, what is worth one finalist beyond the first: it takes some 20 s, once. Assumed."""
-
-LONGER = 1_000
-"""Other urgencies more for each of FINALISTS. On the same step these gain up to another 2 %."""
-
-A_WALK_US = 10_000.0
-"""Of a step, what is worth one of these. They take some 10 ms, once. Assumed."""
-
-TRIAL = 0.25
-"""Of the moves of single ops, those by which finalists are compared. Assumed."""
+"""By how much urgencies are changed, in parts of a microbatch's part of the step. Assumed."""
 
 CLOSE = 1.01
-"""A step this close to its bound needs no search. Assumed."""
+"""A step is not searched for within this factor of its bound. Assumed."""
+
+Frees = Sequence[Sequence[tuple[int, int]]]
+"""By rank, `frees` of `make_graph`."""
+
+NodeKey = tuple[int, bool, Item]
+"""An item of any microbatch: stage, whether of F, and the item as of part 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The windows with the shortest step that was found. walks: how many steps were walked for it; allowed:
+class WholeStepOrders:
+    """The windows with the shortest step of the search. walks: how many steps were walked for it; allowed:
     how many could have been."""
 
     windows: Mapping[str, Window]
@@ -121,105 +99,85 @@ def order_together(
     frees: Frees = (),
     worth_us: float | None = None,
     watch: Watch | None = None,
-) -> Found | None:
+) -> WholeStepOrders | None:
     """The windows with the shortest step that the search finds in its time (EFFORT).
 
     plan: each rank has one window, in the captured order. bound_us: no order is faster. walks: at most
     so many, instead. frees: by rank, which forwards begin when which backwards are done (`make_graph`).
-    worth_us: of the step over its run; the bound without it. watch: is told how far it is; at an interrupt
+    worth_us: of the step over its run; the bound without it. watch: takes lines of progress; at an interrupt
     that it takes, the best so far counts. None where no order lets all ranks reach their end.
     """
     items = sum(len(window.items) for window in plan.windows.values())
-    worth_us = bound_us if worth_us is None else worth_us
-    allowed = walks or walks_allowed(items, worth_us)
-    budget = Budget(allowed, watch, bound_us)
+    allowed = walks or walks_allowed(items, bound_us if worth_us is None else worth_us)
+    budget = WalkBudget(allowed, watch, bound_us)
     try:
-        last = _searched(plan, bound_us, budget, frees, worth_us, walks is None)
+        _search(plan, bound_us, budget, frees, walks is None)
     except KeyboardInterrupt as error:
-        last = budget.best
-        if last is None or watch is None:
+        if budget.best is None or watch is None:
             raise
         watch.stop(error)
-    if last is None:
+    if budget.best is None:
         return None
     windows = {
-        whole.graph.window.name: replace(
-            whole.graph.window, items=tuple(whole.graph.nodes[index].item for index in order)
+        of_rank.graph.window.name: replace(
+            of_rank.graph.window, items=tuple(of_rank.graph.nodes[index].item for index in order)
         )
-        for whole, order in zip(last[0].wholes, last[1].orders, strict=True)
+        for of_rank, order in zip(budget.best[0].windows, budget.best[1].orders, strict=True)
     }
-    return Found(windows, budget.spent, allowed)
+    return WholeStepOrders(windows, budget.spent, allowed)
 
 
 def walks_allowed(items: int, worth_us: float) -> int:
     """How often a step of so many items may be walked, at least once. worth_us: as in `order_together`."""
-    return max(1, int(max(LEAST, EFFORT * worth_us)) // max(1, items))
+    return max(1, int(EFFORT * worth_us) // max(1, items))
 
 
-def _searched(
-    plan: Plan, bound_us: float, budget: Budget, frees: Frees, worth_us: float, less: bool
-) -> tuple[Scope, Chosen] | None:
-    """All steps: the best, and its scope. less: whether WIDE counts."""
-    later = budget.keep(1.0 - SEARCHING)
-    found = _begun(plan, bound_us, budget, frees, less)
-    found.sort(key=_measure_us)
-    if not found:
-        return None
-    budget.left += int(later * (_open(found[0], bound_us) if less else 1.0))
-    finalists = found[: min(FINALISTS, 1 + int(worth_us / A_FINALIST_US))]
-    ends = [_longer(search, worth_us) for search in budget.shared(finalists)]
-    last = min(ends, key=_measure_us)
-    return last.scope, by_op(last, _moves(worth_us, 1.0), MOVES_STALE)
+def _search(plan: Plan, bound_us: float, budget: WalkBudget, frees: Frees, less: bool) -> None:
+    """Steps 2 and 3; the budget keeps the best. less: whether WIDE counts."""
+    graphs = StepGraphs.of(plan, frees)
+    each_us = bound_us / plan.job.microbatches
+    aside = budget.set_aside(1.0 - URGENCIES)
+    searches: list[OrderSearch] = []
+    for little in budget.shared(LITTLE):
+        scope = SearchScope(graphs.rank_windows(little), CLOSE * bound_us, CHANGE * each_us, plan)
+        search = begin_search(scope, graphs, each_us, budget)
+        if less:
+            budget.left = int(budget.left * _wide(search, bound_us))
+        searches.append(search.go(new_urgencies, MOVES, STALE_WALKS))
+        if search.close:
+            break
+    best = min(searches, key=lambda search: search.measure_us)
+    budget.left += int(aside * (_wide(best, bound_us) if less else 1.0))
+    best.go(ForwardBackward(best.scope.windows), MOVES, STALE_WALKS)
 
 
-def _open(search: Search, bound_us: float) -> float:
-    """WIDE: which part of its time a search is given, by where it has come."""
+def _wide(search: OrderSearch, bound_us: float) -> float:
+    """WIDE: which part of its time a search is worth, by where it has come."""
     return min(1.0, max(0.0, search.measure_us / bound_us - 1.0) / WIDE) if bound_us else 1.0
 
 
-def _measure_us(search: Search) -> float:
-    return search.measure_us
+def begin_search(scope: SearchScope, graphs: StepGraphs, each_us: float, budget: WalkBudget) -> OrderSearch:
+    """Step 2 of one scope. each_us: the bound of a microbatch."""
+    ranks = range(len(scope.windows))
+    search = OrderSearch(scope, budget)
 
-
-def _begun(plan: Plan, bound_us: float, budget: Budget, frees: Frees, less: bool) -> list[Search]:
-    """Step 2, and other urgencies; searches that let all ranks reach their end."""
-    apart = borders(plan)
-    ways = list(dict.fromkeys([apart, *(paired(plan, apart, more) for more in MORE)]))
-    graphs = Graphs.of(plan, frees)
-    each_us = bound_us / plan.job.microbatches
-    found: list[Search] = []
-    for little in budget.shared(LITTLE):
-        scope = Scope(graphs.wholes(little), CLOSE * bound_us, CHANGE * each_us, plan)
-        tried = [sloped(scope, graphs, each_us, budget, pairs) for pairs in ways if budget.left or not found]
-        tried = [search for search in tried if search.best is not None]
-        tried.sort(key=_measure_us)
-        if less and tried:
-            budget.left = int(budget.left * _open(tried[0], bound_us))
-        found += [search.go(relisted, MOST, STALE) for search in tried[:PROMISING]]
-        if any(search.close for search in found):
-            break
-    return found
-
-
-def sloped(scope: Scope, graphs: Graphs, each_us: float, budget: Budget, pairs: Borders = ()) -> Search:
-    """Step 2 of one scope, and of one way to let messages leave in pairs."""
-    ranks = range(len(scope.wholes))
-    search = Search(scope, budget)
-
-    def tries(one: tuple[tuple[float, ...], tuple[float, ...]]) -> bool:
-        return not search.ended and search.tried(point_of(scope, graphs, each_us, *one, pairs))
+    def tries(slopes: tuple[float, ...], patience: tuple[float, ...]) -> bool:
+        return not search.ended and search.tried(point_of(scope, graphs, each_us, slopes, patience))
 
     equal = [((slope,) * len(ranks), (wait,) * len(ranks)) for slope in SLOPES for wait in PATIENCE[:2]]
-    best = equal[0]
-    for one in equal:
-        best = one if tries(one) else best
+    slopes, patience = equal[0]
+    for candidate in equal:
+        if tries(*candidate):
+            slopes, patience = candidate
     for rank in ranks:
         for slope in SLOPES:
-            one = _with(best[0], rank, slope), best[1]
-            best = one if one != best and tries(one) else best
+            changed = _with(slopes, rank, slope)
+            if changed != slopes and tries(changed, patience):
+                slopes = changed
         for wait in PATIENCE:
-            one = best[0], _with(best[1], rank, wait)
-            best = one if one != best and tries(one) else best
+            changed = _with(patience, rank, wait)
+            if changed != patience and tries(slopes, changed):
+                patience = changed
     return search
 
 
@@ -228,32 +186,82 @@ def _with(values: tuple[float, ...], rank: int, value: float) -> tuple[float, ..
 
 
 def point_of(
-    scope: Scope,
-    graphs: Graphs,
+    scope: SearchScope,
+    graphs: StepGraphs,
     each_us: float,
     slopes: Sequence[float],
     patience: tuple[float, ...],
-    pairs: Borders = (),
-) -> Point:
+) -> SearchPoint:
     """Step 1. each_us: the bound of a microbatch."""
     urgency = tuple(
         tuple(
-            us - slopes[rank] * each_us * whole.microbatches[node.item.part]
-            for us, node in zip(graphs.tails_us[rank], whole.graph.nodes, strict=True)
+            us - slopes[rank] * each_us * window.microbatches[node.item.part]
+            for us, node in zip(graphs.tails_us[rank], window.graph.nodes, strict=True)
         )
-        for rank, whole in enumerate(scope.wholes)
+        for rank, window in enumerate(scope.windows)
     )
-    return Point(urgency, patience, pairs)
+    return SearchPoint(urgency, patience)
 
 
-def _longer(search: Search, worth_us: float) -> Search:
-    """A finalist goes on."""
-    search.go(relisted, min(LONGER, int(worth_us / A_WALK_US)), 2 * STALE)
-    search.go(Pushing(search.scope.wholes), PUSHES, PUSHES_STALE)
-    search.best = by_op(search, _moves(worth_us, TRIAL), MOVES_STALE)
-    return search
+def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[NodeKey, float]:
+    """The longest path from an item to the end of its microbatch, itself and lanes included."""
+    nodes = {}
+    after: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    receives: dict[int, tuple[int, int]] = {}
+    for stage in range(len(job.stages)):
+        slot = Overlap((Action(stage, Phase.F, 0), Action(stage, Phase.B, 0)))
+        graph = make_graph(job, costs, make_window(job, slot), stage_ranks)
+        for index, node in enumerate(graph.nodes):
+            nodes[stage, index] = graph.window.parts[node.item.part][1], node
+            after[stage, index] = [(stage, other) for other in graph.after[index]]
+            if node.role is Role.RECEIVE:
+                receives[int(node.item.ref)] = stage, index
+    for key, (_, node) in nodes.items():
+        if node.role is Role.SEND:
+            after[key].append(receives[int(node.item.ref)])
+    path_us: dict[tuple[int, int], float] = {}
+    for key in TopologicalSorter(after).static_order():
+        _, node = nodes[key]
+        leads = node.role in (Role.START, Role.SEND) and after[key]
+        behind_us = max((path_us[other] for other in after[key]), default=0.0)
+        path_us[key] = node.work_us + (node.time_us if leads else 0.0) + behind_us
+    return {
+        (stage, nodes[stage, index][0] is Phase.F, replace(nodes[stage, index][1].item, part=0)): us
+        for (stage, index), us in path_us.items()
+    }
 
 
-def _moves(worth_us: float, share: float) -> int:
-    """How many moves of single ops the step is worth."""
-    return int(share * min(MOVES, worth_us / A_MOVE_US))
+@dataclass(frozen=True, slots=True)
+class StepGraphs:
+    """What does not depend on which ops are placed by themselves. By rank: graphs, microbatches, calls as in
+    `RankWindow`, and by node `tails_us`."""
+
+    graphs: tuple[WindowGraph, ...]
+    microbatches: tuple[tuple[int, ...], ...]
+    calls: tuple[tuple[Call | None, ...], ...]
+    tails_us: tuple[tuple[float, ...], ...]
+
+    @staticmethod
+    def of(plan: Plan, frees: Frees = ()) -> StepGraphs:
+        """frees: by rank, as in `make_graph`."""
+        job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
+        slots = [slot for (slot,) in plan.schedule.orders]
+        microbatches = tuple(tuple(action.microbatch for action in slot.actions) for slot in slots)
+        graphs = tuple(
+            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine, frees=own)
+            for slot, mine, own in zip(slots, microbatches, frees or [()] * len(slots), strict=True)
+        )
+        known_us = tails_us(job, costs, ranks)
+
+        def tail_us(graph: WindowGraph, node: Node) -> float:
+            stage, phase = graph.window.parts[node.item.part]
+            return known_us[stage, phase is Phase.F, replace(node.item, part=0)]
+
+        tails = tuple(tuple(tail_us(graph, node) for node in graph.nodes) for graph in graphs)
+        calls = tuple(make_ready(plan, graph.window.name).calls for graph in graphs)
+        return StepGraphs(graphs, microbatches, calls, tails)
+
+    def rank_windows(self, little: float) -> tuple[RankWindow, ...]:
+        """By rank, with one size of ops that are placed by themselves."""
+        ranks = zip(self.graphs, self.microbatches, self.calls, strict=True)
+        return tuple(make_rank_window(*one, little) for one in ranks)

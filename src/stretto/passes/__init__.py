@@ -5,7 +5,7 @@
     OfStep    Step, Context -> Step     ranks and costs are known: `stretto.planning` makes variants of these
 
 Each returns its argument where there is nothing to do. After those of a step, a variant has passes that
-know windows (`stretto.planning.variants`). A new pass is a file of this room and a line of `ORDER`.
+know windows (`stretto.planning.choose`). A new pass is a file of this room and a line of `ORDER`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Communications that start in one window and are waited for in a later one of the same stage and microbatch.
 
 A job's programs say in which action an op runs. Two moves let a communication go on between actions, where
-each is a program's own; results stay the same, and memory is held for longer.
+each is a program's own; results stay the same, and memory is used for longer.
 
     1. Where W runs as an action of its own: a start of W whose input is there by the end of I is I's last op.
-       What W waits for has then been under way since. A value that arrives for W alone may come later.
+       What W waits for has then been under way since. A value that arrives for W only may come later.
     2. A wait that nothing of its own program needs goes where its result is first needed; views of the result
        go with it.
 
@@ -61,7 +61,7 @@ def _starts_earlier(job: Job, stage: int, programs: Programs) -> Programs:
 def _waits_later(job: Job, stage: int, programs: Programs, split: bool) -> Programs:
     """Step 2. I and W are two actions only where the schedule splits them."""
     leaves = {edge.value for edge in job.edges if edge.source == stage}
-    found = dict(programs)
+    result = dict(programs)
     for phase in PHASES[:2]:
         if phase is Phase.I and not split:
             continue
@@ -69,9 +69,9 @@ def _waits_later(job: Job, stage: int, programs: Programs, split: bool) -> Progr
         kept = leaves | results_of(job, stage, phase).keys()
         goes: list[Op] = []
         stays: list[Op] = []
-        for op in reversed(found[phase]):
-            movable = op.target == WAIT or (op.alias is not None and _of_wait(op, found[phase]))
-            if movable and op.name not in used_here | kept and _reader(found, phase, op.name, goes):
+        for op in reversed(result[phase]):
+            movable = op.target == WAIT or (op.alias is not None and _of_wait(op, result[phase]))
+            if movable and op.name not in used_here | kept and _reader(result, phase, op.name, goes):
                 goes.append(op)
             else:
                 stays.append(op)
@@ -79,14 +79,14 @@ def _waits_later(job: Job, stage: int, programs: Programs, split: bool) -> Progr
         if not goes:
             continue
         goes.reverse()
-        found[phase] = tuple(reversed(stays))
+        result[phase] = tuple(reversed(stays))
         first = next(
             later
             for later in PHASES[PHASES.index(phase) + 1 :]
-            if any(op.name in other.uses for op in goes for other in found[later])
+            if any(op.name in other.uses for op in goes for other in result[later])
         )
-        found[first] = (*goes, *found[first])
-    return found
+        result[first] = (*goes, *result[first])
+    return result
 
 
 def _of_wait(op: Op, ops: tuple[Op, ...]) -> bool:

@@ -1,111 +1,368 @@
-"""Step 1 of planning: the schedule that settings or arguments ask for, of each form of a step."""
+"""Choosing how a step is made: estimate all, try the best few, search the best.
+
+A variant is a list of passes that make a plan's step out of a job and its schedule, in this order:
+
+    split_products     products and the collectives of their results in parts, where it was asked for
+    dense_messages     what crosses stages is in one piece of memory
+    messages_in_parts  what tensor-parallel ranks have replicated crosses in parts
+    sent_once, handed_on   values that several stages read are sent to each rank once, or handed on
+    recomputed         what the backward computes again, and any other of `stretto.passes.STEP_PASSES`
+    paired, one_window forwards share windows with backwards of other microbatches
+    moved_across       communications go on from one window to the next
+    at_once ...        windows in an order: at once, as captured, ordered, whole_step
+
+A new way to overlap is one more list here. Variants that begin with the same passes share their results.
+
+    1. Estimate: every variant is made over few microbatches (`Step.short`), each window in the order of a
+       list, and simulated. One that deadlocks, or keeps more microbatches live than the job allows, is left
+       out, with the reason.
+    2. Try: the best few (`TRIED`) are simulated again with the best order of each window that a search finds.
+    3. Search: the best of these is also ordered with one window a rank (`windows.whole_step`).
+    4. The fastest comes first. Costs are off by a percent or two: what shares windows, or needs much more
+       memory, comes first only where it gains more (`WORTH`, `HEAVY`).
+
+Where the user chose a policy that orders ops, all variants are estimated with it, and that is all.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 
-from stretto.errors import UsageError
-from stretto.ir.action import Schedule
-from stretto.ir.forms import forms_of
-from stretto.ir.program import Job
-from stretto.ir.stage_maps import AUTO, shared
-from stretto.planning.groups import equal_groups, of_stages
-from stretto.schedule.csv import read_csv
-from stretto.schedule.families import make_schedule
-from stretto.schedule.forward import forward_schedule
-from stretto.schedule.timing import peak_live
+from stretto.bounds.step import lower_bound
+from stretto.errors import PlanError, TooLargeError
+from stretto.ir.action import Overlap
+from stretto.ir.program import Job, OverlapMode
+from stretto.ir.timeline import Timeline
+from stretto.order.policies import DEFAULT
+from stretto.passes import STEP_PASSES
+from stretto.passes.step import Context, LeftOutError, Pass, Step
+from stretto.planning.reductions import reduced_best
+from stretto.planning.schedules import moved_across, of_short, one_window, paired, writes_buffers
+from stretto.planning.windows import as_captured, at_once, lowered, ordered, short_bound_us, whole_step
+from stretto.simulating import simulate
 
-ANY = "interleaved-1f1b"
-"""A family with which a search begins: it has any number of stages a rank."""
+Variant = tuple[Pass, ...]
+"""Passes, in order."""
 
-MOST_ACTIONS = 100_000
-"""Forwards and backwards that a plan may have, each of which it lists, walks and proves: some ten seconds of
-a core. Assumed: published layouts have less than half of that, as 192 microbatches of 96 stages."""
+QUICK = "list"
+"""The policy that orders ops in estimates."""
 
+AHEAD = (0, 1)
+"""How much longer than its own the warm-up of a paired schedule may be, in forwards for every rank behind:
+with one more, 1F1B has the warm-up that pairs need, and eager 1F1B has room for its messages."""
 
-def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
-    """Step 1. schedule: a family, the path of a CSV, or a schedule; the job's own wish by default.
+TRIED = 3
+"""Variants that are tried with the best order of each window (step 2)."""
 
-    A job of forwards alone (`stretto.ir.forward`) has one possible order; a given Schedule says only where
-    its stages are.
+WORTH = 0.98
+"""Of the fastest other step, what one takes at most that overlaps by what costs more memory. Windows that
+microbatches share keep more of them live and meet colder caches, and costs are off by a percent or two:
+without a limit on the network a GPT with tp=2 was promised 1.5 %, and its ops took 5 % longer."""
 
-    Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the
-    job's, for one that keeps more microbatches live than the job allows, and for too many microbatches. Of
-    "auto", one to begin with.
-    """
-    most = max(1, MOST_ACTIONS // (2 * len(job.stages)))
-    if job.microbatches > most:
-        stages = f"{len(job.stages)} stage{'s' if len(job.stages) > 1 else ''}"
-        raise UsageError(
-            f"microbatches = {job.microbatches:,} on {stages} are "
-            f"too many for a plan, which lists each forward and backward: give {most:,} or fewer, with more "
-            "rows each, or take several steps of fewer and add their gradients"
-        )
-    if not job.trains:
-        places = schedule.stage_ranks if isinstance(schedule, Schedule) else None
-        return forward_schedule(len(job.stages), job.microbatches, places)
-    wish = schedule if schedule is not None else job.schedule
-    if isinstance(wish, str):
-        if wish.endswith(".csv"):
-            wish = read_csv(Path(wish))
-        else:
-            if wish == AUTO and job.pp is not None and len(job.stages) % job.pp:
-                each_one = make_schedule(ANY, job.pp, job.microbatches, virtual_stages=1)
-                return of_stages(each_one, equal_groups(len(job.stages), job.pp))
-            ranks, each = shared(len(job.stages), job.pp, wish)
-            return make_schedule(
-                ANY if wish == AUTO else wish,
-                ranks,
-                job.microbatches,
-                virtual_stages=each,
-                max_live=job.max_live,
-                group=job.microbatch_group,
-            )
-    if not isinstance(wish, Schedule):
-        raise UsageError(
-            f"a schedule is a name, as '1f1b', a .csv file or a stretto Schedule, not {type(wish).__name__}"
-        )
-    for what, has, wants in (
-        ("stages", wish.stages, len(job.stages)),
-        ("microbatches", wish.microbatches, job.microbatches),
-    ):
-        if has != wants:
-            raise UsageError(
-                f"the schedule {wish.family!r} has {has} {what}, but the job has {wants}: write a "
-                f"schedule for {wants} {what}, or capture with {has}"
-            )
-    if job.pp is not None and wish.ranks != job.pp:
-        raise UsageError(
-            f"the schedule {wish.family!r} is for {wish.ranks} ranks, but pp = {job.pp}: "
-            f"give pp = {wish.ranks}"
-        )
-    idle = [rank for rank in range(wish.ranks) if not wish.stages_of(rank)]
-    if idle:
-        raise UsageError(
-            f"rank {idle[0]} of the schedule {wish.family!r} has no stage, and so nothing to do: leave it "
-            "out, or give it one"
-        )
-    live = max(peak_live(wish))
-    if job.max_live is not None and live > job.max_live:
-        raise UsageError(
-            f"the schedule {wish.family!r} keeps {live} microbatches live on a stage, but max_live = "
-            f"{job.max_live}: reorder it, or allow {live}"
-        )
-    return wish
+HEAVY = 1.5
+"""Times the memory of another variant, from where one must gain as much over it. Assumed: who needs the
+memory for a larger model or batch gains more by it."""
 
 
-def forms_with(job: Job, schedule: str | Schedule | None) -> tuple[list[Job], list[Schedule]]:
-    """The forms of the step that this schedule can have, each with it.
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A variant with the step over few microbatches that it takes, and the most bytes of any rank; step_us is
+    0 for one that has no other beside it, infinite for one that is there in case that all others are refused.
+    begin: how many of its passes change the job."""
 
-    Raises as `choose_schedule` of the first where there is none.
-    """
-    found: list[tuple[Job, Schedule]] = []
-    refused: list[UsageError] = []
-    for form in forms_of(job):
+    variant: Variant
+    overlap: OverlapMode
+    step_us: float
+    peak_bytes: int = 0
+    begin: int = 0
+
+
+def begins() -> list[Variant]:
+    """How variants begin: with what changes the job, with and without what is only tried."""
+    result: list[Variant] = [()]
+    for one in STEP_PASSES:
+        longer = [(*begin, one.apply) for begin in result]
+        result = [*result, *longer] if one.tried else longer
+    return result
+
+
+def ways(step: Step) -> list[Variant]:
+    """How variants go on, with more and more overlap, as far as the step may."""
+    if step.asked == "off":
+        return [(at_once,)]
+    if not communicates(step.job):
+        return [(as_captured,)]
+    result: list[Variant] = [(at_once,), (ordered,), (moved_across, ordered)]
+    for ahead in AHEAD if may_pair(step) else ():
+        pairs = partial(paired, ahead=ahead)
+        result += [(pairs, ordered), (pairs, moved_across, ordered)]
+    return result
+
+
+def likely_ways(step: Step, ahead: int | None = AHEAD[-1]) -> list[Variant]:
+    """How variants go on where one is enough to compare steps: that which is often the fastest first, or the
+    one with `ahead` (None: without pairs)."""
+    if step.asked == "off" or not communicates(step.job):
+        return ways(step)
+    order: list[int | None] = [*reversed(AHEAD), None] if may_pair(step) else [None]
+    order.sort(key=lambda one: one != ahead)
+    return [(ordered,) if one is None else (partial(paired, ahead=one), ordered) for one in order]
+
+
+def may_share(step: Step) -> bool:
+    """Whether microbatches may share windows."""
+    return step.asked == "window" and communicates(step.job) and step.job.trains
+
+
+def may_pair(step: Step) -> bool:
+    """The same where the schedule itself has no such windows."""
+    return may_share(step) and not overlaps(step)
+
+
+def overlaps(step: Step) -> bool:
+    """Whether the schedule itself has windows that microbatches share."""
+    return any(isinstance(slot, Overlap) for slots in step.schedule.orders for slot in slots)
+
+
+def communicates(job: Job) -> bool:
+    """Whether any op starts a collective."""
+    return any(op.kind is not None for stage in job.stages for ops in stage.ops.values() for op in ops)
+
+
+def names(variant: Variant) -> str:
+    """What a variant does to windows, for users: its last passes, without those of `begins`."""
+    passes = [one.func if isinstance(one, partial) else one for one in variant]
+    job = {one.apply for one in STEP_PASSES}
+    return ", ".join(one.__name__ for one in passes if one not in job)
+
+
+class Variants:
+    """The variants of one step, `first`. missing: why some are not there."""
+
+    def __init__(self, step: Step, context: Context) -> None:
+        self.first = step
+        self.context = context
+        self.missing: list[str] = []
+        self._made: dict[tuple[int, Pass], Step | Exception] = {}
+        self._tried: dict[Variant, Tried] = {}
+
+    def step(self, variant: Variant) -> Step:
+        """The step that a variant makes. Raises what its passes raise.
+
+        What a pass makes of a step is made once: a variant with a pass that changes nothing is the one
+        without it."""
+        if not variant:
+            return self.first
+        before = self.step(variant[:-1])
+        key = id(before), variant[-1]
+        if key not in self._made:
+            try:
+                self._made[key] = variant[-1](before, self.context)
+            except (LeftOutError, PlanError, TooLargeError) as error:
+                self._made[key] = error
+        result = self._made[key]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def best_first(self) -> list[Tried]:
+        """All that the step may be; the last is what waits for everything at once, where there is nothing to
+        compare it with. At an interrupt (`stretto.passes.watch`), what there is.
+
+        Raises PlanError when the job cannot be made as it must be, or its schedule cannot be simulated.
+        """
+        searches = self.context.order == DEFAULT and self.first.asked != "off"
         try:
-            found.append((form, choose_schedule(form, schedule=schedule)))
-        except UsageError as error:
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    return [form for form, _ in found], [chosen for _, chosen in found]
+            self._estimate(QUICK if searches else self.context.order)
+            if searches and any(one.overlap == "off" for one in self._tried.values()):
+                self._try()
+                self._search()
+        except KeyboardInterrupt as error:
+            if not self._tried:
+                raise
+            self.context.watch.stop(error)
+        return self._best_first()
+
+    def _estimate(self, order: str) -> None:
+        """Step 1. A variant without others is not simulated."""
+        asked = self.first.asked
+        variants: list[tuple[Variant, int]] = []
+        for begin in self._begins():
+            step = self.step(begin)
+            if step.asked != asked:
+                self._miss(f"overlap holds more than recompute = {step.job.recompute:,} bytes a rank")
+            variants += [((*begin, *way), len(begin)) for way in ways(step)]
+        if len(variants) == 1:
+            [(variant, begin_count)] = variants
+            self._tried[variant] = Tried(variant, self.step(variant).overlap, 0.0, 0, begin_count)
+            return
+        context, seen = replace(self.context, order=order), set[object]()
+        for variant, begin_count in variants:
+            if self._tried and self.context.watch.stopped:
+                break
+            plain = moved_across not in variant
+            try:
+                before = self.step(variant[:-1])
+                plain &= before.schedule is self.first.schedule
+                key = id(before.job), before.schedule, variant[-1]
+                if key not in seen:
+                    seen.add(key)
+                    self._simulate(variant, begin_count, context, f"variant {len(self._tried) + 1}, ")
+            except LeftOutError as error:
+                self._miss(str(error))
+            except (PlanError, TooLargeError) as error:
+                if plain:
+                    raise
+                deadlock = isinstance(error, PlanError)
+                self._miss(f"pairs wait for each other: {error.faults[0]}" if deadlock else str(error))
+
+    def _try(self) -> None:
+        """Step 2: of the others than what waits at once, which is in no order; of each number of microbatches
+        in a window the best, in case that memory refuses the others."""
+        others = sorted((one for one in self._tried.values() if one.overlap != "off"), key=self._weighed_us)
+        best = others[:TRIED]
+        best += [one for one in others[TRIED:] if one.overlap not in {other.overlap for other in best}][:1]
+        for one in best:
+            if self.context.watch.stopped:
+                break
+            self._simulate(one.variant, one.begin, self.context)
+
+    def _search(self) -> None:
+        """Step 3. The windows of a whole step have an order for all microbatches: its time is compared by the
+        part of the best other variant's that the few microbatches take."""
+        others = [one for one in self._tried.values() if one.overlap != "off"]
+        first = self.first
+        if not others or not may_share(first) or writes_buffers(first.job):
+            return
+        best = min(others, key=lambda one: one.step_us)
+        variant = (*best.variant[: best.begin], one_window, whole_step)
+        self._tell(names(variant))
+        try:
+            timeline = reduced_best(lowered(self.step(variant), self.context))
+        except (LeftOutError, PlanError, TooLargeError) as error:
+            self._miss(str(error))
+            return
+        step_us = timeline.step_us
+        if first.short is not first.schedule:
+            step_us *= best.step_us / reduced_best(lowered(self.step(best.variant), self.context)).step_us
+        self._tried[variant] = Tried(variant, "window", step_us, max(timeline.peak_bytes), best.begin)
+
+    def _best_first(self) -> list[Tried]:
+        """Step 4."""
+        result = sorted(self._tried.values(), key=self._weighed_us)
+        first = result[0]
+        if all(one.overlap != "off" for one in result):
+            if self.first.asked == "window":
+                self._miss("no collectives that another microbatch's ops could hide")
+            return [*result, Tried((*first.variant[:-1], at_once), "off", inf)]
+        # Up to a limit that was asked for, memory is there to be used.
+        if isinstance(self.first.job.recompute, int):
+            return result
+        light = lighter(result)
+        return [light, *(one for one in result if one is not light)]
+
+    def _begins(self) -> list[Variant]:
+        """Those that can be done. Without what is only tried it must be."""
+        plain, *others = begins()
+        self.step(plain)
+        return [plain, *(begin for begin in others if self._can(begin))]
+
+    def _can(self, variant: Variant) -> bool:
+        try:
+            self.step(variant)
+        except (LeftOutError, PlanError):
+            return False
+        return True
+
+    def _simulate(self, variant: Variant, begin: int, context: Context, what: str = "") -> None:
+        self._tell(what + names(variant))
+        before = self.step(variant[:-1])
+        made = variant[-1](replace(before, schedule=before.short), context)
+        least_us = min((one.step_us for one in self._tried.values()), default=inf)
+        timeline = reduced_best(lowered(made, context), least_us)
+        tried = Tried(variant, made.overlap, timeline.step_us, max(timeline.peak_bytes), begin)
+        self._tried[variant] = tried
+
+    def bound_us(self, anywhere: bool = False) -> float:
+        """No variant is faster; anywhere: with its stages on any of the ranks. Raises PlanError as
+        `best_first` does."""
+        return min(self._job_bound_us(self.step(begin).job, anywhere) for begin in self._begins())
+
+    def _job_bound_us(self, job: Job, anywhere: bool) -> float:
+        costs = self.context.costs_of(job)
+        if not anywhere:
+            return lower_bound(job, self.first.schedule, costs).us
+        # One rank takes no longer than all in turn, and a microbatch needs its longest chain.
+        single = lower_bound(job, (0,) * len(job.stages), costs)
+        return max(single.us / self.first.schedule.ranks, single.parts["critical path"])
+
+    def _tell(self, what: str) -> None:
+        """What is tried now, and how far it has come."""
+        if self.context.watch.shown:
+            best = min(self._tried.values(), key=lambda one: one.step_us, default=None)
+            if best is not None and best.step_us:
+                bound_us = short_bound_us(self.step(best.variant[: best.begin]), self.context)
+                what += f"; best so far {best.step_us / 1000:.1f} ms{of_short(self.first)}"
+                what += f", {best.step_us / bound_us:.3f} of the bound" if bound_us else ""
+            self.context.watch.tell(what)
+
+    def _miss(self, why: str) -> None:
+        if why and why not in self.missing:
+            self.missing.append(why)
+
+    def _weighed_us(self, tried: Tried) -> float:
+        """By what variants are ordered. Where the schedule itself has windows that microbatches share, there
+        is no choice."""
+        shares = tried.overlap == "window" and not overlaps(self.first)
+        return tried.step_us / WORTH if shares else tried.step_us
+
+
+def lighter(result: Sequence[Tried]) -> Tried:
+    """Of variants, the fastest first, that which is to come first: another that overlaps where the first
+    needs much more memory for a gain that is within the error of costs."""
+    first = result[0]
+    close = (one for one in result[1:] if one.step_us * WORTH <= first.step_us and one.overlap != "off")
+    return next((one for one in close if HEAVY * one.peak_bytes <= first.peak_bytes), first)
+
+
+def why_less(asked: OverlapMode, chosen: Tried, tried: Sequence[Tried], missing: Sequence[str]) -> str:
+    """Why `chosen`, of all that were `tried`, overlaps less than was asked; "" when it does not."""
+    if chosen.overlap == asked:
+        return ""
+    fastest = min((one.step_us for one in tried if one.overlap == asked), default=None)
+    if fastest is not None:
+        if fastest >= chosen.step_us:
+            times = fastest / chosen.step_us if chosen.step_us else 1.0
+            return f"{asked} is predicted to take {times:.3f} times as long"
+        if asked == "window" and fastest >= WORTH * chosen.step_us:
+            gain = 100.0 * (1.0 - fastest / chosen.step_us)
+            return f"{asked} is predicted to gain {gain:.1f} %, which is less than costs can tell"
+    return "; ".join(dict.fromkeys(missing)) or f"no {asked} plan is faster"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortStep:
+    """A step over few microbatches, simulated; way: the passes that made it."""
+
+    way: Variant
+    step: Step
+    timeline: Timeline
+
+
+def short_steps(
+    before: Step, context: Context, ways: Sequence[Variant], ahead: int = 0
+) -> Iterator[ShortStep | LeftOutError | PlanError]:
+    """A step that has the passes of its job, made in each of these ways over few microbatches, or why it
+    cannot be. ahead: microbatches that receives are posted ahead."""
+    for way in ways:
+        step = replace(before, schedule=before.short)
+        try:
+            for one in way:
+                step = one(step, context)
+            step = replace(step, ahead=ahead)
+            yield ShortStep(way, step, simulate(lowered(step, context)))
+        except (LeftOutError, PlanError) as error:
+            yield error

@@ -1,6 +1,6 @@
 """What a job costs where it will run, and what prices the ops that passes make of it.
 
-"local" is measured on this machine (`stretto.measure`): what passes make is then priced by what is alike.
+"local" is measured on this machine (`stretto.measure`): what passes make is then priced by what is like it.
 All else is described (`stretto.price.cluster`), and priced in the same way as the job itself.
 """
 
@@ -28,33 +28,33 @@ def costs_of(job: Job, schedule: Schedule, cluster: str | Description) -> Costs:
     return prices_of(job, schedule, describe(cluster)).costs_of(job)
 
 
-def prices_of(job: Job, schedule: Schedule, found: Description | None) -> Prices:
+def prices_of(job: Job, schedule: Schedule, description: Description | None) -> Prices:
     """The price lists of a job, and of what passes make of it; measured where there is no description.
 
     Under torchrun all ranks must call it then. Raises UsageError for a job that does not fit.
     """
-    return pricing((job,), (schedule,), found)(job)
+    return pricing((job,), (schedule,), description)(job)
 
 
 def pricing(
-    jobs: Sequence[Job], schedules: Sequence[Schedule], found: Description | None
+    jobs: Sequence[Job], schedules: Sequence[Schedule], description: Description | None
 ) -> Callable[[Job], Prices]:
     """What gives the price lists of one of several jobs, each with its schedule, as `prices_of` does. Where
     they are measured, communication is so once, for all jobs; the ops of a job when its turn comes."""
-    if found is None:
+    if description is None:
         measuring = Measuring(jobs, schedules)
         return lambda job: listed(job, measuring.costs_of(job))
 
     def one(job: Job) -> Prices:
         schedule = next(schedule for other, schedule in zip(jobs, schedules, strict=True) if other is job)
-        costs, pricer = described(job, schedule, found)
+        costs, pricer = described(job, schedule, description)
         return Prices(job, costs, pricer, keep=False)
 
     return one
 
 
 def listed(job: Job, costs: Costs) -> Prices:
-    """Price lists by given costs of a job: what passes make of it is priced by what is alike."""
+    """Price lists by given costs of a job: what passes make of it is priced by what is like it."""
     return Prices(job, costs, ListedPricer(job, costs), keep=True)
 
 

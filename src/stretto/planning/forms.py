@@ -2,7 +2,7 @@
 
 1. The first is planned. Each other is priced, and bounded: where no order of its ops comes to less than
    the fastest plan so far takes, it is not planned.
-2. The fastest comes out, and says what it was compared with. An interrupt that ends a search
+2. The fastest comes out, and describes what it was compared with. An interrupt that ends a search
    (`stretto.passes.watch`) ends this one too, with what there is.
 """
 
@@ -16,7 +16,7 @@ from stretto.ir.forms import differing, form, number
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.passes.watch import Watch
-from stretto.planning.tries import Tries
+from stretto.planning.choose import Variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class _Other:
     us: float
     least: bool
 
-    def told(self, differ: Sequence[str]) -> str:
+    def described(self, differ: Sequence[str]) -> str:
         name = number(self.job, differ)
         return f"{name} {'takes' if name == '1' else 'take'} {_ms(self.us, self.least)}"
 
@@ -37,8 +37,8 @@ def _ms(us: float, least: bool = False) -> str:
 
 
 def fastest(
-    begun: Sequence[Callable[[], Tries]],
-    make: Callable[[Tries], Plan],
+    begun: Sequence[Callable[[], Variants]],
+    make: Callable[[Variants], Plan],
     watch: Watch,
     *,
     anywhere: bool = False,
@@ -55,16 +55,16 @@ def fastest(
         for begin in begun:
             if made and watch.stopped:
                 break
-            tries = begin()
+            variants = begin()
             try:
                 if made:
-                    best_us, bound_us = min(map(_step_us, made)), tries.bound_us(anywhere)
+                    best_us, bound_us = min(map(_step_us, made)), variants.bound_us(anywhere)
                     if bound_us >= best_us:
-                        others.append(_Other(tries.first.job, bound_us, True))
+                        others.append(_Other(variants.first.job, bound_us, True))
                         continue
-                made.append(make(tries))
+                made.append(make(variants))
             except PlanError as error:  # another form may hold less
-                refused.append((tries.first.job, error))
+                refused.append((variants.first.job, error))
     except KeyboardInterrupt as error:
         if not made:
             raise
@@ -78,13 +78,13 @@ def fastest(
     others.sort(key=lambda one: (len(one.job.stages), one.job.chunks))
     differ = differing([best.job, *(one.job for one in others), *(job for job, _ in refused)])
     compared = [
-        *(one.told(differ) for one in others),
+        *(one.described(differ) for one in others),
         *(f"{number(job, differ)} cannot be ({error.faults[0]})" for job, error in refused),
     ]
-    told = f"{form(best.job, differ)}, {_ms(_step_us(best))}, as {', '.join(compared)}"
+    why = f"{form(best.job, differ)}, {_ms(_step_us(best))}, as {', '.join(compared)}"
     if "stages" in differ:
-        return replace(best, schedule_why=f"{best.schedule_why}; {told}")
-    return replace(best, overlap_why="; ".join(text for text in (best.overlap_why, told) if text))
+        return replace(best, schedule_why=f"{best.schedule_why}; {why}")
+    return replace(best, overlap_why="; ".join(text for text in (best.overlap_why, why) if text))
 
 
 def _step_us(plan: Plan) -> float:

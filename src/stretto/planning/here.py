@@ -1,4 +1,4 @@
-"""A plan for the ranks that run: one of them plans, and tells the others.
+"""A plan for the ranks that run: one of them plans, and sends its plan to the others.
 
     1. Ranks compare what they are to plan: jobs, schedule, wishes and costs. Where one has others than rank
        0, all refuse.
@@ -6,7 +6,7 @@
        everybody's, whatever other hosts have kept.
     3. All read the plan's text.
 
-A process alone does the same by itself.
+A single process does the same by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.measure.running import Running
 from stretto.passes.watch import Watch
-from stretto.runtime.all_or_none import first_alone
+from stretto.runtime.all_or_none import on_first_slowly
 
 PLAN = "plan"
 
@@ -49,7 +49,7 @@ def plan_on_first(
     watch: Watch | None = None,
 ) -> Plan:
     """Steps 1 to 3; every rank must call it. wishes: all that the plan depends on, as texts. make: plans,
-    without a word to other ranks; called on rank 0 alone. watch: of that plan; the best so far of a search
+    without a message to other ranks; called on rank 0 alone. watch: of that plan; the best so far of a search
     that was interrupted is not kept, and an interrupt while a plan is being kept does not lose it.
 
     Raises what `make` raises, on all ranks.
@@ -60,10 +60,10 @@ def plan_on_first(
         PLAN, code_digest(), torch.__version__, *(text for one in sorted(wishes.items()) for text in one)
     )
 
-    def found_or_made() -> Plan:
-        found = None if kept is None else _found(kept, key)
-        if found is not None:
-            return found
+    def kept_or_made() -> Plan:
+        plan_kept = None if kept is None else _kept_plan(kept, key)
+        if plan_kept is not None:
+            return plan_kept
         made = make()
         if kept is not None and not waits.stopped:
             try:
@@ -72,7 +72,7 @@ def plan_on_first(
                 waits.stop(error)
         return made
 
-    plan = first_alone(ranks, found_or_made, "plans for all ranks")
+    plan = on_first_slowly(ranks, kept_or_made, "plans for all ranks")
     if ranks.size == 1:
         assert plan is not None
         return plan
@@ -80,15 +80,15 @@ def plan_on_first(
     return plan or plan_from_text(text, "rank 0's plan")
 
 
-def _found(kept: Kept, key: str) -> Plan | None:
+def _kept_plan(kept: Kept, key: str) -> Plan | None:
     """The plan that was kept, if it can be read."""
     entry = kept.find(PLAN, key)
     if entry is None:
         return None
     try:
-        found = plan_from_text(entry.text, PLAN)
+        plan_kept = plan_from_text(entry.text, PLAN)
     except UsageError:
         kept.drop(PLAN, key)
         return None
     kept.say(f"plan: made here {ago(entry.age_s)} for this job and these costs, kept in {kept.folder}")
-    return found
+    return plan_kept

@@ -9,12 +9,12 @@ knows them may give windows in a better order of items (`stretto.order`).
     2. Each rank runs its windows in the schedule's order.
     3. For each communicator, the receiver posts its receives in the order in which the sender starts
        its sends. A receive is posted some messages before it is needed, and `ahead` microbatches before,
-       so that the transfer never waits for the receiver, and no more buffers are held than that.
+       so that the transfer never waits for the receiver, and no more buffers are live than that.
     4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
     5. The loss and gradients are summed (`stretto.schedule.sums`). A sum that waits for no other starts in
-       the window that completes the gradient; one that joins places, as that of the loss, in a window of its
-       own after that, as these have one order on all ranks. All are waited for in a last window, in which
-       those start that wait for others.
+       the window that completes the gradient; one that joins pipeline ranks, as that of the loss, in a
+       window of its own after that, as these have one order on all ranks. All are waited for in a last
+       window, in which those start that wait for others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stretto.ir.action import ONCE, Phase, Schedule, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op, OverlapMode
-from stretto.order.at_once import waits_at_once
+from stretto.order.policies import waits_at_once
 from stretto.schedule.posting import Message, latest_posts, post_positions
 from stretto.schedule.sums import communicators_of, with_sums
 from stretto.schedule.windows import last_name, last_run, make_window, window_name
@@ -35,7 +35,7 @@ from stretto.schedule.windows import last_name, last_run, make_window, window_na
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed, at least. Two keep a saturated link busy (one in transfer,
 one matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator. Where
-many messages make a microbatch's, `stretto.planning.receives` says whether more are worth it."""
+many messages make a microbatch's, `stretto.planning.messages` decides whether more are worth it."""
 
 
 def lower(
@@ -52,13 +52,13 @@ def lower(
 
     overlap: "off" waits for every message, collective and sum (but of ties) as soon as it is started, and
     posts a receive one message ahead (less would deadlock): the baseline that hides nothing. The others
-    differ in schedule and windows alone.
+    differ in schedule and windows only.
     windows: by name, every kind that the schedule has, in the order of their items; as captured without it.
     Of last runs, those that are there are taken, and others are made of their kind (`last_run`).
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
     ahead: microbatches before that which needs it a receive is posted at the latest (`schedule.posting`); of
-    one message a microbatch, `LOOKAHEAD` says more. Not where overlap is "off".
+    one message a microbatch, `LOOKAHEAD` is more. Not where overlap is "off".
     """
     if windows is None:
         windows = captured_windows(job, schedule, at_once=overlap == "off")
@@ -142,10 +142,10 @@ def _sends(job: Job, schedule: Schedule, traffic: _Traffics, rank: int) -> dict[
 
 def _latest(job: Job, schedule: Schedule, traffic: _Traffics) -> dict[Message, int]:
     """Step 3, where sends are waited for at once: `stretto.schedule.posting`."""
-    place = schedule.stage_ranks
+    rank_of = schedule.stage_ranks
 
     def across(edge: int) -> bool:
-        return place[job.edges[edge].source] != place[job.edges[edge].target]
+        return rank_of[job.edges[edge].source] != rank_of[job.edges[edge].target]
 
     waits = [
         [[m for m in _bound(slot, of_run.waits) if across(m[0])] for slot, of_run in zip(order, of_rank)]
@@ -153,7 +153,7 @@ def _latest(job: Job, schedule: Schedule, traffic: _Traffics) -> dict[Message, i
     ]
     sends = [
         [
-            {m: place[job.edges[m[0]].target] for m in _bound(slot, of_run.sends) if across(m[0])}
+            {m: rank_of[job.edges[m[0]].target] for m in _bound(slot, of_run.sends) if across(m[0])}
             for slot, of_run in zip(order, of_rank)
         ]
         for order, of_rank in zip(schedule.orders, traffic, strict=True)
@@ -232,7 +232,7 @@ class _Sums:
     """Where a rank's sums of gradients start and are waited for, by the names of ops, in order.
 
     stage: whose program they are. inside: run -> those that start in it. after: run -> those of a window of
-    its own that follows (-1: before all). end: of the window at the step's end. windows: those of sums alone
+    its own that follows (-1: before all). end: of the window at the step's end. windows: those of sums only
     that were made.
     """
 
@@ -244,7 +244,7 @@ class _Sums:
     windows: list[Window] = field(default_factory=list)
 
     def run(self, ops: Sequence[str]) -> Instruction:
-        """A window of sums alone, and its run."""
+        """A window of sums only, and its run."""
         name = f"{self.stage}{Phase.REDUCE_GRAD}" + (f" {len(self.windows)}" if self.windows else "")
         items = tuple(Item(ItemKind.OP, 0, op) for op in ops)
         self.windows.append(Window(name, ((self.stage, Phase.REDUCE_GRAD),), items))
@@ -254,18 +254,18 @@ class _Sums:
 def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], overlap: bool) -> list[_Sums]:
     """Step 5, of every rank. The order in which all start what they share is by the latest last run, then as
     in the programs."""
-    joins = {found.name for found in communicators if found.joins_places}
+    joins = {one.name for one in communicators if one.joins_places}
     adds: dict[str, set[tuple[int, Phase]]] = defaultdict(set)
     adds[STEP_LOSS].add((job.loss[0], Phase.F))
     for parameter in job.parameters:
         adds[parameter.tied_to].update((stage, phase) for stage, phase, _ in parameter.grads)
-    found: list[_Sums] = []
+    result: list[_Sums] = []
     early: dict[str, dict[int, int]] = defaultdict(dict)
     waits: dict[str, str] = {}
     for rank, order in enumerate(schedule.orders):
         stage = min(schedule.stages_of(rank), default=-1)
         program = job.stages[stage].ops.get(Phase.REDUCE_GRAD, ()) if stage >= 0 else ()
-        found.append(_Sums(stage, program))
+        result.append(_Sums(stage, program))
         runs = _last_runs(order)
         touched: set[str] = set()
         for op in program:
@@ -275,9 +275,9 @@ def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
                 ends = (runs[made] for group in op.sums for made in adds[group] if made in runs)
                 early[op.name][rank] = max(ends, default=-1)
             touched.update(op.sums)
-    losses = [op.name for of_rank in found for op in of_rank.program if op.sums == (STEP_LOSS,)]
+    losses = [op.name for of_rank in result for op in of_rank.program if op.sums == (STEP_LOSS,)]
     in_turn = sorted(early, key=lambda name: (name not in losses, max(0, *early[name].values())))
-    for rank, of_rank in enumerate(found):
+    for rank, of_rank in enumerate(result):
         ops = {op.name: op for op in of_rank.program}
         here = [name for name in in_turn if rank in early[name]]
         earliest = 0
@@ -293,7 +293,7 @@ def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
                 of_rank.after[last].append(name)
             elif ops[name].lane in joins:
                 # One order on all ranks, so a sum never starts before those that come before it. A rank that
-                # holds a copy and adds nothing to it could start at once, but for the loss.
+                # has a copy and adds nothing to it could start at once, but for the loss.
                 earliest = max(earliest, last)
                 of_rank.after[earliest].append(name)
             elif overlap:
@@ -304,4 +304,4 @@ def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
             of_rank.end.append(waits[name])
         first = {one for name in here for one in (name, waits[name])}
         of_rank.end += [op.name for op in of_rank.program if op.name not in first]
-    return found
+    return result

@@ -1,15 +1,14 @@
 """Planning: from a job and costs to a proved plan with its prediction.
 
-1. The schedule: a family's order, or the user's CSV; of "auto", the most promising
-   (`stretto.planning.search`), for each of which all that follows is done, and the fastest is taken.
-2. Variants: lists of passes (`stretto.planning.variants`) that overlap more or less.
-3. Each is tried: passes, orders of ops, lowering, a simulation (`stretto.planning.tries`). The fastest goes
-   on, the next if it is refused.
-4. Its last backwards are ordered for the sums of gradients that start in them
-   (`stretto.planning.sums_within`); simulations tell how long before their use receives are posted
-   (`stretto.planning.receives`), and when every message has left (`stretto.planning.sends`).
-5. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
-6. Prediction: step time, exposed communication, bubble, memory, bound.
+1. The schedule: a family's order, or the user's CSV; of "auto", the most promising (`stretto.planning.auto`),
+   for each of which all that follows is done, and the fastest is taken.
+2. Variants: lists of passes that overlap more or less (`stretto.planning.choose`): estimate all, try the best
+   few, search the best. The fastest goes on, the next if it is refused.
+3. Its last backwards are ordered for the gradient reductions that start in them
+   (`stretto.planning.reductions`); simulations show how long before their use receives are posted, and when
+   every message has left (`stretto.planning.messages`).
+4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
+5. Prediction: step time, exposed communication, bubble, memory, bound.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from stretto.backend.collector import rarely_collected
+from stretto.backend.process_memory import rarely_collected
 from stretto.errors import PlanError, UsageError, meant
 from stretto.files.kept import Kept, key_of
 from stretto.files.say import Say
@@ -38,17 +37,25 @@ from stretto.passes.dense_messages import scattered
 from stretto.passes.effort import Effort
 from stretto.passes.step import Context, Step
 from stretto.passes.watch import Watch
-from stretto.planning.choose import choose_schedule, forms_with
+from stretto.planning.auto import fastest_schedule
+from stretto.planning.choose import (
+    WORTH,
+    ShortStep,
+    Tried,
+    Variants,
+    communicates,
+    names,
+    overlaps,
+    short_steps,
+    ways,
+    why_less,
+)
 from stretto.planning.costs import listed, memory_limit, pricing
 from stretto.planning.forms import fastest
 from stretto.planning.here import agree_on, plan_on_first
-from stretto.planning.receives import receives_ahead
-from stretto.planning.schedules import shorter
-from stretto.planning.search import fastest_schedule
-from stretto.planning.sends import sends_waited
-from stretto.planning.sums_within import sums_within
-from stretto.planning.tries import Tried, Tries, why_less
-from stretto.planning.variants import communicates, names, overlaps, ways
+from stretto.planning.messages import receives_ahead, sends_waited
+from stretto.planning.reductions import reductions_within
+from stretto.planning.schedules import choose_schedule, forms_with, shorter
 from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.families import FAMILIES
@@ -57,10 +64,6 @@ from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.verifying import verify
 from stretto.verifying.memory import memory_faults
-
-CLEAR = 0.97
-"""A variant that takes at most this share of the baseline's time over a shorter step does so over the whole
-one. Assumed."""
 
 
 def make_plan(
@@ -76,7 +79,7 @@ def make_plan(
     say: Say | None = None,
 ) -> Plan:
     """Plan the job with given costs; ops that passes make are priced by those like them. overlap, order,
-    steps, search_s, say: as in `plan`. max_bytes: the most that a rank may hold.
+    steps, search_s, say: as in `plan`. max_bytes: the most bytes of a rank.
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
@@ -104,7 +107,7 @@ def _effort(steps: int | None, search_s: float | None) -> Effort:
 
 @rarely_collected()
 def _fastest(
-    begun: Sequence[Callable[[], Tries]], job: Job, schedule: str | Schedule | None, watch: Watch
+    begun: Sequence[Callable[[], Variants]], job: Job, schedule: str | Schedule | None, watch: Watch
 ) -> Plan:
     """The fastest plan of all; for "auto", of all schedules."""
     auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
@@ -113,52 +116,55 @@ def _fastest(
     return fastest(begun, _made, watch)
 
 
-def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_bytes: int | None) -> Tries:
+def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_bytes: int | None) -> Variants:
     """What step 1 has chosen, and the variants of step 2."""
     asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
-    policy_of(wished.order)  # an unknown name is told even where there is nothing to order
+    policy_of(wished.order)  # an unknown name is refused even where there is nothing to order
     if job.trains:
-        verify(chosen)  # on its own, so that a schedule's faults are told in a schedule's words
+        verify(chosen)  # on its own, so that a schedule's faults are described as such
     step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
     if overlaps(step) and communicates(job):
         step = replace(step, overlap=asked)
     peaks = partial(_peaks, prices=prices)
-    return Tries(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
+    return Variants(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
 
 
-def tries_of(job: Job, found: Description, order: str) -> Tries:
+def variants_of(job: Job, cluster: Description, order: str) -> Variants:
     """Steps 1 and 2 for a description: of the schedule that the job wishes, which is not "auto"."""
     job = without_sums(job)
     chosen = choose_schedule(job)
     wished = _Wished(None, order, _effort(None, None), Watch(None))
-    return _begun(job, chosen, pricing((job,), (chosen,), found)(job), wished, memory_limit(found, job))
+    return _begun(job, chosen, pricing((job,), (chosen,), cluster)(job), wished, memory_limit(cluster, job))
 
 
-def _made(tries: Tries) -> Plan:
-    """Steps 3 to 6."""
-    asked, context = tries.first.asked, tries.context
-    found = tries.best_first(context.order)
+def _made(variants: Variants) -> Plan:
+    """Steps 2 to 5. Where waiting for everything at once is not clearly slower over few microbatches, the
+    whole steps of both are compared."""
+    tried, watch = variants.best_first(), variants.context.watch
     refused: dict[OverlapMode, PlanError] = {}
-
-    def finished(tried: Tried) -> Iterator[Plan]:
-        context.watch.tell(f"{names(tried.variant)}: messages and proof")
-        try:
-            made = _finished_anyway(partial(tries.step, tried.variant), context)
-        except PlanError as error:
-            refused.setdefault(tried.overlap, error)
-            tries.missing.append(f"{tried.overlap} is refused: {error.faults[0]}")
-        else:
-            yield replace(made, overlap_why=why_less(asked, tried, found, tries.missing))
-
-    for at, tried in enumerate(found):
-        made = [*finished(tried)]
+    for at, one in enumerate(tried):
+        made = [*_finished_if_legal(variants, one, tried, refused)]
         if not made:
             continue
-        off = next((one for one in found[at:] if one.overlap == "off"), tried)
-        if off is not tried and not context.watch.stopped and tried.step_us >= CLEAR * off.step_us:
-            made += finished(off)
+        off = next((other for other in tried[at:] if other.overlap == "off"), one)
+        if off is not one and not watch.stopped and one.step_us >= WORTH * off.step_us:
+            made += _finished_if_legal(variants, off, tried, refused)
         return min(made, key=_predicted_us)
     raise refused.get("off") or next(iter(refused.values()))
+
+
+def _finished_if_legal(
+    variants: Variants, one: Tried, tried: Sequence[Tried], refused: dict[OverlapMode, PlanError]
+) -> Iterator[Plan]:
+    """The plan of a variant, or none where it is refused."""
+    variants.context.watch.tell(f"{names(one.variant)}: messages and proof")
+    try:
+        made = _finished_anyway(partial(variants.step, one.variant), variants.context)
+    except PlanError as error:
+        refused.setdefault(one.overlap, error)
+        variants.missing.append(f"{one.overlap} is refused: {error.faults[0]}")
+    else:
+        yield replace(made, overlap_why=why_less(variants.first.asked, one, tried, variants.missing))
 
 
 def _predicted_us(plan: Plan) -> float:
@@ -168,15 +174,19 @@ def _predicted_us(plan: Plan) -> float:
 
 def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
     """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
-    pairs that hold more are refused."""
+    pairs that need more are refused."""
     context = Context(prices, "captured", partial(_peaks, prices=prices))
     step = replace(step, asked="off" if step.asked == "off" else "local")
-    tries = Tries(step, context)
-    found = [way for way in ways(step, "captured") if step.asked == "off" or at_once not in way]
-    fastest = min(tries.compared(found), key=lambda one: one.step_us)
-    done = sends_waited(tries.step(fastest.variant), context)
-    # Of a step at even speed: one by chance holds the same, and a promise would take twelve of them.
-    return simulate(lowered(done, context)).peak_bytes
+    short: list[ShortStep] = []
+    for one in short_steps(step, context, [way for way in ways(step) if way != (at_once,)] or [(at_once,)]):
+        if isinstance(one, PlanError):
+            raise one
+        if isinstance(one, ShortStep):
+            short.append(one)
+    for apply in min(short, key=lambda one: one.timeline.step_us).way:
+        step = apply(step, context)
+    # Of a step at even speed: one by chance needs as many bytes, and a promise would take twelve of them.
+    return simulate(lowered(sends_waited(step, context), context)).peak_bytes
 
 
 def _overlap_mode(text: str) -> OverlapMode:
@@ -189,7 +199,7 @@ def _overlap_mode(text: str) -> OverlapMode:
 
 
 def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
-    """Steps 4 to 6, and once more after an interrupt that meant the search. step: makes it, which for all
+    """Steps 3 to 5, and once more after an interrupt that meant the search. step: makes it, which for all
     microbatches takes longer than for those by which variants were compared."""
     try:
         return _finished(step(), context)
@@ -199,12 +209,12 @@ def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
 
 
 def _finished(step: Step, context: Context) -> Plan:
-    """Steps 4 to 6. Raises PlanError for a step that cannot work."""
+    """Steps 3 to 5. Raises PlanError for a step that cannot work."""
     # A policy that the user chose orders last runs as well.
-    early = sums_within(step, context) if context.order == DEFAULT else step
+    early = reductions_within(step, context) if context.order == DEFAULT else step
     draft = _with_messages(early, context)
     if early is not step and step.max_bytes is not None and memory_faults(draft, step.max_bytes):
-        # Sums that start early hold their buffers for longer.
+        # Reductions that start early keep their buffers for longer.
         draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
     copied = scattered(draft.job, draft.schedule.stage_ranks)
@@ -234,19 +244,19 @@ def plan(
 
     cluster: "local" measures ops and messages on this machine (under torchrun every rank measures its own
     stages, rank 0 plans for all, and all must call). A name (`h100x64`), a cluster file (.toml), a
-    calibration (.json) or a `stretto.Cluster(...)` stands for one that is not at hand.
-    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that is
-    found; the job's own wish by default.
+    calibration (.json) or a `stretto.Cluster(...)` describes one that is not at hand.
+    schedule: a family, the path of a CSV in PyTorch's format, a Schedule, or "auto" for the fastest that the
+    search comes to; the job's own wish by default.
     overlap: "off" waits for every communication at once, the baseline against which overlap is measured;
     "local" orders the ops within each action; "window" also joins forwards and backwards of different
     microbatches. Of what is allowed, the fastest by prediction is taken; the job's own wish by default.
-    order: the policy that orders ops in windows: "improve", "list", "exact" (needs `ortools`), "captured", or
+    order: the policy that orders ops in windows: "improve", "list", "captured", or
     one of your own (`stretto.order.register`).
     steps: of the run that the plan is for; "improve" searches as long as a shorter step saves over it. 1,000
     are assumed without it. search_s: instead, about how many seconds of a processor core the longest search
     takes. It is counted in orders walked, so that equal jobs get equal plans on all machines.
     say: takes lines of what is tried; an interrupt (Ctrl-C) then takes the best so far, where there is one.
-    kept: with "local", where costs and plans of earlier runs are found, and kept.
+    kept: with "local", where costs and plans of earlier runs are kept.
     optimizer: whose state counts in a rank's memory: "adamw", which is what a captured job has, "momentum" or
     "sgd" (`stretto.ir.parameters.STATES`).
 
@@ -255,8 +265,9 @@ def plan(
     """
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
-    found = describe(cluster)
-    _overlap_mode(job.overlap if overlap is None else overlap)  # names are told before anything is measured
+    description = describe(cluster)
+    # Names are checked before anything is measured.
+    _overlap_mode(job.overlap if overlap is None else overlap)
     policy_of(order)
     job = without_sums(job)
     wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
@@ -265,13 +276,13 @@ def plan(
         if optimizer not in STATES:
             raise UsageError(f"optimizer is {optimizer!r}; choose one of: {', '.join(STATES)}")
         jobs = [replace(one, optimizer=optimizer) for one in jobs]
-    if found is None:
+    if description is None:
         return _planned_here(jobs, chosen, schedule, wished, kept)
-    priced = pricing(jobs, chosen, found)
+    priced = pricing(jobs, chosen, description)
 
-    def begun(one: Job, schedule: Schedule) -> Tries:
+    def begun(one: Job, schedule: Schedule) -> Variants:
         wished.watch.tell("what its ops and messages take")
-        return _begun(one, schedule, priced(one), wished, memory_limit(found, one))
+        return _begun(one, schedule, priced(one), wished, memory_limit(description, one))
 
     begins = [partial(begun, one, schedule) for one, schedule in zip(jobs, chosen, strict=True)]
     return _fastest(begins, job, schedule, wished.watch)
@@ -311,7 +322,7 @@ def _planned_here(
     def make() -> Plan:
         return _fastest(begun, job, schedule, wished.watch)
 
-    # What a policy of the user's does today, nothing tells, nor what a family among which "auto" chooses.
+    # Nothing shows whether a policy of the user's has changed, nor a family among which "auto" chooses.
     own = wished.order not in OWN or (auto and FAMILIES.keys() > OWN_FAMILIES)
     known = None if own else kept
     return plan_on_first(ranks, wishes, make, known, wished.watch)

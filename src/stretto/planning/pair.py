@@ -1,22 +1,24 @@
-"""Pairs: a schedule in which forwards share windows with the backwards of earlier microbatches.
+"""Schedules made of others: forwards share windows with backwards, several stages are one.
 
 Within one action little can hide a collective, since the next op mostly needs its result. The ops of another
 microbatch need nothing of it. So a forward that follows a backward on the same rank is joined with it in one
 slot, (F;B)OVERLAP_F_B, and their ops are ordered together.
 
-    1. Forwards move ahead: by one place, over the backward that they are joined with; by more where `ahead`
-       says so. A pair waits for messages of both its actions, and with 1F1B's warm-up a stage's pair would
-       wait for a pair of the next stage that waits for this stage's last pair: each would stand half of the
-       time. With one more forward for every stage behind it, they need not wait.
+    1. Forwards move ahead: by one position, over the backward that they are joined with; by more where
+       `ahead` says so. A pair waits for messages of both its actions, and with 1F1B's warm-up a stage's pair
+       would wait for a pair of the next stage that waits for this stage's last pair: each would be idle half
+       of the time. With one more forward for every stage behind it, they need not wait.
     2. Every forward joins the backward actions directly before it; I and W of one microbatch become B.
-    3. With `ends`, what is left alone at the begin and at the end is joined, up to TOGETHER in a window.
 
-A few microbatches more are live on a stage that pairs: `stretto.schedule.timing.peak_live` says how many.
+A few microbatches more are live on a stage that pairs: `stretto.schedule.timing.peak_live` counts them.
 Backwards keep their order, so gradients are summed as they were. That no pair waits for itself by way of
 other ranks is proved on the lowered plan.
 
-`whole` goes to the end of this way: all actions of a rank in one window, of all its stages, forwards and
-backwards of one microbatch too, I and W as the schedule has them.
+`whole` puts all actions of a rank in one window, of all its stages, forwards and backwards of one microbatch
+too, I and W as the schedule has them.
+
+A job may be cut finer than its ranks need: consecutive stages of a rank are then one to a schedule
+(`of_stages`).
 """
 
 from __future__ import annotations
@@ -25,19 +27,18 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import pairwise
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 
-TOGETHER = 4
-"""The most actions of one phase in a window (step 3): kinds of windows do not grow with the pipeline."""
+Groups = tuple[tuple[int, ...], ...]
+"""Stages that are one to a schedule, in order."""
 
 
-def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False) -> Schedule | None:
+def pair(schedule: Schedule, *, ahead: int = 0) -> Schedule | None:
     """The schedule in pairs; None when there is nothing to join, or when its slots are overlapped already.
 
-    ahead: forwards that each rank runs earlier for every rank behind it, beside the one that joins. ends: see
-    step 3.
+    ahead: forwards that each rank runs earlier for every rank behind it, beside the one that joins.
     """
     if any(isinstance(slot, Overlap) for order in schedule.orders for slot in order):
         return None
@@ -45,21 +46,17 @@ def pair(schedule: Schedule, *, ahead: int = 0, ends: bool = False) -> Schedule 
     joined = False
     for rank, order in enumerate(schedule.orders):
         actions = [action for slot in order for action in slot.actions]
-        # With one rank the warm-up is one forward, and one more keeps it company.
-        more = int(ends and schedule.ranks == 1)
-        slots = _join(_ahead(actions, ahead * (schedule.ranks - 1 - rank) + more))
+        slots = _join(_ahead(actions, ahead * (schedule.ranks - 1 - rank)))
         joined = joined or any(isinstance(slot, Overlap) for slot in slots)
-        orders.append(_ends_joined(slots) if ends else tuple(slots))
+        orders.append(tuple(slots))
     return replace(schedule, orders=tuple(orders)) if joined else None
 
 
 def whole(schedule: Schedule) -> Schedule | None:
-    """The schedule with one window for each rank; None for one with overlapped slots, and where a rank has a
-    single action."""
+    """The schedule with one window for each rank; None where a rank has a single action."""
     actions = [tuple(action for slot in order for action in slot.actions) for order in schedule.orders]
-    for own, order in zip(actions, schedule.orders, strict=True):
-        if len(own) < 2 or len(own) > len(order):
-            return None
+    if min(map(len, actions)) < 2:
+        return None
     return replace(schedule, orders=tuple((Overlap(own),) for own in actions))
 
 
@@ -70,15 +67,15 @@ def apart(schedule: Schedule) -> Schedule:
 
 
 def frees(order: Sequence[Slot], more: int = 0) -> list[tuple[int, int]]:
-    """(a backward action, a later forward), by their places in a rank's order.
+    """(a backward action, a later forward), by their positions in a rank's order.
 
     If each such forward begins when the backward is done, then in any order of the actions the rank, and each
-    of its stages, holds at most `more` live microbatches more than in this one.
+    of its stages, keeps at most `more` live microbatches more than in this one.
     """
     actions = [action for slot in order for action in slot.actions]
-    places = [*dict.fromkeys(action.stage for action in actions)]
-    found = {pair for stage in places for pair in _frees(actions, [stage], more)}
-    return sorted(found | set(_frees(actions, places, more)))
+    stages = [*dict.fromkeys(action.stage for action in actions)]
+    kept = {pair for stage in stages for pair in _frees(actions, [stage], more)}
+    return sorted(kept | set(_frees(actions, stages, more)))
 
 
 def _frees(actions: Sequence[Action], stages: Sequence[int], more: int) -> Iterator[tuple[int, int]]:
@@ -97,7 +94,7 @@ def _frees(actions: Sequence[Action], stages: Sequence[int], more: int) -> Itera
 
 
 def _ahead(actions: Sequence[Action], by: int) -> list[Action]:
-    """Step 1: the k-th forward stands where the (k - by)-th stood; the rest keeps its order."""
+    """Step 1: the k-th forward goes where the (k - by)-th was; the rest keeps its order."""
     forwards = [action for action in actions if action.phase is Phase.F]
     result: list[Action] = []
     taken = 0
@@ -121,48 +118,53 @@ def _join(actions: Sequence[Action]) -> list[Slot]:
         if action.phase is not Phase.F:
             group.append(action)
         elif group:
-            slots.append(Overlap((action, *_whole(group))))
+            slots.append(Overlap((action, *_backwards(group))))
             group = []
         else:
             slots.append(action)
     return [*slots, *group]
 
 
-def _ends_joined(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Step 3."""
-    pairs = [at for at, slot in enumerate(slots) if isinstance(slot, Overlap)]
-    if not pairs:
-        return tuple(slots)
-    begin, end = pairs[0], pairs[-1] + 1
-    # Where I and W are apart, one window for all would change the order in which gradients are summed.
-    return (*_alone(slots[:begin], Phase.F), *slots[begin:end], *_alone(slots[end:], Phase.B))
-
-
-def _alone(slots: Sequence[Slot], phase: Phase) -> Iterator[Slot]:
-    """The slots, with those of one phase and stage that follow each other in few."""
-    for kinds, run in groupby(slots, lambda slot: {(action.phase, action.stage) for action in slot.actions}):
-        alike = list(run)
-        together = TOGETHER if {found for found, _ in kinds} == {phase} else 1
-        for at in range(0, len(alike), together):
-            yield _one(alike[at : at + together])
-
-
-def _one(slots: Sequence[Slot]) -> Slot:
-    """One slot of the actions of several."""
-    actions = tuple(action for slot in slots for action in slot.actions)
-    return Overlap(actions) if len(actions) > 1 else actions[0]
-
-
-def _whole(group: Sequence[Action]) -> list[Action]:
+def _backwards(group: Sequence[Action]) -> list[Action]:
     """The backward actions, with I and W of one stage and microbatch as B: one needs the other, so they are
     no two parts of a window."""
-    places = {(a.stage, a.phase, a.microbatch): a for a in group}
-    whole: list[Action] = []
+    there = {(a.stage, a.phase, a.microbatch) for a in group}
+    result: list[Action] = []
     for action in group:
         stage, microbatch = action.stage, action.microbatch
-        if action.phase is Phase.W and (stage, Phase.I, microbatch) in places:
+        if action.phase is Phase.W and (stage, Phase.I, microbatch) in there:
             continue
-        if action.phase is Phase.I and (stage, Phase.W, microbatch) in places:
+        if action.phase is Phase.I and (stage, Phase.W, microbatch) in there:
             action = Action(stage, Phase.B, microbatch)
-        whole.append(action)
-    return whole
+        result.append(action)
+    return result
+
+
+def equal_groups(stages: int, count: int) -> Groups:
+    """So many groups, none of which has two stages more than another."""
+    ends = [at * stages // count for at in range(count + 1)]
+    return tuple(tuple(range(first, end)) for first, end in pairwise(ends))
+
+
+def of_stages(schedule: Schedule, groups: Groups) -> Schedule:
+    """A schedule of groups as one of their stages: forwards go up through a group, backwards down."""
+    if all(len(group) == 1 for group in groups):
+        return schedule
+
+    def parts(action: Action) -> list[Action]:
+        group = groups[action.stage]
+        return [
+            replace(action, stage=stage) for stage in (group if action.phase is Phase.F else reversed(group))
+        ]
+
+    def slots(slot: Slot) -> list[Slot]:
+        if isinstance(slot, Overlap):
+            return [Overlap(tuple(part for action in slot.actions for part in parts(action)))]
+        return [*parts(slot)]
+
+    return replace(
+        schedule,
+        stages=sum(map(len, groups)),
+        stage_ranks=tuple(schedule.stage_ranks[at] for at, group in enumerate(groups) for _ in group),
+        orders=tuple(tuple(one for slot in order for one in slots(slot)) for order in schedule.orders),
+    )

@@ -10,10 +10,8 @@ from math import inf
 
 from stretto.bounds.step import lower_bound
 from stretto.ir.plan import Plan
-from stretto.order import Arranger
-from stretto.order.graphs import Frees
-from stretto.order.refine import ROUNDS, Refined, refine
-from stretto.order.whole_step import FEWEST, order_together, walks_allowed
+from stretto.order.policies import WindowOrders
+from stretto.order.whole_step import FEWEST, Frees, order_together, walks_allowed
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.lower import captured_windows, lower
 from stretto.planning.pair import apart, frees
@@ -21,11 +19,11 @@ from stretto.schedule.timing import peak_live
 from stretto.simulating import simulate
 
 BRIEF = 20
-"""Steps walked to see whether one window a rank can be held at all, where memory has a limit. Assumed."""
+"""Steps walked to see whether one window a rank fits at all, where memory has a limit. Assumed."""
 
 MORE_LIVE = (2, 1)
 """For every rank, how many live microbatches more than in the schedule's own order one window a rank may
-hold, where memory is short: the more, the more there is to choose from. Measured with ZB-V on the stack of
+keep, where memory is short: the more, the more there is to choose from. Measured with ZB-V on the stack of
 `benchmarks/braid.py`, two ranks: as few as in its order take 1.09 of STP's step, 1 more 1.04, 2 more 1.01,
 any number 0.96; pairs take 1.03."""
 
@@ -44,43 +42,23 @@ def as_captured(step: Step, context: Context) -> Step:
 def ordered(step: Step, context: Context) -> Step:
     """Each window in the policy's order, but for those that have one."""
 
-    def arranger() -> Arranger:
+    def orders() -> WindowOrders:
         costs, share = context.costs_of(step.job), context.effort.part(_step_us(step, context))
-        return Arranger(step.job, costs, step.schedule.stage_ranks, context.order, share=share)
+        return WindowOrders(step.job, costs, step.schedule.stage_ranks, context.order, share=share)
 
-    plain = context.once(step.job, ("arranger", context.order, step.schedule.stage_ranks), arranger)
+    plain = context.once(step.job, ("orders", context.order, step.schedule.stage_ranks), orders)
     windows = {
-        name: step.windows[name] if name in step.windows else plain.arrange(window)
+        name: step.windows[name] if name in step.windows else plain.ordered(window)
         for name, window in captured_windows(step.job, step.schedule).items()
     }
     return replace(step, windows=windows)
 
 
-def refined(step: Step, context: Context) -> Step:
-    """Windows ordered for the step as a whole (`stretto.order.refine`), by its short schedule."""
-    found = context.once(step.job, ("refined", step.short, step.overlap), lambda: _refined(step, context))
-    if found is None:
-        raise LeftOutError
-    return ordered(replace(step, windows=found.windows), context)
-
-
-def _refined(step: Step, context: Context) -> Refined | None:
-    short = replace(step, schedule=step.short)
-    quick = Arranger(step.job, context.costs_of(step.job), step.short.stage_ranks, rounds=ROUNDS)
-    return refine(
-        lambda windows: lowered(replace(short, windows=windows), context),
-        captured_windows(short.job, short.schedule),
-        quick,
-        context.effort.part(_step_us(step, context)),
-        context.watch,
-    )
-
-
 def whole_step(step: Step, context: Context) -> Step:
     """One window a rank, all of them ordered together (`stretto.order.whole_step`).
 
-    Any number of microbatches is live; where that is more than the job or a rank may hold, some more than in
-    the schedule's own order. Left out where a rank holds too much even so, so that other orders are searched
+    Any number of microbatches is live; where that is more than the job or a rank allows, some more than in
+    the schedule's own order. Left out where a rank needs too much even so, so that other orders are searched
     for as well, and where the step has so many items that it is hardly ever walked in its time.
     """
     effort = context.effort
@@ -110,7 +88,7 @@ def whole_step(step: Step, context: Context) -> Step:
 
 
 class _HoldsTooMuchError(LeftOutError):
-    """A rank holds more than it may."""
+    """A rank needs more than it may."""
 
 
 def _together(step: Step, context: Context, kept: Frees) -> Step:
@@ -122,17 +100,17 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
     made = step
     for walks in (None,) if step.max_bytes is None else (BRIEF, None):
         worth_us = context.effort.worth_us(bound_us)
-        found = order_together(captured, bound_us, walks, kept, worth_us, context.watch)
-        if found is None:
+        together = order_together(captured, bound_us, walks, kept, worth_us, context.watch)
+        if together is None:
             raise LeftOutError
-        made = replace(step, windows=found.windows)
+        made = replace(step, windows=together.windows)
         if step.max_bytes is not None:
-            holds = max(simulate(lowered(made, context)).peak_bytes)
-            if holds > step.max_bytes:
+            peak = max(simulate(lowered(made, context)).peak_bytes)
+            if peak > step.max_bytes:
                 raise _HoldsTooMuchError(
-                    f"one window a rank holds {holds:,} bytes, and the limit is {step.max_bytes:,}"
+                    f"one window a rank holds {peak:,} bytes, and the limit is {step.max_bytes:,}"
                 )
-        if found.ended:
+        if together.ended:
             break
     return made
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from stretto.backend.dispatch import resolve
+from stretto.backend.dispatch_adapter import resolve
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.price.efficiency import Efficiency, Matmul
 

@@ -16,7 +16,7 @@ from stretto.errors import LostRankError, StrettoError, UsageError
 T = TypeVar("T")
 
 BEAT_S = 5.0
-"""How often a rank that works tells the others so; far below the time that they wait for a message. In
+"""How often a rank that works signals the others; far below the time that they wait for a message. In
 between they are inside a library, and act on no signal."""
 
 
@@ -37,10 +37,10 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
 
     Raises the first rank's StrettoError on all ranks; a LostRankError at once.
     """
-    made: list[T] = []
+    built: list[T] = []
     failed: tuple[int, str] | None = None
     try:
-        made.append(work())
+        built.append(work())
     except LostRankError:
         raise
     except StrettoError as error:
@@ -49,7 +49,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
         if one is not None:
             status, message = one
             raise (UsageError if status == UsageError.exit_status else StrettoError)(message)
-    return made[0]
+    return built[0]
 
 
 def together_slowly(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -76,31 +76,31 @@ def together_slowly(ranks: Ranks, work: Callable[[], T]) -> T:
 def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """Do it on rank 0 alone, and return on every rank what it gave; every rank must call it. Its StrettoError
     is raised on all."""
-    made = together(ranks, work if ranks.rank == 0 else lambda: None)
-    found: T = ranks.all_gather(made)[0]
-    return found
+    built = together(ranks, work if ranks.rank == 0 else lambda: None)
+    result: T = ranks.all_gather(built)[0]
+    return result
 
 
-def first_alone(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
+def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
     """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it.
     Returns on rank 0 what it gave, None elsewhere.
 
-    The work is done by the thread that calls, so that signals reach it; another one tells the ranks that
+    The work is done by the thread that calls, so that signals reach it; another one signals the ranks that
     wait. It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a
     defect) is LostRankError on the others; what: what rank 0 does, for that message.
     """
     if ranks.size == 1:
         return work()
     if ranks.rank != 0:
-        told: Exception | bool = False
-        while told is False:
-            told = ranks.all_gather(None)[0]
-        if isinstance(told, Exception):
-            raise told
+        gathered: Exception | bool = False
+        while gathered is False:
+            gathered = ranks.all_gather(None)[0]
+        if isinstance(gathered, Exception):
+            raise gathered
         return None
     with _Beating(ranks) as beating:
         try:
-            made = work()
+            built = work()
         except StrettoError as error:
             beating.end(error)
             raise
@@ -109,11 +109,11 @@ def first_alone(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
             beating.end(LostRankError(f"rank 0, which {what}, was ended by {name}", 0))
             raise
         beating.end(True)
-        return made
+        return built
 
 
 class _Beating:
-    """While it is entered, a thread of rank 0's tells those that wait that it works."""
+    """While it is entered, a thread of rank 0 signals those that wait."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -135,16 +135,16 @@ class _Beating:
         except BaseException as error:
             self._failed.append(error)
 
-    def end(self, told: Exception | bool) -> None:
+    def end(self, gathered: Exception | bool) -> None:
         """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the
-        work itself has failed, which says more."""
+        work itself has failed, which explains more."""
         self._done.set()
         self._thread.join()
-        if told is not True:
+        if gathered is not True:
             with suppress(Exception):
                 if not self._failed:
-                    self._ranks.all_gather(told)
+                    self._ranks.all_gather(gathered)
             return
         if self._failed:
             raise self._failed[0]
-        self._ranks.all_gather(told)
+        self._ranks.all_gather(gathered)

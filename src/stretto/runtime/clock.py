@@ -1,6 +1,6 @@
 """The clock that a step is marked with: the host's on processors, the device's own on accelerators.
 
-On an accelerator the host queues work and goes on, so its clock says when something was queued. There a mark
+On an accelerator the host queues work and goes on, so its clock knows when something was queued. There a mark
 is an event on the stream that computes: what the device has done when it comes to it. Nothing waits for it;
 the marks are read when the step is asked for.
 

@@ -1,5 +1,5 @@
 """Measured against predicted, as plain text: what `print(runner.report())` shows on every rank, and a
-rehearsal of the place that ran."""
+rehearsal of the pipeline rank that ran."""
 
 from __future__ import annotations
 
@@ -25,27 +25,33 @@ def line(name: str, predicted: float | None, measured: float | None, unit: tuple
     return f"  {name:24}{guess:>14}{took:>14}{off:>10}".rstrip()
 
 
-def predicted_lines(found: Prediction, place: int, prefix: str) -> Iterator[str]:
-    """A place's accounts as predicted, where nothing is measured."""
-    yield line(f"{prefix}compute", found.compute_us[place], None)
-    for axis, exposed_us in sorted(found.exposed_axis_us.items()):
-        yield line(f"{prefix}exposed {axis}", exposed_us[place], None)
-    yield line(f"{prefix}bubble", found.bubble_us[place], None)
-    yield line(f"{prefix}peak memory", found.peak_bytes[place], None, MIB)
+def predicted_lines(predicted: Prediction, pp_rank: int, prefix: str) -> Iterator[str]:
+    """A pipeline rank's accounts as predicted, where nothing is measured."""
+    yield line(f"{prefix}compute", predicted.compute_us[pp_rank], None)
+    for axis, exposed_us in sorted(predicted.exposed_axis_us.items()):
+        yield line(f"{prefix}exposed {axis}", exposed_us[pp_rank], None)
+    yield line(f"{prefix}bubble", predicted.bubble_us[pp_rank], None)
+    yield line(f"{prefix}peak memory", predicted.peak_bytes[pp_rank], None, MIB)
 
 
-def place_lines(found: Prediction | None, measured: Timeline, place: int, prefix: str = "") -> Iterator[str]:
-    """A place's accounts of its compute lane, and its peak of memory."""
+def rank_lines(
+    predicted: Prediction | None, measured: Timeline, pp_rank: int, prefix: str = ""
+) -> Iterator[str]:
+    """A pipeline rank's accounts of its compute lane, and its peak of memory."""
     exposed = measured.exposed_axis_us()
-    compute_us, bubble_us = (measured.total_us(kind, place) for kind in (SpanKind.COMPUTE, SpanKind.BUBBLE))
-    yield line(f"{prefix}compute", found.compute_us[place] if found else None, compute_us)
-    for axis in sorted({*exposed, *(found.exposed_axis_us if found else ())}):
-        guess = found.exposed_axis_us[axis][place] if found and axis in found.exposed_axis_us else 0.0
-        took = exposed[axis][place] if axis in exposed else 0.0
-        yield line(f"{prefix}exposed {axis}", guess if found else None, took)
-    yield line(f"{prefix}bubble", found.bubble_us[place] if found else None, bubble_us)
-    peak = found.peak_bytes[place] if found else None
-    yield line(f"{prefix}peak memory", peak, measured.peak_bytes[place], MIB)
+    compute_us, bubble_us = (measured.total_us(kind, pp_rank) for kind in (SpanKind.COMPUTE, SpanKind.BUBBLE))
+    yield line(f"{prefix}compute", predicted.compute_us[pp_rank] if predicted else None, compute_us)
+    for axis in sorted({*exposed, *(predicted.exposed_axis_us if predicted else ())}):
+        guess = (
+            predicted.exposed_axis_us[axis][pp_rank]
+            if predicted and axis in predicted.exposed_axis_us
+            else 0.0
+        )
+        took = exposed[axis][pp_rank] if axis in exposed else 0.0
+        yield line(f"{prefix}exposed {axis}", guess if predicted else None, took)
+    yield line(f"{prefix}bubble", predicted.bubble_us[pp_rank] if predicted else None, bubble_us)
+    peak = predicted.peak_bytes[pp_rank] if predicted else None
+    yield line(f"{prefix}peak memory", peak, measured.peak_bytes[pp_rank], MIB)
 
 
 def stall_lines(measured: Timeline) -> Iterator[str]:
@@ -70,7 +76,7 @@ def metric_line(one: Observed) -> str:
 @dataclass(frozen=True, slots=True)
 class Report:
     """The last measured step beside the plan's prediction. `str()` is a table, with who waits for whom, and
-    what the model lets see. measured: None where there is none; `why` says why."""
+    what the model lets see. measured: None where there is none; `why` is the reason."""
 
     plan: Plan
     measured: Timeline | None
@@ -78,29 +84,29 @@ class Report:
     why: str = ""
 
     def __str__(self) -> str:
-        found, measured = self.plan.prediction, self.measured
+        predicted, measured = self.plan.prediction, self.measured
         who = f"{self.plan.job.name}, {self.plan.schedule.family} on {self.plan.where}"
         if measured is None:
             lines = [f"{who}: predicted; not measured: {self.why}"]
-            if found is not None:
-                lines.append(line("step", found.step_us, None))
-                for place in range(self.plan.ranks):
-                    lines += predicted_lines(found, place, f"{self.plan.counted} {place} ")
+            if predicted is not None:
+                lines.append(line("step", predicted.step_us, None))
+                for pp_rank in range(self.plan.ranks):
+                    lines += predicted_lines(predicted, pp_rank, f"{self.plan.counted} {pp_rank} ")
             return "\n".join([*lines, *map(metric_line, self.observed)])
         head = f"{who}: predicted, measured"
-        lines = [head, line("step", found.step_us if found else None, measured.step_us)]
-        for place in range(self.plan.ranks):
-            lines += place_lines(found, measured, place, f"{measured.who(place)} ")
+        lines = [head, line("step", predicted.step_us if predicted else None, measured.step_us)]
+        for pp_rank in range(self.plan.ranks):
+            lines += rank_lines(predicted, measured, pp_rank, f"{measured.who(pp_rank)} ")
         more = [*stall_lines(measured), *map(metric_line, self.observed)]
-        if found is None:
+        if predicted is None:
             return "\n".join(lines + more)
         hidden = measured.hidden
-        for axis in sorted(found.comm_axis_us):
-            guess_share, share = found.hidden(axis), hidden.get(axis)
+        for axis in sorted(predicted.comm_axis_us):
+            guess_share, share = predicted.hidden(axis), hidden.get(axis)
             if guess_share is not None and share is not None:
                 lines.append(
                     f"  {f'{axis} communication':24}{100 * guess_share:12.0f} %{100 * share:12.0f} %   hidden"
                 )
-        gap = beside_bound(measured.step_us, found.bound_us)
-        lines.append(f"  gap of the measured step to the lower bound: {gap}; what binds: {found.binds}")
+        gap = beside_bound(measured.step_us, predicted.bound_us)
+        lines.append(f"  gap of the measured step to the lower bound: {gap}; what binds: {predicted.binds}")
         return "\n".join(lines + more)

@@ -3,7 +3,7 @@
 Knows ops and windows, and calls `torch.compile`; `stretto.runtime.compiled_window` writes the calls.
 
     1. Cut the window's items into stretches: ops that follow each other with no communication, message or
-       random op between. Between two of these, ops of each part of the window stand together. A stretch also
+       random op between. Between two of these, ops of each part of the window are together. A stretch also
        ends where another block of the model begins, so that equal blocks give equal stretches, and what a
        block has read is freed before the next.
     2. A weight gradient that is a matrix product stays outside: it is added where the gradient is kept. So
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from stretto.backend.dispatch import resolve
+from stretto.backend.dispatch_adapter import resolve
 from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Op, Ref, TensorSpec
@@ -67,32 +67,32 @@ def _fuses(op: Op) -> bool:
 def block_of(module: str) -> str:
     """The block that a module is in, `blocks.3` of `blocks.3.mlp.up`; "-" for a module that is in none, and
     "" for no module."""
-    found = _BLOCK.match(module)
-    return found[0] if found else module and "-"
+    result = _BLOCK.match(module)
+    return result[0] if result else module and "-"
 
 
 def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ...]]:
     """Step 1: positions of the window's items, in the order in which they are to run; each item alone or in a
     stretch. ops: (stage, name) -> op."""
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     between: dict[int, list[tuple[int, Op]]] = {}
 
     def close() -> None:
         for part in between.values():
-            found.extend(_by_block(part))
+            result.extend(_by_block(part))
         between.clear()
 
     for at, item in enumerate(window.items):
         op = ops[window.parts[item.part][0], str(item.ref)] if item.kind is ItemKind.OP else None
         if op is None or not is_compute(op):
             close()
-            found.append((at,))
+            result.append((at,))
         else:
             if any(mate in between for mate in window.mates(item.part)):
                 close()  # what the other part has made may be read
             between.setdefault(item.part, []).append((at, op))
     close()
-    return found
+    return result
 
 
 def _by_block(ops: Sequence[tuple[int, Op]]) -> Iterator[tuple[int, ...]]:
@@ -115,7 +115,7 @@ class Stretch:
 
     before: parts of tuples that are made earlier, taken before the call. inputs: what the graph reads.
     graph: its ops. outputs: what it makes that is read outside. tuples: values of several outputs that are
-    read outside as a whole; their parts are outputs, named (part, "<name>#<index>"). after: products and
+    read outside as one value; their parts are outputs, named (part, "<name>#<index>"). after: products and
     views, to be called afterwards.
     """
 
@@ -135,8 +135,8 @@ class Stretch:
 def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set[Key]) -> Stretch:
     """Steps 2 and 3. ops: (part, op) in order; outside: values of them that are read outside or kept;
     products: those that are matrix products to add to a gradient."""
-    made = {(part, op.name) for part, op in ops}
-    before = tuple((part, op) for part, op in ops if op.target == GETITEM and (part, op.uses[0]) not in made)
+    built = {(part, op.name) for part, op in ops}
+    before = tuple((part, op) for part, op in ops if op.target == GETITEM and (part, op.uses[0]) not in built)
     given = {(part, op.name) for part, op in before}
     # 2. Backwards: what is read outside, and what it is made of.
     needed = set(outside)
@@ -185,8 +185,8 @@ class Compiled:
         with _CALLING:
             if self.meter is None:
                 return self.function(*inputs)
-            found: tuple[torch.Tensor, ...] = self.meter.outside(self.function, *inputs)
-            return found
+            result: tuple[torch.Tensor, ...] = self.meter.outside(self.function, *inputs)
+            return result
 
 
 class Compiler:
@@ -195,7 +195,7 @@ class Compiler:
     Compiling happens at once, on zeros of the inputs' shapes, and not in the first step. Inductor keeps what
     it compiled on disk, for other processes and later runs.
 
-    threads: ranks are threads of one process. PyTorch 2.13 counts for the whole process whether a call ran
+    threads: ranks are threads of one process. PyTorch 2.13 counts for the process whether a call ran
     compiled, so it is not asked to refuse one that did not: that runs op by op, with equal numbers.
     """
 
@@ -278,7 +278,7 @@ def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
     if spec.stride is None:
         return torch.zeros(spec.shape, dtype=dtype, device=device)
-    # An expanded tensor has fewer elements than its shape says.
+    # An expanded tensor has fewer elements than its shape has.
     reach = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
     return torch.zeros(reach, dtype=dtype, device=device).as_strided(spec.shape, spec.stride)
 
@@ -294,7 +294,7 @@ def make_compiler(how: str | None, device: torch.device, threads: bool) -> Compi
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raise UsageError, which says what to install, unless Inductor can compile for the device.
+    """Raise UsageError, which names what to install, unless Inductor can compile for the device.
 
     On processors it writes C++ and calls a compiler (the one that $CXX names, else g++ or clang++); on
     accelerators it writes Triton.

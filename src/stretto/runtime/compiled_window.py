@@ -1,7 +1,7 @@
 """A window's function whose stretches of compute are calls of compiled functions.
 
 The order of communications, messages, draws and gradients is that of the plan, as in
-`stretto.runtime.generate`; `stretto.runtime.compile` says what a stretch is.
+`stretto.runtime.generate`; `stretto.runtime.compile` defines a stretch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stretto.runtime.generate import Externals, Generated, Writer
 
 
 def generate_compiled(job: Job, window: Window, externals: Externals, compiler: Compiler) -> Generated:
-    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    """Make the function of a window. externals: with all fixed tensors that the window's stages read."""
     return CompiledWriter(job, window, externals, compiler).write()
 
 
@@ -30,23 +30,23 @@ class CompiledWriter(Writer):
 
     def items(self, last_item: Mapping[int, list[Key]]) -> None:
         last = {key: at for at, keys in last_item.items() for key in keys}
-        for places in cut(self.window, self.ops):
-            stretch = self._stretch(places, last) if len(places) > 1 else None
+        for positions in cut(self.window, self.ops):
+            stretch = self._stretch(positions, last) if len(positions) > 1 else None
             if stretch is None:
-                for at in places:
+                for at in positions:
                     self.item(at)
                     self.delete(last_item.get(at, ()))
             else:
-                self._call_compiled(stretch, self._ops(places))
-                self.delete(dict.fromkeys(key for at in places for key in last_item.get(at, ())))
+                self._call_compiled(stretch, self._ops(positions))
+                self.delete(dict.fromkeys(key for at in positions for key in last_item.get(at, ())))
 
-    def _ops(self, places: Sequence[int]) -> list[tuple[int, Op]]:
-        items = (self.window.items[at] for at in places)
+    def _ops(self, positions: Sequence[int]) -> list[tuple[int, Op]]:
+        items = (self.window.items[at] for at in positions)
         return [(item.part, self.ops[self.window.parts[item.part][0], str(item.ref)]) for item in items]
 
-    def _stretch(self, places: Sequence[int], last: Mapping[Key, int]) -> Stretch | None:
+    def _stretch(self, positions: Sequence[int], last: Mapping[Key, int]) -> Stretch | None:
         """The stretch of these items when it is worth compiling."""
-        ops = self._ops(places)
+        ops = self._ops(positions)
         products: set[Key] = set()
         outside: set[Key] = set()
         for part, op in ops:
@@ -57,10 +57,14 @@ class CompiledWriter(Writer):
                 continue
             result = any(op.name in self.results[stage, sub] for sub in phase.parts)
             # What has no last use becomes a buffer when the window ends.
-            if result or last.get(key, places[-1] + 1) > places[-1] or self.later(stage, phase, op.name):
+            if (
+                result
+                or last.get(key, positions[-1] + 1) > positions[-1]
+                or self.later(stage, phase, op.name)
+            ):
                 outside.add(key)
-        found = find_stretch(ops, outside, products)
-        return found if found.pays else None
+        stretch = find_stretch(ops, outside, products)
+        return stretch if stretch.pays else None
 
     def _call_compiled(self, stretch: Stretch, ops: Sequence[tuple[int, Op]]) -> None:
         self.enter(ops[0][0])
@@ -75,11 +79,11 @@ class CompiledWriter(Writer):
         for (part, name), count in stretch.tuples.items():
             parts = [self.name(part, f"{name}#{k}") for k in range(count)]
             self.take(part, name, parts, ", ".join(parts))
-        made = {*stretch.outputs, *stretch.tuples}
+        built = {*stretch.outputs, *stretch.tuples}
         for part, op in ops:
             stage, phase = self.window.parts[part]
             key = (part, op.name)
-            if key in made:
+            if key in built:
                 # Two results that are equal may be one tensor now.
                 self.keep_results(part, op, stage, phase, may_own=False)
             elif key in stretch.after and self.is_product(op, stage):
@@ -91,7 +95,7 @@ class CompiledWriter(Writer):
     def _spec(self, part: int, name: str) -> TensorSpec:
         """Shape, dtype and strides of a value that a stretch reads."""
         if name in self.externals.fixed:
-            held = self.externals.fixed[name]
-            stride = None if held.is_contiguous() else tuple(held.stride())
-            return TensorSpec(tuple(held.shape), str(held.dtype).removeprefix("torch."), stride)
+            kept = self.externals.fixed[name]
+            stride = None if kept.is_contiguous() else tuple(kept.stride())
+            return TensorSpec(tuple(kept.shape), str(kept.dtype).removeprefix("torch."), stride)
         return self.specs[name]

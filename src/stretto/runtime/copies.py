@@ -1,10 +1,10 @@
-"""Copies start equal: what several ranks hold of a model is compared when they make their Runners.
+"""Copies start equal: tensors that several ranks have are compared when they make their Runners.
 
 Each rank takes its values from the model of its own process, and nobody sends them. Copies that start apart
-train apart, and no loss tells. Reads values, and changes none:
+train apart, and no loss shows it. Reads values, and changes none:
 
-    1. What other ranks hold too: data-parallel copies, tied ones, what tensor-parallel ranks do not spread,
-       and the wholes from which they cut their parts. Not buffers that the model writes, of which every
+    1. What other ranks have too: data-parallel copies, tied ones, what tensor-parallel ranks do not shard,
+       and the full tensors from which they cut their parts. Not buffers that the model writes, of which every
        data-parallel copy keeps its own.
     2. A digest of each, made on its device.
     3. All ranks gather the digests of all, so that they come to one verdict.
@@ -22,10 +22,10 @@ from stretto.ir.plan import Plan
 from stretto.runtime.transport import Transport
 
 Copy = tuple[str, tuple[int, ...]]
-"""What it is (`parameter 'head.weight'`), and which part: coordinates on the axes that it is spread over."""
+"""What it is (`parameter 'head.weight'`), and which part: coordinates on the axes that it is sharded over."""
 
 CHUNK = 2**18
-"""Words that are summed at once: enough to keep a device busy, and 2 MiB as whole numbers."""
+"""Words that are summed at once: enough to keep a device busy, and 2 MiB as integers."""
 
 MIX = 0xBF58476D1CE4E5B9 - 2**64
 """The first factor of splitmix64 (Steele, Lea and Flood 2014), as a signed number."""
@@ -39,20 +39,20 @@ def check_copies(
     transport: Transport,
     parameters: Mapping[int, torch.Tensor],
     buffers: Mapping[int, torch.Tensor],
-    wholes: Mapping[str, torch.Tensor],
+    full_tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Every rank must call it. Raises UsageError on all ranks when two hold different copies.
+    """Every rank must call it. Raises UsageError on all ranks when two have different copies.
 
-    parameters, buffers: what this rank holds, by index in the job. wholes: tied name -> the whole, of
-    parameters from which this rank cut its part.
+    parameters, buffers: what this rank has, by index in the job. full_tensors: tied name -> the full
+    tensor, of parameters from which this rank cut its part.
     """
     if transport.size == 1:
         return
-    held = _copies(plan, transport.rank, parameters, buffers, wholes)
-    told = _difference(transport.all_gather({copy: digest(tensor) for copy, tensor in held.items()}))
-    if told:
+    kept = _copies(plan, transport.rank, parameters, buffers, full_tensors)
+    gathered = _difference(transport.all_gather({copy: digest(tensor) for copy, tensor in kept.items()}))
+    if gathered:
         raise UsageError(
-            f"{told}: copies that start apart stay apart. Seed all ranks alike before the model is made "
+            f"{gathered}: copies that start apart stay apart. Seed all ranks alike before the model is made "
             "(not by rank), and load weights on every rank, not on one"
         )
 
@@ -62,41 +62,41 @@ def _copies(
     rank: int,
     parameters: Mapping[int, torch.Tensor],
     buffers: Mapping[int, torch.Tensor],
-    wholes: Mapping[str, torch.Tensor],
+    full_tensors: Mapping[str, torch.Tensor],
 ) -> dict[Copy, torch.Tensor]:
     """Step 1, for one rank."""
     job, coordinates = plan.job, plan.mesh.coordinates(rank)
     stages: dict[str, set[int]] = {}
     for parameter in job.parameters:
         stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
-    found: dict[Copy, torch.Tensor] = {}
-    for k, held in sorted(parameters.items()):
+    result: dict[Copy, torch.Tensor] = {}
+    for k, kept in sorted(parameters.items()):
         parameter = job.parameters[k]
         name = parameter.tied_to
-        shards = () if name in wholes else parameter.shards
+        shards = () if name in full_tensors else parameter.shards
         if _is_elsewhere(plan, stages[name], [s.axis for s in shards if s.copies == 1]):
             part = tuple(s.part(coordinates[s.axis]) for s in shards)
-            found.setdefault((f"parameter {name!r}", part), wholes.get(name, held))
+            result.setdefault((f"parameter {name!r}", part), full_tensors.get(name, kept))
     # An evaluation reads what a training wrote.
-    for k, held in sorted(buffers.items()) if job.trains else ():
+    for k, kept in sorted(buffers.items()) if job.trains else ():
         buffer = job.buffers[k]
         if not buffer.updates and _is_elsewhere(plan, buffer.stages, ()):
-            found[f"buffer {buffer.name!r}", ()] = held
-    return found
+            result[f"buffer {buffer.name!r}", ()] = kept
+    return result
 
 
-def _is_elsewhere(plan: Plan, stages: Iterable[int], spread: Sequence[str]) -> bool:
-    """Whether what these stages use, and these axes spread, is on more than one rank."""
-    places = {plan.rank_of(stage) for stage in stages}
-    return len(places) > 1 or any(size > 1 and axis not in spread for axis, size in plan.job.axes)
+def _is_elsewhere(plan: Plan, stages: Iterable[int], sharded: Sequence[str]) -> bool:
+    """Whether what these stages use, and these axes shard, is on more than one rank."""
+    pp_ranks = {plan.rank_of(stage) for stage in stages}
+    return len(pp_ranks) > 1 or any(size > 1 and axis not in sharded for axis, size in plan.job.axes)
 
 
 def digest(tensor: torch.Tensor) -> str:
     """Step 2: equal for equal values, whatever their layout and device; no copy of the tensor is made,
     except of one that is not contiguous.
 
-    The words of a chunk are mixed with an odd number of their place and summed, modulo 2**64: sums of whole
-    numbers are the same in any order, and none stays as it was when one word changes.
+    The words of a chunk are mixed with an odd number of their place and summed, modulo 2**64: sums of
+    integers are the same in any order, and none stays as it was when one word changes.
     """
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
@@ -111,11 +111,11 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
     return (words ^ (words >> 31 & 2**33 - 1)) * MIX
 
 
-def _difference(found: Sequence[Mapping[Copy, str]]) -> str:
+def _difference(result: Sequence[Mapping[Copy, str]]) -> str:
     """Step 3: what differs, and where; "" if nothing does. found: by rank."""
     first: dict[Copy, tuple[int, str]] = {}
     apart: dict[Copy, list[int]] = {}
-    for rank, digests in enumerate(found):
+    for rank, digests in enumerate(result):
         for copy, text in digests.items():
             _, expected = first.setdefault(copy, (rank, text))
             if text != expected:

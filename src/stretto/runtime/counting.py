@@ -1,9 +1,9 @@
 """What a step's loss is divided by: the number of microbatches, or what they count, known before the step.
 
-Every rank is given the whole batch, and counts all of it: no count is communicated, and gradients are right
+Every rank is given the full batch, and counts all of it: no count is communicated, and gradients are right
 from the first backward on.
 
-1. The count's ops become a function, as a window's do. It is called once for all microbatches of the whole
+1. The count's ops become a function, as a window's do. It is called once for all microbatches of the full
    batch (`torch.vmap`), or where an op cannot be, once for each.
 2. The tangent, from which every backward begins, is set to one over their sum. On accelerators nothing waits
    for it.
@@ -43,8 +43,8 @@ class Alone:
         fixed = {}
         for constant in job.constants:
             if f"const/{constant.name}" in read:
-                made = torch.tensor(constant.data, dtype=getattr(torch, constant.spec.dtype), device=device)
-                fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
+                built = torch.tensor(constant.data, dtype=getattr(torch, constant.spec.dtype), device=device)
+                fixed[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
         alone = replace(
             job,
             stages=(Stage(0, {phase: ops if phase is Phase.F else () for phase in PHASES}),),
@@ -75,13 +75,13 @@ class Counter:
 
     @torch.no_grad()
     def counts(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """batch: leaves of the whole batch, on the device. Returns float64 (microbatches of all copies,)."""
+        """batch: leaves of the full batch, on the device. Returns float64 (microbatches of all copies,)."""
         given = [
-            leaf if whole else leaf.view(self._pieces, leaf.shape[0] // self._pieces, *leaf.shape[1:])
-            for leaf, whole in zip((batch[name] for name in self._leaves), self._whole, strict=True)
+            leaf if full else leaf.view(self._pieces, leaf.shape[0] // self._pieces, *leaf.shape[1:])
+            for leaf, full in zip((batch[name] for name in self._leaves), self._whole, strict=True)
         ]
         if self._batched and not all(self._whole):
-            dims = tuple(None if whole else 0 for whole in self._whole)
+            dims = tuple(None if full else 0 for full in self._whole)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of ops without a rule: slower, and right
@@ -90,8 +90,7 @@ class Counter:
                 self._batched = False
         parts = range(self._pieces)
         rows = [
-            [leaf if whole else leaf[m] for leaf, whole in zip(given, self._whole, strict=True)]
-            for m in parts
+            [leaf if full else leaf[m] for leaf, full in zip(given, self._whole, strict=True)] for m in parts
         ]
         return torch.stack([self._one(*row) for row in rows])
 
@@ -124,7 +123,7 @@ class Divisor:
             self._total = job.count.value * job.pieces
 
     def begin(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """Step 2. batch: leaves of the whole batch."""
+        """Step 2. batch: leaves of the full batch."""
         if self._counter is not None:
             self._total = self._counter.counts(batch).sum()
             self._tangent.copy_(self._total.reciprocal())
@@ -141,11 +140,13 @@ class Divisor:
         """All ranks count the same; every rank must call it. Raises UsageError on every rank."""
         if self._counter is None or transport.size == 1:
             return
-        found = transport.all_gather(float(self._counter.counts(batch).sum()))
-        apart = [rank for rank, total in enumerate(found) if not math.isclose(total, found[0], rel_tol=1e-6)]
+        result = transport.all_gather(float(self._counter.counts(batch).sum()))
+        apart = [
+            rank for rank, total in enumerate(result) if not math.isclose(total, result[0], rel_tol=1e-6)
+        ]
         if apart:
             raise UsageError(
-                f"rank {apart[0]} counts {found[apart[0]]:g} in the batch, rank 0 {found[0]:g}: every rank "
+                f"rank {apart[0]} counts {result[apart[0]]:g} in the batch, rank 0 {result[0]:g}: every rank "
                 "must be given the whole batch, the same on all, of which it reads its part"
             )
 
@@ -162,7 +163,7 @@ class UnequalMeans:
         self._left = NOTED_STEPS if device.type == "cpu" else 1
 
     def look(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """batch: leaves of the whole batch."""
+        """batch: leaves of the full batch."""
         if not self._left:
             return
         self._left -= 1

@@ -5,9 +5,9 @@ The contract:
 
 1. A lane is a stream of high priority. A transfer waits there for what was queued on the compute stream
    before it (an event), then takes its time; a wait makes the compute stream wait for the transfer's event.
-   The processor that queues the work never stands.
-2. What takes time is a kernel that leaves the device free (`stretto.backend.device_delay`).
-3. A received message begins when the plan's simulation says, counted from the step's start, or when its
+   The processor that queues the work never stalls.
+2. What takes time is a kernel that leaves the device free (`stretto.backend.device_time`).
+3. A received message begins at the time of the plan's simulation, counted from the step's start, or when its
    receive is posted and the one before it has arrived, whichever is later. The peers do not answer to this
    rank's pace, as they do on processors: nothing knows the time on the device while work is queued.
 4. Lanes do not share network cards here: each has its own time.
@@ -18,17 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from stretto.backend.device_delay import DeviceDelay, mark
+from stretto.backend.device_time import DeviceDelay, mark
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import message_us
-from stretto.runtime.lone import LoneEnd
+from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.record import LEAST_SPAN_US, gap_spans, idle_spans
+from stretto.runtime.transport import Handle, Pending
 from stretto.simulating import simulate
 from stretto.verifying.trace import ends_of
 
@@ -46,7 +48,7 @@ class Taken:
     ended: torch.cuda.Event
 
 
-class CudaTransport(LoneEnd["Queued"]):
+class CudaTransport(SingleRankEnd):
     """The end of rank `rank` of a plan on `device`. `begin` comes before each step, `timeline` after it."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
@@ -61,7 +63,7 @@ class CudaTransport(LoneEnd["Queued"]):
         spans = [
             span
             for span in simulate(self._plan).spans
-            if span.rank == self._place and span.kind is SpanKind.MESSAGE and span.sender is not None
+            if span.rank == self._pp_rank and span.kind is SpanKind.MESSAGE and span.sender is not None
         ]
         return {s.name: s.start_us for s in spans}, {s.name: s.end_us for s in spans}
 
@@ -97,34 +99,34 @@ class CudaTransport(LoneEnd["Queued"]):
         def us(event: torch.cuda.Event) -> float:
             return 1000.0 * float(self._start.elapsed_time(event))
 
-        place, step_us = self._place, us(end)
+        pp_rank, step_us = self._pp_rank, us(end)
         spans = [
-            Span(place, taken.lane, SpanKind.MESSAGE, taken.name, us(taken.begun), us(taken.ended))
+            Span(pp_rank, taken.lane, SpanKind.MESSAGE, taken.name, us(taken.begun), us(taken.ended))
             for taken in self._taken
         ]
         idle = [
             span
             for taken, before, after in self._waits
-            for span in idle_spans(place, taken.name, us(before), us(taken.begun), us(after))
+            for span in idle_spans(pp_rank, taken.name, us(before), us(taken.begun), us(after))
         ]
         cursor = 0.0
         for start_us, end_us in [*((s.start_us, s.end_us) for s in idle), (step_us, step_us)]:
             if start_us - cursor > LEAST_SPAN_US:
-                spans.append(Span(place, COMPUTE_LANE, SpanKind.COMPUTE, "compute", cursor, start_us))
+                spans.append(Span(pp_rank, COMPUTE_LANE, SpanKind.COMPUTE, "compute", cursor, start_us))
             cursor = max(cursor, end_us)
         spans += idle
-        spans += gap_spans(place, [s for s in spans if s.lane == COMPUTE_LANE], step_us)
-        peaks = tuple(peak_bytes if rank == place else 0 for rank in range(self._plan.ranks))
+        spans += gap_spans(pp_rank, [s for s in spans if s.lane == COMPUTE_LANE], step_us)
+        peaks = tuple(peak_bytes if rank == pp_rank else 0 for rank in range(self._plan.ranks))
         members = self._plan.members
         return Timeline("measured", self._plan.ranks, step_us, tuple(spans), peaks, members=members)
 
     # The transport's words.
 
-    def send(self, lane: str, value: torch.Tensor, to: int) -> Queued:
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         edge, microbatch = self._take(self._next_send, lane)
         return self._queue(lane, f"{lane} e{edge}:{microbatch}", self._message_us(edge))
 
-    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Queued:
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
         name = f"{lane} e{edge}:{microbatch}"
         gap_us = self._begins_us[name] - self._until_us.get(lane, 0.0)
@@ -137,7 +139,7 @@ class CudaTransport(LoneEnd["Queued"]):
 
     # Behind them.
 
-    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Queued:
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         call, _ = self._take(self._next_work, lane)
         return self._queue(lane, call.name, call.time.us, fill)
 
@@ -145,7 +147,7 @@ class CudaTransport(LoneEnd["Queued"]):
         link: Link = self._plan.costs.link(*ends_of(self._plan, edge))
         return message_us(link, self._plan.job.edges[edge].spec.nbytes)
 
-    def _queue(self, lane: str, name: str, us: float, fill: Callable[[], object] | None = None) -> Queued:
+    def _queue(self, lane: str, name: str, us: float, fill: Callable[[], object] | None = None) -> Handle:
         """Step 1: the transfer, behind what is queued on the compute stream and on its lane."""
         stream = self._streams[lane]
         stream.wait_event(mark(torch.cuda.current_stream(self._device)))
@@ -156,26 +158,16 @@ class CudaTransport(LoneEnd["Queued"]):
                 fill()
         taken = Taken(name, lane, begun, mark(stream))
         self._taken.append(taken)
-        return Queued(self, taken)
+        return Pending(partial(self._wait_for, taken))
 
     def _spend(self, lane: str, us: float) -> None:
         """Step 2."""
         with torch.cuda.stream(self._streams[lane]):
             self._delay.spend(us, lane)
 
-    def wait_for(self, taken: Taken) -> None:
+    def _wait_for(self, taken: Taken) -> None:
         """The compute stream waits for the transfer."""
         stream = torch.cuda.current_stream(self._device)
         before = mark(stream)
         stream.wait_event(taken.ended)
         self._waits.append((taken, before, mark(stream)))
-
-
-class Queued:
-    """A transfer under way on its lane."""
-
-    def __init__(self, end: CudaTransport, taken: Taken) -> None:
-        self._end, self._taken = end, taken
-
-    def wait(self) -> None:
-        self._end.wait_for(self._taken)

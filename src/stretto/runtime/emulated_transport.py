@@ -1,31 +1,116 @@
-"""A transport without peers: what a lone rank sends and receives takes the time that its plan predicts.
+"""A transport without peers: what a single rank sends and receives takes the time that its plan predicts.
 
 The contract:
 
-1. Lanes, network cards and the other places of the pipeline are those of the simulation, which goes on while
+1. Lanes, network cards and the other pipeline ranks are those of the simulation, which goes on while
    this rank really works (`stretto.simulating.live`). The clock is this machine's. A peer that is waited for
-   answers when the simulation says, given when this rank really started what the peer waits for.
-2. What every lone end does is that of `stretto.runtime.lone`; by it a transfer is known.
-3. What is received is made up: messages are small random numbers; other members of a collective hold what
-   this rank holds, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
-   transport's own threads or a device's copy engine would do: the step's clock stands meanwhile.
+   answers at the time of the simulation, given when this rank really started what the peer waits for.
+2. The k-th start on a lane is the k-th that the plan's order has there (`SingleRankEnd`, of which an
+   accelerator's transport is one, too).
+3. What is received is made up: messages are small random numbers; other members of a collective have what
+   this rank has, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
+   transport's own threads or a device's copy engine would do: the step's clock is stopped meanwhile.
 4. A wait that finds its transfer unfinished sleeps until the end that is predicted, and is recorded.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 
-from stretto.ir.plan import Plan
-from stretto.runtime.lone import LoneEnd
+from stretto.backend.collectives import arrived, put_together
+from stretto.errors import RunError
+from stretto.ir.collectives import KINDS, How
+from stretto.ir.mesh import Mesh
+from stretto.ir.plan import Communicator, Plan
+from stretto.ir.timeline import Span
+from stretto.runtime.record import idle_spans
+from stretto.runtime.transport import Handle, Pending, not_open
 from stretto.simulating.clock import Moment
 from stretto.simulating.collectives import Collective
-from stretto.simulating.live import Live
+from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
+from stretto.verifying.trace import EventKind
+
+
+class SingleRankEnd(ABC):
+    """The transport of rank `rank` of a plan, of which no other runs. `begin` comes before each step.
+
+    Raises PlanError for a plan that cannot be simulated.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.rank = rank
+        self.size = plan.world
+        self._plan = plan
+        self._pp_rank = plan.mesh.place(rank)
+        self._windows = ready_windows(plan)
+        self._works = calls_of(plan, self._pp_rank, self._windows)
+        self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
+        self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)
+        self._members: dict[str, tuple[int, ...]] = {}
+
+    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
+        for communicator in communicators:
+            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
+            if group is not None:
+                self._members[communicator.name] = group
+
+    def close(self) -> None:
+        self._members.clear()
+
+    def begin(self) -> None:
+        """A step begins: nothing that the plan's order has on a lane has started."""
+        self._next_send = {lane: deque(messages) for lane, messages in self._sends.items()}
+        self._next_post = {lane: deque(messages) for lane, messages in self._posts.items()}
+        self._next_work = {lane: deque(works) for lane, works in self._works.items()}
+
+    @abstractmethod
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
+        """Start the lane's next collective; `fill` writes what it gives."""
+
+    def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
+        return self._collective(lane)
+
+    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
+        return self._collective(lane)
+
+    def collective(
+        self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
+    ) -> Handle:
+        row, members = KINDS[kind], self._members[lane]
+        if row.in_place:
+            return self._collective(lane)
+        me = members.index(self.rank)
+        parts = arrived(row, [value] * len(members), me, how)
+        return self._collective(
+            lane, lambda: put_together(row, result, parts[me : me + 1] if row.sums else parts, how)
+        )
+
+    def all_gather(self, item: Any) -> list[Any]:
+        return [item] * self.size
+
+    def clock_offset_us(self) -> float:
+        return 0.0
+
+    def during_step(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
+        """What the plan's order starts next on a lane. Raises RunError when that is nothing."""
+        if lane not in self._members:
+            raise not_open(self.rank, lane, self._members)
+        if not queues.get(lane):
+            raise RunError(f"rank {self.rank}: the plan's order has nothing more to start on lane {lane!r}")
+        return queues[lane].popleft()
+
 
 SPIN_US = 150.0
 """The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""
@@ -34,43 +119,32 @@ NOISE = 0.02
 """Standard deviation of made-up values: that of freshly initialised weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """The rank stood from start to end for a communication that was under way from `begun_us` on. Times are
-    microseconds from the step's start."""
-
-    name: str
-    start_us: float
-    begun_us: float
-    end_us: float
-
-
-class EmulatedTransport(LoneEnd["Emulated"]):
+class EmulatedTransport(SingleRankEnd):
     """The end of rank `rank` of a plan. `begin` comes before each step and `end` after it."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-        self.idle: list[Idle] = []
-        self._live = Live(plan, self._place, self._windows)
+        self.idle: list[Span] = []
+        self._live = Live(plan, self._pp_rank, self._windows)
         self._origin_ns = 0
-        # When the clock went on after it had stood, and for how long it had in all, in nanoseconds.
+        # When the clock went on after it had stopped, and for how long it had in all, in nanoseconds.
         self._went_on_ns: list[int] = []
-        self._stood_ns: list[int] = [0]
+        self._stalled_ns: list[int] = [0]
 
     # The step.
 
     def begin(self) -> None:
         """A step begins now."""
         super().begin()
-        self._live = Live(self._plan, self._place, self._windows)
+        self._live = Live(self._plan, self._pp_rank, self._windows)
         self.idle = []
-        self._went_on_ns, self._stood_ns = [], [0]
+        self._went_on_ns, self._stalled_ns = [], [0]
         self._origin_ns = time.perf_counter_ns()
         self._live.begin()
 
     def end(self) -> tuple[float, Live]:
-        """The step has ended here: (when the last of all places ends, in microseconds; the simulation)."""
+        """The step has ended here: (when the last pipeline rank ends, in microseconds; the simulation)."""
         return self._live.end(self.now_us()), self._live
 
     def now_us(self) -> float:
@@ -80,42 +154,46 @@ class EmulatedTransport(LoneEnd["Emulated"]):
     def us_of(self, time_ns: int) -> float:
         """A reading of the process's clock, as microseconds of the step: since `begin`, without the time in
         which values were made up."""
-        stood_ns = self._stood_ns[bisect_right(self._went_on_ns, time_ns)]
-        return (time_ns - self._origin_ns - stood_ns) / 1000.0
+        stalled_ns = self._stalled_ns[bisect_right(self._went_on_ns, time_ns)]
+        return (time_ns - self._origin_ns - stalled_ns) / 1000.0
 
     # The transport's words.
 
-    def send(self, lane: str, value: torch.Tensor, to: int) -> Emulated:
+    def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         edge, microbatch = self._take(self._next_send, lane)
         self._live.advance(self.now_us())
         message = self._live.send(edge, microbatch)
-        return Emulated(self, message.left, message.name)
+        return self._pending(message.left, message.name)
 
-    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Emulated:
+    def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
         self._live.advance(self.now_us())
         message = self._live.post(edge, microbatch)
-        return Emulated(self, message.arrived, message.name, lambda: buffer.copy_(self._made_up(buffer)))
+        return self._pending(message.arrived, message.name, lambda: buffer.copy_(self._made_up(buffer)))
 
     # Behind them.
 
-    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Emulated:
+    def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         work, microbatch = self._take(self._next_work, lane)
         self._live.advance(self.now_us())
-        made: Collective = self._live.start(work, microbatch)
-        return Emulated(self, made.done, made.name, fill)
+        built: Collective = self._live.start(work, microbatch)
+        return self._pending(built.done, built.name, fill)
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         """Step 3."""
         key = (like.shape, like.dtype)
         if key not in self._noise:
-            made = torch.zeros_like(like)
+            built = torch.zeros_like(like)
             if like.is_floating_point():
-                made.normal_(0.0, NOISE)
-            self._noise[key] = made
+                built.normal_(0.0, NOISE)
+            self._noise[key] = built
         return self._noise[key]
 
-    def wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
+    def _pending(self, moment: Moment, name: str, fill: Callable[[], object] | None = None) -> Handle:
+        """fill: what writes the received values."""
+        return Pending(partial(self._wait_for, moment, name, fill))
+
+    def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
         """Step 4."""
         start_us = self.now_us()
         self._live.advance(start_us)
@@ -126,16 +204,16 @@ class EmulatedTransport(LoneEnd["Emulated"]):
             return
         self._sleep_until(end_us)
         begun_us = start_us if moment.begun_us is None else moment.begun_us
-        self.idle.append(Idle(name, start_us, begun_us, self.now_us()))
+        self.idle += idle_spans(self._pp_rank, name, start_us, begun_us, self.now_us())
 
     def _outside_of_time(self, fill: Callable[[], object]) -> None:
-        """Write what is received while the step's clock stands."""
+        """Write what is received while the step's clock is stopped."""
         begun_ns = time.perf_counter_ns()
         with torch.no_grad():
             fill()
         now_ns = time.perf_counter_ns()
         self._went_on_ns.append(now_ns)
-        self._stood_ns.append(self._stood_ns[-1] + now_ns - begun_ns)
+        self._stalled_ns.append(self._stalled_ns[-1] + now_ns - begun_ns)
 
     def _sleep_until(self, time_us: float) -> None:
         left_us = time_us - self.now_us()
@@ -143,19 +221,3 @@ class EmulatedTransport(LoneEnd["Emulated"]):
             time.sleep((left_us - SPIN_US) / 1e6)
         while self.now_us() < time_us:
             pass
-
-
-class Emulated:
-    """A transfer under way. fill: what writes the received values."""
-
-    def __init__(
-        self,
-        end: EmulatedTransport,
-        moment: Moment,
-        name: str,
-        fill: Callable[[], object] | None = None,
-    ) -> None:
-        self._end, self._moment, self._name, self._fill = end, moment, name, fill
-
-    def wait(self) -> None:
-        self._end.wait_for(self._moment, self._name, self._fill)

@@ -1,21 +1,36 @@
-"""What must hold before a rank runs: model and batch fit the plan, and all ranks hold the same plan."""
+"""What must be true before a rank runs: model and batch fit the plan, and all ranks have the same plan.
+
+Numbers of a batch that name a row or a class are looked at: one that is out of range would end a step inside
+an op on processors, and end the process on accelerators (`Ranges`).
+
+    1. Which values of the batch are such numbers, the ops state: the rows of an embedding, the labels of a
+       cross-entropy. What lies between is views and casts.
+    2. The full leaf is looked at, in one pass: where it is in range, so is every part of it.
+    3. Where it is not, the very value is computed that the op reads.
+
+Leaves on an accelerator are not looked at: that would wait for it. Labels over a vocabulary that
+tensor-parallel ranks share are compared by other ops (`stretto.parallelize.vocabulary`).
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from stretto.batch import tree
-from stretto.errors import UsageError
+from stretto.errors import RunError, StrettoError, UsageError
+from stretto.ir.action import Phase
+from stretto.ir.op_names import LIKELIHOODS
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job, TensorSpec
+from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.ir.serialize import plan_to_text
-from stretto.runtime.ranges import Ranges
+from stretto.runtime.counting import Alone
 from stretto.runtime.transport import Transport
 
 
@@ -97,14 +112,14 @@ def _check_marks(
 
 
 def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """A leaf that every microbatch is given whole."""
+    """A leaf that every microbatch is given in full."""
     dtype = getattr(torch, spec.dtype)
     if tuple(leaf.shape) != spec.shape:
         raise UsageError(
             f"batch leaf {name!r}, given whole to every microbatch, has shape {list(leaf.shape)}; the plan "
             f"was made for {list(spec.shape)}"
         )
-    # A whole number stands for the floating-point one, as in Python.
+    # An integer is taken for the floating-point one, as in Python.
     converts = leaf.is_floating_point() or (not leaf.dim() and not leaf.is_complex())
     if leaf.dtype is not dtype and not (dtype.is_floating_point and converts):
         raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
@@ -112,42 +127,42 @@ def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device
 
 
 def agree(plan: Plan, transport: Transport, seed: int) -> None:
-    """All ranks must hold the same plan and seed. A plan that each rank measured alone differs, and would
+    """All ranks must have the same plan and seed. A plan that each rank measured alone differs, and would
     hang or mix up messages. Raises UsageError on every rank."""
     # What the model's code read may be a rank's own: its number, a path.
     shared = replace(plan, job=replace(plan.job, read=()))
     digest = hashlib.sha256(f"{seed}\n{plan_to_text(shared)}".encode()).hexdigest()[:12]
-    found = transport.all_gather(digest)
-    if len(set(found)) > 1:
-        told = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
+    result = transport.all_gather(digest)
+    if len(set(result)) > 1:
+        shown = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(result))
         raise UsageError(
-            f"the ranks hold different plans or seeds ({told}): plan on one rank and load the file on all, "
+            f"the ranks have different plans or seeds ({shown}): plan on one rank and load the file on all, "
             "or call stretto.plan on all ranks after init_process_group, which agrees on the costs"
         )
 
 
 def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
-    """One tensor must not stand for two ties of the plan, nor two for one: copies would drift apart.
+    """One tensor must not have two ties of the plan, nor two tensors one: copies would drift apart.
 
     Names of other ranks' stages count, too, because a tie may join ranks; not those on the meta device,
-    which say nothing of what those ranks hold.
+    which tell nothing of what those ranks have.
     """
     first: dict[int, tuple[str, str]] = {}
     tied: dict[str, tuple[str, nn.Parameter]] = {}
     for parameter in job.parameters:
-        found = given.get(parameter.name)
-        if found is None:
+        result = given.get(parameter.name)
+        if result is None:
             continue
-        name, tie = first.setdefault(id(found), (parameter.name, parameter.tied_to))
+        name, tie = first.setdefault(id(result), (parameter.name, parameter.tied_to))
         if tie != parameter.tied_to:
             raise UsageError(
                 f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model "
                 "that was captured: capture this model anew"
             )
-        if found.is_meta:
+        if result.is_meta:
             continue
-        name, same = tied.setdefault(parameter.tied_to, (parameter.name, found))
-        if same is not found:
+        name, same = tied.setdefault(parameter.tied_to, (parameter.name, result))
+        if same is not result:
             raise UsageError(
                 f"{name!r} and {parameter.name!r} are two tensors in this model, but one in the model "
                 "that was captured: tie them again before making a Runner (model.to_empty(device=...) "
@@ -158,29 +173,144 @@ def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
 def check_tensor(
     rank: int,
     name: str,
-    found: torch.Tensor | None,
+    result: torch.Tensor | None,
     spec: TensorSpec,
     compute_dtype: str | None,
     empty: bool = False,
 ) -> None:
     """What the model has under a name is what the plan's stage on this rank uses. empty: it may be on "meta".
     Raises UsageError."""
-    kind = type(found).__name__.lower()
-    if found is None:
+    kind = type(result).__name__.lower()
+    if result is None:
         raise UsageError(
             f"the plan's stage on rank {rank} uses {name!r}, which the model does not have: "
             "give the model that was captured, or capture this one"
         )
-    if found.is_meta and not empty:
+    if result.is_meta and not empty:
         raise UsageError(
             f"{kind} {name!r} is on the meta device and has no values: initialise the model "
             "(model.to_empty(device=...), tie again what was tied, then its init) before making a Runner, or "
             "give its parameters values after (Runner(..., empty=True))"
         )
-    dtype = str(found.dtype).removeprefix("torch.")
-    fits = dtype == spec.dtype or (compute_dtype == spec.dtype and found.dtype.is_floating_point)
-    if tuple(found.shape) != spec.shape or not fits:
+    dtype = str(result.dtype).removeprefix("torch.")
+    fits = dtype == spec.dtype or (compute_dtype == spec.dtype and result.dtype.is_floating_point)
+    if tuple(result.shape) != spec.shape or not fits:
         raise UsageError(
-            f"{kind} {name!r} is {dtype}{list(found.shape)}, but the plan was made for "
+            f"{kind} {name!r} is {dtype}{list(result.shape)}, but the plan was made for "
             f"{spec.dtype}{list(spec.shape)}: capture this model anew"
         )
+
+
+EMBEDDING = "aten.embedding.default"
+"""(weight, indices, ...)"""
+PASSED = ("aten._to_copy.default", "aten.clone.default")
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Files of token ids have them; PyTorch can keep and convert them, and little else."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """leaf: of the batch; value, ops: what is read of it, and how it is made; count: numbers from 0 on that
+    are in range; ignored: one more that is; what: it is, in words."""
+
+    leaf: str
+    value: str
+    ops: tuple[Op, ...]
+    count: int
+    ignored: int | None
+    what: str
+
+
+class Ranges:
+    """Of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._ops = {op.name: op for stage in job.stages for op in stage.ops[Phase.F]}
+        result = (self._use(op) for op in self._ops.values())
+        self._uses = [use for use in result if use is not None]
+
+    def _use(self, op: Op) -> _Use | None:
+        """Step 1."""
+        shape = self._shape(op.args[0]) if op.target in (EMBEDDING, *LIKELIHOODS) else None
+        if shape is None:
+            return None
+        if op.target == EMBEDDING:
+            return self._of(op.args[1], shape[0], None, f"the embedding {op.module!r} has {shape[0]} rows")
+        classes = shape[min(1, len(shape) - 1)]
+        return self._of(op.args[1], classes, op.args[4], f"the loss is over {classes} classes")
+
+    def _shape(self, argument: object) -> tuple[int, ...] | None:
+        if not isinstance(argument, Ref):
+            return None
+        kind, _, name = argument.name.partition("/")
+        if kind == "param":
+            return next((p.spec.shape for p in self._job.parameters if p.name == name), None)
+        built = self._ops.get(argument.name)
+        return built.outputs[0].shape if built is not None and built.outputs[0] is not None else None
+
+    def _of(self, argument: object, count: int, ignored: object, what: str) -> _Use | None:
+        """The chain from the leaf to what is read; None where the value is computed."""
+        chain: list[Op] = []
+        name = argument.name if isinstance(argument, Ref) else ""
+        value = name
+        while name in self._ops:
+            op = self._ops[name]
+            if len(op.uses) != 1 or (op.alias is None and op.target not in PASSED):
+                return None
+            chain.append(op)
+            name = op.uses[0]
+        kind, _, leaf = name.partition("/")
+        if kind != "batch":
+            return None
+        left = ignored if isinstance(ignored, int) else None
+        return _Use(leaf, value, tuple(reversed(chain)), count, left, what)
+
+    def check(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        """leaves: of the full batch, as the user gave it. Raises UsageError with leaf, number and range."""
+        for use in self._uses:
+            leaf = leaves[use.leaf]
+            if leaf.device.type == "cpu" and leaf.numel() and self._wrong(use, leaf) is not None:
+                self._refuse(use, leaf)
+
+    @staticmethod
+    def _wrong(use: _Use, values: torch.Tensor) -> torch.Tensor | None:
+        """Step 2: those that are out of range."""
+        if values.dtype in UNSIGNED:
+            values = values.long()
+        least, most = values.aminmax()
+        if int(least) >= 0 and int(most) < use.count:
+            return None
+        wrong = (values < 0) | (values >= use.count)
+        if use.ignored is not None:
+            wrong &= values != use.ignored
+        return values[wrong] if bool(wrong.any()) else None
+
+    def _refuse(self, use: _Use, leaf: torch.Tensor) -> None:
+        """Step 3."""
+        full = use.leaf in self._job.whole
+        read = Alone(self._job, use.ops, use.value, torch.device("cpu")) if use.ops else None
+        for at, part in enumerate((leaf,) if full else leaf.chunk(self._job.pieces)):
+            wrong = self._wrong(use, part if read is None else read(part))
+            if wrong is not None:
+                rest = f", or {use.ignored}, which does not count" if use.ignored is not None else ""
+                raise UsageError(
+                    f"batch leaf {use.leaf!r} holds {int(wrong[0])} (microbatch {at}), and {use.what}: give "
+                    f"numbers from 0 to {use.count - 1}{rest}"
+                )
+
+
+@contextmanager
+def explaining_failed_ops(rank: int) -> Iterator[None]:
+    """What PyTorch raises for ops whose arguments do not fit each other, as in a plan that was edited: proofs
+    of a plan do not know the rules of every operator."""
+    try:
+        yield
+    except StrettoError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
+        raise RunError(
+            f"rank {rank} cannot compute what the plan says: {said}. An op does not fit its arguments, or "
+            "needs more memory than there is: plan again from the model"
+        ) from error

@@ -8,7 +8,7 @@ The function's text is what it does, op by op; nothing is looked up while it run
     2. Every op is one call. A value is deleted after its last use; results of an op that returns several are
        values of their own from the start, so that each is.
     3. `wait` returns a received tensor; `send` starts a message right after its op. A communication of the
-       program is started and waited for where its ops stand.
+       program is started and waited for where its ops are.
     4. Gradients, the loss, metrics and buffer updates go to the rank's state where they arise; buffers are
        updated last, so that every op of the window reads the microbatch's own version. A gradient that is a
        matrix product is given as its two factors: the product is added where the gradient is kept. A sum of
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from stretto.backend.dispatch import op_key, resolve
+from stretto.backend.dispatch_adapter import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.axes import TENSOR
 from stretto.ir.flow import PHASES, is_external, results_of
@@ -75,7 +75,7 @@ class Generated:
 
 
 def generate(job: Job, window: Window, externals: Externals) -> Generated:
-    """Make the function of a window. Externals must hold all fixed tensors that the window's stages read."""
+    """Make the function of a window. externals: with all fixed tensors that the window's stages read."""
     return Writer(job, window, externals).write()
 
 
@@ -242,7 +242,7 @@ class Writer:
         return variable
 
     def _read_again(self, part: int, name: str) -> bool:
-        """Whether the store must hold a value when this part has read it. Parts of one microbatch may come in
+        """Whether the store must keep a value when this part has read it. Parts of one microbatch may come in
         any order: W may read before I what F has left."""
         stage, phase = self.window.parts[part]
         mates = {mate: self.window.parts[mate][1].parts for mate in self.window.mates(part)}
@@ -283,17 +283,17 @@ class Writer:
         if taken:
             self.take(part, op.name, [f"parts[{k}]" for k in range(len(op.outputs))], "parts")
 
-    def take(self, part: int, made: str, parts: Sequence[str], whole: str) -> None:
-        """Step 2: parts of a tuple become values, or are kept for a later window; nothing else holds them.
+    def take(self, part: int, built: str, parts: Sequence[str], full: str) -> None:
+        """Step 2: parts of a tuple become values, or are kept for a later window; nothing else keeps them.
 
-        made: the tuple; parts: an expression for each of its parts; whole: the variables in these.
+        built: the tuple; parts: an expression for each of its parts; full: the variables in these.
         """
         stage, phase = self.window.parts[part]
-        for sub, op in self.takers[stage, made]:
+        for sub, op in self.takers[stage, built]:
             here = sub in phase.parts
             value = self.name(part, op.name) if here else f"store{part}[{op.name!r}]"
             self.line(f"{value} = {parts[op.args[1]]}")
-        self.line(f"del {whole}")
+        self.line(f"del {full}")
 
     def _key(self, op: Op) -> int:
         """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""
@@ -320,7 +320,7 @@ class Writer:
         return f"hooks.start({self._asked(op)}, {value}, {size})"
 
     def _asked(self, op: Op) -> str:
-        """What a start says before the value."""
+        """The arguments of a start before the value."""
         assert op.kind is not None
         return f"{op.label!r}, {op.kind.name!r}, {op.how!r}, {op.lane!r}"
 

@@ -28,7 +28,7 @@ def run_threads(
     """Call `work(runner)` on one thread for each rank and return the results by rank.
 
     model_of: rank -> the model whose parameters that rank uses; one model for all ranks is right as long
-    as no two ranks hold the same parameter whole (tied across stages, or copied along dp or tp): each rank
+    as no two ranks have the same parameter in full (tied across stages, or copied along dp or tp): each rank
     must then have its own copy. seed, empty, compile: as for `Runner`.
 
     Raises the first error of any rank; the other ranks are woken and end, as all do when the caller is

@@ -1,4 +1,4 @@
-"""How many bytes of tensors a rank holds at most: counted exactly, op by op, during one step.
+"""How many bytes of tensors a rank has at most: counted exactly, op by op, during one step.
 
 On accelerators the allocator keeps this figure. On processors nothing does, so the first step of a
 `Runner` is walked under a dispatch mode that sees every new storage and when it goes; later steps pay
@@ -26,23 +26,23 @@ def uncounted() -> Iterator[None]:
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages that ops make while the mode is on. `peak_bytes` includes `held`.
+    """Counts the bytes of storages that ops make while the mode is on. `peak_bytes` includes `kept`.
 
-    held: tensors that exist before and throughout; each storage counts once.
+    kept: tensors that exist before and throughout; each storage counts once.
     """
 
-    def __init__(self, held: Iterable[torch.Tensor]) -> None:
+    def __init__(self, kept: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive: set[int] = set()
         self._bytes = 0
-        for tensor in held:
+        for tensor in kept:
             self._see(tensor)
         self.peak_bytes = self._bytes
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let `torch.compile` compile while the mode is on, here or on another thread; it would not else, as
-        it asks a flag of the whole process."""
+        it asks a flag of the process."""
         return True
 
     def __torch_dispatch__(

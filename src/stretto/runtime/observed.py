@@ -33,9 +33,9 @@ Key = tuple[int, str, str]
 class Watch:
     """One rank's metrics. Does nothing for a job without."""
 
-    def __init__(self, plan: Plan, place: int, device: torch.device) -> None:
+    def __init__(self, plan: Plan, pp_rank: int, device: torch.device) -> None:
         self._plan = plan
-        lengths = {key: n for key, (_, n) in _joined(plan).items() if plan.rank_of(key[0]) == place}
+        lengths = {key: n for key, (_, n) in _joined(plan).items() if plan.rank_of(key[0]) == pp_rank}
         # All of a step side by side, and allocated once: a step neither makes tensors for it nor counts any.
         self._now = torch.zeros(sum(lengths.values()), dtype=torch.float64, device=device)
         parts = dict(zip(lengths, torch.split(self._now, list(lengths.values())), strict=True))
@@ -50,15 +50,15 @@ class Watch:
 
     def add(self, at: int, value: Tensor) -> None:
         """Step 1 for a metric, by its place in the job."""
-        held = self._parts[at]
-        assert held is not None, "a rank runs the ops of its own stages"
-        if id(held) not in self._begun:
-            self._begun.add(id(held))
-            held.copy_(value.reshape(-1))
+        kept = self._parts[at]
+        assert kept is not None, "a rank runs the ops of its own stages"
+        if id(kept) not in self._begun:
+            self._begun.add(id(kept))
+            kept.copy_(value.reshape(-1))
         elif self._most[at]:
-            torch.maximum(held, value.reshape(-1).to(torch.float64), out=held)
+            torch.maximum(kept, value.reshape(-1).to(torch.float64), out=kept)
         else:
-            held.add_(value.reshape(-1))
+            kept.add_(value.reshape(-1))
 
     def end(self) -> None:
         """Step 2, after each step; a replayed one (`step_graph`) has written where the recorded one did."""
@@ -70,16 +70,16 @@ class Watch:
         """The greatest value of that name in the last step, and its module."""
         named = zip(self._plan.job.metrics, self._parts, strict=True)
         return max(
-            ((float(held.max()), one.module) for one, held in named if held is not None and one.name == name),
+            ((float(kept.max()), one.module) for one, kept in named if kept is not None and one.name == name),
             default=(0.0, ""),
         )
 
     def read(self, forget: bool = True) -> list[list[float]]:
         """What is kept, a row a step."""
-        found: list[list[float]] = torch.stack(tuple(self._steps)).tolist() if self._steps else []
+        result: list[list[float]] = torch.stack(tuple(self._steps)).tolist() if self._steps else []
         if forget:
             self._steps.clear()
-        return found
+        return result
 
 
 def check_room(plan: Plan, transport: Transport, watch: Watch) -> None:
@@ -102,24 +102,28 @@ def observed(plan: Plan, transport: Transport, watch: Watch, forget: bool = True
     later steps are read without these."""
     if not plan.job.metrics:
         return ()
-    told = transport.all_gather(watch.read(forget))
-    made: list[Observed] = []
-    place, start = -1, 0
+    gathered = transport.all_gather(watch.read(forget))
+    built: list[Observed] = []
+    pp_rank, start = -1, 0
     for key, (metric, length) in sorted(_joined(plan).items(), key=lambda item: plan.rank_of(item[0][0])):
-        if plan.rank_of(key[0]) != place:
-            place, start = plan.rank_of(key[0]), 0
-        rows = [[row[start : start + length] for row in told[rank]] for rank in _adding(plan, metric, place)]
+        if plan.rank_of(key[0]) != pp_rank:
+            pp_rank, start = plan.rank_of(key[0]), 0
+        rows = [
+            [row[start : start + length] for row in gathered[rank]] for rank in _adding(plan, metric, pp_rank)
+        ]
         start += length
         if rows[0] and metric.name != NO_ROOM:
             values = torch.tensor(rows, dtype=torch.float64)
-            made.append(_summary(metric, values.sum(dim=0) if metric.joined == "sum" else values.amax(dim=0)))
+            built.append(
+                _summary(metric, values.sum(dim=0) if metric.joined == "sum" else values.amax(dim=0))
+            )
     order = {(metric.module, metric.name): at for at, metric in enumerate(plan.job.metrics)}
-    return tuple(sorted(made, key=lambda one: order[one.module, one.name]))
+    return tuple(sorted(built, key=lambda one: order[one.module, one.name]))
 
 
 def _summary(metric: Metric, steps: Tensor) -> Observed:
     mean, least, most = (
-        tuple(found.tolist()) for found in (steps.mean(dim=0), steps.amin(dim=0), steps.amax(dim=0))
+        tuple(result.tolist()) for result in (steps.mean(dim=0), steps.amin(dim=0), steps.amax(dim=0))
     )
     return Observed(metric.module, metric.name, metric.joined, len(steps), mean, least, most)
 
@@ -137,22 +141,22 @@ def _joined(plan: Plan) -> Mapping[Key, tuple[Metric, int]]:
         for op in stage.ops[Phase.F]
         if len(op.outputs) == 1
     }
-    found: dict[Key, tuple[Metric, int]] = {}
+    result: dict[Key, tuple[Metric, int]] = {}
     for metric in job.metrics:
         spec = specs[metric.stage, metric.value]
         assert spec is not None, "references are checked"
-        found.setdefault(_key(metric), (metric, spec.numel))
-    return found
+        result.setdefault(_key(metric), (metric, spec.numel))
+    return result
 
 
-def _adding(plan: Plan, metric: Metric, place: int) -> Sequence[int]:
-    """The ranks of a place that have values of their own; along other axes than these they are equal."""
+def _adding(plan: Plan, metric: Metric, pp_rank: int) -> Sequence[int]:
+    """The ranks at a pipeline rank that have values of their own; along other axes they are equal."""
     own = {*plan.job.data_axes, *metric.partial}
     mesh = plan.mesh
     return [
         rank
         for rank in range(plan.world)
-        if mesh.place(rank) == place
+        if mesh.place(rank) == pp_rank
         and all(
             at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in own and axis != PIPELINE
         )

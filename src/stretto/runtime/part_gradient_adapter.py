@@ -2,7 +2,7 @@
 
 `PartGradient` is the gradient of a part of a tensor. What works on each element works on it as on any other
 tensor, at about a microsecond an operation. What makes one number of all elements (a norm, a sum, a mean) is
-refused: of a part it is not what the plain model has. Results are plain tensors, except those that hold one
+refused: of a part it is not what the plain model has. Results are plain tensors, except those that have one
 operand's elements alone (`.detach()`, `.float()`, `.square()`, `.flatten()`).
 
 Touches private parts of PyTorch: `torch._C.DisableTorchFunctionSubclass`, and `_clip_grads_with_norm_` of
@@ -80,14 +80,14 @@ def guard_torch_clip(is_partial: Callable[[torch.Tensor], bool]) -> None:
     plain = clip_grad._clip_grads_with_norm_
 
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(map(is_partial, held)):
+        kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(map(is_partial, kept)):
             raise UsageError(
                 "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, and the rank holds "
                 "a part of the model: ranks would scale theirs by different factors. Make "
                 "clip = stretto.train.clip.GradientClip(runner, max_norm) once, on every rank, and call "
                 "clip() before the optimizer's step"
             )
-        plain(held, *args, **kwargs)
+        plain(kept, *args, **kwargs)
 
     clip_grad._clip_grads_with_norm_ = clip

@@ -1,4 +1,4 @@
-"""One rank's walk through its instructions: the values it holds, the buffers it lends, the grads it adds up.
+"""One rank's walk through its instructions: the values it has, the buffers it lends, the grads it adds up.
 
 Knows nothing of optimizers or files; `stretto.runtime.runner` is the public face.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from stretto.backend.products import add_product, product
+from stretto.backend.dispatch_adapter import add_product, product
 from stretto.ir.action import ONCE
 from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
@@ -22,9 +22,9 @@ from stretto.runtime.compile import Compiler
 from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
+from stretto.runtime.gradients import Slot, apart, slot_of, together
 from stretto.runtime.observed import Watch
 from stretto.runtime.record import Marks
-from stretto.runtime.side_by_side import Slot, apart, slot_of, together
 from stretto.runtime.transport import Handle, Transport
 
 _DRAWING = threading.Lock()
@@ -78,14 +78,14 @@ class RankState:
         fixed |= {f"buffer/{job.buffers[k].name}": t for k, t in buffers.items()}
         for constant in job.constants:
             dtype = getattr(torch, constant.spec.dtype)
-            made = torch.tensor(constant.data, dtype=dtype, device=device)
-            fixed[f"const/{constant.name}"] = made.reshape(constant.spec.shape)
+            built = torch.tensor(constant.data, dtype=dtype, device=device)
+            fixed[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
         self._loss_dtype: torch.dtype = getattr(torch, job.loss_spec.dtype)
         fixed["tangent"] = torch.tensor(job.tangent, dtype=self._loss_dtype, device=device)
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
-        self.place = self.coordinates[PIPELINE]
-        self.watch = Watch(plan, self.place, device)
+        self.pp_rank = self.coordinates[PIPELINE]
+        self.watch = Watch(plan, self.pp_rank, device)
         externals = Externals(
             fixed,
             device,
@@ -93,7 +93,7 @@ class RankState:
             self.coordinates,
             frozenset(differing_in(job, TENSOR) if job.size(TENSOR) > 1 else ()),
         )
-        order = plan.orders[self.place]
+        order = plan.orders[self.pp_rank]
         used = {str(i.ref) for i in order if i.kind is InstructionKind.RUN}
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals)
@@ -125,9 +125,9 @@ class RankState:
         }
         self._clear()
 
-    def _peer(self, place: int) -> int:
-        """The rank at another place of the pipeline that this one exchanges messages with."""
-        return self.plan.mesh.rank({**self.coordinates, PIPELINE: place})
+    def _peer(self, pp_rank: int) -> int:
+        """The rank with which this one exchanges messages, at another pipeline rank."""
+        return self.plan.mesh.rank({**self.coordinates, PIPELINE: pp_rank})
 
     def _clear(self) -> None:
         self.grads = {}
@@ -139,9 +139,9 @@ class RankState:
         self._loss: torch.Tensor | None = None
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Walk all instructions once. batch: leaves of the whole batch. Returns the step's loss.
+        """Walk all instructions once. batch: leaves of the full batch. Returns the step's loss.
 
-        Afterwards `grads[index]` holds this step's gradient of each parameter that has one, and `watch` what
+        Afterwards `grads[index]` has this step's gradient of each parameter that has one, and `watch` what
         the model lets see.
         """
         self._clear()
@@ -161,7 +161,7 @@ class RankState:
         try:
             with torch.no_grad():
                 self.marks.start = self.clock.now()
-                for instruction in self.plan.orders[self.place]:
+                for instruction in self.plan.orders[self.pp_rank]:
                     self._actions[instruction.kind](instruction)
                 self.marks.end = self.clock.now()
         finally:
@@ -211,8 +211,8 @@ class RankState:
         self.marks.others.append((f"{self._lane[key[0]]} sent e{key[0]}:{key[1]}", start, self.clock.now()))
 
     def _slots(self, groups: Sequence[str], lane: str) -> list[Slot]:
-        held = (self.plan.job.parameters[self._members[group][0]] for group in groups)
-        return [slot_of(self.plan.job, parameter, lane, self.coordinates) for parameter in held]
+        kept = (self.plan.job.parameters[self._members[group][0]] for group in groups)
+        return [slot_of(self.plan.job, parameter, lane, self.coordinates) for parameter in kept]
 
     def _grad_of(self, name: str) -> torch.Tensor:
         """The gradient of a tied group as this rank has it, in one piece, and kept under one parameter."""
@@ -292,8 +292,8 @@ class RankState:
             assert shape is not None, "the plan is proved"
             result = source.new_empty(shape)
         handle = self.transport.collective(lane, kind, result, source, how)
-        whole = max(result.nbytes, source.nbytes)
-        self.marks.starts.append((name, whole, began))
+        full = max(result.nbytes, source.nbytes)
+        self.marks.starts.append((name, full, began))
         return Started(name, lane, handle, result, source)
 
     def finish(self, started: Started) -> torch.Tensor:
@@ -303,9 +303,9 @@ class RankState:
         return started.result
 
     def add_grad(self, parameter: int, value: torch.Tensor, owned: bool) -> None:
-        held = self.grads.get(parameter)
-        if held is not None:
-            held.add_(value)
+        kept = self.grads.get(parameter)
+        if kept is not None:
+            kept.add_(value)
             return
         dtype = self._grad_dtype[parameter]
         if value.dtype is not dtype:
@@ -317,11 +317,11 @@ class RankState:
     def add_product(self, parameter: int, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a matrix product to a gradient. BLAS adds while it multiplies, which saves writing and reading
         a tensor of the parameter's size for every microbatch; it rounds otherwise than product, then sum."""
-        held = self.grads.get(parameter)
-        if held is None or held.dtype is not left.dtype:
+        kept = self.grads.get(parameter)
+        if kept is None or kept.dtype is not left.dtype:
             self.add_grad(parameter, product(left, right), True)
         else:
-            add_product(held, left, right)
+            add_product(kept, left, right)
 
     def add_loss(self, microbatch: int, value: torch.Tensor) -> None:
         self._losses[microbatch] = value

@@ -48,8 +48,8 @@ class Marks:
     sends: list[tuple[int, int, int]] = field(default_factory=list)
     """(edge, microbatch, start)."""
     starts: list[tuple[str, int, int]] = field(default_factory=list)
-    """(name, bytes, start) of collectives: the program's, sums of gradients, the loss; names begin with the
-    axis."""
+    """(name, bytes, start) of collectives: the program's, gradient reductions, the loss; names begin with
+    the axis."""
     finishes: list[tuple[str, str, int, int]] = field(default_factory=list)
     """(name, communicator, start, end) of waits for them."""
     others: list[tuple[str, int, int]] = field(default_factory=list)
@@ -58,11 +58,11 @@ class Marks:
 
 
 def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[float]) -> Timeline:
-    """The measured timeline of the plan's places.
+    """The measured timeline of the plan's pipeline ranks.
 
     marks[rank], offsets_us[rank] = rank 0's clock minus that rank's, for every rank of the run. Ranks that
-    differ in other coordinates than pp do equal work: a place shows the first of them; the step lasts until
-    the last of all ends, and the peak is the highest of a place's ranks.
+    differ in other coordinates than pp do equal work: a pipeline rank shows the first of them; the step
+    lasts until the last of all ends, and the peak is the highest of a pipeline rank's ranks.
     """
     clock = _Clock(marks, offsets_us)
     mesh = plan.mesh
@@ -89,41 +89,41 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         for rank, m in enumerate(marks)
     ]
     spans: list[Span] = []
-    for place in range(plan.ranks):
-        rank = mesh.rank({PIPELINE: place})
+    for pp_rank in range(plan.ranks):
+        rank = mesh.rank({PIPELINE: pp_rank})
         idle: list[Span] = []
         for edge_index, mb, start_ns, end_ns in marks[rank].waits:
             sender = mesh.rank({PIPELINE: plan.rank_of(plan.job.edges[edge_index].source)})
             left = sent.get((sender, (edge_index, mb)), clock.us(rank, start_ns))
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
-            spans.append(_message(plan, place, edge_index, mb, left, waited))
+            spans.append(_message(plan, pp_rank, edge_index, mb, left, waited))
             # Until the sender had made the value there was nothing to transfer: that is a bubble.
-            idle += idle_spans(place, spans[-1].name, waited[0], left, waited[1])
+            idle += idle_spans(pp_rank, spans[-1].name, waited[0], left, waited[1])
         for name, lane, start_ns, end_ns in marks[rank].finishes:
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
             members = plan.communicator(lane)
-            # Places of the pipeline start when their work is done: until the last has, there is nothing to
+            # Pipeline ranks start when their work is done: until the last has, there is nothing to
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
             # communicating.
             group = mesh.group(rank, members.axes, members.ranks) if members.joins_places else None
             key = name, (asked := asked_by(rank, name, start_ns))
             begun = max(started[member].get(key, (waited[0], 0))[0] for member in group or (rank,))
             nbytes = started[rank].get(key, (0.0, 0))[1]
-            spans.append(_collective(plan, place, lane, name, begun, waited, nbytes, asked))
-            idle += idle_spans(place, name, waited[0], begun, waited[1])
+            spans.append(_collective(plan, pp_rank, lane, name, begun, waited, nbytes, asked))
+            idle += idle_spans(pp_rank, name, waited[0], begun, waited[1])
         for name, start_ns, end_ns in marks[rank].others:
             waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
-            idle += idle_spans(place, name, waited[0], waited[0], waited[1])
+            idle += idle_spans(pp_rank, name, waited[0], waited[0], waited[1])
         idle.sort(key=lambda span: span.start_us)
-        spans += compute_spans(plan, place, marks[rank], partial(clock.us, rank), idle)
+        spans += compute_spans(plan, pp_rank, marks[rank], partial(clock.us, rank), idle)
         spans += idle
         spans += gap_spans(
-            place, [s for s in spans if s.rank == place and s.lane == COMPUTE_LANE], clock.step_us
+            pp_rank, [s for s in spans if s.rank == pp_rank and s.lane == COMPUTE_LANE], clock.step_us
         )
     peaks = [0] * plan.ranks
     for rank, m in enumerate(marks):
-        place = mesh.place(rank)
-        peaks[place] = max(peaks[place], m.peak_bytes)
+        pp_rank = mesh.place(rank)
+        peaks[pp_rank] = max(peaks[pp_rank], m.peak_bytes)
     return Timeline(
         "measured",
         plan.ranks,
@@ -156,7 +156,7 @@ def _stalls(
     sent: Mapping[tuple[int, Message], float],
 ) -> tuple[Stall, ...]:
     """Who waits for whom: of each wait, what is before the last of those that take part has begun."""
-    found: dict[tuple[str, int, int], float] = defaultdict(float)
+    result: dict[tuple[str, int, int], float] = defaultdict(float)
     for rank, m in enumerate(marks):
         for name, lane, start_ns, end_ns in m.finishes:
             members = plan.communicator(lane)
@@ -164,17 +164,17 @@ def _stalls(
             group = plan.mesh.group(rank, members.axes, members.ranks) or ()
             begun = [(started[member][key][0], member) for member in group if key in started[member]]
             at, last = max(begun, default=(0.0, rank))
-            stood = min(at, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
-            if last != rank and stood > LEAST_SPAN_US:
-                found[axis_of(name), rank, last] += stood
+            stalled_us = min(at, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
+            if last != rank and stalled_us > LEAST_SPAN_US:
+                result[axis_of(name), rank, last] += stalled_us
         here = plan.mesh.coordinates(rank)
         for edge, mb, start_ns, end_ns in m.waits:
             of = plan.mesh.rank({**here, PIPELINE: plan.rank_of(plan.job.edges[edge].source)})
             left = sent.get((of, (edge, mb)), 0.0)
-            stood = min(left, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
-            if stood > LEAST_SPAN_US:
-                found[PIPELINE, rank, of] += stood
-    return tuple(Stall(*key, us) for key, us in sorted(found.items()))
+            stalled_us = min(left, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
+            if stalled_us > LEAST_SPAN_US:
+                result[PIPELINE, rank, of] += stalled_us
+    return tuple(Stall(*key, us) for key, us in sorted(result.items()))
 
 
 class _Clock:
@@ -209,20 +209,20 @@ class Turns:
 
     def at(self, time: int) -> Action | None:
         """Whose ops ran at a time; None between runs."""
-        found = bisect_right(self._since, time) - 1
-        return self.turns[found][2] if found >= 0 and time <= self.turns[found][1] else None
+        result = bisect_right(self._since, time) - 1
+        return self.turns[result][2] if result >= 0 and time <= self.turns[result][1] else None
 
 
 def _message(
-    plan: Plan, place: int, edge_index: int, mb: int, left: float, waited: tuple[float, float]
+    plan: Plan, pp_rank: int, edge_index: int, mb: int, left: float, waited: tuple[float, float]
 ) -> Span:
     edge = plan.job.edges[edge_index]
     sender = plan.rank_of(edge.source)
     arrived = waited[1]
     if waited[1] - waited[0] < THERE_US[plan.job.device]:
-        arrived = min(arrived, left + message_us(plan.costs.link(sender, place), edge.spec.nbytes))
+        arrived = min(arrived, left + message_us(plan.costs.link(sender, pp_rank), edge.spec.nbytes))
     return Span(
-        place,
+        pp_rank,
         plan.lane_of(edge_index),
         SpanKind.MESSAGE,
         f"{plan.lane_of(edge_index)} e{edge_index}:{mb}",
@@ -240,7 +240,7 @@ def _message(
 
 def _collective(
     plan: Plan,
-    place: int,
+    pp_rank: int,
     lane: str,
     name: str,
     begun: float,
@@ -256,20 +256,20 @@ def _collective(
         done = min(done, begun + cost.curve.us(nbytes))
     stage, phase, microbatch = asked or (None, None, None)
     end = max(done, begun)
-    return Span(place, lane, SpanKind.MESSAGE, name, begun, end, stage, phase, microbatch, nbytes)
+    return Span(pp_rank, lane, SpanKind.MESSAGE, name, begun, end, stage, phase, microbatch, nbytes)
 
 
 def idle_spans(rank: int, name: str, start: float, begun: float, stop: float) -> list[Span]:
-    """The lane stood from `start` to `stop`; what it waited for was under way from `begun` on."""
+    """The lane stalled from `start` to `stop`; what it waited for was under way from `begun` on."""
     if stop - start < LEAST_SPAN_US:
         return []
     middle = min(max(begun, start), stop)
-    found = []
+    result = []
     if middle > start:
-        found.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, name, start, middle))
+        result.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, name, start, middle))
     if stop > middle:
-        found.append(Span(rank, COMPUTE_LANE, SpanKind.EXPOSED, name, middle, stop))
-    return found
+        result.append(Span(rank, COMPUTE_LANE, SpanKind.EXPOSED, name, middle, stop))
+    return result
 
 
 def compute_spans(
@@ -299,12 +299,12 @@ def _run(rank: int, action: Action, start: float, stop: float) -> Span:
 
 def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
     """Bubbles where the compute lane shows nothing, so that its accounts add up to the step."""
-    found: list[Span] = []
+    result: list[Span] = []
     cursor = 0.0
     for span in sorted(spans, key=lambda s: s.start_us):
         if span.start_us - cursor > LEAST_SPAN_US:
-            found.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "idle", cursor, span.start_us))
+            result.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "idle", cursor, span.start_us))
         cursor = max(cursor, span.end_us)
     if end - cursor > LEAST_SPAN_US:
-        found.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "end of the step", cursor, end))
-    return found
+        result.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "end of the step", cursor, end))
+    return result

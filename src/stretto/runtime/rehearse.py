@@ -1,18 +1,27 @@
 """Rehearsal: one rank of a plan on one device, alone. Its compute is real; its communication takes the time
 that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.emulated_cuda`).
 
-So a plan for many devices can be tried on one: whether ops take what the plan says, whether the order hides
+So a plan for many devices can be tried on one: whether ops take the time of the plan, whether the order hides
 what it should, whether a rank's memory suffices.
 
 1. Parameters, buffers and the batch: from the model and batch if they are given, else made up; and memory as
    the optimizer's state takes, which nothing reads.
 2. A step to warm up, in which peak memory is counted; then the steps that count.
-3. The step in the middle by time is told: its accounts and its timeline, in which the other places are those
+3. The step in the middle by time is reported: its accounts and its timeline, in which the other pipeline
+   ranks are those
    of the simulation that answered to this rank.
+
+Made-up values have the right shapes:
+
+    matrices    normal with the variance 1 / columns, and vectors (norms, biases) lie around one, so that
+                values neither vanish nor grow, however many layers there are; tied parameters are one tensor
+    buffers     ones; integer ones are zeros, which are valid indices into anything
+    batch       integers name rows of the embedding that they reach; where they reach none they are 0 or 1
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,19 +31,20 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
+from stretto.ir.leaf_rows import rows_named
 from stretto.ir.plan import Plan
+from stretto.ir.program import Job, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.runtime.compare import line, place_lines
+from stretto.runtime.compare import line, rank_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
-from stretto.runtime.failed_op import telling_what_op_failed
-from stretto.runtime.fit import fit_batch
-from stretto.runtime.made_up import made_up_batch, made_up_buffers, made_up_parameters, made_up_states
+from stretto.runtime.fit import explaining_failed_ops, fit_batch
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.rank import RankState
-from stretto.runtime.record import compute_spans, gap_spans, idle_spans
+from stretto.runtime.record import compute_spans, gap_spans
 from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
+from stretto.simulating.memory import bytes_throughout
 from stretto.verifying import verify
 
 LONGEST_US = 3600e6
@@ -45,8 +55,8 @@ LONGEST_US = 3600e6
 class Rehearsal:
     """What one rank did alone. Times are microseconds of the step in the middle, by time, of `steps_us`.
 
-    step_us: from the step's start until the last place's end, this one's real, the others' simulated.
-    exposed_us: axis -> time for which the compute lane stood for a communication under way. bubble_us: for
+    step_us: from the step's start until the last pipeline rank's end, this one's real, the others' simulated.
+    exposed_us: axis -> time for which the compute lane stalled for a communication under way. bubble_us: for
     one that had not begun, or for the step's end. peak_bytes: all tensors of this rank. `str()` is a table.
     """
 
@@ -61,16 +71,16 @@ class Rehearsal:
     timeline: Timeline = field(repr=False)
 
     @property
-    def place(self) -> int:
-        """The rank's place of the pipeline, which the plan calls its rank."""
+    def pp_rank(self) -> int:
+        """The rank's coordinate along pp."""
         return self.plan.mesh.place(self.rank)
 
     def __str__(self) -> str:
-        found, place = self.plan.prediction, self.place
+        result, pp_rank = self.plan.prediction, self.pp_rank
         head = f"{self.plan.job.name}, {self.plan.schedule.family}, rank {self.rank} of {self.plan.world}"
-        where = f" (place {place} of the pipeline)" if self.plan.ranks > 1 else ""
-        step = line("step", found.step_us if found else None, self.step_us)
-        rows = [step, *place_lines(found, self.timeline, place)]
+        where = f" (pipeline rank {pp_rank})" if self.plan.ranks > 1 else ""
+        step = line("step", result.step_us if result else None, self.step_us)
+        rows = [step, *rank_lines(result, self.timeline, pp_rank)]
         return "\n".join([f"{head}{where}: predicted, rehearsed", *rows])
 
 
@@ -108,33 +118,33 @@ def rehearse(
     else:
         transport = EmulatedTransport(plan, rank)
     try:
-        with telling_what_op_failed(rank):
+        with explaining_failed_ops(rank):
             # 1. What is computed with.
             if model is not None:
-                state, held = _of_model(plan, model, transport, seed)
+                state, kept = _of_model(plan, model, transport, seed)
             else:
-                state, held = _made_up(plan, transport, device, seed)
+                state, kept = _made_up(plan, transport, device, seed)
             if batch is not None:
                 leaves = fit_batch(plan.job, batch, device)
             else:
                 leaves = made_up_batch(plan.job, device, seed)
-            held = (*held, *made_up_states(plan, state.place, device))
+            kept = (*kept, *made_up_states(plan, state.pp_rank, device))
             # 2. The steps.
-            peak_bytes = _warm_up(state, transport, leaves, held)
+            peak_bytes = _warm_up(state, transport, leaves, kept)
             measured = [_step(state, transport, leaves, peak_bytes) for _ in range(steps)]
     finally:
         transport.close()
     # 3. The one in the middle.
-    middle = sorted(measured, key=lambda found: found.step_us)[(steps - 1) // 2]
-    place = state.place
+    middle = sorted(measured, key=lambda result: result.step_us)[(steps - 1) // 2]
+    pp_rank = state.pp_rank
     return Rehearsal(
         plan,
         rank,
         tuple(timeline.step_us for timeline in measured),
         middle.step_us,
-        middle.total_us(SpanKind.COMPUTE, place),
-        {axis: by_rank[place] for axis, by_rank in middle.exposed_axis_us().items()},
-        middle.total_us(SpanKind.BUBBLE, place),
+        middle.total_us(SpanKind.COMPUTE, pp_rank),
+        {axis: by_rank[pp_rank] for axis, by_rank in middle.exposed_axis_us().items()},
+        middle.total_us(SpanKind.BUBBLE, pp_rank),
         peak_bytes,
         middle,
     )
@@ -148,7 +158,7 @@ def _whole(what: str, given: object) -> int:
 
 
 def _refuse_endless(plan: Plan) -> None:
-    """The rank waits as long as its costs say that others compute. Raises UsageError, PlanError."""
+    """The rank waits as long as others compute by its costs. Raises UsageError, PlanError."""
     step_us = simulate(plan).step_us
     if not step_us <= LONGEST_US:
         key, most_us = max(plan.costs.op_us.items(), key=lambda item: item[1], default=((0, ""), 0.0))
@@ -173,17 +183,17 @@ def _of_model(
     plan: Plan, model: nn.Module, transport: EmulatedTransport | CudaTransport, seed: int
 ) -> tuple[RankState, tuple[torch.Tensor, ...]]:
     runner = Runner(plan, model, transport=transport, seed=seed)
-    runner.held.refresh()
+    runner.tensors.refresh()
     buffers = [buffer for _, buffer in runner.named_buffers()]
-    return runner.state, (*runner.parameters(), *runner.held.compute.values(), *buffers)
+    return runner.state, (*runner.parameters(), *runner.tensors.compute.values(), *buffers)
 
 
 def _made_up(
     plan: Plan, transport: EmulatedTransport | CudaTransport, device: torch.device, seed: int
 ) -> tuple[RankState, tuple[torch.Tensor, ...]]:
-    place = plan.mesh.place(transport.rank)
-    own, read = made_up_parameters(plan, place, device, seed)
-    buffers = made_up_buffers(plan, place, device)
+    pp_rank = plan.mesh.place(transport.rank)
+    own, read = made_up_parameters(plan, pp_rank, device, seed)
+    buffers = made_up_buffers(plan, pp_rank, device)
     transport.open(plan.communicators, device, plan.mesh)
     dtypes = {k: parameter.dtype for k, parameter in own.items()}
     state = RankState(plan, transport, device, read, buffers, seed, dtypes)
@@ -194,14 +204,14 @@ def _warm_up(
     state: RankState,
     transport: EmulatedTransport | CudaTransport,
     leaves: Mapping[str, torch.Tensor],
-    held: tuple[torch.Tensor, ...],
+    kept: tuple[torch.Tensor, ...],
 ) -> int:
     """A step that does not count; returns its peak memory in bytes."""
     if state.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(state.device)
         _step(state, transport, leaves, 0)
         return int(torch.cuda.max_memory_allocated(state.device))
-    with MemoryMeter(held) as meter:
+    with MemoryMeter(kept) as meter:
         _step(state, transport, leaves, 0)
     return int(meter.peak_bytes)
 
@@ -219,16 +229,11 @@ def _step(
     if isinstance(transport, CudaTransport):
         return transport.timeline(peak_bytes)
     step_us, live = transport.end()
-    plan, place = state.plan, state.place
-    idle = [
-        span
-        for found in transport.idle
-        for span in idle_spans(place, found.name, found.start_us, found.begun_us, found.end_us)
-    ]
-    spans = [*live.spans, *idle]
-    spans += compute_spans(plan, place, state.marks, transport.us_of, idle)
-    lane = [span for span in spans if span.rank == place and span.lane == COMPUTE_LANE]
-    spans += gap_spans(place, lane, step_us)
+    plan, pp_rank = state.plan, state.pp_rank
+    spans = [*live.spans, *transport.idle]
+    spans += compute_spans(plan, pp_rank, state.marks, transport.us_of, transport.idle)
+    lane = [span for span in spans if span.rank == pp_rank and span.lane == COMPUTE_LANE]
+    spans += gap_spans(pp_rank, lane, step_us)
     spans.sort(key=_order)
     peaks = tuple(live.peak_bytes.get(rank, peak_bytes) for rank in range(plan.ranks))
     return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
@@ -236,3 +241,69 @@ def _step(
 
 def _order(span: Span) -> tuple[int, bool, str, float, float]:
     return span.rank, span.lane != COMPUTE_LANE, span.lane, span.start_us, span.end_us
+
+
+def made_up_parameters(
+    plan: Plan, pp_rank: int, device: torch.device, seed: int
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """Of one pipeline rank: index in the job -> the parameter in its own dtype, and the tensor that ops read
+    (the same one unless the plan computes in another dtype)."""
+    generator = torch.Generator().manual_seed(seed)
+    stages = set(plan.schedule.stages_of(pp_rank))
+    own: dict[int, torch.Tensor] = {}
+    read: dict[int, torch.Tensor] = {}
+    first: dict[str, int] = {}
+    for k, parameter in enumerate(plan.job.parameters):
+        if not stages & set(parameter.stages):
+            continue
+        like = first.setdefault(parameter.tied_to, k)
+        if like != k and plan.job.parameters[like].spec == parameter.spec:
+            own[k], read[k] = own[like], read[like]
+            continue
+        read[k] = own[k] = _weights(parameter.spec, generator, device)
+        if parameter.own_dtype is not None:
+            own[k] = read[k].to(getattr(torch, parameter.own_dtype))
+    return own, read
+
+
+def made_up_states(plan: Plan, pp_rank: int, device: torch.device) -> list[torch.Tensor]:
+    """As much memory as the optimizer's state takes at one pipeline rank."""
+    nbytes = bytes_throughout(plan.job, plan.schedule.stages_of(pp_rank))["optimizer"]
+    return [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
+
+
+def _weights(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=dtype, device=device)
+    built = torch.randn(spec.shape, generator=generator)
+    built = built.div_(math.sqrt(spec.shape[-1])) if len(spec.shape) > 1 else built.mul_(0.02).add_(1.0)
+    return built.to(device, dtype)
+
+
+def made_up_buffers(plan: Plan, pp_rank: int, device: torch.device) -> dict[int, torch.Tensor]:
+    """Of one pipeline rank: index in the job -> the buffer."""
+    stages = set(plan.schedule.stages_of(pp_rank))
+    result: dict[int, torch.Tensor] = {}
+    for k, buffer in enumerate(plan.job.buffers):
+        if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
+            dtype = getattr(torch, buffer.spec.dtype)
+            fill = 1 if dtype.is_floating_point or dtype is torch.bool else 0
+            result[k] = torch.full(buffer.spec.shape, fill, dtype=dtype, device=device)
+    return result
+
+
+def made_up_batch(job: Job, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    """Leaf -> the full batch's values, all microbatches and data-parallel copies along dim 0."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = rows_named(job)
+    leaves: dict[str, torch.Tensor] = {}
+    for name, spec in job.batch:
+        shape = spec.shape if name in job.whole else (spec.shape[0] * job.pieces, *spec.shape[1:])
+        dtype = getattr(torch, spec.dtype)
+        if dtype.is_floating_point:
+            built = torch.randn(shape, generator=generator).to(dtype)
+        else:
+            built = torch.randint(0, rows.get(name, 2), shape, generator=generator).to(dtype)
+        leaves[name] = built.to(device)
+    return leaves

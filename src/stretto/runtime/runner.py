@@ -14,33 +14,31 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from stretto.backend.heap import keep_freed_memory
+from stretto.backend.process_memory import keep_freed_memory
 from stretto.batch.constants import watch_model
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.axes import BY_NAME, DP
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.runtime.accumulate import accumulate
 from stretto.runtime.compare import Report
 from stretto.runtime.compile import make_compiler
 from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
-from stretto.runtime.failed_op import telling_what_op_failed
-from stretto.runtime.fit import agree, fit_batch
-from stretto.runtime.held import Held
+from stretto.runtime.fit import Ranges, agree, explaining_failed_ops, fit_batch
+from stretto.runtime.full_state import LeftKeys, PlainState, gather, plain_state, put
+from stretto.runtime.given_model import GivenModel
+from stretto.runtime.gradients import accumulate
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
-from stretto.runtime.old_model import OldModel, refuse_old
+from stretto.runtime.optimizer_trial import watch
 from stretto.runtime.part_gradient_adapter import PartGradient
-from stretto.runtime.ranges import Ranges
 from stretto.runtime.rank import RankState
+from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.step_graph import StepGraph
 from stretto.runtime.torch_transport import TorchTransport
 from stretto.runtime.transport import ThreadTransport, Transport
-from stretto.runtime.whole_state import LeftKeys, PlainState, gather, plain_state, put
-from stretto.runtime.whole_tensors import watch
 from stretto.verifying import verify
 
 
@@ -48,24 +46,24 @@ class Runner:
     """Walks a plan's orders for this rank, step after step.
 
     Holds the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
-    a parameter is spread over ranks, a copy of this rank's part; of a model on meshes its part itself. The
+    a parameter is sharded over ranks, a copy of this rank's part; of a model on meshes its part itself. The
     rest of the model may be dropped, but one whose own code makes values of its `state_dict`
     (`get_extra_state`, a hook) is kept. Gradients are added to `.grad`.
 
-    plan: the plan; every rank must hold an equal one. model: the model that was captured, with its values,
+    plan: the plan; every rank must have an equal one. model: the model that was captured, with its values,
     the same on all ranks; it must not be on "meta", but see `empty`. transport: how messages travel;
     `torch.distributed` by default. seed: random ops draw from (seed, step, microbatch, op), whatever the
-    schedule. shares: another Runner on this rank, of a plan that spreads the same model in the same way; its
+    schedule. shares: another Runner on this rank, of a plan that shards the same model in the same way; its
     parts are used, so that this one reads what that one trains. empty: parameters may be on "meta", and
     buffers have values (`models.build.hollow`): this rank's parts get memory, so that none needs it for the
-    whole model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
+    full model, and no step is taken before values are loaded (`stretto.load`, `load_state_dict`). compile:
     "inductor" compiles stretches of compute between communications; it takes some seconds for each kind of
     stretch here, and results differ in rounding (`docs/accelerators.md`). cuda_graph: whether the step is
-    recorded once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host
-    need not queue it; on an accelerator, without dropout.
+    recorded once, in the third, and then replayed (`stretto.runtime.step_graph`), so that the host need not
+    queue it; on an accelerator, without dropout.
 
     Raises UsageError when the world has another size than the plan, the model does not fit the plan, ranks
-    hold different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
+    have different copies of a value, or there is no compiler; PlanError for a plan that was edited and cannot
     run; RunError when a rank is lost.
     """
 
@@ -99,16 +97,15 @@ class Runner:
                 f"the plan divides its batch over {unknown[0]} = {plan.job.size(unknown[0])} ranks, and a "
                 f"Runner divides it over {DP.name} alone: plan with {DP.name} in its place"
             )
-        if shares is None:
-            refuse_old(model)
         self._shares = shares
-        self.held: Held = Held(
-            plan, self.rank, model, None if shares is None else shares.held, empty or shares is not None
+        self.tensors: RankTensors = RankTensors(
+            plan, self.rank, model, None if shares is None else shares.tensors, empty or shares is not None
         )
         self.unfit: str | None = None
-        if self.held.without_values:
+        if self.tensors.without_values:
             self.unfit = 'its model is on "meta": load values (stretto.load, load_state_dict)'
-        self.coordinates, self.device = self.held.coordinates, self.held.device
+        self.model: GivenModel = GivenModel(model, self.tensors, None if shares is None else shares.model)
+        self.coordinates, self.device = self.tensors.coordinates, self.tensors.device
         if self.device.type != plan.job.device:
             raise UsageError(
                 f"the plan was captured for {plan.job.device}, but the model is on {self.device}: kernels "
@@ -121,15 +118,15 @@ class Runner:
         agree(plan, self.transport, seed)
         if not self._unfit():
             self.check_copies()
-        self.held.wholes.clear()  # what this rank does not hold may be dropped
+        self.tensors.full_tensors.clear()  # what this rank does not have may be dropped
         self.transport.open(plan.communicators, self.device, plan.mesh)
-        dtypes = {k: parameter.dtype for k, parameter in self.held.parameters.items()}
+        dtypes = {k: parameter.dtype for k, parameter in self.tensors.parameters.items()}
         self.state = RankState(
             plan,
             self.transport,
             self.device,
-            self.held.compute,
-            self.held.buffers,
+            self.tensors.compute,
+            self.tensors.buffers,
             seed,
             dtypes,
             self.compiler,
@@ -141,8 +138,7 @@ class Runner:
         self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
         self._values = watch_model(model, plan.job.read, plan.job.trains)
         if shares is None:
-            watch(self.held)
-        self.old_model: OldModel = OldModel(model, self.held, None if shares is None else shares.old_model)
+            watch(self.tensors)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -155,7 +151,7 @@ class Runner:
                     "cuda_graph=True records what one process gives its accelerator, and the ranks of this "
                     "run are threads of one: start processes, or leave it out"
                 )
-            self._graph = StepGraph(self.state, self.held.parameters)
+            self._graph = StepGraph(self.state, self.tensors.parameters)
         self._last: Marks | None = None
         self._peak_bytes = 0
 
@@ -172,39 +168,39 @@ class Runner:
         A tied parameter has the first of its names, as in `model.named_parameters()`, on ranks too whose
         stages use it by a later one: what is chosen by name is then the same for all copies.
         """
-        return self.held.named_parameters()
+        return self.tensors.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's buffers with their names in the model."""
-        return self.held.named_buffers()
+        return self.tensors.named_buffers()
 
     def owns(self, name: str) -> bool:
-        """Whether this rank is the one to count and save what it holds of the parameter: the first of those
-        that hold the same.
+        """Whether this rank is the one to count and save what it has of the parameter: the first of those
+        that have the same.
 
-        A tied parameter lives on several ranks, and data-parallel copies hold all; a norm counts it once, and
-        one copy is saved. Of a parameter that is spread, each rank owns its part, of ranks with the same part
+        A tied parameter lives on several ranks, and data-parallel copies have all; a norm counts it once, and
+        one copy is saved. Of a sharded parameter each rank owns its part, of ranks with the same part
         the first.
         """
-        return self.held.owns(name)
+        return self.tensors.owns(name)
 
     # Values.
 
     def state_dict(self, *, only_on: int | None = None) -> dict[str, Any]:
-        """What the plain model's `state_dict` would be, of the whole trained model; every rank must call it.
+        """What the plain model's `state_dict` would be, of the full trained model; every rank must call it.
 
-        Copies on the processor, each tensor whole, tied keys one tensor; what the model's own code adds or
+        Copies on the processor, each tensor in full, tied keys one tensor; what the model's own code adds or
         renames (`get_extra_state`, hooks) too, as it is in this rank's model. only_on: the rank that gets
-        them, the others {}; by default all do. For what one machine's memory cannot hold there is
+        them, the others {}; by default all do. For what is too large for one machine's memory there is
         `stretto.save`. Raises UsageError where another Runner has trained the model since.
         """
         if self._shares is not None:
             return self._shares.state_dict(only_on=only_on)
-        self.old_model.rivals.check(self.transport)
-        return gather(self.held, self.transport, self.plain_state, only_on)
+        self.model.synchronise()
+        return gather(self.tensors, self.transport, self.plain_state, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
-        """Take values as the plain model's `state_dict` has them, whole, the same on every rank, which all
+        """Take values as the plain model's `state_dict` has them, in full, the same on every rank, which all
         must call it; optimizers keep their state. Of tied keys one is enough. Returns what was not loaded,
         `.missing_keys` and `.unexpected_keys`, which is nothing unless `strict` is False.
 
@@ -213,7 +209,7 @@ class Runner:
         """
         if self._shares is not None:
             return self._shares.load_state_dict(state_dict, strict)
-        left = put(self.held, self.transport, self.plain_state, state_dict, strict)
+        left = put(self.tensors, self.transport, self.plain_state, state_dict, strict)
         lacking = self.unfit if left.missing_keys else None
         self.loaded()
         self.unfit = lacking
@@ -222,17 +218,23 @@ class Runner:
         return left
 
     def loaded(self) -> None:
-        """For who writes values into this rank's parameters: they are whole, and not the model's any more."""
+        """For who writes values into this rank's parameters: they are complete, and no longer the model's."""
         self.unfit = None
-        self.old_model.changed(loaded=True)
+        self.model.changed(loaded=True)
 
     def _unfit(self) -> str | None:
-        """Why what this one holds, or shares, is no whole model; None where it is."""
+        """Why what this one has, or shares, is no full model; None where it is."""
         return self.unfit or (None if self._shares is None else self._shares.unfit)
 
     def check_copies(self) -> None:
-        """Raise UsageError on every rank when two hold other values of the same; every rank must call it."""
-        check_copies(self.plan, self.transport, self.held.parameters, self.held.buffers, self.held.wholes)
+        """Raise UsageError on every rank when two have other values of the same; every rank must call it."""
+        check_copies(
+            self.plan,
+            self.transport,
+            self.tensors.parameters,
+            self.tensors.buffers,
+            self.tensors.full_tensors,
+        )
 
     def close(self) -> None:
         """Give the communicators back. Every rank calls it; the runner cannot step after it."""
@@ -244,7 +246,7 @@ class Runner:
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the step's loss (0-d):
         the mean of the microbatches' losses, or their sum over what they count, of all data-parallel copies.
 
-        batch: a tree like the captured one; every rank is given the whole batch and reads its part.
+        batch: a tree like the captured one; every rank is given the full batch and reads its part.
 
         Raises UsageError for a batch whose leaves do not fit the plan, RunError when a rank is lost.
         """
@@ -256,7 +258,7 @@ class Runner:
             self._last = self.state.clock.read(self._last)  # not hours later, when they are asked for
         # The first step makes what is made on first use; threads among it would be of the lane's class.
         with (
-            telling_what_op_failed(self.rank) if self.plan.edited else nullcontext(),
+            explaining_failed_ops(self.rank) if self.plan.edited else nullcontext(),
             self._metered(),
             nullcontext() if self._last is None else self.transport.during_step(),
         ):
@@ -264,38 +266,35 @@ class Runner:
         self.state.watch.end()
         grads, self.state.grads = self.state.grads, {}
         check_room(self.plan, self.transport, self.state.watch)
-        trained = [k for k in sorted(grads) if self.held.parameters[k].requires_grad]  # not frozen since
-        held = [self.held.parameters[k] for k in trained]
-        accumulate(held, [self._of_part(k, grads.pop(k)) for k in trained])
-        for k, parameter in zip(trained, held, strict=True):
+        trained = [k for k in sorted(grads) if self.tensors.parameters[k].requires_grad]  # not frozen since
+        kept = [self.tensors.parameters[k] for k in trained]
+        accumulate(kept, [self._of_part(k, grads.pop(k)) for k in trained])
+        for k, parameter in zip(trained, kept, strict=True):
             if parameter.grad is not None:
                 parameter.grad = self._of_part(k, parameter.grad)
         if self.plan.job.trains:
-            self.old_model.changed()
+            self.model.changed()
         if not self.replayed:
             self._last = self.state.marks
         return loss
 
     def _of_part(self, k: int, grad: torch.Tensor) -> torch.Tensor:
         """The gradient, which of a part of a parameter knows that it is."""
-        is_part = self.plan.job.parameters[k].tied_to in self.held.cut_along
+        is_part = self.plan.job.parameters[k].tied_to in self.tensors.cut_along
         return grad.as_subclass(PartGradient) if is_part else grad
 
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
-        self.held.frozen.check()
+        self.model.check()
         self._values.check()
         if self.plan.job.watch is not None:
             self.plan.job.watch.check()
-        self.held.hooked.check()
-        self.held.check_bound()
+        self.tensors.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no whole values: {unfit}")
-        self.old_model.rivals.check(self.transport)
-        if self._last is None:
-            self.old_model.check_unchanged()
-        self.held.refresh()
+        self.model.synchronise()
+        self.tensors.refresh()
         return leaves
 
     @contextmanager
@@ -304,8 +303,12 @@ class Runner:
         if self._last is not None:
             yield
             return
-        held = (*self.held.compute.values(), *self.held.parameters.values(), *self.held.buffers.values())
-        meter = MemoryMeter(held)
+        kept = (
+            *self.tensors.compute.values(),
+            *self.tensors.parameters.values(),
+            *self.tensors.buffers.values(),
+        )
+        meter = MemoryMeter(kept)
         with meter, nullcontext() if self.compiler is None else self.compiler.metered(meter):
             yield
         self._peak_bytes = meter.peak_bytes
@@ -323,7 +326,7 @@ class Runner:
         if self._last is None:
             raise RunError("there is no measured step yet: call step(batch) first")
         marks = self.state.clock.read(self._last)
-        marks.peak_bytes = self._peak_bytes + self.held.state_bytes()
+        marks.peak_bytes = self._peak_bytes + self.tensors.state_bytes()
         gathered = self.transport.all_gather((marks, self.transport.clock_offset_us()))
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
@@ -334,16 +337,16 @@ class Runner:
 
     def report(self) -> Report:
         """Measured against predicted of the last step, and what `observed` would give; every rank must call
-        it. `print` shows a table. What cannot be told is said in its place, so that a script's last line does
-        not lose the rest."""
+        it. `print` shows a table. What cannot be reported is replaced by the reason, so that a script's last
+        line does not lose the rest."""
         seen = observed(self.plan, self.transport, self.state.watch, forget=False)
         try:
             return Report(self.plan, self.timeline(), seen)
         except LostRankError:
             raise
         except Exception as error:
-            told = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
-            return Report(self.plan, None, seen, told)
+            gathered = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
+            return Report(self.plan, None, seen, gathered)
 
 
 def _default_transport(plan: Plan) -> Transport:

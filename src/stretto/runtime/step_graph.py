@@ -1,14 +1,14 @@
 """A rank's step as one CUDA graph: recorded once, then replayed, so that the host has next to nothing to do.
 
-A rank that computes less than its host needs to queue it hides nothing, whatever its plan says. A plan is one
-fixed order of ops, waits and messages on fixed shapes, which is what a graph holds.
+A rank that computes less than its host needs to queue it hides nothing, whatever its plan. A plan is one
+fixed order of ops, waits and messages on fixed shapes, which is what a graph contains.
 
     1. The first steps are walked op by op: kernels are chosen, communicators connect.
     2. The walk is recorded, on copies of the batch's leaves. What it makes is in the graph's own memory.
     3. A step copies its batch there and replays. Gradients and loss are the graph's own tensors, so gradients
        that the caller still has from the step before are copied away first.
 
-What a graph cannot hold is refused: ops that draw random numbers, which are to draw others in the next step.
+What a graph cannot contain is refused: ops that draw random numbers, other ones in the next step.
 Replayed steps have no marks. Method: NVIDIA's CUDA graphs, as `torch.cuda.graph` records them, calls of NCCL
 too.
 """
@@ -52,7 +52,7 @@ class StepGraph:
         return self._graph is not None
 
     def step(self, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """As `RankState.step`. Raises UsageError for a step that no graph can hold."""
+        """As `RankState.step`. Raises UsageError for a step that no graph can contain."""
         if self._walked < WALKED:
             self._walked += 1
             return self._state.step(leaves)
@@ -88,9 +88,9 @@ class StepGraph:
     def _keep(self) -> None:
         """Step 3."""
         for k, grad in self._grads.items():
-            held = self._parameters[k].grad
-            if held is not None and held.data_ptr() == grad.data_ptr():
-                self._parameters[k].grad = held.clone()
+            kept = self._parameters[k].grad
+            if kept is not None and kept.data_ptr() == grad.data_ptr():
+                self._parameters[k].grad = kept.clone()
 
 
 def _refuse(microbatch: int, op: int) -> NoReturn:

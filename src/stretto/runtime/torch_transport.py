@@ -4,7 +4,7 @@ A rank whose connection breaks or stays silent is named, except in a collective,
 
 1. Every communicator is a process group of its own, so that no lane waits for another. On Gloo it has threads
    and connections of its own; on NCCL a stream of its own, of high priority, so that a collective that is
-   ready is not held back by a long kernel. What it reads was written on the compute stream, and what it
+   ready is not delayed by a long kernel. What it reads was written on the compute stream, and what it
    writes is read there: the process group joins the two with events, at the start and at the wait. Nothing
    relies on the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), for nothing relies on kernels
    starting in the order in which they were queued on different streams.
@@ -12,10 +12,10 @@ A rank whose connection breaks or stays silent is named, except in a collective,
    that are made in different orders would wait for each other for ever. An accelerator's communicators are
    used once then, because they connect on first use.
 3. No lane comes to be later: what starts on a lane that was not opened is refused.
-4. Gloo's threads of lanes do not take the core of one that holds what they need
+4. Gloo's threads of lanes do not take the core of one that has what they need
    (`stretto.backend.gloo_adapter`); during a step the thread that computes gives way to them
    (`stretto.backend.idle_class`).
-5. A buffer that a transfer reads or writes is held by its handle until it was waited for.
+5. A buffer that a transfer reads or writes is kept by its handle until it was waited for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CLOCK_ROUNDS = 8
 
 
 NETWORK_WORDS = ("connection", "socket", "closed", "timed out", "timeout", "broken pipe", "gloo/transport")
-"""What Gloo's errors say when a peer is gone, as seen with PyTorch 2.13; it raises plain RuntimeError."""
+"""Words of Gloo's errors when a peer is gone, as seen with PyTorch 2.13; it raises plain RuntimeError."""
 
 
 class TorchTransport:
@@ -114,7 +114,7 @@ class TorchTransport:
 
     def _connect(self, lane: str, device: torch.device) -> None:
         """Use a new communicator once, in the common order: a device backend connects on first use, and the
-        first message that a rank posts would hold its processor until the peer posts the matching one."""
+        first message that a rank posts would keep its processor until the peer posts the matching one."""
         group = self._group(lane)
         touch = torch.zeros(1, device=device)
         if lane.startswith("pp "):
@@ -159,12 +159,12 @@ class TorchTransport:
         return self._start(lane, None, begin, result, value)
 
     def all_gather(self, item: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
+        result: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, item, group=self._control)
+            dist.all_gather_object(result, item, group=self._control)
         except RuntimeError as error:
             raise self._lost("control", None, error) from None
-        return found
+        return result
 
     def during_step(self) -> AbstractContextManager[None]:
         return lanes_first() if self._on_processors else nullcontext()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -77,11 +77,11 @@ def not_open(rank: int, lane: str, lanes: Iterable[str]) -> RunError:
     )
 
 
-class Done:
-    """A communication that was over when it began."""
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A communication under way that `wait` completes."""
 
-    def wait(self) -> None:
-        return None
+    wait: Callable[[], None]
 
 
 @dataclass
@@ -144,7 +144,7 @@ class ThreadTransport:
             # A copy, so that a plan that frees or reuses the buffer too early is not excused here.
             self._board.mail[self._of(lane)].append(value.clone())
             self._board.changed.notify_all()
-        return Done()
+        return Pending(lambda: None)
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         receive = _Receive(self, lane, self._of(lane), buffer)
@@ -170,9 +170,9 @@ class ThreadTransport:
         return _Collective(self, lane, value, finish, set(members))
 
     def all_gather(self, item: Any) -> list[Any]:
-        found: dict[int, Any] = {}
-        _Collective(self, "control", item, found.update, set(range(self.size))).wait()
-        return [found[rank] for rank in range(self.size)]
+        result: dict[int, Any] = {}
+        _Collective(self, "control", item, result.update, set(range(self.size))).wait()
+        return [result[rank] for rank in range(self.size)]
 
     def clock_offset_us(self) -> float:
         return 0.0

@@ -118,7 +118,7 @@ def write(
     transport = runner.transport
     first = runner.rank == 0
 
-    runner.old_model.rivals.check(transport)
+    runner.model.synchronise()
 
     def owned_and_table() -> tuple[dict[str, Part], states.OptimizerTable | None]:  # step 1
         if (
@@ -127,7 +127,7 @@ def write(
             and not (place.is_dir() and (is_saved(place) or not any(place.iterdir())))
         ):
             raise UsageError(f"{place} exists and is no checkpoint: name another folder, or remove it")
-        owned = runner.held.owned_parts()
+        owned = runner.tensors.owned_parts()
         if optimizer is None:
             return owned, None
         state = states.state_of(runner, optimizer)
@@ -179,7 +179,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     def check() -> tuple[Callable[[], None], _Rest, dict[str, Any], list[Any]]:
         rest = _unpacked(checkpoint)
         stored = tensors.stored_in(checkpoint)
-        parts = runner.held.parts()
+        parts = runner.tensors.parts()
         tensors.check_fit(checkpoint, parts, stored)
         known_names = {f"model.{parameter.tied_to}" for parameter in runner.plan.job.parameters}
         more = sorted({name for name in stored if name.startswith("model.")} - known_names)

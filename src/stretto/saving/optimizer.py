@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from stretto.errors import UsageError
 from stretto.ir.program import Parameter
 from stretto.runtime import Runner
-from stretto.runtime.shards import Part, whole_spec
-from stretto.runtime.whole_state import shown
+from stretto.runtime.full_state import shown
+from stretto.runtime.shards import Part, full_spec
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how PyTorch computes, which the reading optimizer keeps: they change with device and layout."""
@@ -84,7 +84,7 @@ def state_of(runner: Runner, optimizer: Optimizer) -> OptimizerState:
     """Step 1. Raises UsageError for an optimizer over what is not the runner's, or state without a place."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
-    mine = {id(parameter): known for known, parameter in runner.held.known_parameters()}
+    mine = {id(parameter): known for known, parameter in runner.tensors.known_parameters()}
     table = OptimizerTable(type(optimizer).__name__)
     tensors: dict[str, Part] = {}
     for group in optimizer.param_groups:
@@ -93,7 +93,7 @@ def state_of(runner: Runner, optimizer: Optimizer) -> OptimizerState:
             parameter = mine.get(id(tensor))
             state = optimizer.state.get(tensor, {})
             if parameter is None:
-                runner.old_model.refuse_in_optimizer(tensor)
+                runner.model.refuse_in_optimizer(tensor)
                 if state:
                     raise UsageError(
                         f"the optimizer has state for a parameter of shape {list(tensor.shape)} that is not "
@@ -133,7 +133,7 @@ def _part(runner: Runner, parameter: Parameter, key: str, value: Any) -> Part | 
     if not isinstance(value, torch.Tensor) or "." in key:
         raise UsageError(f"{what} ({type(value).__name__}) is no tensor and no number, and cannot be saved")
     if tuple(value.shape) == parameter.spec.shape:
-        return runner.held.part(parameter, value)
+        return runner.tensors.part(parameter, value)
     if parameter.shards and value.numel() > 1:
         raise UsageError(
             f"{what} has the shape {list(value.shape)}, and this rank's part of the parameter "
@@ -161,9 +161,9 @@ def new_tensors(
         if name not in mine:
             continue
         parameter, tensor = mine[name]
-        if shape == whole_spec(runner.plan.job, parameter).shape:
+        if shape == full_spec(runner.plan.job, parameter).shape:
             made = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-            tensors[full] = made, runner.held.part(parameter, made)
+            tensors[full] = made, runner.tensors.part(parameter, made)
         else:
             made = torch.zeros(shape, dtype=dtype, device=tensor.device)
             tensors[full] = made, Part.all_of(made)
@@ -249,7 +249,7 @@ def _members(runner: Runner, optimizer: Optimizer) -> dict[str, tuple[Parameter,
     within = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {
         known.name: (known, parameter)
-        for known, parameter in runner.held.known_parameters()
+        for known, parameter in runner.tensors.known_parameters()
         if id(parameter) in within
     }
 

@@ -38,7 +38,7 @@ def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:
             f"{place} has other weights on rank {other} than on rank 0: bring the same to every machine"
         )
     runner.unfit = f"{place} was read in part: load a whole model"
-    together_slowly(runner.transport, lambda: read(weights, runner.held.parts()))
+    together_slowly(runner.transport, lambda: read(weights, runner.tensors.parts()))
     runner.loaded()
     runner.check_copies()
 

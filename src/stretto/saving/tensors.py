@@ -66,7 +66,7 @@ class PartsPlanner(DefaultSavePlanner):
                     tensor_data=TensorWriteData(
                         ChunkStorageMetadata(offsets, view.shape),
                         TensorProperties.create_from_tensor(view),
-                        torch.Size(self._parts[name].whole),
+                        torch.Size(self._parts[name].full_shape),
                     ),
                 )
                 for (name, offsets), view in self._views.items()
@@ -196,9 +196,9 @@ def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) ->
         )
     for name, part in parts.items():
         shape = stored[name].shape
-        if shape != part.whole:
+        if shape != part.full_shape:
             raise StrettoError(
-                f"{folder}: {name} has the shape {list(shape)}, and this model's {list(part.whole)}; "
+                f"{folder}: {name} has the shape {list(shape)}, and this model's {list(part.full_shape)}; "
                 "take another checkpoint"
             )
 

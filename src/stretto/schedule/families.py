@@ -10,12 +10,12 @@ the backward is split, else B).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from stretto.errors import PlanError, StrettoError, UsageError
-from stretto.ir.action import Schedule
+from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.limits import MOST_ACTIONS
 from stretto.ir.stage_maps import (
     AUTO,
@@ -26,16 +26,13 @@ from stretto.ir.stage_maps import (
     unknown_schedule,
     virtual_stages_of,
 )
-from stretto.schedule.dualpipe import DUALPIPE
 from stretto.schedule.family import Family, Wanted
 from stretto.schedule.interleaved import INTERLEAVED
 from stretto.schedule.one_stage import ONE_STAGE
 from stretto.schedule.timing import peak_live, time_schedule
 from stretto.schedule.v_shaped import V_SHAPED
 
-FAMILIES: dict[str, Family] = {
-    family.name: family for family in (*ONE_STAGE, *INTERLEAVED, *V_SHAPED, *DUALPIPE)
-}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*ONE_STAGE, *INTERLEAVED, *V_SHAPED)}
 """Every family by its name; the order is the one in which they are listed to users."""
 
 
@@ -180,3 +177,19 @@ def _progresses(family: Family, wanted: Wanted) -> bool:
     except PlanError:
         return False
     return True
+
+
+def forward_schedule(stages: int, microbatches: int, stage_ranks: Sequence[int] | None = None) -> Schedule:
+    """The order of a job that has no backward: F of each microbatch in turn through the rank's stages.
+    stage_ranks: as in the training's schedule; stage i on rank i by default."""
+    places = tuple(stage_ranks) if stage_ranks is not None else tuple(range(stages))
+    orders = tuple(
+        tuple(
+            Action(stage, Phase.F, microbatch)
+            for microbatch in range(microbatches)
+            for stage in range(stages)
+            if places[stage] == rank
+        )
+        for rank in range(max(places) + 1)
+    )
+    return Schedule("forward", stages, microbatches, places, orders)

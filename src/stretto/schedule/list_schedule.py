@@ -54,7 +54,7 @@ def list_orders(
     spare_last: whether W waits where it would hold up a rank's last input gradient that another stage
         needs.
     """
-    return _Walk(
+    return _ActionWalk(
         stage_ranks, microbatches, urgency, split, stage_limit, room, in_turn, spare_last, times
     ).orders()
 
@@ -81,7 +81,7 @@ def places_in(schedule: Schedule) -> dict[Action, int]:
     return {action: at for rank in range(schedule.ranks) for at, action in enumerate(schedule.actions(rank))}
 
 
-class _Walk:
+class _ActionWalk:
     """Actions by *queue*: one for each stage and phase, from which the next microbatch is taken."""
 
     def __init__(

@@ -2,29 +2,27 @@
 
 1. Every family that can have so many stages a rank, with as many live microbatches as memory allows.
 2. List scheduling (`stretto.schedule.list_schedule`) with the backward split and several urgencies
-   (`stretto.schedule.urgencies`): the order of each family, input gradients first, the zero-bubble warm-up,
-   and a periodic solution of the steady state. They are compared over few microbatches, and the best of them
-   over all.
-3. Exact search from the best so far, where the step is small (`stretto.schedule.exact`).
-4. All that was found, the fastest first, with a bound: no family is faster than the first.
+   (`stretto.schedule.urgencies`): the order of each family, input gradients first, and the zero-bubble
+   warm-up. They are compared over few microbatches, and the best of them over all.
+3. All that was found, the fastest first, with a bound: no family is faster than the first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.schedule.exact import best_order
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.least import least_time
 from stretto.schedule.list_schedule import Urgency, list_orders, places_in
 from stretto.schedule.room import Room
-from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
-from stretto.schedule.urgencies import ROUNDING, backward_first, periodic, warm_up_first
+from stretto.schedule.timing import PhaseTimes, hops_of, peak_live, time_schedule
+from stretto.schedule.urgencies import backward_first, warm_up_first
 
 ENOUGH = 8
 """Microbatches for every rank over which orders are compared first. With 4, orders of 32 ranks and 256
@@ -36,9 +34,6 @@ KEPT = 4
 GIVEN_UP = ((0.0, False), (0.25, False), (0.5, False), (0.0, True))
 """(part of a forward that is given up, whether the last input gradient is spared) of the zero-bubble warm-up.
 Assumed; chosen on the table of arXiv 2401.10241."""
-
-LONGER = (1.0, 1.02, 1.05)
-"""Times the shortest period, of periodic solutions. Assumed."""
 
 MEMORIES = (1, 2)
 """Times the memory of 1F1B, in which lists are made where nothing limits it: more is hardly faster (ZB-2p of
@@ -99,7 +94,7 @@ class Sought:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TimedOrder:
     """One order. time: what it takes, in the unit of the times. family: whether a family made it."""
 
     schedule: Schedule
@@ -111,11 +106,11 @@ class Found:
 class Searched:
     """All orders that were found, the fastest first. bound: no order with any of their maps takes less."""
 
-    found: tuple[Found, ...]
+    found: tuple[TimedOrder, ...]
     bound: float
 
     @property
-    def best(self) -> Found:
+    def best(self) -> TimedOrder:
         return self.found[0]
 
     @property
@@ -125,7 +120,7 @@ class Searched:
 
 
 def search(sought: Sought) -> Searched:
-    """Steps 1 to 4. Raises UsageError where no family fits the memory, and for times of other stages."""
+    """Steps 1 to 3. Raises UsageError where no family fits the memory, and for times of other stages."""
     sought.times.check_stages(sought.ranks * sought.virtual_stages)
     families = [*_families(sought)]
     if not families:
@@ -133,20 +128,9 @@ def search(sought: Sought) -> Searched:
             f"no schedule of {sought.ranks} ranks and {sought.virtual_stages} stages each fits the memory: "
             "allow more, or give smaller microbatches"
         )
-    found = [Found(schedule, sought.time(schedule), True) for schedule in families]
+    found = [TimedOrder(schedule, sought.time(schedule), True) for schedule in families]
     found += _lists(sought, families)
-    best = min(found, key=lambda one: one.time)
     bound = min(sought.least(places) for places in {one.schedule.stage_ranks for one in found})
-    if best.time > bound * (1 + ROUNDING):
-        exact = best_order(
-            best.schedule,
-            sought.times,
-            room=sought.room_of(best.schedule.stage_ranks),
-            max_live=sought.max_live,
-            from_own_begin=sought.from_own_begin,
-        )
-        if exact is not None and sought.fits(exact):
-            found.append(Found(exact, sought.time(exact)))
     # Of equal ones a family comes first: its order is known, and its backward may be whole.
     found.sort(key=lambda one: (one.time, not one.family))
     return Searched(tuple(found), bound)
@@ -192,7 +176,7 @@ def _fitting(sought: Sought, family: str, groups: bool) -> Schedule | None:
     return best
 
 
-def _lists(sought: Sought, families: Sequence[Schedule]) -> list[Found]:
+def _lists(sought: Sought, families: Sequence[Schedule]) -> list[TimedOrder]:
     """Step 2."""
     few = min(sought.microbatches, ENOUGH * sought.ranks)
     short = replace(sought, microbatches=few)
@@ -206,7 +190,7 @@ def _lists(sought: Sought, families: Sequence[Schedule]) -> list[Found]:
     for _, make in tried[:KEPT]:
         schedule = make(sought)
         if schedule is not None and sought.fits(schedule):
-            found.append(Found(schedule, sought.time(schedule)))
+            found.append(TimedOrder(schedule, sought.time(schedule)))
     return found
 
 
@@ -225,10 +209,6 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[So
                 lambda s: backward_first(s.ranks * s.virtual_stages, s.microbatches),
                 memory=memory,
             )
-            for longer in LONGER:
-                period = periodic(places, sought.times, longer)
-                if period is not None:
-                    yield partial(_listed, places, "periodic", _always(period), memory=memory)
             if sought.virtual_stages == 1:
                 for given_up, spare_last in GIVEN_UP:
                     yield partial(
@@ -240,10 +220,6 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[So
                         in_turn=True,
                         spare_last=spare_last,
                     )
-
-
-def _always(urgency: Urgency) -> Callable[[Sought], Urgency]:
-    return lambda sought: urgency
 
 
 def _warm_up(sought: Sought, *, memory: int | None, given_up: float) -> Urgency:
@@ -269,7 +245,7 @@ def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
             return at
         return place[replace(action, phase=Phase.B)] + (0.5 if action.phase is Phase.W else 0.0)
 
-    return _always(urgency)
+    return lambda sought: urgency
 
 
 def _room(sought: Sought, places: tuple[int, ...], memory: int | None) -> Room | None:
@@ -302,3 +278,48 @@ def _listed(
     if orders is None:
         return None
     return Schedule(name, len(places), sought.microbatches, places, orders)
+
+
+def least_time(
+    stage_ranks: Sequence[int],
+    microbatches: int,
+    times: PhaseTimes,
+    *,
+    room: Room | None = None,
+    max_live: int | None = None,
+    from_own_begin: bool = False,
+) -> float:
+    """No order of these stages ends sooner, in the unit of `times`.
+
+    A rank begins when the first of its stages can, and works for all microbatches. A microbatch goes through
+    all stages and back. It takes memory of a rank from the begin of its F to the end of I, and some until the
+    end of W; what all take for their time fits under the rank's limit. from_own_begin: of a step's cost,
+    which counts each rank from its own begin.
+    """
+    stages, ranks = len(stage_ranks), max(stage_ranks) + 1
+    least = min(1.0, times.overlapped)
+    forward, into, weight = (
+        [least * times.of(Action(stage, phase, 0)) for stage in range(stages)]
+        for phase in (Phase.F, Phase.I, Phase.W)
+    )
+    hops = hops_of(stage_ranks, times)
+    # When each stage can begin.
+    heads = [*accumulate((f + hop for f, hop in zip(forward, hops, strict=False)), initial=0.0)]
+    # From the begin of a stage's F to the end of its I.
+    alive = [
+        math.fsum(forward[stage:]) + math.fsum(into[stage:]) + 2 * math.fsum(hops[stage:])
+        for stage in range(stages)
+    ]
+    found = [alive[0] + weight[0]]
+    for rank in range(ranks):
+        mine = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
+        if not mine:
+            continue
+        begin = 0.0 if from_own_begin else min(heads[stage] for stage in mine)
+        found.append(begin + microbatches * math.fsum(forward[s] + into[s] + weight[s] for s in mine))
+        if max_live is not None:
+            found += [begin + microbatches * (alive[s] + weight[s]) / max_live for s in mine]
+        if room is not None and room.limits[rank] > 0:
+            holds = math.fsum(room.whole[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
+            found.append(begin + microbatches * holds / room.limits[rank])
+    return max(found)

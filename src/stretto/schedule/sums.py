@@ -1,15 +1,15 @@
-"""What is summed once a step, over which ranks, and how it is grouped: the programs REDUCE_GRAD.
+"""Gradient reductions: what is reduced once a step, over which ranks, in which buckets (REDUCE_GRAD).
 
-The contract: a gradient may have to be summed for three reasons, in this order: its parts along an axis
-(`Parameter.partial`), its copies on several places of the pipeline (ties), the data-parallel copies. Ties
-are summed one by one. For the other two, large gradients are summed alone, where they are; small ones share a
-tensor, so that they do not pay a latency each: those that are ready at about the same time (Li et al.,
-"PyTorch Distributed", 2020), so that their sum starts within the backward.
+A gradient may have to be reduced for three reasons, in this order: its parts along an axis
+(`Parameter.partial`), its copies on several pipeline ranks (ties), the data-parallel copies. Ties are reduced
+one by one. For the other two, large gradients are reduced by themselves, in place; small ones share a bucket,
+so that they do not pay a latency each: those that are ready at about the same time (Li et al., "PyTorch
+Distributed", 2020), so that their reduction starts within the backward.
 
-    1. All that a place sums is the program of its first stage: rounds of starts and their waits. Sums of one
-       gradient are in one round after the other, as they write to the same memory.
-    2. Sums that wait for no other are the first round, that of the loss before all. Lowering starts them as
-       soon as what they sum is complete, and waits for them before the second.
+    1. All reductions of a pipeline rank are the program of its first stage: rounds of starts and their waits.
+       Reductions of one gradient are in one round after the other, as they write to the same memory.
+    2. Reductions that wait for no other are the first round, that of the loss before all. Lowering starts
+       them as soon as their gradients are complete, and waits for them before the second.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from stretto.ir.program import (
 from stretto.ir.transfers import summed_bytes, tied_ranks
 
 LARGE_BYTES = 4 * 2**20
-"""Gradients of at least this size are summed alone. Assumed: their transfer takes far longer than a
-collective's latency on any link, and a copy into a shared buffer would cost memory and time. A shared buffer
-that has grown to it is closed, for the same reason: more would only start later."""
+"""Gradients of at least so many bytes are reduced by themselves. Assumed: their transfer takes far longer
+than a collective's latency on any link, and a copy into a bucket would cost memory and time. A bucket that
+has grown to it is closed, for the same reason: more would only start later."""
 
 
 @dataclass(slots=True)
-class _Group:
-    """A tied group on one place."""
+class _TiedGroup:
+    """A tied group on one pipeline rank."""
 
     parameter: Parameter
     home: int = 0
     ready: int = 0
-    """Where the last of its addends stands in the backward of `home`."""
+    """Position in the backward of `home` of the op that makes its last partial gradient."""
     partial: tuple[str, ...] = ()
 
 
 def with_sums(job: Job, schedule: Schedule) -> Job:
-    """The job whose stages, placed as in `schedule`, have the sums of their places."""
+    """The job whose stages, placed as in `schedule`, have the reductions of their pipeline ranks."""
     tied = tied_ranks(job, schedule.stage_ranks)
     stages = list(without_sums(job).stages)
     for place in range(schedule.ranks):
         held = schedule.stages_of(place)
-        ops = tuple(_Sums(job, held, place, tied, schedule.ranks).ops()) if held else ()
+        ops = tuple(_RankReductions(job, held, place, tied, schedule.ranks).ops()) if held else ()
         if ops:
             stages[held[0]] = Stage(held[0], {**stages[held[0]].ops, Phase.REDUCE_GRAD: ops})
     return replace(job, stages=tuple(stages))
 
 
 def without_sums(job: Job) -> Job:
-    """The job as it is captured, of one that a plan has."""
+    """The job as it is captured, without the reductions that a plan adds."""
     if all(Phase.REDUCE_GRAD not in stage.ops for stage in job.stages):
         return job
     stages = (Stage(s.index, {phase: s.ops[phase] for phase in PHASES}) for s in job.stages)
@@ -90,12 +90,12 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
 
 
 def tells_loss(job: Job, places: int) -> bool:
-    """Whether ranks have to be told the step's loss by others."""
+    """Whether the step's loss has to be sent to other ranks."""
     return places > 1 or bool(job.data_axes)
 
 
-class _Sums:
-    """The sums of one place."""
+class _RankReductions:
+    """The reductions of one pipeline rank."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Sums:
         return self._start(f"tied.{name}", f"tied {name}", len(self._tied[name]), [name])
 
     def _over(self, axis: str, names: Iterable[str]) -> list[Op]:
-        """Sums of some gradients over an axis."""
+        """Reductions of some gradients over an axis."""
         small: dict[tuple[int, str], list[str]] = defaultdict(list)
         found: list[Op] = []
 
@@ -189,10 +189,10 @@ class _Sums:
         return Op(name, ALL_REDUCE.target, (reads, "sum", lane, size), (), (spec,), alias)
 
 
-def _groups(job: Job, stages: Sequence[int]) -> dict[str, _Group]:
-    """Tied groups with a gradient that a place with these stages holds, in the order of parameters."""
+def _groups(job: Job, stages: Sequence[int]) -> dict[str, _TiedGroup]:
+    """Tied groups with a gradient on a pipeline rank that has these stages, in the order of parameters."""
     trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
-    found: dict[str, _Group] = {}
+    found: dict[str, _TiedGroup] = {}
     made = {
         (stage, op.name): at
         for stage in stages
@@ -202,7 +202,7 @@ def _groups(job: Job, stages: Sequence[int]) -> dict[str, _Group]:
         here = [stage for stage in parameter.stages if stage in stages]
         if not here or parameter.tied_to not in trained:
             continue
-        group = found.setdefault(parameter.tied_to, _Group(parameter, min(here)))
+        group = found.setdefault(parameter.tied_to, _TiedGroup(parameter, min(here)))
         group.home = max(group.home, *here)
         group.partial = tuple(dict.fromkeys((*group.partial, *parameter.partial)))
         ends = [made[s, value] for s, _, value in parameter.grads if s == group.home and (s, value) in made]

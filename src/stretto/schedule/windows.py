@@ -2,19 +2,22 @@
 
 A wait comes before the first op that reads a received value, a send after the op that makes a value that
 leaves: a message leaves when its tensor is ready, and is waited for as late as possible. Where the last run
-of a window completes gradients, it is a window of its own, with a sum's start after the op that adds to it
-last.
+of a window completes gradients, it is a window of its own, with a reduction's start after the op that adds to
+it last.
+
+As captured, a B is all of I, then all of W: whatever W reads, of every layer, is kept until the last layer's
+input gradient exists. Where memory is asked for (`recompute`), W's ops come between those of I instead, as in
+automatic differentiation. A gradient's parts are added up in the same order, so the bits are the same.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from stretto.ir.action import Phase, Slot
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import Job, Op
-from stretto.schedule.memory_order import holds_least, memory_order
 
 
 def window_name(slot: Slot) -> str:
@@ -46,7 +49,7 @@ def make_window(job: Job, slot: Slot) -> Window:
             if edge.source == stage and edge.phase in phase.parts:
                 leaving[edge.value].append(edge.index)
         captured = [op for sub in phase.parts for op in job.stages[stage].ops[sub]]
-        for op in memory_order(job, stage, phase) if holds_least(job) else captured:
+        for op in _memory_order(job, stage, phase) if _least_memory(job) else captured:
             for name in op.uses:
                 if name in arriving:
                     items.append(Item(ItemKind.WAIT, part, arriving.pop(name)))
@@ -99,3 +102,37 @@ def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
             for group in adds.get((item.part, str(item.ref)), ()):
                 found[group].append(at)
     return found
+
+
+def _least_memory(job: Job) -> bool:
+    """Whether the job asks for memory before anything else."""
+    return job.recompute not in ("none", "selective", "gathers")
+
+
+def _memory_order(job: Job, stage: int, phase: Phase) -> list[Op]:
+    """The ops of an action; of a B, each op of W after the last op of I that it needs.
+
+    W keeps its own order. What a tied parameter's gradient gets from W waits for what it gets from I.
+    """
+    programs = job.stages[stage].ops
+    if phase is not Phase.B:
+        return list(programs[phase])
+    into = {op.name for op in programs[Phase.I]}
+    missing = {op.name: into.intersection(op.uses) for op in programs[Phase.W]}
+    groups: dict[str, list[str]] = {}
+    for parameter in job.parameters:
+        groups.setdefault(parameter.tied_to, []).extend(v for at, _, v in parameter.grads if at == stage)
+    for values in groups.values():
+        first = into.intersection(values)
+        for value in values:
+            if value in missing:
+                missing[value] |= first
+    waiting = deque(programs[Phase.W])
+    done: set[str] = set()
+    order: list[Op] = []
+    for op in programs[Phase.I]:
+        order.append(op)
+        done.add(op.name)
+        while waiting and missing[waiting[0].name] <= done:
+            order.append(waiting.popleft())
+    return [*order, *waiting]

@@ -35,7 +35,7 @@ from stretto.parallelize.layout import Layout, layout_of
 from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
-from stretto.runtime.whole_state import take_first_copys_buffers
+from stretto.runtime.full_state import take_first_copys_buffers
 
 _CAPTURING = Lock()
 """PyTorch traces one model at a time in a process, whose threads may be ranks."""
@@ -89,7 +89,7 @@ class Evaluation:
         rest = replace(runner.plan.costs, op_us={}, op_how={})
 
         def measured() -> Costs:
-            mine = profile(job, runner.device, schedule.stages_of(runner.state.place))
+            mine = profile(job, runner.device, schedule.stages_of(runner.state.pp_rank))
             # Ranks that do equal work measure about the same; all must plan with equal costs.
             by_op: dict[tuple[int, str], list[float]] = defaultdict(list)
             for measured in runner.transport.all_gather(dict(mine.op_us)):
@@ -120,7 +120,7 @@ class Evaluation:
         Raises UsageError for a batch that does not fit, and where there is none; LostRankError when a rank
         does not take part.
         """
-        take_first_copys_buffers(self._runner.held, self._trained.held, self._trained.transport)
+        take_first_copys_buffers(self._runner.tensors, self._trained.tensors, self._trained.transport)
         losses = [float(self._runner.step(batch)) for batch in batches]
         if not losses:
             raise UsageError("an evaluation is of one batch or more: none was given")

@@ -33,7 +33,7 @@ from stretto.report.html import REPORT, lacks_page, write_page
 from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
-from stretto.runtime.shards import whole_spec
+from stretto.runtime.shards import full_spec
 from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
@@ -166,7 +166,7 @@ def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
     if report is None or results.checkpoint is None:
         return {}
     job = results.plan.job
-    size_bytes = sum(whole_spec(job, p).numel * 4 for p in job.parameters if p.name == p.tied_to)
+    size_bytes = sum(full_spec(job, p).numel * 4 for p in job.parameters if p.name == p.tied_to)
     if size_bytes > LARGEST_SAMPLED_BYTES:
         say(
             f"no sample: the model has {size_bytes / 1e9:.1f} GB of weights, and above "

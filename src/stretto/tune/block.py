@@ -1,12 +1,16 @@
 """What one microbatch takes on the devices of one layout: the model captured and priced once.
 
-A layout's trace (`stretto.capturing.captures`) serves all layouts that spread layers in the same way over
-microbatches of the same size. What is read off it holds for any number of pipeline ranks: sums over the whole
-model, of which each pipeline rank has a share. Touches no clock: sums only.
+A layout's trace (`stretto.capturing.captures`) serves all layouts that shard layers in the same way over
+microbatches of the same size. What is read off it is true for any number of pipeline ranks: sums over the
+model, of which each pipeline rank has a share.
+
+Within one program little hides a collective, as the next op mostly needs its result; the ops of another
+microbatch hide more. How much is seen in windows of a stage in the middle, with ops in the order of a list.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,16 +19,20 @@ from dataclasses import dataclass, field, replace
 from stretto.capturing.captures import Captures
 from stretto.config import ParallelSettings
 from stretto.errors import PlanError, UsageError
-from stretto.ir.action import Phase
+from stretto.ir.action import Action, Overlap, Phase, Slot
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
+from stretto.order.depend import make_graph
+from stretto.order.policies import waits_at_once
+from stretto.order.walk import replay
+from stretto.order.window import list_order
 from stretto.passes.recompute import storages
 from stretto.passes.recompute_choice import recompute
 from stretto.price.cluster import Description, described
 from stretto.schedule.families import make_schedule
-from stretto.tune.alone import HIDDEN, Alone, alone_of
+from stretto.schedule.windows import make_window
 from stretto.tune.choices import PLAIN_OF_SEVERAL
 
 LAYERS = 4
@@ -33,17 +41,26 @@ there, and larger ones take longer. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One microbatch through the whole model, on one of the ranks that share it.
+class Exposure:
+    """Times what a stage's ops take: of its F, I and W each by itself, of I and W as one program, and of a
+    forward that is joined with a backward of another microbatch, both; None where none may be."""
 
-    phases_us: F, I and W on the compute lane. lanes_us: axis -> what its collectives take, one after the
-    other. saved_bytes: what the forward keeps for the backward. alone: what of the collectives stays exposed.
+    phases: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    backward: float = 1.0
+    joined: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """One microbatch through the model, on one of the ranks that share it.
+
+    phases_us: F, I and W on the compute lane. saved_bytes: what the forward keeps for the backward. exposure:
+    what of the collectives stays exposed.
     """
 
     phases_us: tuple[float, float, float]
-    lanes_us: Mapping[str, float]
     saved_bytes: float
-    alone: Alone = HIDDEN
+    exposure: Exposure = Exposure()
 
     @property
     def compute_us(self) -> float:
@@ -53,35 +70,30 @@ class Work:
     def steady_us(self) -> float:
         """In the middle of a step, where forwards may be joined with backwards."""
         forward_us, *backward_us = self.phases_us
-        apart_us = forward_us * self.alone.phases[0] + sum(backward_us) * self.alone.backward
-        if self.alone.joined is None:
+        apart_us = forward_us * self.exposure.phases[0] + sum(backward_us) * self.exposure.backward
+        if self.exposure.joined is None:
             return apart_us
-        return min(apart_us, self.compute_us * self.alone.joined)
+        return min(apart_us, self.compute_us * self.exposure.joined)
 
-    def scaled(self, by: float) -> Work:
+    def scaled(self, by: float) -> BlockWork:
         """For so many times the rows, as if everything went by rows: a guess."""
-        return Work(
-            (self.phases_us[0] * by, self.phases_us[1] * by, self.phases_us[2] * by),
-            {axis: us * by for axis, us in self.lanes_us.items()},
-            self.saved_bytes * by,
-            self.alone,
-        )
+        forward_us, into_us, weight_us = (us * by for us in self.phases_us)
+        return replace(self, phases_us=(forward_us, into_us, weight_us), saved_bytes=self.saved_bytes * by)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
-    again, what that makes of the microbatch's work. held_bytes: parameters, their gradients and the
-    optimizer's state, of the whole model over the ranks that share it; state_bytes: the last of these alone;
-    gradient_bytes: what data-parallel copies sum. message_bytes: what crosses a border, one way. shares:
-    by numbers of stages, what each stage has of all work; about equal where it is not known.
+    again, what that makes of the microbatch's work. fixed_bytes: parameters, their gradients and the
+    optimizer's state, of the model over the ranks that share it; gradient_bytes: what data-parallel copies
+    reduce. message_bytes: what crosses a border, one way. shares: by numbers of stages, what each stage has
+    of all work; about equal where it is not known.
     """
 
     rows: float
     flops: float
-    again: Mapping[str | int, Work]
-    held_bytes: float
-    state_bytes: float
+    again: Mapping[str | int, BlockWork]
+    fixed_bytes: float
     gradient_bytes: float
     message_bytes: float
     shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
@@ -98,7 +110,7 @@ class Block:
 def block_of(
     captures: Captures,
     parallel: ParallelSettings,
-    found: Description,
+    cluster: Description,
     words: tuple[str | int, ...],
     rows: float,
     layers: int | None = None,
@@ -111,9 +123,9 @@ def block_of(
     job = _cut(captures, parallel, layers)
     ranks = job.pp or 1
     schedule = make_schedule(PLAIN_OF_SEVERAL, ranks, ranks, virtual_stages=len(job.stages) // ranks)
-    costs, pricer = described(job, schedule, found)
+    costs, pricer = described(job, schedule, cluster)
     prices = Prices(job, costs, pricer, keep=False)
-    again: dict[str | int, Work] = {}
+    again: dict[str | int, BlockWork] = {}
     for word in words:
         made = job
         if isinstance(word, str) and word != "none":
@@ -131,14 +143,13 @@ def block_of(
         sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
         again,
         sum(p.held_nbytes for p in first) + gradients + state,
-        state,
         gradients,
         max(sizes, default=0),
     )
 
 
 def shares_of(
-    captures: Captures, parallel: ParallelSettings, found: Description, counts: Collection[int]
+    captures: Captures, parallel: ParallelSettings, cluster: Description, counts: Collection[int]
 ) -> dict[int, tuple[float, ...]]:
     """By each of these numbers of stages that the model can be cut in, what each stage has of all work. They
     are about the same in all layouts, so that those of one serve."""
@@ -148,7 +159,7 @@ def shares_of(
             job = captures.job(
                 parallel.model_copy(update={**_few(parallel), "pp": 1, "virtual_stages": count})
             )
-            costs, _ = described(job, make_schedule(PLAIN_OF_SEVERAL, 1, 1, virtual_stages=count), found)
+            costs, _ = described(job, make_schedule(PLAIN_OF_SEVERAL, 1, 1, virtual_stages=count), cluster)
             work_us = [
                 sum(
                     costs.op_us.get((stage.index, op.name), 0.0)
@@ -185,10 +196,9 @@ def _cut(captures: Captures, parallel: ParallelSettings, layers: int | None) -> 
     return captures.job(parallel.model_copy(update={**changed, "pp": 1, "virtual_stages": 1}))
 
 
-def work_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Work:
+def work_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> BlockWork:
     """The sums over all stages of a job, and what its middle one exposes."""
     times: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-    lanes: dict[str, float] = defaultdict(float)
     saved = 0.0
     received: dict[int, dict[str, int]] = defaultdict(dict)
     for edge in job.edges:
@@ -196,11 +206,7 @@ def work_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Work:
             received[edge.target][edge.value] = edge.spec.nbytes
     for stage in job.stages:
         for phase in PHASES:
-            for op in stage.ops[phase]:
-                times[phase] += costs.op_us.get((stage.index, op.name), 0.0)
-                asked = op.collective
-                if asked is not None and (cost := costs.collectives.get((asked.axis, asked.kind))):
-                    lanes[asked.axis] += cost.curve.us(asked.nbytes)
+            times[phase] += math.fsum(costs.op_us.get((stage.index, op.name), 0.0) for op in stage.ops[phase])
         forward = stage.ops[Phase.F]
         root = storages(forward)
         sizes = {op.name: op.nbytes for op in forward}
@@ -208,4 +214,30 @@ def work_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Work:
         saved += sum(sizes.get(owner, 0) for owner in {root[name] for name in used if name in root})
         saved += sum(size for name, size in received[stage.index].items() if name in used)
     phases_us = times[Phase.F], times[Phase.I], times[Phase.W]
-    return Work(phases_us, dict(lanes), saved, alone_of(job, costs, stage_ranks))
+    return BlockWork(phases_us, saved, exposure_of(job, costs, stage_ranks))
+
+
+def exposure_of(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Exposure:
+    """Of a job's stage in the middle, as far as the job may overlap. stage_ranks: pipeline ranks of its
+    stages, between which messages go."""
+    middle = len(job.stages) // 2
+
+    def times(slot: Slot) -> float:
+        window = make_window(job, slot)
+        if job.overlap == "off":
+            window = waits_at_once(job, window)
+        graph = make_graph(job, costs, window, stage_ranks)
+        if not graph.communicates or not graph.work_us:
+            return 1.0
+        order = range(len(graph.nodes)) if job.overlap == "off" else list_order(graph)
+        return max(1.0, replay(graph, order).end_us / graph.work_us)
+
+    forward, into, weight, backward = (
+        Action(middle, phase, 0) for phase in (Phase.F, Phase.I, Phase.W, Phase.B)
+    )
+    both = Overlap((Action(middle, Phase.F, 1), backward))
+    return Exposure(
+        (times(forward), times(into), times(weight)),
+        times(backward),
+        times(both) if job.overlap == "window" else None,
+    )

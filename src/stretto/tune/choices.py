@@ -40,6 +40,9 @@ PLAIN, PLAIN_OF_SEVERAL = "1f1b", "interleaved-1f1b"
 VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
 """Stages a rank that are tried in families with any number of them."""
 
+AUTO_STAGES = 2
+"""Stages a rank, at least, from which "auto" chooses: it runs them as one where that is faster."""
+
 RECOMPUTE = ("none", "gathers", "selective", "full")
 """What the backward may compute again, the least first."""
 
@@ -62,6 +65,11 @@ class Layout:
     sequence_parallel: bool
     microbatches: int
     ampipe_degree: int = 1
+
+    @property
+    def sharding(self) -> object:
+        """How layers are sharded and cut; rows beside it make a trace."""
+        return (self.tp, self.ep, self.sequence_parallel, self.ampipe_degree)
 
     @property
     def pieces(self) -> int:
@@ -95,24 +103,24 @@ class Candidate:
 
     def changes(self) -> dict[str, Any]:
         """Key of `parallel` -> what it is set to, None where it is left out."""
-        found: dict[str, Any] = {
+        changes: dict[str, Any] = {
             name: getattr(self.layout, name)
             for name in ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree")
         }
         usual = virtual_stages_of(self.schedule, None) == self.virtual_stages
-        found |= {"schedule": self.schedule, "recompute": self.recompute}
-        found["virtual_stages"] = None if usual else self.virtual_stages
+        changes |= {"schedule": self.schedule, "recompute": self.recompute}
+        changes["virtual_stages"] = None if usual else self.virtual_stages
         for key, others in ABOUT.items():
-            if found[key] == 1:
-                found |= dict.fromkeys(others)
+            if changes[key] == 1:
+                changes |= dict.fromkeys(others)
         if self.layout.ep == self.layout.ampipe_degree == 1:
-            found["ep_plan"] = None
+            changes["ep_plan"] = None
         if self.schedule in FAMILIES and not FAMILIES[self.schedule].groups:
-            found["microbatch_group"] = None  # planning refuses it there
+            changes["microbatch_group"] = None  # planning refuses it there
         for key in ("ep", "ampipe_degree", "sequence_parallel", "recompute"):
-            if found[key] == ParallelSettings.model_fields[key].default:
-                found[key] = None
-        return found
+            if changes[key] == ParallelSettings.model_fields[key].default:
+                changes[key] = None
+        return changes
 
 
 class Choices:
@@ -183,10 +191,10 @@ class Choices:
                     if pp * dp * tp != self.devices:
                         continue
                     for ep in self._of("ep", divisors(dp)):
-                        for spread in self._of("sequence_parallel", (False, True) if tp > 1 else (False,)):
+                        for sequence in self._of("sequence_parallel", (False, True) if tp > 1 else (False,)):
                             for count in self._of("microbatches", divisors(max(batch // dp, 1))):
                                 for degree in degrees:
-                                    yield Layout(pp, dp, ep, tp, spread and tp > 1, count, degree)
+                                    yield Layout(pp, dp, ep, tp, sequence and tp > 1, count, degree)
 
     def _of(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[key],) if key in self.fixed else usual
@@ -194,10 +202,10 @@ class Choices:
     def orders(self, layout: Layout) -> Iterator[tuple[str, int]]:
         """Families, each with its numbers of stages a rank that are allowed."""
         for name in self._of("schedule", self._families(layout)):
-            places = places_of(name)
-            numbers = (places.usual, *(VIRTUAL if places.most is None else ()))
+            stages = places_of(name)
+            numbers = (stages.usual, *(VIRTUAL if stages.most is None else ()))
             for each in self._of("virtual_stages", tuple(dict.fromkeys(numbers))):
-                if places.allow(each) and self.allowed(Candidate(layout, name, each)):
+                if stages.allow(each) and self.allowed(Candidate(layout, name, each)):
                     yield name, each
 
     def _families(self, layout: Layout) -> Sequence[str]:
@@ -218,7 +226,7 @@ class Choices:
         return tuple(one.ampipe_degree for one in others if self.allowed(self.plain(one)))
 
     def own(self) -> Candidate | None:
-        """What the settings say themselves, where it is for as many devices and no other than is fixed."""
+        """What the settings choose themselves, where it is for as many devices and no other than is fixed."""
         given = self.settings.parallel
         if given.world != self.devices or given.schedule not in FAMILIES or given.ampipe_degree == "auto":
             return None
@@ -238,6 +246,15 @@ class Choices:
         each = virtual_stages_of(given.schedule, given.virtual_stages)
         return Candidate(layout, given.schedule, each, given.recompute)
 
+    def with_auto(self, one: Candidate) -> list[Candidate]:
+        """The candidate with the schedule that planning finds, where that may be chosen."""
+        if "schedule" in self.fixed or one.layout.pp == 1 or one.schedule == AUTO:
+            return []
+        auto = replace(one, schedule=AUTO)
+        if "virtual_stages" not in self.fixed and self.several_stages(one.layout, AUTO_STAGES):
+            auto = replace(auto, virtual_stages=max(AUTO_STAGES, one.virtual_stages))
+        return [auto] if self.allowed(auto) else []
+
     @property
     def layers(self) -> int | None:
         """Equal blocks of the model, where its settings say."""
@@ -245,6 +262,10 @@ class Choices:
         if self.settings.task is not None or not isinstance(model, DecoderSettings):
             return None
         return model.layers
+
+    def several_stages(self, layout: Layout, each: int = 2) -> bool:
+        """Whether a rank may have so many stages."""
+        return self.layers is None or self.layers >= each * layout.pp
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -255,7 +276,7 @@ def divisors(number: int) -> tuple[int, ...]:
 def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
     """`--fix KEY=VALUE` as values. Raises UsageError for a key that is not chosen anyway, and for a value
     that the key cannot have."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("parallel.")
@@ -275,5 +296,5 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
         # These two are refused for others that they go with, which are chosen.
         if faults and key not in ("sequence_parallel", "ep"):
             raise UsageError(f"--fix {text}: {faults[0]}")
-        found[key] = read
-    return found
+        changes[key] = read
+    return changes

@@ -2,14 +2,12 @@
 
 bound      No plan of the layout is faster, whatever its schedule. The work of all microbatches is shared by
            the pipeline's ranks; with one stage a rank, a rank also waits for the forwards of those before it,
-           and what balances best is the solution of T = f S(r) + m w(r), S(r+1) = S(r) + w(r).
+           and the best balance is the solution of T = f S(r) + m w(r), S(r+1) = S(r) + w(r).
 estimate   The schedule timed (`stretto.schedule.timing`) with stages as they are cut, and what their programs
-           take with what stays exposed in them (`stretto.tune.alone`): by itself, and with forwards joined
-           with backwards as a plan may have them; the fastest that fits. What gradients' sums take beyond
-           the last backward comes on top.
+           take with what stays exposed in them (`Exposure`): each by itself, and with forwards joined
+           with backwards as a plan may have them; the fastest that fits. What gradients' reductions take
+           beyond the last backward comes on top.
 memory     Parameters, gradients and optimizer of an equal share, and what the schedule keeps live.
-
-Touches `tune.block`, `stretto.schedule` and `planning.pair`; no capture, no plan.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.mesh import Mesh
 from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
+from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
-from stretto.planning.variants import AHEAD
 from stretto.price.cluster import Description, place_link, sum_cost
 from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
 from stretto.schedule.families import make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
-from stretto.tune.block import Block, Work
+from stretto.tune.block import Block, BlockWork
 from stretto.tune.choices import Candidate, Layout
 
 SHORT = 4
@@ -55,11 +53,21 @@ TF32 = 2.0
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Of a candidate: its step, and the least bytes that the fullest rank holds, the optimizer's state
-    included. ahead: of the pairs (`stretto.planning.variants.AHEAD`) that make it so fast; None of none."""
+    included. ahead: of the pairs (`stretto.planning.choose.AHEAD`) that make it so fast; None of none."""
 
     step_us: float
     peak_bytes: float
     ahead: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Of a layout: its step, infinite where nothing likely fits; no plan of it is faster than bound_us; and
+    what its fullest rank likely needs."""
+
+    step_us: float
+    bound_us: float
+    peak_bytes: float
 
 
 def mesh_of(layout: Layout) -> Mesh:
@@ -68,7 +76,7 @@ def mesh_of(layout: Layout) -> Mesh:
     return Mesh(tuple((axis, size) for axis, size in sizes if size > 1 or axis == "pp"))
 
 
-def bound_us(layout: Layout, work: Work, virtual: bool = True) -> float:
+def bound_us(layout: Layout, work: BlockWork, virtual: bool = True) -> float:
     """The time below which no plan of the layout comes. work: with nothing computed again; virtual: whether
     a rank may have several stages."""
     m, p = layout.microbatches, layout.pp
@@ -82,38 +90,46 @@ def bound_us(layout: Layout, work: Work, virtual: bool = True) -> float:
     return max(even_us, filled_us) * (1 - ROUNDING)
 
 
-def fastest_us(flops: float, found: Description, dtype: str) -> float:
+def fastest_us(flops: float, cluster: Description, dtype: str) -> float:
     """What so many flops take at least on a device; 0 where the description names no rate."""
-    if isinstance(found, Cluster):
-        return flops / found.flops_per_us("bfloat16" if dtype == "bf16" else dtype)
-    if isinstance(found, Hardware):
-        reach = found.roof.flops_per_us * found.roof.efficiency.matmul
+    if isinstance(cluster, Cluster):
+        return flops / cluster.flops_per_us("bfloat16" if dtype == "bf16" else dtype)
+    if isinstance(cluster, Hardware):
+        reach = cluster.roof.flops_per_us * cluster.roof.efficiency.matmul
         return flops / (reach if dtype == "bf16" else reach / TF32)
     return 0.0
 
 
-def guess_us(layout: Layout, work: Work) -> float:
-    """A layout's step, to put layouts in order: its steady state, and a pipeline's shortest way to fill."""
+def guess(
+    layout: Layout,
+    block: Block,
+    words: Sequence[str | int],
+    limit_bytes: float,
+    virtual: bool,
+    least_us: float | None = None,
+) -> Guess:
+    """Of a layout, with the least computed again that likely fits; to put layouts in order: its steady state,
+    and a pipeline's shortest way to fill. words: what may be computed again, the least first. virtual: as in
+    `bound_us`; least_us: what a microbatch's arithmetic takes at least, for the bound where the block is a
+    guess itself."""
     m, p = layout.microbatches, layout.pp
-    fill_us = (p - 1) / LEAST_FILL * work.steady_us
-    return (m * work.steady_us + fill_us) / p
-
-
-def least_bytes(layout: Layout, block: Block) -> float:
-    """What the fullest rank holds at least: an equal share of parameters, gradients, optimizer's state."""
-    return block.held_bytes / layout.pp
-
-
-def likely_bytes(layout: Layout, block: Block, work: Work) -> float:
-    """The same with as many live microbatches as 1F1B has."""
-    return (block.held_bytes + work.saved_bytes * min(layout.microbatches, layout.pp)) / layout.pp
+    works = [block.again[word] for word in words if word in block.again]
+    # As many live microbatches as 1F1B has.
+    peaks = [(block.fixed_bytes + work.saved_bytes * min(m, p)) / p for work in works]
+    certain = works[0] if least_us is None else BlockWork((least_us, 0.0, 0.0), 0.0)
+    least = bound_us(layout, certain, virtual or least_us is not None)
+    for work, peak in zip(works, peaks, strict=True):
+        if peak <= limit_bytes:
+            fill_us = (p - 1) / LEAST_FILL * work.steady_us
+            return Guess((m * work.steady_us + fill_us) / p, least, peak)
+    return Guess(inf, least, min(peaks))
 
 
 def estimate(
-    candidate: Candidate, block: Block, work: Work, found: Description, limit_bytes: float = inf
+    candidate: Candidate, block: Block, work: BlockWork, cluster: Description, limit_bytes: float = inf
 ) -> Estimate:
-    """Of a candidate, with stages as the automatic cut makes them. limit_bytes: what a rank may hold; where
-    it holds more whatever it overlaps, the step is infinite.
+    """Of a candidate, with stages as the automatic cut makes them. limit_bytes: the memory of a rank; where
+    the candidate needs more whatever it overlaps, the step is infinite.
 
     Raises UsageError for a schedule that cannot be made.
     """
@@ -126,21 +142,21 @@ def estimate(
     shares = block.shares.get(p * v) or (1 / (p * v),) * (p * v)
     fitting: list[tuple[int | None, Schedule]] = []
     least = inf
-    for ahead in (None, *AHEAD) if work.alone.joined is not None else (None,):
+    for ahead in (None, *AHEAD) if work.exposure.joined is not None else (None,):
         schedule = _short(family, p, v, count, ahead)
         if schedule is not None:
             live = _live(family, p, v, m, count, ahead)
-            holds = block.held_bytes / p + work.saved_bytes * live / (p * v)
-            least = min(least, holds)
-            if holds <= limit_bytes:
+            peak = block.fixed_bytes / p + work.saved_bytes * live / (p * v)
+            least = min(least, peak)
+            if peak <= limit_bytes:
                 fitting.append((ahead, schedule))
     if not fitting:
         return Estimate(inf, least)
     message_us = 0.0
     if p > 1:
-        link = place_link(found, mesh_of(layout))
+        link = place_link(cluster, mesh_of(layout))
         message_us = link.latency_us + occupancy_us(link, int(block.message_bytes))
-    sums_us = _sums_us(layout, block, found, sum(work.phases_us[1:]) / p)
+    reduction_us = _reduction_us(layout, block, cluster, sum(work.phases_us[1:]) / p)
     steps: list[Estimate] = []
     for ahead, schedule in fitting:
         try:
@@ -148,20 +164,22 @@ def estimate(
         except PlanError:  # of pairs, each may wait for the other
             continue
         fullest = p * max(sum(shares[stage] for stage in schedule.stages_of(rank)) for rank in range(p))
-        step_us = timing.makespan + (m - count) * _period(timing, count, fullest) + sums_us
+        step_us = timing.makespan + (m - count) * _period(timing, count, fullest) + reduction_us
         steps.append(Estimate(step_us, least, ahead))
     return min(steps, key=lambda one: one.step_us, default=Estimate(inf, least))
 
 
-def _times(schedule: Schedule, work: Work, shares: Sequence[float], message_us: float) -> PhaseTimes:
+def _times(schedule: Schedule, work: BlockWork, shares: Sequence[float], message_us: float) -> PhaseTimes:
     """What stages with these shares of the work take."""
-    alone = work.alone
-    backward = alone.phases[1:] if _split(schedule) else (alone.backward, alone.backward)
-    whole_us = [us * times for us, times in zip(work.phases_us, (alone.phases[0], *backward), strict=True)]
-    apart_us, joined = sum(whole_us), 1.0
-    if alone.joined is not None and apart_us:
-        joined = min(1.0, work.compute_us * alone.joined / apart_us)
-    forward, into, weight = (tuple(us * share for share in shares) for us in whole_us)
+    exposure = work.exposure
+    backward = exposure.phases[1:] if _split(schedule) else (exposure.backward, exposure.backward)
+    phases_us = [
+        us * times for us, times in zip(work.phases_us, (exposure.phases[0], *backward), strict=True)
+    ]
+    apart_us, joined = sum(phases_us), 1.0
+    if exposure.joined is not None and apart_us:
+        joined = min(1.0, work.compute_us * exposure.joined / apart_us)
+    forward, into, weight = (tuple(us * share for share in shares) for us in phases_us)
     return PhaseTimes(forward, into, weight, message_us, overlapped=joined)
 
 
@@ -174,22 +192,22 @@ def _period(timing: ScheduleTiming, microbatches: int, fullest: float) -> float:
         return work
 
     def done(microbatch: int) -> float:
-        whole, split = (Action(0, phase, microbatch) for phase in (Phase.B, Phase.I))
-        return timing.end[whole if whole in timing.end else split]
+        both, split = (Action(0, phase, microbatch) for phase in (Phase.B, Phase.I))
+        return timing.end[both if both in timing.end else split]
 
     return max(work, (done(last) - done(first)) / (last - first))
 
 
-def _sums_us(layout: Layout, block: Block, found: Description, backward_us: float) -> float:
-    """What sums of gradients over data-parallel copies take beyond what they can run under."""
+def _reduction_us(layout: Layout, block: Block, cluster: Description, backward_us: float) -> float:
+    """What gradient reductions over data-parallel copies take beyond what they can run under."""
     mesh = mesh_of(layout)
     total_us = 0.0
     for axis in ("dp", "ep"):
         if mesh.size(axis) > 1:
             try:
-                total_us += sum_cost(found, mesh, axis).curve.us(block.gradient_bytes / layout.pp)
+                total_us += sum_cost(cluster, mesh, axis).curve.us(block.gradient_bytes / layout.pp)
             except UsageError:
-                return inf  # the plan would be refused for it, and says why
+                return inf  # the plan would be refused for it, and describes why
     return max(0.0, total_us - backward_us)
 
 
@@ -197,7 +215,7 @@ def _sums_us(layout: Layout, block: Block, found: Description, backward_us: floa
 def _short(
     family: str, ranks: int, virtual_stages: int, microbatches: int, ahead: int | None
 ) -> Schedule | None:
-    """The family over so many microbatches, in pairs where `ahead` says so; None where it has none."""
+    """The family over so many microbatches, in pairs where `ahead` is given; None where it has none."""
     made = make_schedule(family, ranks, microbatches, virtual_stages=virtual_stages)
     return made if ahead is None else pair(made, ahead=ahead)
 
@@ -211,7 +229,7 @@ def _split(schedule: Schedule) -> bool:
 def _live(
     family: str, ranks: int, virtual_stages: int, microbatches: int, short: int, ahead: int | None
 ) -> int:
-    """The most microbatches' stages that are live on a rank. Those of a family that holds all microbatches of
+    """The most microbatches' stages that are live on a rank. Those of a family that keeps all microbatches of
     a short step grow with the whole one."""
     schedule = _short(family, ranks, virtual_stages, short, ahead)
     assert schedule is not None

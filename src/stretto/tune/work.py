@@ -1,127 +1,325 @@
-"""What a process of a tuning does: it prices blocks and plans candidates, and keeps what it traced."""
+"""Pieces of a tuning's work and what comes of them: a block is priced, a short step simulated, a plan made.
+
+Each process does one piece at a time, and keeps what it traced. Processes are started anew (spawned), so that
+they share nothing with the one that asks. Signals are left to that one; where it closes its end of their
+pipe, or ends without a word, they end as well.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from multiprocessing.connection import Connection
 from traceback import extract_tb
 from typing import Any
+
+import torch
 
 from stretto.config import TrainSettings
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.brief import brief
-from stretto.planning.make_plan import plan, tries_of
+from stretto.planning.make_plan import plan
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
+from stretto.train.interrupt import SIGNALS
 from stretto.train.job import captures_of
 from stretto.tune.block import Block, block_of, shares_of
 from stretto.tune.choices import Candidate, Choices
-from stretto.tune.outcome import Briefed, Planned, Refused, planned_of
 from stretto.verifying.memory import MemoryFault
+
+QUICK = "list"
+"""The policy that orders ops in steps and plans that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A piece of work. order: of a plan; None prices a block. words: what the block's backward may compute
-    again; stages: numbers of them of which the shares are asked for. brief: whether a short step is simulated
-    in the place of a plan, with pairs as `ahead` says (`stretto.planning.brief`)."""
+    again; stages: numbers of them of which the shares are asked for. short: whether a short step is simulated
+    first, with pairs as `ahead` says (`stretto.planning.brief`), and a plan made only where that step is
+    faster than best_us."""
 
     candidate: Candidate
     order: str | None
     words: tuple[str | int, ...] = ()
     stages: tuple[int, ...] = ()
-    brief: bool = False
+    short: bool = False
     ahead: int | None = None
+    best_us: float = 0.0
 
 
-Answer = Block | Briefed | Planned | Refused
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A candidate's plan. exposed_us: axis -> the most of any rank; peak_bytes: of the fullest rank, the
+    optimizer's state included; order: the policy that ordered its ops."""
+
+    candidate: Candidate
+    order: str
+    step_us: float
+    bound_us: float
+    binds: str
+    exposed_us: Mapping[str, float]
+    bubble_us: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShortStep:
+    """What a candidate's plan would about take and need, by a step of few microbatches."""
+
+    candidate: Candidate
+    step_us: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """why: in one line. bytes_needed: where memory is why, what the fullest rank needs, 0 if not known.
+    by_memory: whether less to keep could help."""
+
+    candidate: Candidate
+    why: str
+    by_memory: bool = False
+    bytes_needed: int = 0
+
+
+Answer = Block | ShortStep | Planned | Refused
+
+
+@dataclass(slots=True)
+class Tuned:
+    """What a tuning results in.
+
+    planned: the fastest first, in full or quickly (`Planned.order`). dropped: reason -> how many layouts,
+    schedules or candidates; examples: one of each. layouts: how many were looked at; own: the settings' own,
+    where it was planned. unseen_us: no candidate that was not planned and likely fits has a lower bound; None
+    where all were. least: of what does not fit in memory, the candidate that needs least, and its bytes.
+    stopped: why the search ended before it was done.
+    """
+
+    layouts: int = 0
+    planned: list[Planned] = field(default_factory=list)
+    own: Planned | Refused | None = None
+    dropped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    unseen_us: float | None = None
+    least: tuple[str, float] | None = None
+    stopped: str = ""
+
+    def drop(self, reason: str, example: object = "", count: int = 1) -> None:
+        """Count what is dropped for a reason."""
+        self.dropped[reason] += count
+        self.examples.setdefault(reason, str(example))
+
+    def needs(self, what: object, nbytes: float) -> None:
+        """Note what does not fit in memory."""
+        if nbytes and (self.least is None or nbytes < self.least[1]):
+            self.least = str(what), nbytes
 
 
 class Work:
-    """Made in the process that works. limit_bytes: what a device holds; None is no limit."""
+    """What a process does, for one tuning."""
 
     def __init__(
-        self, settings: TrainSettings, devices: int, found: Description, fixed: Mapping[str, Any]
+        self, settings: TrainSettings, devices: int, cluster: Description, fixed: Mapping[str, Any]
     ) -> None:
         self._settings = settings
         self._choices = Choices(settings, devices, fixed)
-        self._found = found
-        self._captures = captures_of(settings, found)
-        self._limit = limit_of(found)
+        self._cluster = cluster
+        self._captures = captures_of(settings, cluster)
+        self._limit = limit_of(cluster)
 
     def do(self, asked: Asked) -> Answer:
-        """Price or plan. What is refused comes back with the words of the refusal."""
+        """One piece. A refusal comes back with its words."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 if asked.order is None:
                     return self._price(asked)
-                if asked.brief:
-                    return self._brief(asked.candidate, asked.order, asked.ahead)
+                if asked.short:
+                    short = self._short(asked)
+                    if isinstance(short, Refused) or short.step_us >= asked.best_us:
+                        return short
                 return self._plan(asked.candidate, asked.order)
             except StrettoError as error:
                 return refused(asked.candidate, error)
-            except Exception as error:  # of this candidate alone; the others go on
-                return Refused(asked.candidate, failed(error))
+            except Exception as error:  # of this candidate only; the others go on
+                last = extract_tb(error.__traceback__)[-1]
+                where = f"{last.filename}, line {last.lineno}"
+                return Refused(
+                    asked.candidate, f"failed with {type(error).__name__}: {error!s:.200} ({where})"
+                )
 
     def _price(self, asked: Asked) -> Block:
         layout = asked.candidate.layout
         parallel = self._choices.settings_of(asked.candidate).parallel  # of which the layout counts
-        rows = self._choices.settings.training.global_batch / layout.pieces
-        block = block_of(self._captures, parallel, self._found, asked.words, rows, self._choices.layers)
-        return replace(block, shares=shares_of(self._captures, parallel, self._found, asked.stages))
+        rows = self._settings.training.global_batch / layout.pieces
+        block = block_of(self._captures, parallel, self._cluster, asked.words, rows, self._choices.layers)
+        return replace(block, shares=shares_of(self._captures, parallel, self._cluster, asked.stages))
 
-    def _brief(self, candidate: Candidate, order: str, ahead: int | None) -> Briefed | Refused:
-        job = self._captures.job(self._choices.settings_of(candidate).parallel)
-        tries = tries_of(job, self._found, order)
+    def _short(self, asked: Asked) -> ShortStep | Refused:
+        job = self._captures.job(self._choices.settings_of(asked.candidate).parallel)
 
         def fits(peaks: Sequence[int]) -> bool:
             return self._limit is None or max(peaks) <= self._limit
 
-        found = brief(tries, ahead, fits)
-        peak_bytes = max(found.peak_bytes)
-        if not fits(found.peak_bytes):
-            return Refused(candidate, "a rank holds more than a device has", True, peak_bytes)
-        return Briefed(candidate, found.step_us, peak_bytes)
+        assert asked.order is not None
+        short = brief(job, self._cluster, asked.order, asked.ahead, fits)
+        peak_bytes = max(short.peak_bytes)
+        if not fits(short.peak_bytes):
+            return Refused(asked.candidate, "a rank holds more than a device has", True, peak_bytes)
+        return ShortStep(asked.candidate, short.step_us, peak_bytes)
 
     def _plan(self, candidate: Candidate, order: str) -> Planned:
-        parallel = self._choices.settings_of(candidate).parallel
-        job = self._captures.job(parallel)
         settings = self._settings
+        job = self._captures.job(self._choices.settings_of(candidate).parallel)
         made = plan(
             job,
-            self._found,
+            self._cluster,
             order=order,
             steps=settings.training.steps,
             search_s=settings.planning.search_s,
+        ).prediction
+        assert made is not None
+        return Planned(
+            candidate,
+            order,
+            made.step_us,
+            made.bound_us,
+            made.binds,
+            {axis: max(by) for axis, by in made.exposed_axis_us.items() if by},
+            max(made.bubble_us),
+            max(made.peak_bytes),
         )
-        return planned_of(candidate, order, made)
 
 
-def limit_of(found: Description) -> int | None:
+def limit_of(cluster: Description) -> int | None:
     """Bytes of a device, where the description says."""
-    return found.memory_bytes if isinstance(found, (Cluster, Hardware)) else None
+    return cluster.memory_bytes if isinstance(cluster, (Cluster, Hardware)) else None
 
 
 def refused(candidate: Candidate, error: StrettoError) -> Refused:
-    """The candidate with the words of its refusal."""
+    """The candidate with the words of its refusal in one line: what, and its first fault."""
     faults = error.faults if isinstance(error, PlanError) else []
-    holds = [fault.holds_bytes for fault in faults if isinstance(fault, MemoryFault)]
+    needs = [fault.holds_bytes for fault in faults if isinstance(fault, MemoryFault)]
     # A limit that cannot be kept is nothing but memory.
-    by_memory = bool(holds) or (bool(faults) and isinstance(candidate.recompute, int))
-    return Refused(candidate, in_a_line(error), by_memory, max(holds, default=0))
+    by_memory = bool(needs) or (bool(faults) and isinstance(candidate.recompute, int))
+    why = " ".join(str(error).split())
+    if faults:
+        why = f"{str(error).splitlines()[0].partition(':')[0]}: {faults[0]}"
+    return Refused(candidate, why, by_memory, max(needs, default=0))
 
 
-def failed(error: Exception) -> str:
-    """A fault that nobody foresaw as one line, with the place for who looks into it."""
-    last = extract_tb(error.__traceback__)[-1]
-    return f"failed with {type(error).__name__}: {error!s:.200} ({last.filename}, line {last.lineno})"
+class Workers:
+    """So many processes, while it is entered."""
+
+    def __init__(
+        self,
+        count: int,
+        settings: TrainSettings,
+        devices: int,
+        cluster: Description,
+        fixed: Mapping[str, Any],
+    ) -> None:
+        self._count = count
+        self._of = (settings, devices, cluster, dict(fixed))
+        self._all: list[_Process] = []
+        self._free: list[_Process] = []
+        self._busy: dict[Future[Answer], tuple[Asked, _Process]] = {}
+
+    def __enter__(self) -> Workers:
+        try:
+            while len(self._all) < self._count:
+                self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all of them, whatever they do."""
+        for process in self._all:
+            process.ours.close()
+        for process in self._all:
+            process.pool.shutdown(cancel_futures=True)
+
+    def _start(self) -> None:
+        self._all.append(_Process(self._of))
+        self._free.append(self._all[-1])
+
+    @property
+    def free(self) -> bool:
+        """Whether one has nothing to do."""
+        return bool(self._free)
+
+    def give(self, asked: Asked) -> None:
+        """Let one that is free begin."""
+        process = self._free.pop()
+        try:
+            future = process.pool.submit(_do, asked)
+        except BrokenProcessPool as error:  # it ended while it had nothing to do
+            future = Future()
+            future.set_exception(error)
+        self._busy[future] = asked, process
+
+    def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
+        """What was done within so many seconds; returns at once when something was."""
+        answers: list[tuple[Asked, Answer]] = []
+        for future in wait(self._busy, timeout_s, FIRST_COMPLETED).done:
+            asked, process = self._busy.pop(future)
+            try:
+                answers.append((asked, future.result()))
+                self._free.append(process)
+            except BrokenProcessPool:
+                self._start()
+                why = "its process was ended from outside; this machine's memory may be too small"
+                answers.append((asked, Refused(asked.candidate, why)))
+        return answers
 
 
-def in_a_line(error: StrettoError) -> str:
-    """An error as one line: what, and its first fault."""
-    if isinstance(error, PlanError) and error.faults:
-        return f"{str(error).splitlines()[0].partition(':')[0]}: {error.faults[0]}"
-    return " ".join(str(error).split())
+class _Process:
+    """One process, which is an executor of its own: where it is killed, only its piece is lost. It ends when
+    `ours` is closed, whatever it does."""
+
+    def __init__(self, of: tuple[object, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.ours, theirs = context.Pipe()
+        # Blocked signals stay so in what is started: Ctrl-C, and what a scheduler sends to all processes, is
+        # for the one that asks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self.pool = ProcessPoolExecutor(1, context, _begin, (theirs, *of))
+            self.pool.submit(int)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+
+
+_work: Callable[[], Work]
+"""Of a process; made for its first piece, so that a refusal goes to the one that asks."""
+
+
+def _begin(pipe: Connection, *of: Any) -> None:
+    global _work
+    _work = cache(partial(Work, *of))
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
+
+
+def _end_with(pipe: Connection) -> None:
+    """A process that computes for long would not see that nobody waits for it."""
+    pipe.poll(None)
+    os._exit(1)
+
+
+def _do(asked: Asked) -> Answer:
+    return _work().do(asked)

@@ -1,7 +1,7 @@
 """Proves that ops are what they say of themselves, by the schemas of the functions that they call.
 
 1. An op computes tensors from what it is given: it reads no file, writes into no argument, and keeps nothing
-   (`stretto.backend.schema_adapter`).
+   (`stretto.backend.dispatch_adapter`).
 2. `random` is true of ops that draw, and of no other: what draws without it would take numbers from nowhere.
 3. `alias` names the storage of a view, and nothing else has one: a value that says that it is no view may
    become a gradient as it is, and the sum would be written over what it is a view of.
@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stretto.backend.dispatch import overload
-from stretto.backend.schema_adapter import draws, refused, returns_view
+from stretto.backend.dispatch_adapter import draws, overload, refused, returns_view
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, results_of
 from stretto.ir.plan import Plan

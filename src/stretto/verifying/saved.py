@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from stretto.backend.dispatch import overload
-from stretto.backend.schema_adapter import named
+from stretto.backend.dispatch_adapter import named, overload
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, specs_of

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from stretto.backend.schema_adapter import refused
+from stretto.backend.dispatch_adapter import refused
 from stretto.ir.action import Phase
 from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs

@@ -1,0 +1,136 @@
+"""When messages are waited for: passes that say how early receives are posted, and when sends must have left.
+
+Lowering posts a receive a few messages before it is needed. Of one message a microbatch that is a few
+microbatches; of a stage whose skips cross as well it is a part of one, and the next microbatch's messages
+cannot begin before the work of this one ends. Posted earlier, they travel under that work, and their buffers
+live longer. So:
+
+    1. Lower the step, or the one of fewer microbatches by which steps are compared, with receives posted 0,
+       1, ... `MOST` microbatches ahead. Where that changes nothing, as of one message a microbatch, the step
+       stays as it is (and with one edge between any two ranks, none of it is done).
+    2. The most buffers make the fastest step. Of those that take about as long (`WORTH`), the one with the
+       fewest is taken, by simulations.
+    3. Where it needs more than the step may, so do those with more buffers; step 2 is done for the others.
+
+A receive that is posted earlier never makes a rank wait: what could pass still can, whether or not sends are
+buffered. Messages keep their order. A send is waited for before the run by which it has left, so that buffers
+do not pile up and no wait is in the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stretto.ir.action import Action
+from stretto.ir.plan import InstructionKind, Plan
+from stretto.ir.timeline import SpanKind, Timeline
+from stretto.passes.step import Context, Step
+from stretto.planning.windows import as_short, lowered
+from stretto.schedule.posting import Message
+from stretto.simulating import simulate
+from stretto.verifying.memory import memory_faults
+
+MOST = 3
+"""As many microbatches as lowering posts ahead where each has one message (`planning.lower.LOOKAHEAD`)."""
+
+WORTH = 0.995
+"""Of a step's time, what it takes at most with more buffers. Assumed: less is within the error of costs, and
+whoever needs the memory for a larger model or batch gains more by it."""
+
+
+SENT_MARGIN = 2.0
+"""A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
+a message that is twice as slow as predicted still does not stop its sender."""
+
+
+def receives_ahead(step: Step, context: Context) -> Step:
+    """The step with the number of microbatches that receives are posted ahead. Raises PlanError for one whose
+    ranks wait for each other for ever."""
+    ranks = step.schedule.stage_ranks
+    pairs = Counter((ranks[edge.source], ranks[edge.target]) for edge in step.job.edges)
+    if step.overlap == "off" or max(pairs.values(), default=0) < 2:
+        return step
+    tried: list[tuple[Step, Plan]] = []
+    for ahead in range(MOST + 1):
+        one = replace(step, ahead=ahead)
+        draft = lowered(as_short(one, context), context)
+        if not tried or draft.orders != tried[-1][1].orders:
+            tried.append((one, draft))
+    if len(tried) == 1:
+        return step
+    known: dict[int, float] = {}
+
+    def step_us(at: int) -> float:
+        if at not in known:
+            known[at] = simulate(tried[at][1]).step_us
+        return known[at]
+
+    most = len(tried) - 1
+    while most:
+        chosen = next(at for at in range(most + 1) if step_us(at) <= step_us(most) / WORTH)
+        if not chosen or _fits(tried[chosen][0], context):
+            return tried[chosen][0]
+        most = chosen - 1
+    return step
+
+
+def _fits(step: Step, context: Context) -> bool:
+    """Step 3, with waits for sends where they will be."""
+    if step.max_bytes is None:
+        return True
+    return not memory_faults(lowered(sends_waited(step, context), context), step.max_bytes)
+
+
+def sends_waited(step: Step, context: Context) -> Step:
+    """The step with the run before which each send is waited for, by a simulation without. Raises PlanError
+    for one whose ranks wait for each other for ever."""
+    draft = lowered(step, context)
+    sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
+    if not sends or step.overlap == "off":
+        return step
+    return replace(step, sent_before=_sent_before(draft, simulate(draft)))
+
+
+def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
+    """Message -> the sender's run before which its send is waited for."""
+    # A run is one or more spans: it may wait inside, and its parts have actions of their own.
+    runs = {
+        action: at
+        for order in plan.schedule.orders
+        for at, slot in enumerate(order)
+        for action in slot.actions
+    }
+    starts = [[float("inf")] * len(order) for order in plan.schedule.orders]
+    for span in timeline.spans:
+        if span.kind is SpanKind.COMPUTE and span.phase is not None:
+            assert span.stage is not None
+            assert span.microbatch is not None
+            at = runs[Action(span.stage, span.phase, span.microbatch)]
+            starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
+    for times in starts:
+        # A run without ops takes no time and has no span: it begins when the one after it does.
+        for at in reversed(range(len(times) - 1)):
+            times[at] = min(times[at], times[at + 1])
+    makes = {
+        (action.stage, phase, action.microbatch): at
+        for order in plan.schedule.orders
+        for at, slot in enumerate(order)
+        for action in slot.actions
+        for phase in action.phase.parts
+    }
+    result: dict[Message, int] = {}
+    for span in timeline.spans:
+        if span.edge is not None:
+            assert span.microbatch is not None
+            assert span.sender is not None
+            assert span.sent_us is not None
+            safe = span.sent_us + SENT_MARGIN * (span.end_us - span.sent_us)
+            sends = plan.job.edges[span.edge]
+            first = makes[sends.source, sends.phase, span.microbatch] + 1
+            later = (k for k in range(first, len(starts[span.sender])) if starts[span.sender][k] > safe)
+            at_run = next(later, None)
+            if at_run is not None:
+                result[span.edge, span.microbatch] = at_run
+    return result

@@ -1,0 +1,256 @@
+"""What one rank has of a model: the parameters and buffers that its stages use, and what ops read of them.
+
+a parameter that is replicated    the model's own tensor
+one that is sharded               a copy of this rank's part, one for each tie
+one on a mesh of ranks            this rank's part, which shares the model's memory
+one on "meta", if it may be       memory for this rank's part, without values yet
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.errors import UsageError
+from stretto.ir.axes import PIPELINE, TENSOR
+from stretto.ir.plan import Plan
+from stretto.ir.program import Parameter
+from stretto.runtime.fit import check_tensor, check_ties
+from stretto.runtime.shards import Part, full_spec, part_here, part_of, pieces_of
+from stretto.runtime.stale_adapter import unmarked
+
+
+class RankTensors:
+    """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
+    or copies in the dtype of the computation. full_tensors: tied name -> the full tensor
+    of which a part was cut, until
+    the Runner drops them. on_mesh: whether any of it lies on a mesh. without_values: whether any of it has
+    memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
+    optimizers: those that have stepped over the parameters.
+    """
+
+    def __init__(
+        self, plan: Plan, rank: int, model: nn.Module, shares: RankTensors | None, empty: bool = False
+    ) -> None:
+        """shares: what another Runner on this rank has, whose parts are used. empty: parameters may be on
+        "meta".
+
+        Raises UsageError where the model does not fit the plan."""
+        self.plan, self.rank = plan, rank
+        self.coordinates = plan.mesh.coordinates(rank)
+        self.within_stage = {axis: at for axis, at in self.coordinates.items() if axis != PIPELINE}
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.buffers: dict[int, torch.Tensor] = {}
+        self.full_tensors: dict[str, torch.Tensor] = {}
+        self.cut_along: dict[str, tuple[int, ...]] = {}
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.on_mesh = False
+        if shares is not None:
+            _check_shares(plan, shares.plan)
+        self._shared = {} if shares is None else shares.by_tie()
+        self._parts: dict[int, nn.Parameter] = {}
+        self._empty, self.without_values = empty, False
+        self._adopt(model, shares)
+        self.device = next(
+            (t.device for t in (*self.parameters.values(), *self.buffers.values())), torch.device("cpu")
+        )
+        self.compute = self._compute_copies()
+        self._addresses = {k: parameter.data_ptr() for k, parameter in self.parameters.items()}
+        self._owned = self._find_owned()
+
+    def _adopt(self, model: nn.Module, shares: RankTensors | None) -> None:
+        """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
+        stages = set(self.plan.schedule.stages_of(self.coordinates[PIPELINE]))
+        given = dict(model.named_parameters(remove_duplicate=False))
+        kept = dict(model.named_buffers(remove_duplicate=False))
+        for k, parameter in enumerate(self.plan.job.parameters):
+            if stages & set(parameter.stages):
+                result = given.get(parameter.name)
+                full = full_spec(self.plan.job, parameter)
+                check_tensor(self.rank, parameter.name, result, full, self.plan.job.param_dtype, self._empty)
+                assert isinstance(result, nn.Parameter)
+                part = self.parameters[k] = self._part(parameter, result)
+                if cut := tuple(dim for dim in range(part.dim()) if part.shape[dim] != result.shape[dim]):
+                    self.cut_along[parameter.tied_to] = cut
+        check_ties(self.plan.job, given)
+        for k, buffer in enumerate(self.plan.job.buffers):
+            if stages & ({*buffer.stages} | {s for s, _, _ in buffer.updates}):
+                found_buffer = kept.get(buffer.name)
+                check_tensor(self.rank, buffer.name, found_buffer, buffer.spec, None)
+                assert found_buffer is not None
+                self.buffers[k] = part_here(
+                    buffer.name, found_buffer, buffer.spec, self.rank, self._rank_in_stage()
+                )
+                if shares is not None and buffer.name in self.of_first_copy(shares.plan):
+                    self.buffers[k] = self.buffers[k].clone()
+
+    def of_first_copy(self, trained: Plan) -> frozenset[str]:
+        """The buffers of which this plan, an evaluation's, reads those of the first data-parallel copy: each
+        copy that trains writes its own."""
+        if trained.job.copies == 1 or self.plan.job.trains:
+            return frozenset()
+        return frozenset(buffer.name for buffer in trained.job.buffers if buffer.updates)
+
+    def _part(self, parameter: Parameter, full: nn.Parameter) -> nn.Parameter:
+        """What this rank has of a parameter: the model's own tensor, or a copy of its part (one a tie). Of
+        a model on several meshes, its part, which shares the model's memory."""
+        here = part_here(parameter.name, full, parameter.spec, self.rank, self._rank_in_stage())
+        on_mesh = here is not full
+        self.on_mesh |= on_mesh
+        if not parameter.shards and not on_mesh and not full.is_meta:
+            return full
+        if parameter.tied_to in self._shared:
+            return self._shared[parameter.tied_to]
+        if id(full) not in self._parts:
+            if full.is_meta:
+                device = torch.device(self.plan.job.device)
+                here = torch.empty(parameter.spec.shape, dtype=full.dtype, device=device)
+                self.without_values = True
+            elif parameter.shards and not on_mesh:
+                self.full_tensors[parameter.tied_to] = full.detach()
+                here = part_of(full.detach(), parameter, self.plan.job, self.coordinates).clone()
+            self._parts[id(full)] = nn.Parameter(here, requires_grad=full.requires_grad)
+        return self._parts[id(full)]
+
+    def _rank_in_stage(self) -> int:
+        """This rank's number among the ranks of its stage: on a mesh of their own, its coordinate there."""
+        return self.coordinates.get(TENSOR, 0)
+
+    def by_tie(self) -> dict[str, nn.Parameter]:
+        return {self.plan.job.parameters[k].tied_to: part for k, part in self.parameters.items()}
+
+    def _compute_copies(self) -> dict[int, torch.Tensor]:
+        """The tensors that ops read: the parameters, or copies in the dtype of the computation."""
+        name = self.plan.job.param_dtype
+        self._copies: list[tuple[torch.Tensor, nn.Parameter]] = []
+        result: dict[int, torch.Tensor] = {}
+        built: dict[int, torch.Tensor] = {}
+        for k, parameter in self.parameters.items():
+            spec = self.plan.job.parameters[k].spec
+            dtype = getattr(torch, spec.dtype)
+            if name is None or parameter.dtype is dtype:
+                result[k] = parameter.detach()
+                continue
+            if id(parameter) not in built:
+                built[id(parameter)] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                self._copies.append((built[id(parameter)], parameter))
+            result[k] = built[id(parameter)]
+        return result
+
+    def known_parameters(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
+        """This rank's parameters with what the plan knows of them: each once, by the first of its names, in
+        the model's order."""
+        known = self.plan.job.parameters
+        kept = {known[k].tied_to: parameter for k, parameter in self.parameters.items()}
+        for parameter in known:
+            if parameter.name in kept:
+                yield parameter, kept[parameter.name]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """`Runner.named_parameters`."""
+        for known, parameter in self.known_parameters():
+            yield known.name, parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's buffers with their names in the model."""
+        for k, buffer in sorted(self.buffers.items()):
+            yield self.plan.job.buffers[k].name, buffer
+
+    def state_bytes(self) -> int:
+        """What optimizers keep for the parameters now."""
+        mine = {id(parameter) for parameter in self.parameters.values()}
+        states = [s for o in self.optimizers for p, s in o.state.items() if id(p) in mine]
+        return sum(t.nbytes for s in states for t in s.values() if isinstance(t, torch.Tensor))
+
+    def refresh(self) -> None:
+        """Ops' copies in another dtype get the parameters' values."""
+        for copy, parameter in self._copies:
+            copy.copy_(parameter.detach())
+
+    def check_bound(self) -> None:
+        """Ops read the tensors that the parameters had when the runner was made."""
+        for k, parameter in self.parameters.items():
+            if parameter.data_ptr() != self._addresses[k]:
+                raise UsageError(
+                    f"parameter {self.plan.job.parameters[k].name!r} has got another tensor since the Runner "
+                    "was made (load_state_dict(assign=True)?): copy values into it instead, or "
+                    "make a new Runner"
+                )
+
+    def parts(self) -> dict[str, Part]:
+        """Views of all that this rank has: `model.<name>`, a parameter under the first name of its tie;
+        `buffer.<name>`. Raises UsageError for a model on meshes."""
+        self.refuse_on_mesh()
+        result = {
+            f"model.{known.name}": self.part(known, unmarked(kept)) for known, kept in self.known_parameters()
+        }
+        return result | {f"buffer.{name}": Part.all_of(buffer) for name, buffer in self.named_buffers()}
+
+    def refuse_on_mesh(self) -> None:
+        """Raises UsageError for a model on meshes: where its parts lie is not known here."""
+        if self.on_mesh:
+            raise UsageError(
+                "the Runner's model lies on meshes (stretto.shard), whose tensors the Runner shares: take, "
+                "save and load the model's own, with torch.distributed.checkpoint, which knows DTensors"
+            )
+
+    def part(self, parameter: Parameter, kept: torch.Tensor) -> Part:
+        """Where what has the shape of this rank's part of the parameter lies in the full tensor."""
+        job = self.plan.job
+        boxes = pieces_of(kept, parameter, job, self.coordinates)
+        return Part(full_spec(job, parameter).shape, tuple(boxes))
+
+    def owned_parts(self) -> dict[str, Part]:
+        """Of `parts`, what this rank is the one to save, or one of those that have the same."""
+        kept = {f"model.{name}" for name, _ in self.named_parameters() if self.owns(name)}
+        # Of those that write a buffer, or read it, the first.
+        for buffer in () if any(self.within_stage.values()) else self.plan.job.buffers:
+            writers = {stage for stage, _, _ in buffer.updates} or set(buffer.stages)
+            if writers and min(map(self.plan.rank_of, writers)) == self.coordinates[PIPELINE]:
+                kept.add(f"buffer.{buffer.name}")
+        return {key: part for key, part in self.parts().items() if key in kept}
+
+    def owns(self, name: str) -> bool:
+        """`Runner.owns`."""
+        return name in self._owned
+
+    def _find_owned(self) -> frozenset[str]:
+        first: dict[str, int] = {}
+        for parameter in self.plan.job.parameters:
+            for stage in parameter.stages:
+                pp_rank = self.plan.rank_of(stage)
+                first[parameter.tied_to] = min(first.get(parameter.tied_to, pp_rank), pp_rank)
+        owned = set()
+        for parameter in self.plan.job.parameters:
+            copies = {shard.axis: shard.copies for shard in parameter.shards}
+            copy = any(at % copies.get(axis, at + 1) for axis, at in self.within_stage.items())
+            if first.get(parameter.tied_to) == self.coordinates[PIPELINE] and not copy:
+                owned.add(parameter.name)
+        return frozenset(owned)
+
+
+def _check_shares(plan: Plan, trained: Plan) -> None:
+    """Raises UsageError, on all ranks, where the plan has a parameter on other ranks than the one that is
+    trained, or as other parts."""
+    theirs = _pipeline_ranks(trained)
+    shards = {p.tied_to: p.shards for p in trained.job.parameters}
+    ranks = _pipeline_ranks(plan)
+    for p in plan.job.parameters:
+        tie = p.tied_to
+        if ranks[tie] and (not ranks[tie] <= theirs.get(tie, set()) or p.shards != shards[tie]):
+            raise UsageError(
+                f"shares: the plan has {p.name!r} on other ranks than the Runner that it shares with, "
+                "or shards it otherwise: capture both with the same layout and the same split"
+            )
+
+
+def _pipeline_ranks(plan: Plan) -> dict[str, set[int]]:
+    """First name of a tie -> the pipeline ranks that use the parameter."""
+    ranks: dict[str, set[int]] = {}
+    for p in plan.job.parameters:
+        ranks.setdefault(p.tied_to, set()).update(map(plan.rank_of, p.stages))
+    return ranks

@@ -1,0 +1,173 @@
+"""Sums of gradients within the last backward: how much of them is hidden, and what that may cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import stretto
+from stretto.ir.action import Phase
+from stretto.ir.plan import Plan, Window
+from stretto.ir.program import Job, OverlapMode
+from stretto.ir.timeline import Timeline
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
+from stretto.order.depend import make_graph
+from stretto.order.walk import replay
+from stretto.order.window import early_reductions
+from stretto.planning import reductions
+from stretto.planning.lower import lower
+from stretto.planning.make_plan import make_plan
+from stretto.schedule.sums import LARGE_BYTES
+from stretto.verifying import verify
+from tests.clusters import cores
+from tests.synthetic_comm import make_comm_costs
+from tests.verifying.comm_plans import comm_job
+
+
+def cluster(bytes_per_us: float) -> stretto.Cluster:
+    return cores(
+        peak_tflops=0.085,
+        memory_gbps=10.0,
+        op_overhead_us=3.0,
+        latency_us=100.0,
+        link_gbps=bytes_per_us / 1000,
+    )
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    """GPT of 8 layers, one microbatch on each of two copies of the data."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=4096, layers=8, hidden=512, heads=8, context=256))
+    tokens = torch.zeros(6, 257, dtype=torch.int64)
+    return stretto.capture(model, tokens, loss=next_token_loss, parallel=stretto.Parallel(dp=2))
+
+
+def backward_us(plan: Plan) -> float:
+    [stage] = plan.job.stages
+    ops = (*stage.ops[Phase.I], *stage.ops[Phase.W])
+    return sum(plan.costs.op_us.get((0, op.name), 0.0) for op in ops)
+
+
+def hidden(plan: Plan) -> float:
+    assert plan.prediction is not None
+    share = plan.prediction.hidden("dp")
+    assert share is not None
+    return share
+
+
+def test_sums_that_take_as_long_as_the_backward_are_hidden_in_it(job: Job) -> None:
+    plan = stretto.plan(job, cluster(102.0))
+    assert plan.prediction is not None
+    summed_us = sum(plan.prediction.comm_axis_us["dp"]) / plan.ranks
+    assert summed_us == pytest.approx(backward_us(plan), rel=0.02)
+    assert hidden(plan) >= 0.8
+    # By a policy that knows nothing of sums they start in the order that it gives.
+    plain = stretto.plan(job, cluster(102.0), order="captured")
+    assert hidden(plain) < hidden(plan)
+    off = stretto.plan(job, cluster(102.0), overlap="off")
+    assert hidden(off) == pytest.approx(0.0, abs=1e-3)
+    assert off.prediction is not None
+    assert off.prediction.step_us - plan.prediction.step_us == pytest.approx(
+        hidden(plan) * summed_us, rel=0.01
+    )
+
+
+def windows_with_sums(plan: Plan) -> list[Window]:
+    """Those of actions in which sums start."""
+    return [w for w in plan.windows.values() if 0 < len(w.actions) < len(w.parts)]
+
+
+def test_small_gradients_share_a_sum_in_the_order_in_which_they_are_ready(job: Job) -> None:
+    plan = stretto.plan(job, cluster(102.0))
+    bytes_of = {p.tied_to: p.grad_nbytes for p in plan.job.parameters}
+    sums = [op for op in plan.sums(0) if op.lane == "dp"]
+    shared = [op.name for op in sums if len(op.sums) > 1]
+    assert len(shared) > 2
+    for op in sums:
+        assert op.collective is not None
+        assert len(op.sums) == 1 or all(bytes_of[name] < LARGE_BYTES for name in op.sums)
+        assert len(op.sums) == 1 or op.collective.nbytes < 2 * LARGE_BYTES
+    [window] = windows_with_sums(plan)
+    started = [str(item.ref) for item in window.items if item.part]
+    assert sorted(started) == sorted(op.name for op in sums)
+    assert [name for name in started if name in shared] == shared
+
+
+def test_an_order_keeps_the_memory_of_the_one_that_it_replaces(job: Job) -> None:
+    plan = stretto.plan(job, cluster(102.0), order="captured")
+    [window] = windows_with_sums(plan)
+    graph = make_graph(plan.job, plan.costs, window, (0,))
+    order = early_reductions(graph)
+    places = {index: at for at, index in enumerate(order)}
+    assert sorted(order) == list(range(len(graph.nodes)))
+    assert all(places[n] < places[index] for index, needs in enumerate(graph.before) for n in needs)
+    as_given = replay(graph, range(len(graph.nodes)))
+    assert replay(graph, order).peak_bytes <= as_given.peak_bytes
+    assert replay(graph, order).late_us < as_given.late_us
+
+
+@pytest.mark.parametrize("family", ["1f1b", "zb-h1", "gpipe"])
+def test_sums_start_in_last_runs_only(family: str) -> None:
+    made = comm_job(2, 4, (("dp", 2), ("tp", 2)), blocks=2, sequence=True, tied=True)
+    made = replace(made, schedule=family)
+    plan = make_plan(made, make_comm_costs(made, op_us=100.0, collective_us=80.0))
+    verify(plan)
+    starting = {window.name for window in windows_with_sums(plan)}
+    for rank in range(plan.ranks):
+        runs = [window.name for _, _, window in plan.runs(rank)]
+        inside = [name for name in runs if name in starting]
+        assert inside
+        assert len(inside) == len(set(inside))
+        assert {name.removesuffix(" last") for name in inside}.isdisjoint(runs[runs.index(inside[0]) + 1 :])
+
+
+@pytest.mark.parametrize("overlap", ["off", "local", "window"])
+def test_a_copy_to_which_its_place_adds_nothing_ends_in_no_traceback(overlap: OverlapMode) -> None:
+    """The first place holds a copy of the tied gradient, and only the second adds to it."""
+    job = comm_job(2, 4, (("dp", 2), ("tp", 2)), blocks=2, tied=True)
+    one, *others = (p for p in job.parameters if p.tied_to == "w0.0")
+    assert others
+    changed = {
+        p.name: replace(p, shards=(), partial=("tp",), grads=() if p is one else p.grads)
+        for p in (one, *others)
+    }
+    job = replace(job, overlap=overlap, parameters=tuple(changed.get(p.name, p) for p in job.parameters))
+    # The made-up gradient is whole on all tp ranks, which the proof says in its words.
+    with pytest.raises(stretto.PlanError, match=r"parameter w1.0: its gradient dw1.0 .* Take tp out"):
+        make_plan(job, make_comm_costs(job))
+
+
+def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of tp and of dp share slow cards: sums that start early make a step longer than waiting at
+    once, and those at the end of last runs do not."""
+    monkeypatch.setattr("stretto.schedule.sums.LARGE_BYTES", 3000)  # so that there are several
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=32, heads=4, context=16))
+    parallel = stretto.Parallel(pp=2, dp=2, tp=2, microbatches=3, sequence_parallel=True)
+    batch = torch.zeros(12, 17, dtype=torch.int64)
+    job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
+    cluster = cores(link_gbps=0.005, latency_us=2.0)
+    off, local = (stretto.plan(job, cluster, overlap=overlap) for overlap in ("off", "local"))
+    assert off.prediction is not None
+    assert local.prediction is not None
+    assert local.overlap == "local"
+    assert local.prediction.step_us < 0.995 * off.prediction.step_us
+    walked: list[Plan] = []
+
+    def simulated(plan: Plan) -> Timeline:
+        walked.append(plan)
+        return stretto.simulate(plan)
+
+    monkeypatch.setattr(reductions, "simulate", simulated)
+    draft = lower(local.job, local.schedule, local.costs, overlap="local")
+    early = reductions._with(draft, reductions._reordered(draft))
+    early_us = stretto.simulate(early).step_us
+    late_us = reductions.reduced_best(early).step_us
+    assert late_us < early_us
+    assert len(walked) == 2
+    assert reductions.reduced_best(early, than_us=0.999 * early_us).step_us == late_us
+    assert reductions.reduced_best(early, than_us=0.01 * early_us).step_us == early_us
+    assert len(walked) == 5
