@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -229,7 +229,10 @@ class Layers:
         versions = [x._version for x in entered]
         self._running = True
         try:
-            with nullcontext(set()) if self._reads is None else self._reads.apart() as read:
+            apart: AbstractContextManager[set[tuple[int, str]]] = nullcontext(set())
+            if self._reads is not None:
+                apart = self._reads.apart()
+            with apart as read:
                 made = own(*args, **kwargs)
         finally:
             self._running = False
@@ -250,7 +253,8 @@ class Layers:
         inside = self._segments.names[like.begin + 1 : like.end + 1]
         self._segments.follow([renamed(name, like.layer, call.layer) for name in inside])
         call.end = len(self._segments.names) - 1
-        return _replaced(*call.result, made)
+        leaves, form = call.result
+        return _replaced(leaves, form, made)
 
 
 def layers_of(model: nn.Module) -> Layers | None:

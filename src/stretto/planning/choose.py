@@ -216,8 +216,8 @@ class Variants:
             except (PlanError, TooLargeError) as error:
                 if plain:
                     raise
-                deadlock = isinstance(error, PlanError)
-                self._miss(f"pairs wait for each other: {error.faults[0]}" if deadlock else str(error))
+                deadlock = error.faults[0] if isinstance(error, PlanError) else None
+                self._miss(f"pairs wait for each other: {deadlock}" if deadlock else str(error))
 
     def _try(self) -> None:
         """Step 2: of the others than what waits at once, which is in no order; of each number of microbatches

@@ -102,7 +102,7 @@ class GivenModel:
         Raises UsageError where the model cannot be trained by the plan."""
         self._rank = tensors
         self._shares = shares
-        self._owner = Owner(tensors.plan.world, tensors.rank) if shares is None else shares._owner
+        self._owner: Owner = Owner(tensors.plan.world, tensors.rank) if shares is None else shares._owner
         self._tensors = list(_tensors_of(model, tensors))
         self._first = self._samples()
         self._has_trained = self._looked = False

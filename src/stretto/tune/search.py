@@ -299,4 +299,6 @@ def finalists(
     chosen = [*ranked[:1], *(auto for one in ranked[:1] for auto in choices.with_auto(one))]
     chosen += ranked[1:FINALISTS]
     own = choices.own()
-    return [*chosen, own] if own in planned and own not in chosen else chosen
+    if own is None or own not in planned or own in chosen:
+        return chosen
+    return [*chosen, own]

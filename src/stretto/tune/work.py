@@ -297,7 +297,7 @@ class _Process:
         # for the one that asks.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            self.pool = ProcessPoolExecutor(1, context, _begin, (theirs, *of))
+            self.pool = ProcessPoolExecutor(1, context, partial(_begin, theirs, *of))
             self.pool.submit(int)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
