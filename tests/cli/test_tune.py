@@ -106,14 +106,6 @@ def test_wrong_usage_is_refused_before_anything_is_captured(
     assert said in str(error)
 
 
-def test_a_file_that_cannot_be_changed_in_place_is_refused_first(tmp_path: Path) -> None:
-    given = command(tmp_path)
-    Path(given[1]).write_text("parallel = {pp = 2}\n", encoding="utf-8")
-    error = CliRunner().invoke(app, given).exception
-    assert isinstance(error, UsageError)
-    assert "write them as keys of a table" in str(error)
-
-
 @pytest.mark.slow
 def test_devices_that_are_too_small_are_told_what_would_do(tmp_path: Path) -> None:
     write_cluster(tmp_path, memory_bytes=10_000)
