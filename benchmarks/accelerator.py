@@ -75,7 +75,7 @@ def row(name: str, make: Callable[[], nn.Module], loss: Any, sequence: int, comp
     plan = stretto.plan(job, "h200x1")
     ops_ms = MICROBATCHES * sum(profile(job, torch.device("cuda")).op_us.values()) / 1000
     half = copy.deepcopy(model).bfloat16()
-    found = {"plain, bfloat16": median_ms(partial(plain, half, loss, batch))}
+    result = {"plain, bfloat16": median_ms(partial(plain, half, loss, batch))}
     ways: dict[str, dict[str, Any]] = {"walked": {}, "replayed": {"cuda_graph": True}}
     if compiled:
         ways["compiled"] = {"compile": "inductor"}
@@ -88,11 +88,11 @@ def row(name: str, make: Callable[[], nn.Module], loss: Any, sequence: int, comp
                 parameter.grad = None
             runner.step(batch)
 
-        found[way] = median_ms(step)
-    found |= {"its ops, measured": ops_ms}
+        result[way] = median_ms(step)
+    result |= {"its ops, measured": ops_ms}
     if plan.prediction is not None:
-        found["by the catalogue"] = plan.prediction.step_us / 1000
-    print(f"{name}: " + ", ".join(f"{way} {ms:.1f} ms" for way, ms in found.items()), flush=True)
+        result["by the catalogue"] = plan.prediction.step_us / 1000
+    print(f"{name}: " + ", ".join(f"{way} {ms:.1f} ms" for way, ms in result.items()), flush=True)
 
 
 def main(arguments: Sequence[str] = ()) -> None:

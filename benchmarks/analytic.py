@@ -128,15 +128,15 @@ def layer_forward(model: Transformer, tp: int, micro_batch: int) -> list[OpBytes
 
 def backward_of(forward: list[OpBytes]) -> list[OpBytes]:
     """The ops of the backward: two matmuls for each, and gradients as well as values for the others."""
-    found: list[OpBytes] = []
+    result: list[OpBytes] = []
     for work in reversed(forward):
         if work.dims is None:
-            found.append(OpBytes(1.5 * work.nbytes))
+            result.append(OpBytes(1.5 * work.nbytes))
         else:
             d = work.dims
-            found.append(OpBytes(work.nbytes, Matmul(d.m, d.k, d.n, d.batch)))  # input gradient
-            found.append(OpBytes(work.nbytes, Matmul(d.k, d.n, d.m, d.batch)))  # weight gradient
-    return found
+            result.append(OpBytes(work.nbytes, Matmul(d.m, d.k, d.n, d.batch)))  # input gradient
+            result.append(OpBytes(work.nbytes, Matmul(d.k, d.n, d.m, d.batch)))  # weight gradient
+    return result
 
 
 def _matmul(m: int, n: int, k: int, batch: int = 1) -> OpBytes:

@@ -41,11 +41,11 @@ def main(arguments: Sequence[str] = ()) -> None:
             job = stretto.capture(
                 model(), batch, loss=next_token_sum, parallel=parallel, precision="bf16", device="cuda"
             )
-            found = stretto.plan(job, f"h100x{RANKS}").prediction
-            assert found is not None
-            exposed = max(found.exposed_axis_us.get("tp", (0.0,))) / 1000
-            hidden = 100 * (found.hidden("tp") or 0)
+            result = stretto.plan(job, f"h100x{RANKS}").prediction
+            assert result is not None
+            exposed = max(result.exposed_axis_us.get("tp", (0.0,))) / 1000
+            hidden = 100 * (result.hidden("tp") or 0)
             kind = "sequence-parallel, " if sequence else ""
             print(
-                f"| {kind}{name} | {found.step_us / 1000:.1f} | {exposed:.2f} | {hidden:.0f} % |", flush=True
+                f"| {kind}{name} | {result.step_us / 1000:.1f} | {exposed:.2f} | {hidden:.0f} % |", flush=True
             )

@@ -316,13 +316,13 @@ def _rates(text: str) -> list[str]:
     from benchmarks.labs import BALANCED
     from stretto.lab.rates import parse_rate
 
-    found = _words(text)
-    if not found:
+    result = _words(text)
+    if not result:
         raise UsageError(f"--rate {text!r}: give rates, as 100mbit, or {BALANCED}, with commas between")
-    for word in found:
+    for word in result:
         if word != BALANCED:
             parse_rate(word)
-    return found
+    return result
 
 
 def _words(text: str) -> list[str]:

@@ -67,11 +67,11 @@ class ComputeCell:
     @property
     def settings(self) -> GPTSettings | HuggingFaceSettings:
         """The model's, with room for the sequence."""
-        found = MODELS[self.model]
-        if isinstance(found, GPTSettings):
-            return found.model_copy(update={"context": self.sequence})
-        sizes = {key: self.sequence if key in CONTEXTS else size for key, size in found.config.items()}
-        return found.model_copy(update={"config": sizes})
+        result = MODELS[self.model]
+        if isinstance(result, GPTSettings):
+            return result.model_copy(update={"context": self.sequence})
+        sizes = {key: self.sequence if key in CONTEXTS else size for key, size in result.config.items()}
+        return result.model_copy(update={"config": sizes})
 
 
 def _gpt(hidden: int, layers: int) -> GPTSettings:
@@ -154,15 +154,15 @@ def run_worker(cell: ComputeCell) -> dict[str, Any]:
     rows = [
         {
             "system": name,
-            "step_s": found.median_s,
+            "step_s": result.median_s,
             "ratio_to_eager": statistics.median(
-                mine / eager for mine, eager in zip(found.rounds, times[EAGER].rounds, strict=True)
+                mine / eager for mine, eager in zip(result.rounds, times[EAGER].rounds, strict=True)
             ),
             "error": errors[name],
             "compile_s": compile_s.get(name),
-            "rounds_s": list(found.rounds),
+            "rounds_s": list(result.rounds),
         }
-        for name, found in times.items()
+        for name, result in times.items()
     ]
     return {"cell": asdict(cell), "rows": rows}
 
@@ -175,10 +175,10 @@ def _compare(model: nn.Module, systems: Mapping[str, Callable[[], Tensor | None]
         for _ in range(WARM_UPS):
             loss = step()
         assert loss is not None
-        found = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-        found["loss"] = loss.detach().clone()
-        want = want or found
-        errors[name] = compare(name, found, want, EAGER)
+        result = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+        result["loss"] = loss.detach().clone()
+        want = want or result
+        errors[name] = compare(name, result, want, EAGER)
     return errors
 
 
@@ -200,18 +200,18 @@ def compute(
     for model in models:
         if model not in MODELS:
             raise UsageError(f"unknown model {model!r}; {meant(model, MODELS)}known are {', '.join(MODELS)}")
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for count in threads:
         for model in models:
             cell = ComputeCell(model, count, rounds=rounds, compile=compile, sequence=sequence)
             say(f"{model}, {count} {'thread' if count == 1 else 'threads'}")
-            out = folder / f"{len(found)}.json"
+            out = folder / f"{len(result)}.json"
             command = worker_command("compute", asdict(cell), out)
             environment = {**os.environ, "OMP_NUM_THREADS": str(count)}
             status = subprocess.run(command, env=environment, check=False).returncode
             if status:
                 raise RunError(f"{model} with {count} threads failed (status {status}); its output is above")
-            found.append(json.loads(out.read_text()))
+            result.append(json.loads(out.read_text()))
     setup = {
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -221,7 +221,7 @@ def compute(
         "dtype": "float32",
         "rounds": rounds,
     }
-    return {"setup": setup, "cells": found}
+    return {"setup": setup, "cells": result}
 
 
 SETUP = ComputeCell

@@ -43,8 +43,8 @@ Factors = Mapping[str, float]
 def shipped() -> Factors:
     """The factors that the catalogue and `MEGATRON_DEEPSPEED` carry."""
     reach = device(STEP_DEVICE).roof().efficiency
-    found = {name: getattr(reach, name, None) for name in FACTORS}
-    return {name: getattr(MEGATRON_DEEPSPEED, name) if v is None else v for name, v in found.items()}
+    result = {name: getattr(reach, name, None) for name in FACTORS}
+    return {name: getattr(MEGATRON_DEEPSPEED, name) if v is None else v for name, v in result.items()}
 
 
 def mean_error(rows: Sequence[MeasuredStep], values: Factors) -> float:
@@ -52,12 +52,12 @@ def mean_error(rows: Sequence[MeasuredStep], values: Factors) -> float:
     roof = device(STEP_DEVICE).roof()
     of_device = {name: v for name, v in values.items() if hasattr(roof.efficiency, name)}
     of_software = {name: v for name, v in values.items() if hasattr(MEGATRON_DEEPSPEED, name)}
-    found = errors(
+    result = errors(
         rows,
         roof=replace(roof, efficiency=replace(roof.efficiency, **of_device)),
         software=replace(MEGATRON_DEEPSPEED, **of_software),
     )
-    return statistics.fmean(map(abs, found))
+    return statistics.fmean(map(abs, result))
 
 
 def fit(rows: Sequence[MeasuredStep], start: Factors = START) -> Factors:

@@ -391,14 +391,14 @@ def measure(job: GridJob, rounds: int = 1) -> Figures:
             begin_s = time.process_time()
             plan = stretto.plan(captured, cluster=cluster)
             taken_s.append(time.process_time() - begin_s)
-    found = plan.prediction
-    assert found is not None
+    result = plan.prediction
+    assert result is not None
     return {
-        "step_us": found.step_us,
-        "exposed_us": statistics.fmean(found.exposed_us),
-        "exposed_axis_us": {axis: statistics.fmean(us) for axis, us in found.exposed_axis_us.items()},
-        "peak_bytes": max(found.peak_bytes),
-        "bound_us": found.bound_us,
+        "step_us": result.step_us,
+        "exposed_us": statistics.fmean(result.exposed_us),
+        "exposed_axis_us": {axis: statistics.fmean(us) for axis, us in result.exposed_axis_us.items()},
+        "peak_bytes": max(result.peak_bytes),
+        "bound_us": result.bound_us,
         "overlap": plan.overlap,
         "planning_s": round(statistics.median(taken_s), 3),
     }
@@ -410,16 +410,16 @@ def run(jobs: Sequence[GridJob], rounds: int, say: Callable[[str], None] = print
         _line("job", "step ms", "bound ms", "exposed ms", "peak MiB", "planning s")
         + "  exposed ms by axis; overlap"
     )
-    found: dict[str, Figures] = {}
+    result: dict[str, Figures] = {}
     for job in jobs:
-        one = found[job.name] = measure(job, rounds)
+        one = result[job.name] = measure(job, rounds)
         times = [f"{one[key] / 1000:.3f}" for key in ("step_us", "bound_us", "exposed_us")]
         axes = ", ".join(f"{axis} {us / 1000:.3f}" for axis, us in one["exposed_axis_us"].items() if us)
         peak = f"{one['peak_bytes'] / 2**20:.1f}"
         line = _line(job.name, *times, peak, f"{one['planning_s']:.2f}")
         say(f"{line}  {axes or '-'}; {one['overlap']}")
-    say(f"planned in {sum(one['planning_s'] for one in found.values()):.1f} s of processor time")
-    return {"torch": torch.__version__, "rounds": rounds, "jobs": found}
+    say(f"planned in {sum(one['planning_s'] for one in result.values()):.1f} s of processor time")
+    return {"torch": torch.__version__, "rounds": rounds, "jobs": result}
 
 
 def compare(old: Figures, new: Figures, say: Callable[[str], None] = print) -> list[str]:
@@ -485,8 +485,8 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(("", *faults)) if faults else "\nnothing is worse")
         return 1 if faults else 0
     torch.set_num_threads(1)
-    found = run([job for job in JOBS if given.only in job.name], given.rounds)
-    given.out.write_text(json.dumps(found, indent=1) + "\n")
+    result = run([job for job in JOBS if given.only in job.name], given.rounds)
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -142,9 +142,9 @@ def planned(job: Job, prices: Prices, order: Orderer) -> Plan:
             windows[name] = plain.ordered(window)
             continue
         graph = make_graph(job, costs, window, step.schedule.stage_ranks)
-        found = order(graph)
-        assert sorted(found) == list(range(len(graph.nodes)))
-        windows[name] = replace(window, items=tuple(graph.nodes[index].item for index in found))
+        result = order(graph)
+        assert sorted(result) == list(range(len(graph.nodes)))
+        windows[name] = replace(window, items=tuple(graph.nodes[index].item for index in result))
     return lowered(reductions_within(replace(step, windows=windows), context), context)
 
 

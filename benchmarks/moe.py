@@ -207,8 +207,8 @@ def _all_to_all_s(plan: Plan, lines: Sequence[Timeline]) -> float:
         for op in ops
         if op.kind is ALL_TO_ALL
     }
-    (found,) = exposed_s(lines, lambda span: span.name in labels)
-    return found
+    (result,) = exposed_s(lines, lambda span: span.name in labels)
+    return result
 
 
 WORKER = "moe"
@@ -270,12 +270,12 @@ def run_worker(setup: MoeRace, kept: str = "") -> Any:
 def _captured(setup: MoeRace, model: Stack, batch: Batch) -> dict[Cuts, Job]:
     """The step in every way in which a system cuts it. Those in chunks are what "auto" captures."""
     auto = setup.capture(model, batch, ampipe_degree="auto")
-    found = {WHOLE: replace(auto, forms=())} | {Cuts(job.chunks): job for job in auto.forms}
+    result = {WHOLE: replace(auto, forms=())} | {Cuts(job.chunks): job for job in auto.forms}
     for cuts in dict.fromkeys(system.cuts for system in SYSTEMS.values()):
-        if cuts not in found:
+        if cuts not in result:
             how = {"ampipe_degree": cuts.chunks, "pipe_experts_multi_data": cuts.slices}
-            found[cuts] = setup.capture(model, batch, **how)
-    return found
+            result[cuts] = setup.capture(model, batch, **how)
+    return result
 
 
 def _measured(job: Job) -> Costs:
@@ -291,11 +291,11 @@ def _planned(model: Stack, jobs: Mapping[Cuts, Job], costs: Mapping[Cuts, Costs]
             register(UNDER_EXPERTS, under_experts(job, experts_in(model)))
         return make_plan(job, costs[system.cuts], overlap=system.overlap, order=system.order)
 
-    found = {name: plan(system) for name, system in SYSTEMS.items()}
-    windows = [found["windows"], *(plan(MoeSystem(Cuts(chunks), "window")) for chunks in AUTO_CHUNKS)]
+    result = {name: plan(system) for name, system in SYSTEMS.items()}
+    windows = [result["windows"], *(plan(MoeSystem(Cuts(chunks), "window")) for chunks in AUTO_CHUNKS)]
     # As planning chooses, from the costs that all have.
-    found[AUTO] = min(windows, key=lambda one: prediction_of(one).step_us)
-    return found
+    result[AUTO] = min(windows, key=lambda one: prediction_of(one).step_us)
+    return result
 
 
 def _check_equal(setup: MoeRace, model: Stack, batch: Batch, runners: Mapping[str, stretto.Runner]) -> float:
@@ -304,9 +304,9 @@ def _check_equal(setup: MoeRace, model: Stack, batch: Batch, runners: Mapping[st
     plain = own_parts(runners[SERIAL], whole)
     worst = 0.0
     for name, runner in runners.items():
-        found, grads = one_step(runner, batch)
+        result, grads = one_step(runner, batch)
         worst = max(worst, compare(name, grads, plain, "the plain model"))
-        check_loss(name, found, loss)
+        check_loss(name, result, loss)
     return worst
 
 

@@ -103,17 +103,17 @@ def under_experts(job: Job, modules: Collection[str]) -> Policy:
         places = _stretches([programs.get(name) for name in names], modules)
         last = max(places.values(), default=0) + 1
         of_module = {programs[names[at]].module: place for at, place in places.items()}
-        found: dict[int, list[int]] = {}
+        result: dict[int, list[int]] = {}
         for at, name in enumerate(names):
             place = places.get(at, last)
             if name in weights:
                 place = of_module.get(weights[name].module, last)
-            found.setdefault(place, []).append(at)
+            result.setdefault(place, []).append(at)
         ordered: list[int] = []
-        for place in sorted(found):
-            part = _part(graph, found[place])
+        for place in sorted(result):
+            part = _part(graph, result[place])
             inner = improve_order(part) if part.communicates else range(len(part.nodes))
-            ordered += [found[place][at] for at in inner]
+            ordered += [result[place][at] for at in inner]
         return ordered
 
     return order
@@ -127,12 +127,12 @@ def _stretches(ops: Sequence[Op | None], modules: Collection[str]) -> dict[int, 
             ends[op.module] = ends.get(op.module, (at, at))[0], at
     spans = sorted(ends.values())
     assert all(end < start for (_, end), (start, _) in pairwise(spans)), "modules' ops lie apart"
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     for at, op in enumerate(ops):
         if op is not None:
             before = sum(end < at for _, end in spans)
-            found[at] = 2 * before + (before < len(spans) and spans[before][0] <= at)
-    return found
+            result[at] = 2 * before + (before < len(spans) and spans[before][0] <= at)
+    return result
 
 
 def _part(graph: WindowGraph, nodes: Sequence[int]) -> WindowGraph:

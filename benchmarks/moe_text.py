@@ -29,18 +29,18 @@ def result_of(folder: Path) -> dict[str, Any]:
     """What a run came to."""
     run = load_run(folder)
     settings, summary = run.settings or {}, run.summary or {}
-    found: dict[str, Any] = {"model": settings["model"], "steps": summary["steps"]}
-    found["held_out"] = {
+    result: dict[str, Any] = {"model": settings["model"], "steps": summary["steps"]}
+    result["held_out"] = {
         line["step"]: line["held_out_loss"] for line in run.metrics if "held_out_loss" in line
     }
     losses = [line["loss"] for line in run.metrics if "loss" in line]
-    found["training_loss"] = statistics.fmean(losses[-LAST_STEPS:])
-    found["step_s"] = summary["step_s"]
+    result["training_loss"] = statistics.fmean(losses[-LAST_STEPS:])
+    result["step_s"] = summary["step_s"]
     if run.observed is not None:
         loads = loads_of(run.observed.end)
-        found["busiest"] = max(max(load.shares) * len(load.shares) for load in loads)
-        found["dropped"] = dropped_words(run.observed.end)
-    return found
+        result["busiest"] = max(max(load.shares) * len(load.shares) for load in loads)
+        result["dropped"] = dropped_words(run.observed.end)
+    return result
 
 
 def main(arguments: Sequence[str]) -> None:

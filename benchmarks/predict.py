@@ -170,7 +170,7 @@ def run_cell(cell: GridCell, rounds: int) -> tuple[CellResult, Plan, Plan, list[
         statistics.mean(us / timeline.step_us for us in timeline.by_rank(SpanKind.EXPOSED))
         for timeline in timelines
     ]
-    found = CellResult(
+    result = CellResult(
         cell=str(cell),
         planned_ms=prediction_of(plan).step_us / 1e3,
         predicted_ms=prediction.step_us / 1e3,
@@ -181,18 +181,18 @@ def run_cell(cell: GridCell, rounds: int) -> tuple[CellResult, Plan, Plan, list[
         peak_predicted=prediction.peak_bytes,
         peak_measured=timelines[-1].peak_bytes,
     )
-    return found, plan, again, timelines
+    return result, plan, again, timelines
 
 
 def run_worker(setup: GridLab) -> list[dict[str, Any]]:
     """Step 2 of all cells of a lab; rank 0 keeps what ran of each."""
     figures = []
     for cell in setup.made():
-        found, planned, plan, timelines = run_cell(cell, setup.rounds)
+        result, planned, plan, timelines = run_cell(cell, setup.rounds)
         if is_first():
             keep_run(cell.folder(Path(setup.folder)), planned, plan, timelines)
-        figures.append(asdict(found))
-        say_on_first(f"{cell}: {signed(found.difference)} against predicted")
+        figures.append(asdict(result))
+        say_on_first(f"{cell}: {signed(result.difference)} against predicted")
     return figures
 
 
@@ -235,7 +235,7 @@ def _result(done: Mapping[GridCell, CellResult], rounds: int) -> dict[str, Any]:
             "torch": torch.__version__,
             "shapes": [shapes[name] for name in dict.fromkeys(cell.name for cell in done)],
         },
-        "rows": [_row(found) for found in done.values()],
+        "rows": [_row(result) for result in done.values()],
         "summary": _summary(list(done.values())),
     }
 
@@ -257,10 +257,10 @@ def _row(found: CellResult) -> dict[str, Any]:
 def _summary(rows: Sequence[CellResult]) -> dict[str, float]:
     """Mean and worst magnitudes, in percent (of the step, of the peak) and in points of exposed share."""
     figures: dict[str, list[float]] = {
-        "step_difference_pct": [100.0 * found.difference for found in rows],
-        "planned_step_difference_pct": [100.0 * found.planned_difference for found in rows],
-        "exposed_points": [found.exposed_points for found in rows],
-        "peak_difference_pct": [100.0 * found.peak_difference for found in rows],
+        "step_difference_pct": [100.0 * result.difference for result in rows],
+        "planned_step_difference_pct": [100.0 * result.planned_difference for result in rows],
+        "exposed_points": [result.exposed_points for result in rows],
+        "peak_difference_pct": [100.0 * result.peak_difference for result in rows],
         "spread_pct": [100.0 * (max(f.rounds_ms) / min(f.rounds_ms) - 1.0) for f in rows],
     }
     summary = {"cells": float(len(rows))}

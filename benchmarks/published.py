@@ -101,10 +101,10 @@ def steps_report() -> dict[str, object]:
 
 def sweeps() -> dict[tuple[str, str, int], list[tuple[float, float]]]:
     """The all-reduce sweeps: (source, device, ranks) -> (bytes, us), ascending."""
-    found: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
+    result: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)
     for r in records("all_reduce.csv"):
-        found[r["source"], r["device"], int(r["ranks"])].append((float(r["bytes"]), float(r["us"])))
-    return {key: sorted(points) for key, points in found.items()}
+        result[r["source"], r["device"], int(r["ranks"])].append((float(r["bytes"]), float(r["us"])))
+    return {key: sorted(points) for key, points in result.items()}
 
 
 def _sweep_errors(curve: Curve, points: Sequence[tuple[float, float]]) -> list[float]:
@@ -166,7 +166,7 @@ class Rate:
 
 def rates() -> list[Rate]:
     """Every rate of the papers that follows from printed inputs by `megatron_flops`."""
-    found: list[Rate] = []
+    result: list[Rate] = []
     for r in records("rates.csv"):
         model, layout = sizes(r)
         count, tflops = int(r["devices"]), float(r["tflops"])
@@ -176,29 +176,29 @@ def rates() -> list[Rate]:
         if r["seconds"]:
             seconds = float(r["seconds"])
             low, high = (step / ((seconds + half) * count) / 1e12 for half in (0.05, -0.05))
-            found.append(Rate(f"{what}: TFLOP/s", tflops, low, high, 0.5))
+            result.append(Rate(f"{what}: TFLOP/s", tflops, low, high, 0.5))
         if r["pflops"]:
             low, high = ((tflops + half) * count / 1000 for half in (-0.5, 0.5))
-            found.append(Rate(f"{what}: PFLOP/s", float(r["pflops"]), low, high, 0.05))
+            result.append(Rate(f"{what}: PFLOP/s", float(r["pflops"]), low, high, 0.05))
         if r["days"]:
             token = step / (layout.global_batch * model.seq)
             low, high = (300e9 * token / (count * (tflops + half) * 1e12) / 86400 for half in (0.5, -0.5))
-            found.append(Rate(f"{what}: days", float(r["days"]), low, high, 0.5))
-    return found
+            result.append(Rate(f"{what}: days", float(r["days"]), low, high, 0.5))
+    return result
 
 
 def table1_differences() -> dict[str, float]:
     """Other people's steps, fitted on nothing of theirs: SC21's table 1 where the schedule is 1F1B. Measured
     against predicted time, in percent (`stretto.ir.compared`); the time is the printed rate's."""
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for r in records("rates.csv"):
         if r["source"] == "table1" and r["interleaved"] == "0":
             model, layout = sizes(r)
             us = megatron_flops(model, layout.global_batch) / (float(r["tflops"]) * 1e6 * layout.devices)
             (error,) = errors([MeasuredStep(model, layout, us)])
             difference = against(us, us * (1.0 + error)) or 0.0
-            found[f"{model.layers} x {model.hidden} on {layout.devices}"] = 100 * difference
-    return found
+            result[f"{model.layers} x {model.hidden} on {layout.devices}"] = 100 * difference
+    return result
 
 
 def published() -> dict[str, Mapping[str, object]]:

@@ -215,11 +215,11 @@ def exposed_s(lines: Sequence[Timeline], counts: Counts = lambda span: True) -> 
 
 
 def _exposed_us(line: Timeline, counts: Counts) -> list[float]:
-    found = [0.0] * line.ranks
+    result = [0.0] * line.ranks
     for span in line.spans:
         if span.kind is SpanKind.EXPOSED and counts(span):
-            found[span.rank] += span.duration_us
-    return found
+            result[span.rank] += span.duration_us
+    return result
 
 
 def hidden(mine_s: Sequence[float], all_s: Sequence[float]) -> list[float | None]:

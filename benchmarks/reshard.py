@@ -75,7 +75,7 @@ def cases(parts: tuple[str, ...] = PARTS) -> list[Case]:
         raise UsageError(f"--cases {wrong[0]}: choose of {', '.join(PARTS)}")
     whole, rows, columns = (Replicate(),), (Shard(0),), (Shard(1),)
     first = [host * RANKS_PER_HOST for host in range(HOSTS)]  # the first rank of each host
-    found = []
+    result = []
     for part, ranks_each in (("fan-out", 1), ("devices", RANKS_PER_HOST)):
         for count in range(1, HOSTS):
             receivers = tuple(rank + i for rank in first[1 : 1 + count] for i in range(ranks_each))
@@ -84,17 +84,17 @@ def cases(parts: tuple[str, ...] = PARTS) -> list[Case]:
             # to one receiver a chain is a plain message
             several = len(receivers) > 1
             modes: tuple[Mode, ...] = ("broadcast", "point_to_point") if several else ("broadcast",)
-            found += [Case(part, what, Layout((0,), whole), targets, mode, "balanced") for mode in modes]
+            result += [Case(part, what, Layout((0,), whole), targets, mode, "balanced") for mode in modes]
     choices: tuple[Choice, ...] = ("naive", "balanced")
     for what, before in (("two replicas to rows", whole), ("columns to rows", columns)):
         source, targets = Layout(tuple(first[:2]), before), (Layout(tuple(first[2:]), rows),)
-        found += [Case("layouts", what, source, targets, "broadcast", choice) for choice in choices]
+        result += [Case("layouts", what, source, targets, "broadcast", choice) for choice in choices]
     two = tuple(Layout((rank, rank + 1), whole) for rank in first[2:])
     for what, source in (("whole", Layout((0,), whole)), ("rows", Layout(tuple(first[:2]), rows))):
         for how, together in (("in turn", False), ("together", True)):
             words = f"{what} to 2 meshes {how}"
-            found.append(Case("meshes", words, source, two, "broadcast", "balanced", together))
-    return [case for case in found if case.part in parts]
+            result.append(Case("meshes", words, source, two, "broadcast", "balanced", together))
+    return [case for case in result if case.part in parts]
 
 
 def planned(case: Case, rows: int, bytes_per_s: float) -> list[Planned]:

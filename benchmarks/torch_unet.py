@@ -106,7 +106,7 @@ def torch_steps(
     """By name of the schedule, one step of this rank, on the parameters of the model itself; on the second
     rank it gives the loss, which is the mean over microbatches."""
     half = Before(unet) if rank == 0 else After(unet)
-    found: dict[str, RaceStep] = {}
+    result: dict[str, RaceStep] = {}
     for name, kind in SCHEDULES.items():
         stage = PipelineStage(half, rank, 2, torch.device("cpu"))
         schedule = kind(
@@ -121,5 +121,5 @@ def torch_steps(
             schedule.step(target=batch["noise"], losses=losses, states=batch["states"])
             return torch.stack(losses).mean().detach()
 
-        found[name] = step
-    return found
+        result[name] = step
+    return result

@@ -202,9 +202,9 @@ def _check_equal(
     plain = own_parts(base, whole)
     worst = 0.0
     for name, runner in runners.items():
-        found, grads = one_step(runner, batch)
+        result, grads = one_step(runner, batch)
         worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
-        check_loss(name, found, loss)
+        check_loss(name, result, loss)
     for name, step in theirs.items():
         dist.barrier()
         told = step()

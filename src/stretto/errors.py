@@ -30,17 +30,17 @@ def near_path(path: str | os.PathLike[str], form: str = "; {}") -> str:
     """As `meant`, for a path that does not exist: the nearest one that does, part by part.
     Nothing where none is near, or where folders cannot be listed."""
     given = Path(path)
-    found = Path(given.anchor)
+    result = Path(given.anchor)
     for part in given.parts[bool(given.anchor) :]:
         try:
-            if not (found / part).exists():
-                part = _near(part, os.listdir(found))
+            if not (result / part).exists():
+                part = _near(part, os.listdir(result))
         except (OSError, ValueError):  # the latter of a null byte
             return ""
         if not part:
             return ""
-        found /= part
-    return form.replace("{}", f"did you mean {found}?")
+        result /= part
+    return form.replace("{}", f"did you mean {result}?")
 
 
 def _near(name: str, names: Sequence[str]) -> str:

@@ -231,13 +231,13 @@ class ConstantsWatch:
             now = get()
             if now is self._last[at] or now is MISSING:
                 continue
-            found = text(now)
-            if found == known:
+            result = text(now)
+            if result == known:
                 if isinstance(now, SCALARS):
                     self._last[at] = now  # what cannot change in place need not be written again
                 continue
             raise UsageError(
-                f"{name} is {found or type(now).__name__} now, and was {known} when the step was captured: "
+                f"{name} is {result or type(now).__name__} now, and was {known} when the step was captured: "
                 "Python's values that model and loss read are constants of a plan. Make it a leaf of the "
                 "batch, marked stretto.whole(x), or a buffer of the model, both of which may change in every "
                 "step; or put it back; or capture the step again, plan it and make a new Runner"

@@ -87,8 +87,8 @@ class ForwardCalls:
         under_way = nodes_of(self._new_tensors(self._first.again()))
         if under_way is not None:
             graph, holder, nodes = under_way
-            found = self._numbered(graph, holder, {})
-            made = {key: found[node] for key, node in nodes.items()}
+            result = self._numbered(graph, holder, {})
+            made = {key: result[node] for key, node in nodes.items()}
             self._numbers = {key: number for key, (number, constant) in made.items() if constant}
 
     def _new_tensors(self, state: PythonState) -> dict[int, Tensor]:
@@ -132,9 +132,9 @@ class ForwardCalls:
 
     def _results(self, joint: JointGraph) -> dict[tuple[str, str], int]:
         """Step 4's numbers, by (kind, name) of the output."""
-        found = self._numbered(joint.module.graph, joint.module, joint.inputs)
+        result = self._numbered(joint.module.graph, joint.module, joint.inputs)
         made = {(kind, name): node for kind, name, node in joint.outputs if node is not None}
-        return {key: found[node][0] for key, node in made.items()}
+        return {key: result[node][0] for key, node in made.items()}
 
     def _numbered(
         self,
@@ -143,25 +143,25 @@ class ForwardCalls:
         inputs: Mapping[torch.fx.Node, tuple[str, str | int]],
     ) -> dict[torch.fx.Node, tuple[int, bool]]:
         """Step 2: node -> (its number, whether it depends on constants alone)."""
-        found: dict[torch.fx.Node, tuple[int, bool]] = {}
+        result: dict[torch.fx.Node, tuple[int, bool]] = {}
         drawn = 0
         for node in graph.nodes:
             if node.op == "placeholder":
                 kind, name = inputs.get(node, ("", node.name))
                 number = self._numbers.get(id(self._left.get(str(name)))) if kind == "buffer" else None
-                found[node] = self._number(("input", kind, name)) if number is None else number, False
+                result[node] = self._number(("input", kind, name)) if number is None else number, False
             elif node.op == "get_attr":
                 value = holder
                 for part in str(node.target).split("."):
                     value = getattr(value, part)
-                found[node] = self._number(("constant", constant_key(value))), True
+                result[node] = self._number(("constant", constant_key(value))), True
             elif node.op == "call_function":
                 draw = draws(node)
                 drawn += draw
-                given = map_arg((node.args, node.kwargs), lambda used: f"value {found[used][0]}")
+                given = map_arg((node.args, node.kwargs), lambda used: f"value {result[used][0]}")
                 number = self._number((str(node.target), repr(given), drawn if draw else 0))
-                found[node] = number, not draw and all(found[source][1] for source in node.all_input_nodes)
-        return found
+                result[node] = number, not draw and all(result[source][1] for source in node.all_input_nodes)
+        return result
 
     def _number(self, key: Hashable) -> int:
         return self._known.setdefault(key, len(self._known))
@@ -169,6 +169,6 @@ class ForwardCalls:
 
 def _generators() -> dict[str, Any]:
     """States of the generators that are not PyTorch's, by the names of their modules."""
-    found: dict[str, Any] = {"Python's random": random.getstate()}
+    result: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
-    return found if numpy is None else {**found, "numpy.random": numpy.random.get_state()}
+    return result if numpy is None else {**result, "numpy.random": numpy.random.get_state()}

@@ -234,11 +234,11 @@ def _arg(value: Any, names: Mapping[torch.fx.Node, str], node: torch.fx.Node) ->
 
 
 def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
-    found: Any = module
+    result: Any = module
     for part in str(node.target).split("."):
-        found = getattr(found, part)
-    tensor = constant_value(found) if isinstance(found, torch.Tensor) else None
-    if isinstance(found, torch.fx.GraphModule):
+        result = getattr(result, part)
+    tensor = constant_value(result) if isinstance(result, torch.Tensor) else None
+    if isinstance(result, torch.fx.GraphModule):
         raise CaptureError(CONTROL_FLOW)
     if tensor is None:
         raise CaptureError("the model's code has a constant whose elements are not known")

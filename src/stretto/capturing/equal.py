@@ -73,16 +73,16 @@ def equal_layers(model: nn.Module) -> list[EqualLayers]:
     """The groups of equal layers, the outermost only; each has at least `FEWEST`."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     tensors = Counter(id(t) for module in model.modules() for t in _tensors(module))
-    found: list[EqualLayers] = []
+    result: list[EqualLayers] = []
     searched: list[str] = []  # what the names begin with of all that is within a group's container
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not name.startswith(tuple(searched)):
             prefix = f"{name}." if name else ""
             members = {f"{prefix}{child}": member for child, member in module.named_children()}
             groups = _groups(members, places, tensors)
-            found.extend(groups)
+            result.extend(groups)
             searched += [prefix] if groups else []
-    return found
+    return result
 
 
 def _groups(members: dict[str, nn.Module], places: Counter[int], tensors: Counter[int]) -> list[EqualLayers]:
@@ -123,7 +123,7 @@ def _differing(a: nn.Module, b: nn.Module, a_name: str, b_name: str) -> set[Attr
     if list(ours) != list(theirs):
         return None
     same = _Same({id(ours[name]): theirs[name] for name in ours}, a_name, b_name)
-    found: set[Attribute] = set()
+    result: set[Attribute] = set()
     for name, module in ours.items():
         other = theirs[name]
         if type(module) is not type(other) or module.__dict__.keys() != other.__dict__.keys():
@@ -136,8 +136,8 @@ def _differing(a: nn.Module, b: nn.Module, a_name: str, b_name: str) -> set[Attr
             elif attribute != "_modules" and not same(value, against):
                 if attribute == "forward" or attribute.startswith("_"):
                     return None
-                found.add((name, attribute))
-    return found
+                result.add((name, attribute))
+    return result
 
 
 def _same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:

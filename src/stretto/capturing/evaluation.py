@@ -77,13 +77,13 @@ def _cuts(traced: Traced, training: Job) -> list[int]:
         for op in stage.ops[Phase.F]
         for reading in _readings(op)
     ]
-    found: list[tuple[int, Reading]] = [
+    result: list[tuple[int, Reading]] = [
         (item.segment, reading)
         for item in traced.ops
         if not item.backward and item.segment is not None
         for reading in _readings(item.op)
     ]
-    if [reading for _, reading in begun] != [reading for _, reading in found]:
+    if [reading for _, reading in begun] != [reading for _, reading in result]:
         raise CaptureError(
             f"cannot evaluate {traced.name} with the stages that train it: in eval() mode it reads its "
             "parameters in another order than in train() mode; make both modes call the same modules"
@@ -91,7 +91,7 @@ def _cuts(traced: Traced, training: Job) -> list[int]:
     # A stage that reads no parameter begins where the next one does, and has nothing to evaluate.
     return [
         min(
-            (segment for (stage, _), (segment, _) in zip(begun, found, strict=True) if stage >= begins),
+            (segment for (stage, _), (segment, _) in zip(begun, result, strict=True) if stage >= begins),
             default=len(traced.segments),
         )
         for begins in range(1, len(training.stages))

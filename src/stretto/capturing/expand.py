@@ -289,6 +289,6 @@ _NUMBERED = re.compile(r"^(.+?)(?:_(\d+))?$")
 
 
 def _parts(name: str) -> tuple[str, int]:
-    found = _NUMBERED.match(name.partition("@")[0])
-    assert found is not None
-    return found[1], int(found[2] or 0)
+    result = _NUMBERED.match(name.partition("@")[0])
+    assert result is not None
+    return result[1], int(result[2] or 0)

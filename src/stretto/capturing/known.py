@@ -107,8 +107,8 @@ class Known:
 
     def recipe(self, x: Tensor) -> KnownRecipe | None:
         """How a tensor is made of constants; None where it is not."""
-        found = self._tensors.get(id(x))
-        return found[2] if found is not None and found[1] == _version(x) else None
+        result = self._tensors.get(id(x))
+        return result[2] if result is not None and result[1] == _version(x) else None
 
     def number(self, x: Tensor) -> int | None:
         """Equal for tensors that equal calls made of constants; None for all others."""

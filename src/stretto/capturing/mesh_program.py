@@ -205,8 +205,8 @@ class _TwoWays(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
         ctx.set_materialize_grads(False)
         ctx.back = back
-        found: GlobalTensor = there(x)
-        return found
+        result: GlobalTensor = there(x)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> Any:
@@ -233,9 +233,9 @@ def _moved(x: DTensor, placement: Placement) -> GlobalTensor:
     (old,) = x.placements
 
     def there(x: DTensor) -> GlobalTensor:
-        found = _placed(x, placement)
+        result = _placed(x, placement)
         # Detached for the mark: a backward op is in the stage of the forward op that it derives.
-        return global_tensor(local_of(found).detach(), spec_of(found))
+        return global_tensor(local_of(result).detach(), spec_of(result))
 
     return _both_ways(x, there, lambda gradient: _placed(gradient, _whole(old)))
 
@@ -297,10 +297,10 @@ def message(old: Placement, new: Placement, shape: Sequence[int], size: int) -> 
     sum is taken before, to shards where a dim has equal parts for all.
     """
     if old.is_partial() and not is_shard(new):
-        (found,) = Layout(tuple(range(size)), (Partial(),)).reduced(shape).placements
-        assert isinstance(found, (ShardOf, Replicate))
-        equal = isinstance(found, ShardOf) and shape[found.dim] % size == 0
-        return found if equal else Replicate()
+        (result,) = Layout(tuple(range(size)), (Partial(),)).reduced(shape).placements
+        assert isinstance(result, (ShardOf, Replicate))
+        equal = isinstance(result, ShardOf) and shape[result.dim] % size == 0
+        return result if equal else Replicate()
     if is_shard(new):
         return new
     return old
@@ -351,23 +351,23 @@ def _found_here(local: Tensor, old: Placement) -> Tensor:
 
 
 def _reduction(placement: Placement) -> str:
-    found: str = placement.reduce_op  # type: ignore[attr-defined]
-    return found
+    result: str = placement.reduce_op  # type: ignore[attr-defined]
+    return result
 
 
 def _reduced(local: Tensor, reduction: str, size: int) -> Tensor:
     if reduction == "min":
         return -ops.all_reduce(-local, AXIS, size, "max")
-    found = ops.all_reduce(local, AXIS, size, REDUCTIONS[reduction])
-    return found / size if reduction == "avg" else found
+    result = ops.all_reduce(local, AXIS, size, REDUCTIONS[reduction])
+    return result / size if reduction == "avg" else result
 
 
 def _reduced_to_shard(local: Tensor, reduction: str, new: Placement, size: int) -> Tensor:
     if REDUCTIONS[reduction] != "sum":
         return _own_part(_reduced(local, reduction, size), new, size)
     blocks, dim = _in_blocks(local, new)
-    found = _joined(ops.reduce_scatter(blocks, dim, AXIS, size), new)
-    return found / size if reduction == "avg" else found
+    result = _joined(ops.reduce_scatter(blocks, dim, AXIS, size), new)
+    return result / size if reduction == "avg" else result
 
 
 def _gathered(local: Tensor, old: Placement, size: int) -> Tensor:

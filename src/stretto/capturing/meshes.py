@@ -61,14 +61,14 @@ def on_meshes(
     size = len(min(first))
     _check_settings(parallel, tp_plan, len(meshes), size)
     numbers = {ranks: stage for stage, ranks in enumerate(sorted(first))}
-    found = OnMeshes(
+    result = OnMeshes(
         tuple(meshes),
         {name: numbers[ranks_of(tensor.device_mesh)] for name, tensor in placed.items()},
         {name: tensor.placements[0] for name, tensor in placed.items()},
     )
     for name, tensor in placed.items():
-        _check_tensor(name, tensor, found.placements[name], size, name in buffers)
-    return found
+        _check_tensor(name, tensor, result.placements[name], size, name in buffers)
+    return result
 
 
 def _check_meshes(first: Mapping[tuple[int, ...], tuple[str, DeviceMesh]]) -> None:

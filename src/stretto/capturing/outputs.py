@@ -82,17 +82,17 @@ def mean_over(
     by_name = {traced.op.name: traced.op for traced in ops}
     needed, _ = _closure(by_name, loss)
     for op in reversed(needed):
-        found = None
+        result = None
         if op.target in LIKELIHOODS and op.args[3] == MEAN:
-            found = _labels(by_name, op, given)
+            result = _labels(by_name, op, given)
         elif op.target == DIVISION and _is_number(op) and isinstance(op.args[1], Ref):
-            found = _divisor(by_name, *(arg.name for arg in op.args if isinstance(arg, Ref)))
-        if found is not None and any(
+            result = _divisor(by_name, *(arg.name for arg in op.args if isinstance(arg, Ref)))
+        if result is not None and any(
             name.startswith("batch/") and name.removeprefix("batch/") not in whole
-            for counting in found.ops
+            for counting in result.ops
             for name in counting.uses
         ):
-            return found
+            return result
     return None
 
 
@@ -125,18 +125,18 @@ def _of_microbatch(needed: Sequence[Op], read: Sequence[str]) -> bool:
 
 def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
     """The ops from which a value follows, in order, and the values from outside the step that they read."""
-    found: set[str] = set()
+    result: set[str] = set()
     read: dict[str, None] = {}
     left = [value]
     while left:
         name = left.pop()
         if is_external(name):
             read.setdefault(name)
-        elif name not in found:
-            found.add(name)
+        elif name not in result:
+            result.add(name)
             left.extend(ops[name].uses)
     # The module is for users who read a stage's program.
-    return [replace(op, module="", flops=0) for name, op in ops.items() if name in found], list(read)
+    return [replace(op, module="", flops=0) for name, op in ops.items() if name in result], list(read)
 
 
 def _is_mean(ops: Mapping[str, Op], value: str) -> bool:

@@ -175,7 +175,7 @@ class Proof:
 
     def _summed(self, item: TracedOp, names: Sequence[str]) -> Callable[[str], str]:
         """Sum these before the op; what its operands are called then."""
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         for name in names:
             kinds = {placer.of(name).kind for _, placer in self.placers}
             if kinds != {"sum"}:
@@ -195,8 +195,8 @@ class Proof:
                 self._new(maker, start)
                 self._new(maker, Op(f"{name}_summed", WAIT, (Ref(start.name),), (), (spec,), start.name))
                 self.sums[name] = f"{name}_summed"
-            found[name] = self.sums[name]
-        return lambda used: found.get(used, used)
+            result[name] = self.sums[name]
+        return lambda used: result.get(used, used)
 
     def _new(self, item: TracedOp, op: Op) -> None:
         op = replace(op, module=item.op.module)

@@ -137,7 +137,7 @@ class Reads:
         by_object: dict[int, list[str]] = {}
         for at, name in self._read:
             by_object.setdefault(at, []).append(name)
-        found: dict[tuple[Path, int], _ReadValue] = {}
+        result: dict[tuple[Path, int], _ReadValue] = {}
         named: set[Any] = set()
         seen: dict[int, Any] = {}
         left: deque[tuple[Path, Any, bool]] = deque([((), self._model, True), ((), self._loss, False)])
@@ -159,11 +159,11 @@ class Reads:
                     left.append((inner, value, stays))
                 elif inner:
                     holder = id(item) if isinstance(item, (dict, types.SimpleNamespace)) else None
-                    found.setdefault((inner, id(item)), _ReadValue(inner, get, known, stays, holder))
+                    result.setdefault((inner, id(item)), _ReadValue(inner, get, known, stays, holder))
         chosen = {
-            v.holder for v in found.values() if v.holder is not None and _key(v.path) in named
+            v.holder for v in result.values() if v.holder is not None and _key(v.path) in named
         }  # those of which the code names some items
-        return [v for v in found.values() if v.holder not in chosen or _key(v.path) in named]
+        return [v for v in result.values() if v.holder not in chosen or _key(v.path) in named]
 
 
 Part = tuple[str | None, Callable[[], Any], bool]

@@ -122,12 +122,12 @@ class _StandIn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         call = _tracing[ctx.call]
         which = [at for at, grad in enumerate(grads) if grad is not None]
-        found: list[Tensor | None] = [None] * len(call.inputs)
+        result: list[Tensor | None] = [None] * len(call.inputs)
         if which:
             made = _calls.layer_grad([grad for grad in grads if grad is not None], ctx.call, which)
             for at, grad in zip(call.grads, made, strict=True):
-                found[at] = grad
-        return (None, *found)
+                result[at] = grad
+        return (None, *result)
 
 
 _one_at_a_time = threading.RLock()

@@ -116,31 +116,31 @@ def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
     first: dict[str, int] = {}
     for segment, module in enumerate(traced.segments):
         first.setdefault(module, segment)
-    found: list[int] = []
+    result: list[int] = []
     for name in names:
         if name not in first:
             hint = meant(name, first, "; {}")
             raise UsageError(f"split names the module {name!r}, which the forward never enters{hint}")
-        found.append(first[name])
-    if found != sorted(set(found)):
+        result.append(first[name])
+    if result != sorted(set(result)):
         raise UsageError(f"split must name modules in the order of execution, each once: {', '.join(names)}")
-    if len(found) != stages - 1:
+    if len(result) != stages - 1:
         raise UsageError(
-            f"split names {len(names)} modules, which makes {len(found) + 1} stages, but the pipeline has "
+            f"split names {len(names)} modules, which makes {len(result) + 1} stages, but the pipeline has "
             f"{stages}: name the modules that begin stages 1 to {stages - 1}"
         )
-    return found
+    return result
 
 
 def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
     """Step 1, by a text of stages."""
     try:
-        found = read_stages(text)
+        result = read_stages(text)
     except ValueError as error:
         raise UsageError(f"split = {error}") from None
-    if len(found.of) != stages:
-        raise UsageError(f"split = {text!r} has {len(found.of)} stages, but the pipeline has {stages}")
-    return _layer_cuts(traced.name, traced.segments, traced.layers, found)
+    if len(result.of) != stages:
+        raise UsageError(f"split = {text!r} has {len(result.of)} stages, but the pipeline has {stages}")
+    return _layer_cuts(traced.name, traced.segments, traced.layers, result)
 
 
 def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequence[int] | None) -> list[int]:
@@ -264,13 +264,13 @@ def _has_parts(module: nn.Module) -> bool:
 
 def _found(name: str, module: nn.Module, is_layer: Callable[[nn.Module, nn.Module], bool]) -> list[str]:
     """The layers within a module."""
-    found: list[str] = []
+    result: list[str] = []
     for child, member in module.named_children():
         full = f"{name}.{child}" if name else child
         layer = isinstance(module, _LISTS) and is_layer(module, member)
         inside = [] if layer and not isinstance(member, _LISTS) else _found(full, member, is_layer)
-        found += inside or ([full] if layer else [])
-    return found
+        result += inside or ([full] if layer else [])
+    return result
 
 
 def _layer_cuts(name: str, segments: Sequence[str], layers: Collection[str], stages: Stages) -> list[int]:

@@ -224,7 +224,7 @@ def _edges(
                         first_use.setdefault((name, stage.index), phase)
     specs = {op.name: op.outputs for stage in stages for ops in stage.ops.values() for op in ops}
     position = {name: at for at, name in enumerate(specs)}
-    found = sorted(
+    result = sorted(
         first_use.items(),
         key=lambda item: (
             order.index(phase_of[homes[item[0][0]][0], item[0][0]]),
@@ -234,7 +234,7 @@ def _edges(
         ),
     )
     edges: list[Edge] = []
-    for (name, target), phase in found:
+    for (name, target), phase in result:
         source = homes[name][0]
         spec = specs[name][0]
         if spec is None or len(specs[name]) != 1:

@@ -188,11 +188,11 @@ def _no_inner_backward() -> Iterator[None]:
 
 def _runs_backward(method: Any) -> bool:
     """Whether a function's code names PyTorch's backward, or computes again and calls one."""
-    found = inspect.unwrap(method)
-    code = getattr(found, "__code__", None)
+    result = inspect.unwrap(method)
+    code = getattr(result, "__code__", None)
     if code is None:
         return False
-    named = any(found.__globals__.get(name) is _BACKWARD for name in code.co_names)
+    named = any(result.__globals__.get(name) is _BACKWARD for name in code.co_names)
     return named or ("backward" in code.co_names and bool({"autograd", "enable_grad"} & {*code.co_names}))
 
 

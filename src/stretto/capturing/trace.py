@@ -270,8 +270,8 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
     beside = None
     if tensor is not None and setup.meshes is None:
         leaves_at = layout.leaves()
-        found = _alone(setup, Beside(model, leaves_at, tensor.size))
-        beside = Beside(model, leaves_at, tensor.size, found, torch_adapter.mark_call)
+        result = _alone(setup, Beside(model, leaves_at, tensor.size))
+        beside = Beside(model, leaves_at, tensor.size, result, torch_adapter.mark_call)
     with (
         setup.fake_state(layout.part_shapes(model)),
         CudaChoices() if setup.absent else nullcontext(),
@@ -341,14 +341,14 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
                 loss(model, setup.rebuild(tuple(setup.leaves.values())))
         finally:
             before.restore()
-    found = dict(calls.found)
+    result = dict(calls.found)
     first: dict[int, str] = {}
     for call in () if layers is None else layers.calls:
         like = first.setdefault(call.kind, call.layer)
         if not call.template:
             inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
-            found.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
-    return found
+            result.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
+    return result
 
 
 def _sharded(proof: Proof) -> frozenset[str]:

@@ -104,12 +104,12 @@ def _calibrate(
     from stretto.price.op_times import Machine
     from stretto.price.profiler_trace import read_trace
 
-    found = [read_trace(trace) for trace in traces]
+    result = [read_trace(trace) for trace in traces]
     # A trace by itself is an input as good as a plan. Nothing is measured then: it may be of another machine.
     traces_only = bool(traces) and not jobs
-    captured_for = [one.kind for one in found if traces_only] + [job.device for job in jobs]
+    captured_for = [one.kind for one in result if traces_only] + [job.device for job in jobs]
     kind = kind or next(iter(captured_for), "cuda" if torch.cuda.is_available() else "cpu")
-    for trace, name in zip(found, traces, strict=True):
+    for trace, name in zip(result, traces, strict=True):
         if trace.kind != kind:
             raise UsageError(
                 f"--from-profile {name}: was recorded on a {trace.kind} device, and the rest is for {kind}: "
@@ -130,8 +130,8 @@ def _calibrate(
     console = Console(stderr=True)
     machine = machine_of(on)
     if traces_only and kind == "cuda":
-        machine = Machine(found[0].device, machine.torch, machine.threads, kind)
-    traced = {op.key: op.us for trace in found for op in trace.ops}
+        machine = Machine(result[0].device, machine.torch, machine.threads, kind)
+    traced = {op.key: op.us for trace in result for op in trace.ops}
     outcome = Outcome(_begun(path, machine, fresh, rank, traces_only))
     outcome.calibration.traced.update(traced)
     stopped = False
@@ -178,7 +178,7 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bo
 
     from stretto.price.calibration import Calibration, load_calibration
 
-    found = Calibration(machine, path.name)
+    result = Calibration(machine, path.name)
     if rank == 0 and path.exists() and not fresh:
         before = load_calibration(path)
         if before.machine != machine and not (traces_only and before.machine.kind == machine.kind):
@@ -186,23 +186,23 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bo
                 f"{path} is of another machine ({before.machine}; this is {machine}): give another file, or "
                 "--fresh to write it anew"
             )
-        found = before
+        result = before
     if dist.is_initialized():
-        box = [found]
+        box = [result]
         dist.broadcast_object_list(box, src=0)
-        found = box[0]
-    return found
+        result = box[0]
+    return result
 
 
 def _tell(console: Console, outcome: Outcome) -> None:
-    found, more = outcome.calibration, len(outcome.warnings) - SHOWN
-    console.print(f"{found.machine}", highlight=False)
+    result, more = outcome.calibration, len(outcome.warnings) - SHOWN
+    console.print(f"{result.machine}", highlight=False)
     console.print(
-        f"{len(found.ops)} ops ({outcome.measured} measured now, {outcome.cached} known), "
-        f"{len(found.traced)} traced",
+        f"{len(result.ops)} ops ({outcome.measured} measured now, {outcome.cached} known), "
+        f"{len(result.traced)} traced",
         highlight=False,
     )
-    print_communication(console, found)
+    print_communication(console, result)
     for warning in outcome.warnings[:SHOWN]:
         console.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     if more > 0:

@@ -64,14 +64,16 @@ def show(
     """Show what can be planned for: nodes, devices, links, and where every figure is from."""
     check_output("--save", save)
     console = Console(width=WIDTH)
-    found = _found(name)
-    if not isinstance(found, Hardware):
+    result = _found(name)
+    if not isinstance(result, Hardware):
         if save is not None:
             raise UsageError(f"--save writes clusters of the catalogue's devices; {name} is none")
-        _print_other(console, name, found)
+        _print_other(console, name, result)
         return
 
-    write_and_print([(save, lambda path: save_cluster(found, path))], lambda: _print_cluster(console, found))
+    write_and_print(
+        [(save, lambda path: save_cluster(result, path))], lambda: _print_cluster(console, result)
+    )
 
 
 def _print_cluster(console: Console, found: Hardware) -> None:
@@ -92,10 +94,10 @@ def _found(name: str) -> Description:
         return find_cluster(name)
     from stretto.price.cluster import describe  # here, as it loads PyTorch
 
-    found = describe(name)
-    if found is None:
+    result = describe(name)
+    if result is None:
         raise UsageError("local is this machine: `stretto calibrate` measures it, and writes a file to show")
-    return found
+    return result
 
 
 def _print_other(console: Console, name: str, found: Cluster | Calibration) -> None:

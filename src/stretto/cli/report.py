@@ -52,16 +52,16 @@ def report(
     if output is not None and output.suffix not in writers:
         raise UsageError(f"--output {output}: its suffix is the kind: give one of {', '.join(writers)}")
     check_output("--output", output)
-    found = load_run(path)
+    result = load_run(path)
     page = path / REPORT if lacks_page(path) else None
     if page is not None:
         with suppress(OSError):  # of a run of somebody else
-            write_page(found)
-    files = [] if output is None else [(output, lambda out: writers[out.suffix](found, out))]
+            write_page(result)
+    files = [] if output is None else [(output, lambda out: writers[out.suffix](result, out))]
     write_and_print(
         files,
-        lambda: _print(found),
-        lambda out: ops_left_out(_timelines(found), found.plan) if out.suffix == TRACE else "",
+        lambda: _print(result),
+        lambda out: ops_left_out(_timelines(result), result.plan) if out.suffix == TRACE else "",
     )
     if page is not None and page.exists():
         typer.echo(f"The run was killed before it wrote its page.\nwrote {page}")

@@ -101,21 +101,21 @@ def reshard(
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(size) for size in text.split(",")) if text else ()
+        result = tuple(int(size) for size in text.split(",")) if text else ()
     except ValueError:
         raise UsageError(
             f"--shape {text[:60]!r}: give sizes with commas between, such as 1024,1024,512"
         ) from None
-    if any(size < 0 for size in found) or prod(found) > LARGEST:
+    if any(size < 0 for size in result) or prod(result) > LARGEST:
         raise UsageError(f"--shape {text[:60]!r}: give sizes from 0 whose product has 63 bits at most")
-    return found
+    return result
 
 
 def _itemsize(name: str) -> int:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    result = getattr(torch, name, None)
+    if not isinstance(result, torch.dtype):
         raise UsageError(f"--dtype {name!r} is none of PyTorch's; give one such as float32 or bfloat16")
-    return found.itemsize
+    return result.itemsize
 
 
 def _over(row: Row, key: str, unit: str) -> float | None:

@@ -79,8 +79,8 @@ def tune(
     """Choose pp, tp, dp, ep, microbatches, schedule, recomputation and AMPipe's chunks for a cluster."""
     check_output("--output", output)
     settings = load_settings(config, changes or [])
-    found = _described(cluster)
-    count = _devices(cluster, found, devices, settings)
+    result = _described(cluster)
+    count = _devices(cluster, result, devices, settings)
     from stretto.train.job import trained
     from stretto.tune.choices import Choices, read_fixed
 
@@ -94,13 +94,13 @@ def tune(
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     choices = Choices(settings, count, fixed)
-    search = Search(choices, found, max_seconds, console.print)
+    search = Search(choices, result, max_seconds, console.print)
     many = processes or min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     ended: Interrupted | None = None
     with Interrupts(end_at_once) as interrupts:
         interrupts.stuck_s = PRINT_S
         try:
-            with Workers(many, settings, count, found, fixed) as workers:
+            with Workers(many, settings, count, result, fixed) as workers:
                 search.run(workers)
         except Interrupted as error:
             ended = error
@@ -122,17 +122,17 @@ def tune(
         sys.stdout.flush()
         raise typer.Exit(ended.status)
     if not tuned.planned:
-        raise StrettoError(_nothing(tuned, choices.devices, found))
+        raise StrettoError(_nothing(tuned, choices.devices, result))
 
 
 def _described(cluster: str) -> Description:
-    found = read_cluster(cluster)
-    if isinstance(found, str):
+    result = read_cluster(cluster)
+    if isinstance(result, str):
         raise UsageError(
             "--cluster local: measuring is for one layout, and a tuning compares hundreds: run `stretto "
             "calibrate` and give its file, or name a cluster, such as h100x64"
         )
-    return found
+    return result
 
 
 def _devices(cluster: str, found: Description, asked: int | None, settings: TrainSettings) -> int:

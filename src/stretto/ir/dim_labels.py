@@ -36,17 +36,17 @@ SUMMED = "summed"
 def results_along(rule: Dims, label: int) -> tuple[int | str | None, ...] | None:
     """Which dim of each result is cut where operands are cut along a label, or `SUMMED`; None: none, of what
     a kernel notes for its backward. Without an answer, results from parts are no parts of the result."""
-    found: list[int | str | None] = []
+    result: list[int | str | None] = []
     for out in rule.outputs:
         if label in out:
-            found.append(out.index(label))
+            result.append(out.index(label))
         elif label in rule.summed:
-            found.append(SUMMED)
+            result.append(SUMMED)
         elif len(rule.outputs) > 1 and all(of is None for of in out):
-            found.append(None)
+            result.append(None)
         else:
             return None
-    return tuple(found)
+    return tuple(result)
 
 
 def operands(op: Op) -> tuple[str, ...]:

@@ -173,10 +173,10 @@ def _grouped(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         # Over a group's rows: what other ranks have of them is of other groups.
         (2, 2): ((inner, rows), (rows, out), (group, inner, out)),
     }
-    found = names_of.get((len(specs[0].shape), len(specs[1].shape)))
-    if found is None:
+    result = names_of.get((len(specs[0].shape), len(specs[1].shape)))
+    if result is None:
         return None
-    left, right, made = found
+    left, right, made = result
     if op.target == OVER_ROWS:
         left = left[::-1]
     summed = frozenset((inner,)) if rows in made else frozenset[int]()

@@ -21,11 +21,11 @@ def is_external(name: str) -> bool:
 
 def given_specs(job: Job) -> dict[str, TensorSpec]:
     """Shape and dtype of every value that no op makes."""
-    found = {f"param/{p.name}": p.spec for p in job.parameters}
-    found |= {f"buffer/{b.name}": b.spec for b in job.buffers}
-    found |= {f"const/{c.name}": c.spec for c in job.constants}
-    found |= {f"batch/{name}": spec for name, spec in job.batch}
-    return found | {"tangent": job.loss_spec}
+    result = {f"param/{p.name}": p.spec for p in job.parameters}
+    result |= {f"buffer/{b.name}": b.spec for b in job.buffers}
+    result |= {f"const/{c.name}": c.spec for c in job.constants}
+    result |= {f"batch/{name}": spec for name, spec in job.batch}
+    return result | {"tangent": job.loss_spec}
 
 
 def defined(ops: Sequence[Op]) -> set[str]:

@@ -40,7 +40,7 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
     """Value of the stage -> the gradients that it is a part of, in the order in which it is added."""
     readers = _Readers(job, stage)
     parameters = {parameter.name: parameter for parameter in job.parameters}
-    found: dict[str, tuple[Addend, ...]] = {}
+    result: dict[str, tuple[Addend, ...]] = {}
     for phase in PHASES:
         for value, uses in results_of(job, stage, phase).items():
             op = readers.ops.get(value)
@@ -57,8 +57,8 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
                 product = kept and op is not None and op.target in PRODUCTS
                 made.append(Addend(name, dtype, parameter.grad_nbytes, product, not kept))
             if made:
-                found[value] = tuple(made)
-    return found
+                result[value] = tuple(made)
+    return result
 
 
 def is_expanded(spec: TensorSpec) -> bool:

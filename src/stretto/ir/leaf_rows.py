@@ -18,7 +18,7 @@ def rows_named(job: Job) -> dict[str, int]:
     that pick from any."""
     shapes = {f"param/{p.name}": p.spec.shape for p in job.parameters}
     leaf_of: dict[str, str] = {f"batch/{name}": name for name, _ in job.batch}
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     # A leaf is shifted and cut in the stage that picks, or its part arrives from an earlier one.
     for stage in job.stages:
         for op in stage.ops[Phase.F]:
@@ -27,10 +27,10 @@ def rows_named(job: Job) -> dict[str, int]:
                 if isinstance(weight, Ref) and isinstance(index, Ref) and index.name in leaf_of:
                     rows = shapes.get(weight.name, (2,))[0]
                     leaf = leaf_of[index.name]
-                    found[leaf] = min(found.get(leaf, rows), rows)
+                    result[leaf] = min(result.get(leaf, rows), rows)
             elif _still_rows(op, leaf_of):
                 leaf_of[op.name] = next(leaf_of[name] for name in op.uses if name in leaf_of)
-    return found
+    return result
 
 
 def _still_rows(op: Op, leaf_of: Mapping[str, str]) -> bool:

@@ -30,11 +30,11 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> coordinate of a rank."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for axis, size in reversed(self.sizes):
-            found[axis] = rank % size
+            result[axis] = rank % size
             rank //= size
-        return found
+        return result
 
     def place(self, rank: int) -> int:
         """The place of the pipeline at which a rank is."""
@@ -61,5 +61,5 @@ class Mesh:
 
     def groups(self, axes: Sequence[str], first: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """All groups of a communicator, each once, in the one order in which every rank makes them."""
-        found = (self.group(rank, axes, first) for rank in range(self.world))
-        return tuple(dict.fromkeys(group for group in found if group is not None))
+        result = (self.group(rank, axes, first) for rank in range(self.world))
+        return tuple(dict.fromkeys(group for group in result if group is not None))

@@ -68,12 +68,12 @@ class Observed:
 
 def one_after_another(stretches: Iterable[tuple[Observed, ...]]) -> tuple[Observed, ...]:
     """All metrics over all stretches of steps."""
-    found: dict[tuple[str, str], Observed] = {}
+    result: dict[tuple[str, str], Observed] = {}
     for stretch in stretches:
         for one in stretch:
-            before = found.get((one.module, one.name))
-            found[one.module, one.name] = one if before is None else before.and_then(one)
-    return tuple(found.values())
+            before = result.get((one.module, one.name))
+            result[one.module, one.name] = one if before is None else before.and_then(one)
+    return tuple(result.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ def with_parts(
 ) -> tuple[Placement, ...]:
     parts = [at for at, p in enumerate(given) if p.kind == "part"]
     reasons: list[str] = []
-    found: list[tuple[Placement, ...]] = []
+    result: list[tuple[Placement, ...]] = []
     needed: list[str] = []
     for dim, blocks in places_of(given[parts[0]], specs[parts[0]].shape):
         label = rule.inputs[parts[0]][dim] if dim < len(rule.inputs[parts[0]]) else None
@@ -108,17 +108,17 @@ def with_parts(
         made = results_along(rule, label)
         if made is not None:
             held = {SUMMED: SUM, None: EQUAL}
-            found.append(tuple(part(at, blocks) if isinstance(at, int) else held[at] for at in made))
-    if needed and not found:
+            result.append(tuple(part(at, blocks) if isinstance(at, int) else held[at] for at in made))
+    if needed and not result:
         raise NeedsEqualError(needed)
-    if not found:
+    if not result:
         raise RefusedError(
             reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}",
             [names[at] for at in parts],
         )
     # A part may be taken for an addend later, where it must be (`is_thin`); not the other way.
-    first = min(found, key=lambda made: sum(p.kind == "sum" for p in made))
-    alike = [f for f in found if [p.kind for p in f] == [p.kind for p in first]]
+    first = min(result, key=lambda made: sum(p.kind == "sum" for p in made))
+    alike = [f for f in result if [p.kind for p in f] == [p.kind for p in first]]
     moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
     free = moved or any(given[at].free for at in parts)
     return tuple(

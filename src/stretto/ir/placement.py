@@ -91,13 +91,13 @@ def where_cut(shape: Sequence[int], dim: int, blocks: int) -> int:
 
 def cuts_at(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
     """All (dim, blocks) that are the cut behind `inner` elements, the fewest blocks first."""
-    found = []
+    result = []
     behind = 1
     for dim in reversed(range(len(shape))):
         if inner % behind == 0 and inner and shape[dim] % (inner // behind) == 0:
-            found.append((shape[dim] // (inner // behind), dim))
+            result.append((shape[dim] // (inner // behind), dim))
         behind *= shape[dim]
-    return ((dim, blocks) for blocks, dim in sorted(found))
+    return ((dim, blocks) for blocks, dim in sorted(result))
 
 
 def blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> int | None:
@@ -134,7 +134,7 @@ def is_thin(held: Placement, shape: Sequence[int]) -> bool:
 def uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:
     """The uniform dims in another shape: those made of uniform dims alone, and of one element where one
     was."""
-    found: set[int] = set()
+    result: set[int] = set()
     spans = list(spans_of(before))
     for dim, (first, last) in enumerate(spans_of(after)):
         if first == last:
@@ -144,8 +144,8 @@ def uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset
             here = [d for d, (a, b) in enumerate(spans) if a < last and b > first and a != b]
             fits = all(d in uniform for d in here)
         if fits:
-            found.add(dim)
-    return frozenset(found)
+            result.add(dim)
+    return frozenset(result)
 
 
 def spans_of(shape: Sequence[int]) -> Iterator[tuple[int, int]]:

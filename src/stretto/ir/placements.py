@@ -126,7 +126,7 @@ class Placer:
         if backward:
             self._gradients.add(op.name)
         try:
-            found = self._placed(op, specs, own, scaled)
+            result = self._placed(op, specs, own, scaled)
         except RefusedError:
             # A whole of one element was used beside parts of one element: where the model alone repeats it,
             # and sums its gradient over the repetitions, a rank does neither. That gradient is an addend.
@@ -135,13 +135,13 @@ class Placer:
                 raise
             self.values.update(dict.fromkeys(thin, SUM))
             try:
-                found = self._placed(op, specs, own, scaled)
+                result = self._placed(op, specs, own, scaled)
             except RefusedError:
                 self.values.update(thin)
                 raise
-        if len(found) > 1:
-            self._tuples[op.name] = found
-        self.values[op.name] = found[0]
+        if len(result) > 1:
+            self._tuples[op.name] = result
+        self.values[op.name] = result[0]
 
     def _placed(
         self, op: Op, specs: Mapping[str, TensorSpec], own: bool, scaled: bool
@@ -336,33 +336,33 @@ class Placer:
         if "scaled_dot_product" not in op.target:
             return specs
         first = 1 if "_backward" in op.target else 0
-        found = list(specs)
+        result = list(specs)
         for k in range(first, first + 3):
-            batch, *rest = found[k].shape
+            batch, *rest = result[k].shape
             if (1, 1) in given[k].at and rest:
-                found[k] = replace(found[k], shape=(batch, rest[0] * self.along, *rest[1:]), stride=None)
-        return found
+                result[k] = replace(result[k], shape=(batch, rest[0] * self.along, *rest[1:]), stride=None)
+        return result
 
     def _view(self, op: Op, held: Placement, spec: TensorSpec) -> Placement:
         made = op.outputs[0]
         assert made is not None
         if held.kind == "part":
             inners = dict.fromkeys(where_cut(spec.shape, *at) for at in held.at)
-            found = tuple(dict.fromkeys(at for i in inners for at in cuts_at(made.shape, i)))
-            if not found:
+            result = tuple(dict.fromkeys(at for i in inners for at in cuts_at(made.shape, i)))
+            if not result:
                 raise RefusedError(
                     f"{op.args[0].name} is {held} of {spec}, and gets the shape {list(made.shape)}, in which "
                     "that is no slice along one dim",
                     (op.args[0].name,),
                 )
-            return Placement("part", found, free=is_thin(held, spec.shape))
+            return Placement("part", result, free=is_thin(held, spec.shape))
         if held.kind == "equal" and held.uniform:
             return replace(held, uniform=uniform_view(spec.shape, made.shape, held.uniform))
         return held
 
     def _split(self, op: Op, held: Placement, spec: TensorSpec) -> tuple[Placement, ...]:
         dim = (op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 0)) % len(spec.shape)
-        found: list[tuple[tuple[int, int], ...]] = []
+        result: list[tuple[tuple[int, int], ...]] = []
         for made in op.outputs:
             assert made is not None
             at = []
@@ -372,14 +372,14 @@ class Placer:
                     at.append((d, blocks))
                 elif made.shape[dim] and made.shape[dim] % block == 0:
                     at.append((dim, made.shape[dim] // block))
-            found.append(tuple(at))
-        if not all(found):
+            result.append(tuple(at))
+        if not all(result):
             raise RefusedError(
                 f"{op.args[0].name} is {held}, and is split along that dim in pieces that are not whole "
                 "blocks of it",
                 operands(op),
             )
-        return tuple(Placement("part", at) for at in found)
+        return tuple(Placement("part", at) for at in result)
 
 
 def _joined(op: Op, specs: Sequence[TensorSpec]) -> Dims:

@@ -110,8 +110,8 @@ class Window:
     def bound(self, microbatches: Sequence[int]) -> tuple[int, ...]:
         """What `shares` has to be for a run with these microbatches."""
         places = [(stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True)]
-        found = tuple(places.index(place) for place in places)
-        return () if found == tuple(range(len(places))) else found
+        result = tuple(places.index(place) for place in places)
+        return () if result == tuple(range(len(places))) else result
 
 
 class InstructionKind(StrEnum):
@@ -265,14 +265,14 @@ class Plan:
     @property
     def again_us(self) -> tuple[float, ...]:
         """By rank: time of a step's ops that compute again what the forward made."""
-        found = [0.0] * self.ranks
+        result = [0.0] * self.ranks
         for stage in self.job.stages:
             for op in (op for ops in stage.ops.values() for op in ops):
                 if op.repeats:
                     # A view or a wait costs nothing, and need not be named.
                     us = self.costs.op_us.get((stage.index, op.name), 0.0)
-                    found[self.rank_of(stage.index)] += us * self.job.microbatches
-        return tuple(found)
+                    result[self.rank_of(stage.index)] += us * self.job.microbatches
+        return tuple(result)
 
     def _recompute(self) -> str:
         """What was asked for, and what it costs."""
@@ -293,8 +293,8 @@ class Plan:
             f"{self.job.name}: {self.schedule.family}, {len(self.job.stages)} stages on {self.where}, "
             f"{self.job.microbatches} microbatches (costs {self.costs.source})"
         )
-        found = self.prediction
-        if found is None:
+        result = self.prediction
+        if result is None:
             return f"{head}\nnot simulated"
 
         def ms(values: tuple[float, ...]) -> str:
@@ -303,12 +303,12 @@ class Plan:
         def by(figure: str) -> str:
             return f"  {f'{figure} by {self.counted}':17}"
 
-        fullest, parts = found.fullest()
+        fullest, parts = result.fullest()
         each = ", ".join(f"{part} {nbytes / 2**20:.0f}" for part, nbytes in parts.items())
         of_it = f"  of rank {f'{fullest}':9}{each} MiB (optimizer: {self.job.optimizer})"
-        axes = {axis: us for axis, us in found.exposed_axis_us.items() if sum(us) or found.hidden(axis)}
+        axes = {axis: us for axis, us in result.exposed_axis_us.items() if sum(us) or result.hidden(axis)}
         exposed = [f"{by('exposed')}{ms(each)} ms ({axis})" for axis, each in axes.items()]
-        shares = [(axis, found.hidden(axis)) for axis in found.comm_axis_us]
+        shares = [(axis, result.hidden(axis)) for axis in result.comm_axis_us]
         hidden = ", ".join(f"{100 * share:.1f} % of {axis}" for axis, share in shares if share is not None)
         return "\n".join(
             (
@@ -318,16 +318,16 @@ class Plan:
                     if self.schedule_why
                     else []
                 ),
-                f"  predicted step   {found.step_us / 1000:.1f} ms",
-                f"{by('compute')}{ms(found.compute_us)} ms",
+                f"  predicted step   {result.step_us / 1000:.1f} ms",
+                f"{by('compute')}{ms(result.compute_us)} ms",
                 *([f"  recompute        {self._recompute()}"] if self.job.recompute != "none" else []),
-                *(exposed or [f"{by('exposed')}{ms(found.exposed_us)} ms"]),
+                *(exposed or [f"{by('exposed')}{ms(result.exposed_us)} ms"]),
                 f"  hidden           {hidden or 'nothing is communicated'}",
                 f"  overlap          {self.overlap}" + (f": {self.overlap_why}" if self.overlap_why else ""),
-                f"{by('bubble')}{ms(found.bubble_us)} ms",
-                f"{by('peak')}{', '.join(f'{b / 2**20:.0f}' for b in found.peak_bytes)} MiB",
+                f"{by('bubble')}{ms(result.bubble_us)} ms",
+                f"{by('peak')}{', '.join(f'{b / 2**20:.0f}' for b in result.peak_bytes)} MiB",
                 *([of_it] if parts else []),
-                f"  lower bound      {found.bound_us / 1000:.1f} ms: {found.binds}",
-                f"  gap              {beside_bound(found.step_us, found.bound_us)}",
+                f"  lower bound      {result.bound_us / 1000:.1f} ms: {result.binds}",
+                f"  gap              {beside_bound(result.step_us, result.bound_us)}",
             )
         )

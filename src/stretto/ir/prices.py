@@ -86,13 +86,13 @@ class Prices:
         """Ops that are what they were, whatever what they read is called now."""
         was, now = specs_of(self._job), specs_of(job)
         first = {(s.index, op.name): op for s in self._job.stages for ops in s.ops.values() for op in ops}
-        found = set()
+        result = set()
         for stage in job.stages:
             for op in (op for ops in stage.ops.values() for op in ops):
                 old = first.get((stage.index, op.name))
                 if old is op or (old is not None and signature(old, was) == signature(op, now)):
-                    found.add((stage.index, op.name))
-        return found
+                    result.add((stage.index, op.name))
+        return result
 
 
 def price_list(
@@ -107,7 +107,7 @@ def price_list(
     """
     seen = {} if seen is None else seen
     specs = specs_of(job)
-    found: dict[tuple[int, str], Priced] = {}
+    result: dict[tuple[int, str], Priced] = {}
     for stage in job.stages:
         asked = {op.name: op.collective for ops in stage.ops.values() for op in ops}
         for whole in stage.ops.values():
@@ -123,18 +123,18 @@ def price_list(
                 alone.append(seen[id(op)][1])
             times = pricer.run_us(ops, [priced.us for priced in alone])
             for op, priced, us in zip(ops, alone, times, strict=True):
-                found[stage.index, op.name] = priced if us == priced.us else Priced(us, priced.how)
-    return found
+                result[stage.index, op.name] = priced if us == priced.us else Priced(us, priced.how)
+    return result
 
 
 def specs_of(job: Job) -> dict[str, TensorSpec]:
     """Value name -> spec, for every value of the step that is one tensor."""
-    found = given_specs(job)
+    result = given_specs(job)
     for stage in job.stages:
         for op in (op for ops in stage.ops.values() for op in ops):
             if len(op.outputs) == 1 and op.outputs[0] is not None:
-                found[op.name] = op.outputs[0]
-    return found
+                result[op.name] = op.outputs[0]
+    return result
 
 
 def signature(op: Op, specs: Specs) -> str:

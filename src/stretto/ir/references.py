@@ -53,24 +53,24 @@ class _Found(list[BrokenReference]):
 
 def broken_references(plan: Plan) -> list[BrokenReference]:
     """Every reference of the plan that points at nothing, in the order of the plan file."""
-    found = _Found()
-    _counts(found, plan)
-    _programs(found, plan.job)
-    if found:
-        return found  # what follows looks ops up by stage and phase
-    _job(found, plan.job)
-    _schedule(found, plan)
+    result = _Found()
+    _counts(result, plan)
+    _programs(result, plan.job)
+    if result:
+        return result  # what follows looks ops up by stage and phase
+    _job(result, plan.job)
+    _schedule(result, plan)
     for name, window in plan.windows.items():
-        _window(found, plan, name, window)
+        _window(result, plan, name, window)
     for rank, order in enumerate(plan.orders):
-        found.rank = rank
+        result.rank = rank
         for at, instruction in enumerate(order):
-            _instruction(found, plan, f"orders[{rank}][{at}]", instruction)
-    found.rank = None
-    _communicators(found, plan)
-    _sums(found, plan)
-    _costs(found, plan)
-    return found
+            _instruction(result, plan, f"orders[{rank}][{at}]", instruction)
+    result.rank = None
+    _communicators(result, plan)
+    _sums(result, plan)
+    _costs(result, plan)
+    return result
 
 
 def _counts(found: _Found, plan: Plan) -> None:

@@ -136,22 +136,22 @@ def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:
     Raises UsageError for stages that the family cannot share out; it names the nearest number that it can.
     """
     places = places_of(schedule)
-    found = max(stages // places.usual, 1) if ranks is None else ranks
-    each, left = divmod(stages, found)
+    result = max(stages // places.usual, 1) if ranks is None else ranks
+    each, left = divmod(stages, result)
     if not left and places.allow(each):
-        return found, each
+        return result, each
     near = min(
-        (found * places.nearest(each + more) for more in (0, 1)), key=lambda count: abs(count - stages)
+        (result * places.nearest(each + more) for more in (0, 1)), key=lambda count: abs(count - stages)
     )
-    of_each = f"virtual_stages = {near // found}, or as many in split"
+    of_each = f"virtual_stages = {near // result}, or as many in split"
     if left:
         raise UsageError(
-            f"the job has {stages} stages, and {schedule!r} gives each of pp = {found} ranks equally many: "
+            f"the job has {stages} stages, and {schedule!r} gives each of pp = {result} ranks equally many: "
             f"capture with {near} stages ({of_each}), or give a schedule of your own (.csv)"
         )
     others = _several() if each > 1 else "1f1b and its like"
     raise UsageError(
-        f"the job has {stages} stages, {each} on each of pp = {found} ranks, and {_has(schedule)}: capture "
+        f"the job has {stages} stages, {each} on each of pp = {result} ranks, and {_has(schedule)}: capture "
         f"with {near} stages ({of_each}), or choose a schedule with {each} a rank ({others})"
     )
 

@@ -98,19 +98,19 @@ def all_reduce_us(link: Link, members: int, nbytes: int) -> float:
 def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime:
     """A collective of an axis beside pp, of `nbytes` (of the whole tensor). Raises PlanError when the costs
     have none."""
-    found = costs.collectives.get((axis, kind))
-    if found is None:
+    result = costs.collectives.get((axis, kind))
+    if result is None:
         fault = f"{kind} on {axis!r} has no cost: links join places of the pipeline and say nothing of {axis}"
         raise PlanError("collectives without a cost; cost the job for this mesh again", [fault])
-    return _time(found, nbytes)
+    return _time(result, nbytes)
 
 
 def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int) -> CollectiveTime:
     """The sum of a gradient of `nbytes` over places of the pipeline: by its curve when costs name one, else
     a ring over the slowest link between the places."""
-    found = costs.collectives.get((communicator, SUM))
-    if found is not None:
-        return _time(found, nbytes)
+    result = costs.collectives.get((communicator, SUM))
+    if result is not None:
+        return _time(result, nbytes)
     link = slowest_link(costs, places)
     us = all_reduce_us(link, len(places), nbytes) if nbytes else message_us(link, 0)
     lost_us = ALL_REDUCE.moved(len(places)) * processor_us(link, nbytes) if nbytes else 0.0
@@ -124,9 +124,9 @@ def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
     Raises PlanError when there are data-parallel ranks and no cost of their collectives.
     """
     nbytes = job.loss_spec.nbytes
-    found = costs.collectives.get((LOSS, SUM))
-    if found is not None:
-        return _time(found, nbytes)
+    result = costs.collectives.get((LOSS, SUM))
+    if result is not None:
+        return _time(result, nbytes)
     total = CollectiveTime(0.0)
     for axis in job.data_axes:
         total += axis_time(costs, axis, SUM, nbytes)
@@ -175,8 +175,8 @@ def is_free(op: Op) -> bool:
 def op_time_us(costs: Costs, stage: int, op: Op) -> float | None:
     """The op's time on the compute lane; 0 for one that the costs do not name and that is free; None when
     a cost is missing."""
-    found = costs.op_us.get((stage, op.name))
-    return 0.0 if found is None and is_free(op) else found
+    result = costs.op_us.get((stage, op.name))
+    return 0.0 if result is None and is_free(op) else result
 
 
 def time_of(costs: Costs, stage: int, op: Op) -> float:

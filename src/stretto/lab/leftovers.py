@@ -43,10 +43,10 @@ def remove_host(namespace: str, controller: quota.CpuController | None) -> None:
     kill_all(lambda: processes_in(namespace), namespace)
     group: Path | None = controller.group(namespace) if controller else None
     if group is not None and group.exists():
-        found = group
+        result = group
         # A program may have left the namespace (a lab in a lab) and still be in the group.
-        kill_all(lambda: quota.members(found), str(found))
-        quota.remove_group(found)
+        kill_all(lambda: quota.members(result), str(result))
+        quota.remove_group(result)
     network.remove(namespace)
 
 

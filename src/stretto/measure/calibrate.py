@@ -116,10 +116,10 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
         link = members == 2 and not outcome.calibration.links
         if not wanted and not link:
             continue
-        found = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
-        if found.link is not None:
-            _keep_link(outcome, LinkTiming(1, 1, found.link.link, spread=found.link.spread))
-        _keep(outcome, found.collectives, members, 1, 1)
+        result = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
+        if result.link is not None:
+            _keep_link(outcome, LinkTiming(1, 1, result.link.link, spread=result.link.spread))
+        _keep(outcome, result.collectives, members, 1, 1)
     progress("communication", len(LOCAL_GROUPS), len(LOCAL_GROUPS))
 
 
@@ -155,8 +155,8 @@ def _between_ranks(outcome: Outcome, jobs: Sequence[Job], device: torch.device, 
         outer, inner, stride = (rest, members, 1) if axis == "inner" else (members, rest, rest)
         mesh = Mesh((("outer", outer), ("inner", inner)))
         spans = max(len({hosts[r] for r in group}) for group in mesh.groups((axis,), range(members)))
-        found = measure_collectives(mesh, _missing(outcome, jobs, axis, members, stride), device)
-        _keep(outcome, found, members, stride, spans)
+        result = measure_collectives(mesh, _missing(outcome, jobs, axis, members, stride), device)
+        _keep(outcome, result, members, stride, spans)
     for done, stride in enumerate(strides):
         progress(f"messages between ranks {stride} apart", len(layouts) + done, total)
         if any(one.stride == stride for one in outcome.calibration.links):

@@ -25,13 +25,13 @@ def function_of(target: str, device: torch.device) -> Callable[..., Any]:
     """The function that stands for an op: the dispatcher's own, or one of these."""
     if target in BY_TARGET:
         return partial(_started, BY_TARGET[target])
-    found: dict[str, Callable[..., Any]] = {
+    result: dict[str, Callable[..., Any]] = {
         GETITEM: lambda parts, index: parts[index],
         WAIT: lambda started: started,
         INDEX: lambda axis, size: torch.zeros((), dtype=torch.int64, device=device),
         CHUNK: lambda x, dim, axis, size: x.narrow(dim, 0, x.shape[dim] // size),
     }
-    return found[target] if target in found else resolve(target)
+    return result[target] if target in result else resolve(target)
 
 
 def _started(kind: Kind, x: torch.Tensor, *how_axis_size: Any) -> torch.Tensor:

@@ -58,16 +58,16 @@ def measure_between(
         asked, told = Path(folder, "asked"), Path(folder, "told")
         asked.write_bytes(pickle.dumps((small, wanted, link)))
         _run(world, [str(asked), str(told)], timeout_s)
-        found: Between = pickle.loads(told.read_bytes())
+        result: Between = pickle.loads(told.read_bytes())
     collectives = {}
-    for (axis, kind), one in found.collectives.items():
+    for (axis, kind), one in result.collectives.items():
         cost = replace(one.cost, source=f"{one.cost.source}, loopback")
         cost = scaled(cost, small.size(axis), mesh.size(axis))
         collectives[axis, kind] = replace(one, cost=cost)
-    if found.link is None:
+    if result.link is None:
         return Between(None, collectives)
-    measured = replace(found.link.link, source="measured, loopback")
-    return Between(replace(found.link, link=measured), collectives)
+    measured = replace(result.link.link, source="measured, loopback")
+    return Between(replace(result.link, link=measured), collectives)
 
 
 def fitting(mesh: Mesh) -> Mesh:
@@ -124,8 +124,8 @@ def _measure(asked: Path, told: Path) -> None:
     cpu = torch.device("cpu")
     mesh, wanted, link = pickle.loads(asked.read_bytes())
     # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
-    found = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
-    between = Between(found, measure_collectives(mesh, wanted, cpu))
+    result = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
+    between = Between(result, measure_collectives(mesh, wanted, cpu))
     if dist.get_rank() == 0:
         told.write_bytes(pickle.dumps(between))
     dist.destroy_process_group()

@@ -71,7 +71,7 @@ def measure_collectives(
     Returns (axis, kind) -> cost, equal on all ranks. Takes one to two seconds for each, up to about six on
     slow links. say: takes a line for each.
     """
-    found: dict[tuple[str, str], Measured] = {}
+    result: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     try:
         for item in wanted:
@@ -81,11 +81,11 @@ def measure_collectives(
                     groups[item.axis] = _group(mesh, item.axis, device)
             group = groups[item.axis]
             size = mesh.size(item.axis)
-            found[item.axis, item.kind] = _measure(item, size, group, device)
+            result[item.axis, item.kind] = _measure(item, size, group, device)
     finally:
         for group in groups.values():
             dist.destroy_process_group(group)
-    return found
+    return result
 
 
 def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:

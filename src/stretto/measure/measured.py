@@ -109,10 +109,10 @@ class Measuring:
         if ranks.size > 1:
             return self._together(job, mesh, device)
         self._say("measuring ops")
-        found = profile(job, device)
+        result = profile(job, device)
         if self._communication is None:
             self._communication = self._between(Mesh(job.axes))
-        return _costs(job, found.op_us, self._communication, found.source)
+        return _costs(job, result.op_us, self._communication, result.source)
 
     def _refuse_unjoined(self) -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
@@ -235,17 +235,17 @@ def stretches(
     """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: what each
     took, by round, in microseconds. shares_of: by stage and op, the same; empty where it
     was not taken. Sums of a plan's job are no program of a microbatch, and are not timed here."""
-    found: dict[int, list[list[float]]] = {}
+    result: dict[int, list[list[float]]] = {}
     for index, shares in shares_of.items():
-        found[index] = []
+        result[index] = []
         if not shares:
             continue
         for ops in (job.stages[index].ops[phase] for phase in PHASES):
             for wait, stretch in groupby(ops, key=lambda op: op.target == WAIT):
                 if not wait:
                     together = zip(*(shares[op.name] for op in stretch), strict=True)
-                    found[index].append([sum(times) for times in together])
-    return found
+                    result[index].append([sum(times) for times in together])
+    return result
 
 
 def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
@@ -280,11 +280,11 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
 
 def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
     """The median of what ranks of one place found for each op."""
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    result: dict[tuple[int, str], list[float]] = defaultdict(list)
     for table in tables:
         for key, us in table.items():
-            found[key].append(us)
-    return {key: statistics.median(times) for key, times in found.items()}
+            result[key].append(us)
+    return {key: statistics.median(times) for key, times in result.items()}
 
 
 def typical_link(links: list[Link]) -> Link:

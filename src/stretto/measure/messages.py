@@ -92,7 +92,7 @@ def measure_links(
     rank = dist.get_rank()
     mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)
-    found: dict[tuple[int, int], FoundLink] = {}
+    result: dict[tuple[int, int], FoundLink] = {}
     taken: dict[frozenset[int], tuple[float, float]] = {}
     for pair in pairs:
         # This rank's own pair: its coordinates on all other axes.
@@ -111,9 +111,9 @@ def measure_links(
                 latency_us, bytes_per_us, start_us, spread = one_way
                 processor_us, per_mb = taken[both]
                 link = Link(latency_us, bytes_per_us, per_mb, "measured", start_us, processor_us)
-                found[pair] = FoundLink(link, spread)
+                result[pair] = FoundLink(link, spread)
         dist.barrier()
-    return found
+    return result
 
 
 OneWay = tuple[float, float, float, float]
@@ -221,9 +221,9 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
             with keeping_core():
                 return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-        found = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), most, device)
+        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), most, device)
         # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
-        loss_us = (found.processor_us + found.start_us) / 2
+        loss_us = (result.processor_us + result.start_us) / 2
         losses.append((nbytes, (loss_us + _swap(loss_us, peer)) / 2))
     return line_through(losses)
 

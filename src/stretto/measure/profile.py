@@ -189,9 +189,9 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
                 dtype = getattr(torch, job.loss_spec.dtype)
                 made[name] = torch.tensor(job.tangent, dtype=dtype, device=device)
             elif name in constants:
-                found = constants[name]
-                dtype = getattr(torch, found.spec.dtype)
-                made[name] = torch.tensor(found.data, dtype=dtype, device=device).reshape(found.spec.shape)
+                result = constants[name]
+                dtype = getattr(torch, result.spec.dtype)
+                made[name] = torch.tensor(result.data, dtype=dtype, device=device).reshape(result.spec.shape)
             else:
                 made[name] = made_up_tensor(specs[name], generator, device, says.get(name))
                 if name in scales:

@@ -68,14 +68,14 @@ def processor_name() -> str:
 def distinct_ops(jobs: Iterable[Job]) -> dict[str, tuple[Op, Specs]]:
     """Every distinct op of the jobs' microbatches by signature, once, in order; those that cost nothing are
     left out. What runs once a step are sums over ranks, which are measured as collectives."""
-    found: dict[str, tuple[Op, Specs]] = {}
+    result: dict[str, tuple[Op, Specs]] = {}
     for job in jobs:
         specs = specs_of(job)
         for stage in job.stages:
             for op in (op for phase in PHASES for op in stage.ops[phase]):
                 if op.target not in FREE:
-                    found.setdefault(signature(op, specs), (op, specs))
-    return found
+                    result.setdefault(signature(op, specs), (op, specs))
+    return result
 
 
 def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:

@@ -51,10 +51,10 @@ def load_gpt(folder: str | Path) -> GPT:
     folder = Path(folder)
     try:
         data = parse_json((folder / CONFIG).read_text(encoding="utf-8-sig"))
-        found = KINDS.get(data.pop("model_type", None))
-        if found is None:
+        result = KINDS.get(data.pop("model_type", None))
+        if result is None:
             raise UsageError(f"{folder / CONFIG}: is of another kind of model; expected {' or '.join(KINDS)}")
-        kind, config = found
+        kind, config = result
         if data.get("layers", 0) > MOST_LAYERS:
             raise ValueError(f"layers = {data['layers']} in {CONFIG} is more than {MOST_LAYERS:,}")
         with torch.device("meta"):

@@ -46,7 +46,7 @@ def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[WeightRe
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     known, prefix = model.state_dict(), of.base_model_prefix
     joined: dict[str, list[tuple[str, str]]] = {}
-    found: list[WeightRecipe] = []
+    result: list[WeightRecipe] = []
     for name in sorted(stored, key=loading.dot_natural_key):
         target, pattern = loading.rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
@@ -54,13 +54,13 @@ def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[WeightRe
         if pattern is not None:
             joined.setdefault(target, []).append((name, pattern))
         else:
-            found.append(WeightRecipe((name,), {target: stored[name]}))
+            result.append(WeightRecipe((name,), {target: stored[name]}))
     for target, parts in joined.items():
         make = partial(_join, of, by_pattern[parts[0][1]], target, parts)
         names = tuple(name for name, _ in parts)
         makes = make(stored.__getitem__) if target in known else {target: stored[names[0]]}
-        found.append(WeightRecipe(names, makes, make))
-    return found
+        result.append(WeightRecipe(names, makes, make))
+    return result
 
 
 def _join(

@@ -114,11 +114,11 @@ class WeightFiles:
                 "`stretto export` write them"
             )
         try:
-            found: Mapping[str, str] = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
-            for file in found.values():
+            result: Mapping[str, str] = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+            for file in result.values():
                 if not isinstance(file, str) or not file or Path(file).name != file:
                     raise ValueError(f"{file!r:.60} is no name of a file beside it")
-            return dict(found)
+            return dict(result)
         except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
             raise UsageError(f"{index} cannot be read ({type(error).__name__}: {error})") from None
 
@@ -136,13 +136,13 @@ class WeightFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """The full tensor, in its own dtype, on the processor."""
-        found: torch.Tensor = self._open[self.stored[name].file].get_tensor(name)
-        return found
+        result: torch.Tensor = self._open[self.stored[name].file].get_tensor(name)
+        return result
 
     def box(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
         """The box of a tensor that begins at `offsets`."""
         if not shape:
             return self.read(name)
         cut = tuple(slice(first, first + size) for first, size in zip(offsets, shape, strict=True))
-        found: torch.Tensor = self._open[self.stored[name].file].get_slice(name)[cut]
-        return found
+        result: torch.Tensor = self._open[self.stored[name].file].get_slice(name)[cut]
+        return result

@@ -55,8 +55,8 @@ with 0.0005, 1.138 with 0.02 and 1.157 with 0.04."""
 
 URGENCIES = 0.5
 """Part of the walks that steps 2 and 3 may take before forward-backward improvement. Measured on the job
-"pp2 tp2 eager-1f1b" of `benchmarks/grid.py`: the step is 2 % shorter than with 0.7; the search's own noise is as
-large."""
+"pp2 tp2 eager-1f1b" of `benchmarks/grid.py`: the step is 2 % shorter than with 0.7, which is
+also the noise of the search."""
 
 MOVES = 600
 """Moves of a kind from one beginning, at most. Measured on GPTs over pp=2 tp=2: 60 of forward-backward

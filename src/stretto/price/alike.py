@@ -53,14 +53,14 @@ class AlikePricer(Pricer):
     @cached_property
     def _alike(self) -> dict[tuple[str, ...], list[tuple[float, float]]]:
         """Family of a signature -> (work, us), ascending by work, one time each."""
-        found: dict[tuple[str, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+        result: dict[tuple[str, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
         for key, timing in self._ops.items():
             work = float(timing.flops or timing.nbytes)
             if work and timing.us:
-                found[_family(key)][work].append(timing.us)
+                result[_family(key)][work].append(timing.us)
         return {
             family: sorted((work, math.exp(sum(map(math.log, us)) / len(us))) for work, us in times.items())
-            for family, times in found.items()
+            for family, times in result.items()
         }
 
     @cached_property
@@ -168,8 +168,8 @@ class ListedPricer(AlikePricer):
         """As `Pricer.price`."""
         # A list may say that what is free for others takes time.
         free = self.look_up(op, specs, signature(op, specs)) if op.target in FREE else None
-        found = free or super().price(op, specs)
-        return replace(found, us=round(found.us, 3))
+        result = free or super().price(op, specs)
+        return replace(result, us=round(result.us, 3))
 
     def finish_us(self, asked: Collective) -> float:
         """That of the listed waits for those about as large."""
@@ -182,12 +182,12 @@ class ListedPricer(AlikePricer):
     def _waits(self) -> dict[tuple[str, str], dict[int, list[float]]]:
         """(axis, kind) -> bytes -> listed times of waits."""
         asked = {op.name: op.collective for s in self._job.stages for ops in s.ops.values() for op in ops}
-        found: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        result: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for op, us in self._listed:
             one = asked.get(op.uses[0]) if op.target == WAIT else None
             if one is not None:
-                found[one.axis, one.kind][one.nbytes].append(us)
-        return found
+                result[one.axis, one.kind][one.nbytes].append(us)
+        return result
 
 
 def _family(key: str) -> tuple[str, ...]:

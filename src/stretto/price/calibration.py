@@ -79,6 +79,6 @@ save_calibration = FILE.save
 
 def load_calibration(path: Path) -> Calibration:
     """Read the file. Raises UsageError that names the file, the key and what was expected."""
-    found = FILE.load(path)
-    found.name = path.name
-    return found
+    result = FILE.load(path)
+    result.name = path.name
+    return result

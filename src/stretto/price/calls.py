@@ -50,7 +50,7 @@ def line_through(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
 def calls_us(job: Job, calls: Mapping[tuple[str, str], Calls]) -> dict[tuple[int, str], float]:
     """(stage, op name) -> microseconds on the compute lane, for every op that starts a collective or waits
     for one. calls: by (axis, kind); collectives that it does not name are left out."""
-    found: dict[tuple[int, str], float] = {}
+    result: dict[tuple[int, str], float] = {}
     for stage in job.stages:
         ops = [op for made in stage.ops.values() for op in made]
         asked = {op.name: op.collective for op in ops if op.collective is not None}
@@ -60,5 +60,5 @@ def calls_us(job: Job, calls: Mapping[tuple[str, str], Calls]) -> dict[tuple[int
             if collective is None or known is None:
                 continue
             waits, nbytes = op.target == WAIT, collective.nbytes
-            found[stage.index, op.name] = known.finishing_us(nbytes) if waits else known.starting_us(nbytes)
-    return found
+            result[stage.index, op.name] = known.finishing_us(nbytes) if waits else known.starting_us(nbytes)
+    return result

@@ -95,10 +95,10 @@ def _from_toml(path: Path) -> Cluster | Hardware:
         raise UsageError(
             f"{path}: there is no such file; {near_path(path, '{} ')}give a cluster file, a name, or local"
         )
-    found = read_toml(path, "cluster file")
-    if "device" in found:
+    result = read_toml(path, "cluster file")
+    if "device" in result:
         return load_cluster(path)
     try:
-        return Cluster(**found)
+        return Cluster(**result)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None

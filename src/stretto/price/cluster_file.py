@@ -248,11 +248,11 @@ def save_cluster(hardware: Hardware, path: str | Path) -> None:
 
 
 def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:
-    found = device(text.device)
+    result = device(text.device)
     given = dict(text.figures)
     if text.node_devices is not None:
         given["node_devices"] = text.node_devices
-    figures = dict(found.figures)
+    figures = dict(result.figures)
     for key, value in given.items():
         if value is not None:
             figures[key] = Figure(value, "read", f"cluster file {name}")
@@ -261,4 +261,4 @@ def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:
     measured: dict[tuple[str, int], Curve] = {}
     for file in text.measured.nccl_tests:
         measured |= read_nccl_tests(folder / file)
-    return Hardware(name, replace(found, figures=figures), text.count, measured, text)
+    return Hardware(name, replace(result, figures=figures), text.count, measured, text)

@@ -102,13 +102,13 @@ def devices() -> Mapping[str, Device]:
     text = resources.files("stretto.price").joinpath("data/devices.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
     sources: dict[str, str] = tables.pop("sources")
-    found: dict[str, Device] = {}
+    result: dict[str, Device] = {}
     for key, table in tables.items():
         figures: dict[str, Figure] = {}
         like = table.pop("like", None)
         if like is not None:
             # What holds for every device of a sheet is not on the sheet of another: it is assumed of it.
-            for field, figure in found[like].figures.items():
+            for field, figure in result[like].figures.items():
                 if field not in ("fp8_tflops", "ring_gbps"):
                     figures[field] = Figure(figure.value, "assumed", f"as {like} ({figure})")
         name = table.pop("name")
@@ -117,8 +117,8 @@ def devices() -> Mapping[str, Device]:
             if status not in STATUSES:
                 raise AssertionError(f"{key}.{field}: status {status!r}")
             figures[field] = Figure(value, status, sources[source])
-        found[key] = Device(key, name, figures)
-    return found
+        result[key] = Device(key, name, figures)
+    return result
 
 
 def device(key: str) -> Device:

@@ -78,12 +78,12 @@ class HardwarePricer(Pricer):
         roof = self._hardware.roof
         launching = sum(not _is_free(op) for op in ops)
         missing_us = max(0.0, run_us(alone_us, launching, roof) - sum(alone_us)) / max(launching, 1)
-        found = []
+        result = []
         for op, us in zip(ops, alone_us, strict=True):
             us = 0.0 if _is_free(op) else us + missing_us
             # An op that only starts a communication still costs its launch.
-            found.append(max(us, roof.efficiency.launch_us) if op.kind is not None else us)
-        return found
+            result.append(max(us, roof.efficiency.launch_us) if op.kind is not None else us)
+        return result
 
 
 def program_times(job: Job, hardware: Hardware) -> dict[tuple[int, str], float]:

@@ -81,11 +81,11 @@ class MatmulFit:
         self._ranges: dict[Family, tuple[Floats, Floats]] = {}
         self._beside: dict[Family, tuple[Floats, Floats]] = {}
         """Where the products lie that were measured, and the logarithms of their times over the law's."""
-        for family, found in points.items():
-            if len({dims for dims, _ in found}) >= LEAST_POINTS:
-                rows = np.array([_terms(dims) / us for dims, us in found])
-                self._weights[family] = _least_squares(rows, np.ones(len(found)))
-                sides = np.array([_sides(dims) for dims, _ in found])
+        for family, result in points.items():
+            if len({dims for dims, _ in result}) >= LEAST_POINTS:
+                rows = np.array([_terms(dims) / us for dims, us in result])
+                self._weights[family] = _least_squares(rows, np.ones(len(result)))
+                sides = np.array([_sides(dims) for dims, _ in result])
                 self._ranges[family] = (sides.min(axis=0) / BEYOND, sides.max(axis=0) * BEYOND)
                 self._beside[family] = (np.log2(sides), -np.log(rows @ self._weights[family]))
 
@@ -119,10 +119,10 @@ def _least_squares(rows: Floats, wanted: Floats) -> Floats:
     scale = np.abs(rows).max(axis=0)
     kept = list(range(rows.shape[1]))
     while True:
-        found, *_ = np.linalg.lstsq(rows[:, kept] / scale[kept], wanted, rcond=None)
-        if (found >= 0).all():
+        result, *_ = np.linalg.lstsq(rows[:, kept] / scale[kept], wanted, rcond=None)
+        if (result >= 0).all():
             break
-        kept = [column for column, value in zip(kept, found, strict=True) if value > 0]
+        kept = [column for column, value in zip(kept, result, strict=True) if value > 0]
     weights = np.zeros(rows.shape[1])
-    weights[kept] = found / scale[kept]
+    weights[kept] = result / scale[kept]
     return weights

@@ -51,20 +51,20 @@ class CalibratedPricer(AlikePricer):
 
     def timings(self) -> Sequence[Timing]:
         """Of ops that were measured, and of the job's that were traced. Raises UsageError for none at all."""
-        found = list(super().timings())
+        result = list(super().timings())
         traced = self._calibration.traced
         if self._job is not None and traced:
             specs = specs_of(self._job)
             for op in (op for stage in self._job.stages for ops in stage.ops.values() for op in ops):
                 us = None if op.target in FREE else traced.get(trace_key(op, specs))
                 if us:
-                    found.append(Timing(us, 0.0, op.flops, traffic_bytes(op, specs)))
-        if not found:
+                    result.append(Timing(us, 0.0, op.flops, traffic_bytes(op, specs)))
+        if not result:
             raise UsageError(
                 f"{self._calibration.name} holds no time of any op of the job, nor of others to price them "
                 "from: run `stretto calibrate` with the plan, or without any for a sweep"
             )
-        return found
+        return result
 
     def look_up(self, op: Op, specs: Specs, key: str) -> Priced | None:
         """Measured, or else traced."""
@@ -75,11 +75,11 @@ class CalibratedPricer(AlikePricer):
 
     def price(self, op: Op, specs: Specs) -> Priced:
         """As `Pricer.price`."""
-        found, asked = super().price(op, specs), op.collective
+        result, asked = super().price(op, specs), op.collective
         calls = None if asked is None else self._calls.get((asked.axis, asked.kind))
         if asked is None or calls is None:
-            return found
-        return replace(found, us=found.us + calls.starting_us(asked.nbytes))
+            return result
+        return replace(result, us=result.us + calls.starting_us(asked.nbytes))
 
     def finish_us(self, asked: Collective) -> float:
         """As `Pricer.finish_us`."""

@@ -107,11 +107,11 @@ def _trace(path: str | Path, events: list[dict[str, Any]], device: str) -> Trace
         us = on_device[id(event)] if on_device is not None else float(event.get("dur", 0.0))
         if shapes:
             times[str(event.get("name")), dtype, shapes].append(us)
-    found = [
+    result = [
         TracedOp(name, dtype, shapes, statistics.median(us), len(us))
         for (name, dtype, shapes), us in times.items()
     ]
-    ops = sorted(found, key=lambda op: (-op.us * op.count, op.key))
+    ops = sorted(result, key=lambda op: (-op.us * op.count, op.key))
     return Trace(ops, "cpu", "") if on_device is None else Trace(ops, "cuda", device or NO_NAME)
 
 
@@ -156,7 +156,7 @@ def _device_us(
             kernels[event.get("args", {}).get("External id")] += float(event.get("dur", 0.0))
     if not kernels:
         return None
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     by_thread: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
     for call in calls:
         by_thread[call.get("tid")].append(call)
@@ -167,11 +167,11 @@ def _device_us(
             while around and float(around[-1]["ts"]) + float(around[-1].get("dur", 0.0)) <= float(call["ts"]):
                 around.pop()
             own = kernels.get(call.get("args", {}).get("External id"), 0.0)
-            found[id(call)] = own
+            result[id(call)] = own
             for outer in around:
-                found[id(outer)] += own
+                result[id(outer)] += own
             around.append(call)
-    return found
+    return result
 
 
 def _events(path: Path) -> tuple[list[dict[str, Any]], str]:

@@ -19,5 +19,5 @@ def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -
     """
     if pipelined and PIPELINE not in leaving:
         return ()
-    found = tuple(axis for axis in axes if axis in leaving)
-    return found if len(found) + pipelined > 1 else ()
+    result = tuple(axis for axis in axes if axis in leaving)
+    return result if len(result) + pipelined > 1 else ()

@@ -44,9 +44,9 @@ def agreed_quota(device: torch.device) -> Processor | None:
 
     None when one of them has none that holds back the threads that it computes with.
     """
-    found = processor_quota() if device.type == "cpu" else None
+    result = processor_quota() if device.type == "cpu" else None
     share = quota_share()
-    mine = (found[0], share) if found is not None and share < 1.0 else None
+    mine = (result[0], share) if result is not None and share < 1.0 else None
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     if None in told:

@@ -229,15 +229,15 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
 
 def _groups(timeline: Timeline) -> list[_AxisSpans]:
     """In the order of axes."""
-    found: dict[tuple[str, str], _AxisSpans] = {}
+    result: dict[tuple[str, str], _AxisSpans] = {}
     for span in timeline.spans:
         if span.kind not in (SpanKind.MESSAGE, SpanKind.EXPOSED):
             continue
         axis, kind = communication_of(span.name)
         name = SEQUENCE if axis == TENSOR and kind in OF_SEQUENCE else axis
-        group = found.setdefault((axis, name), _AxisSpans(name, axis))
+        group = result.setdefault((axis, name), _AxisSpans(name, axis))
         (group.messages if span.kind is SpanKind.MESSAGE else group.exposed).append(span)
-    return sorted(found.values(), key=lambda group: (AXES.index(group.axis), group.name))
+    return sorted(result.values(), key=lambda group: (AXES.index(group.axis), group.name))
 
 
 def _why(group: _AxisSpans, traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[Reason, str]:

@@ -26,12 +26,14 @@ Rows = dict[str, list[Span]]
 
 def rows_of(timeline: Timeline, row_of: Callable[[str], str] = str) -> list[Rows]:
     """By rank, the rows on which its spans are drawn. row_of: the row of a lane; its own by default."""
-    found: list[Rows] = [defaultdict(list) for _ in range(timeline.ranks)]
-    for rows in found:
+    result: list[Rows] = [defaultdict(list) for _ in range(timeline.ranks)]
+    for rows in result:
         rows[COMPUTE_LANE] = []
     for span in sorted(timeline.spans, key=lambda span: (span.start_us, span.end_us)):
-        found[span.rank][row_of(span.lane)].append(span)
-    return [dict(sorted(rows.items(), key=lambda item: (item[0] != COMPUTE_LANE, item[0]))) for rows in found]
+        result[span.rank][row_of(span.lane)].append(span)
+    return [
+        dict(sorted(rows.items(), key=lambda item: (item[0] != COMPUTE_LANE, item[0]))) for rows in result
+    ]
 
 
 def with_reductions_together(lane: str) -> str:
@@ -82,7 +84,7 @@ def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
 
     An item that names no op is passed over: whether a plan is sound is for `stretto.verify`.
     """
-    found: dict[str, tuple[OpRow, ...]] = {}
+    result: dict[str, tuple[OpRow, ...]] = {}
     for name, window in plan.windows.items():
         programs = {
             (part, op.name): (op, sub)
@@ -98,8 +100,8 @@ def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
                 op, sub = known
                 stage = window.parts[item.part][0]
                 rows.append(OpRow(op, stage, sub, item.part, time_of(plan.costs, stage, op)))
-        found[name] = tuple(rows)
-    return found
+        result[name] = tuple(rows)
+    return result
 
 
 def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[WindowRun, ...], ...]:

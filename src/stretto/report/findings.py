@@ -85,13 +85,13 @@ def _communication(timeline: Timeline) -> list[str]:
 
 def _worst(timeline: Timeline, axis: str) -> tuple[int, str, float]:
     """(rank, kind, microseconds) of an axis's largest exposed time."""
-    found: dict[tuple[int, str], float] = {}
+    result: dict[tuple[int, str], float] = {}
     for span in timeline.spans:
         if span.kind is SpanKind.EXPOSED:
             of, kind = communication_of(span.name)
             if of == axis:
-                found[span.rank, kind] = found.get((span.rank, kind), 0.0) + span.duration_us
-    (rank, kind), most_us = max(found.items(), key=lambda item: item[1])
+                result[span.rank, kind] = result.get((span.rank, kind), 0.0) + span.duration_us
+    (rank, kind), most_us = max(result.items(), key=lambda item: item[1])
     return rank, kind, most_us
 
 
@@ -171,7 +171,7 @@ def _rows_of_ranks(plan: Plan, observed: Sequence[Observed]) -> Mapping[int, flo
     consecutive ones are of one rank."""
     size = plan.job.size(EP.name)
     stages = {(metric.module, metric.name): metric.stage for metric in plan.job.metrics}
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for rank in range(plan.world if size > 1 else 0):
         at = plan.mesh.coordinates(rank)[EP.name]
         layers = [
@@ -184,10 +184,10 @@ def _rows_of_ranks(plan: Plan, observed: Sequence[Observed]) -> Mapping[int, flo
         total = sum(map(sum, layers))
         if total:
             here = (len(mean) // size for mean in layers)
-            found[rank] = (
+            result[rank] = (
                 sum(sum(mean[at * n : (at + 1) * n]) for mean, n in zip(layers, here, strict=True)) / total
             )
-    return found
+    return result
 
 
 def _with_share(us: float, step_us: float) -> str:

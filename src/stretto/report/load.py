@@ -51,7 +51,7 @@ class Load:
 def loads_of(observed: Sequence[Observed]) -> tuple[Load, ...]:
     """Of all layers with experts, in the model's order."""
     by_name = {(one.module, one.name): one for one in observed}
-    found: list[Load] = []
+    result: list[Load] = []
     for one in observed:
         total = sum(one.mean)
         if one.name != ROWS or not total:
@@ -60,7 +60,7 @@ def loads_of(observed: Sequence[Observed]) -> tuple[Load, ...]:
         shares, least, most = (
             tuple(count / total for count in counts) for counts in (one.mean, one.least, one.most)
         )
-        found.append(
+        result.append(
             Load(
                 one.module,
                 one.steps,
@@ -72,7 +72,7 @@ def loads_of(observed: Sequence[Observed]) -> tuple[Load, ...]:
                 None if buffer is None else buffer.most[0],
             )
         )
-    return tuple(found)
+    return tuple(result)
 
 
 def load_grid(run: ObservedRun) -> Grid | None:

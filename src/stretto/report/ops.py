@@ -74,14 +74,14 @@ def program_lines(plan: Plan, stage: int, phase: Phase, module: str | None = Non
     if module is None:
         return lines
     pattern = module if any(sign in module for sign in "*?[") else f"*{module}*"
-    found = [line for line in lines if fnmatchcase(line.row.op.module, pattern)]
-    if not found:
+    result = [line for line in lines if fnmatchcase(line.row.op.module, pattern)]
+    if not result:
         known = sorted({line.row.op.module for line in lines if line.row.op.module})
         shown = ", ".join(known[:6]) + (", ..." if len(known) > 6 else "")
         raise UsageError(
             f"--module {module}: no op of {stage}{phase} is of such a module; it has {shown or 'no modules'}"
         )
-    return found
+    return result
 
 
 def totals_of(lines: list[OpLine]) -> dict[str, Any]:

@@ -69,20 +69,20 @@ def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
 
 def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
     """The ops of every run, laid over its compute spans."""
-    found: dict[int, list[OpSlice]] = {}
+    result: dict[int, list[OpSlice]] = {}
     windows = window_ops(plan)
     times_us = {name: [row.us for row in rows] for name, rows in windows.items()}
     for runs in runs_of(plan, timeline):
         for run in runs:
             spans = iter(run.spans)
             span = next(spans)
-            inside = found.setdefault(id(span), [])
+            inside = result.setdefault(id(span), [])
             for at, start_us, end_us in laid_over(times_us[run.window], run.spans):
                 while start_us >= span.end_us:
                     span = next(spans)
-                    inside = found.setdefault(id(span), [])
+                    inside = result.setdefault(id(span), [])
                 inside.append(OpSlice(windows[run.window][at], at, start_us, end_us))
-    return found
+    return result
 
 
 def flows_of(timeline: Timeline, first_flow: int, plan: Plan | None, nested: Nested) -> dict[int, list[int]]:
@@ -138,7 +138,7 @@ Called = tuple[int, int | None, int | None, str]
 
 def _ops_around(plan: Plan, timeline: Timeline, nested: Nested) -> dict[Called, list[OpSlice]]:
     """Of each collective, the last op before its start and the first after its wait."""
-    found: dict[Called, list[OpSlice]] = {}
+    result: dict[Called, list[OpSlice]] = {}
     windows = window_ops(plan)
     for rank, runs in enumerate(runs_of(plan, timeline)):
         for run in runs:
@@ -155,8 +155,8 @@ def _ops_around(plan: Plan, timeline: Timeline, nested: Nested) -> dict[Called, 
                 before = bisect_right(slices, started, key=attrgetter("at"))
                 after = bisect_right(slices, waited, key=attrgetter("at"))
                 called = (rank, row.stage, run.microbatches[row.part], rows[started].op.label)
-                found.setdefault(called, [*slices[before - 1 : before], *slices[after : after + 1]])
-    return found
+                result.setdefault(called, [*slices[before - 1 : before], *slices[after : after + 1]])
+    return result
 
 
 def save_perfetto(timeline: Timeline | Sequence[Timeline], path: Path, plan: Plan | None = None) -> None:

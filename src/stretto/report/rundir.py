@@ -126,7 +126,7 @@ def _load_object(path: Path) -> dict[str, Any]:
 
 
 def _load_lines(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -146,8 +146,8 @@ def _load_lines(path: Path) -> list[dict[str, Any]]:
             ) from None
         if not isinstance(data, dict):
             raise UsageError(f"cannot read {path}, line {number}: expected a JSON object")
-        found.append(data)
-    return found
+        result.append(data)
+    return result
 
 
 @dataclass(frozen=True, slots=True)

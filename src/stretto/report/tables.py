@@ -85,15 +85,15 @@ def comparison_grid(prediction: Prediction, measured: Timeline) -> Grid:
 def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
     """Communication by axis, and by kind within each: number and bytes in the step over all ranks; for every
     timeline its time and exposed time (means over ranks), and the hidden fraction."""
-    found = [{(t.axis, t.kind): t for t in (*axes_of(one), *traffic_of(one))} for one in timelines]
-    keys = dict.fromkeys(key for one in found for key in one)
+    result = [{(t.axis, t.kind): t for t in (*axes_of(one), *traffic_of(one))} for one in timelines]
+    keys = dict.fromkeys(key for one in result for key in one)
     rows = []
     for axis in dict.fromkeys(axis for axis, _ in keys):
         for key in [(axis, "all"), *(k for k in keys if k[0] == axis and k[1] != "all")]:
-            known = next(one[key] for one in found if key in one)
+            known = next(one[key] for one in result if key in one)
             row = [axis if key[1] == "all" else f"  {key[1]}"]
             row += [f"{known.count:,}", format_bytes(known.nbytes)]
-            for one in found:
+            for one in result:
                 if key in one:
                     hidden = one[key].hidden
                     row += [format_us(one[key].total_us), format_us(one[key].exposed_us)]

@@ -58,9 +58,9 @@ def traffic_of(timeline: Timeline) -> tuple[Traffic, ...]:
     for span in timeline.spans:
         if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
             spans[communication_of(span.name)].append(span)
-    found = (traffic_among(timeline, axis, kind, of) for (axis, kind), of in spans.items())
+    result = (traffic_among(timeline, axis, kind, of) for (axis, kind), of in spans.items())
     order = {axis: at for at, axis in enumerate(AXES)}
-    return tuple(sorted(found, key=lambda t: (order[t.axis], -t.total_us, t.kind)))
+    return tuple(sorted(result, key=lambda t: (order[t.axis], -t.total_us, t.kind)))
 
 
 def axes_of(timeline: Timeline) -> tuple[Traffic, ...]:

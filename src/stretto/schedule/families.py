@@ -126,18 +126,18 @@ def make_schedule(
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UsageError(f"{name} is {value}; a schedule needs at least 1")
-    found = FAMILIES[family]
+    result = FAMILIES[family]
     each = virtual_stages_of(family, virtual_stages)
     check_count(ranks * each, microbatches)
     wanted = Wanted(ranks, each, microbatches, max_live, group)
-    if group is not None and not found.groups:
+    if group is not None and not result.groups:
         grouped = ", ".join(one.name for one in FAMILIES.values() if one.groups)
         raise UsageError(f"family {family!r} has no groups of microbatches: drop group, or choose {grouped}")
     if max_live is not None:
-        _check_limit(found, wanted, max_live)
+        _check_limit(result, wanted, max_live)
     if group is not None:
-        _check_group(found, wanted, group)
-    return found.build(wanted)
+        _check_group(result, wanted, group)
+    return result.build(wanted)
 
 
 def check_count(stages: int, microbatches: int) -> None:

@@ -38,12 +38,12 @@ def groups_of(microbatches: int, least: int, group: int | None = None) -> list[i
 
 def visits(groups: Sequence[int], virtual_stages: int) -> list[tuple[int, int]]:
     """(microbatch, which of the rank's stages) in the order of step 1."""
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     first = 0
     for size in groups:
-        found += [(k, nth) for nth in range(virtual_stages) for k in range(first, first + size)]
+        result += [(k, nth) for nth in range(virtual_stages) for k in range(first, first + size)]
         first += size
-    return found
+    return result
 
 
 def _schedule(

@@ -60,7 +60,7 @@ def latest_posts(
     """
     heads = [0] * len(waits)
     sent: set[Message] = set()
-    found: dict[Message, int] = {}
+    result: dict[Message, int] = {}
     while True:
         able = [
             rank
@@ -68,9 +68,9 @@ def latest_posts(
             if heads[rank] < len(waits[rank]) and sent.issuperset(waits[rank][heads[rank]])
         ]
         if not able:
-            return found
+            return result
         for rank in able:
             for message, receiver in sends[rank][heads[rank]].items():
-                found[message] = heads[receiver]
+                result[message] = heads[receiver]
                 sent.add(message)
             heads[rank] += 1

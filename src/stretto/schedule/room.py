@@ -40,7 +40,7 @@ class Room:
 def most_held(schedule: Schedule, room: Room) -> tuple[float, ...]:
     """By rank, the most that its microbatches hold; it follows from the order alone. Of overlapped actions
     forwards count first."""
-    found = []
+    result = []
     for order in schedule.orders:
         held = most = 0.0
         for slot in order:
@@ -48,5 +48,5 @@ def most_held(schedule: Schedule, room: Room) -> tuple[float, ...]:
                 whole, rest = room.whole[action.stage], room.for_weight[action.stage]
                 held += {Phase.F: whole, Phase.B: -whole, Phase.I: rest - whole, Phase.W: -rest}[action.phase]
                 most = max(most, held)
-        found.append(most)
-    return tuple(found)
+        result.append(most)
+    return tuple(result)

@@ -128,12 +128,12 @@ def search(sought: Sought) -> Searched:
             f"no schedule of {sought.ranks} ranks and {sought.virtual_stages} stages each fits the memory: "
             "allow more, or give smaller microbatches"
         )
-    found = [TimedOrder(schedule, sought.time(schedule), True) for schedule in families]
-    found += _lists(sought, families)
-    bound = min(sought.least(places) for places in {one.schedule.stage_ranks for one in found})
+    result = [TimedOrder(schedule, sought.time(schedule), True) for schedule in families]
+    result += _lists(sought, families)
+    bound = min(sought.least(places) for places in {one.schedule.stage_ranks for one in result})
     # Of equal ones a family comes first: its order is known, and its backward may be whole.
-    found.sort(key=lambda one: (one.time, not one.family))
-    return Searched(tuple(found), bound)
+    result.sort(key=lambda one: (one.time, not one.family))
+    return Searched(tuple(result), bound)
 
 
 def _families(sought: Sought) -> Iterator[Schedule]:
@@ -186,12 +186,12 @@ def _lists(sought: Sought, families: Sequence[Schedule]) -> list[TimedOrder]:
         if made is not None:
             tried.append((short.time(made), make))
     tried.sort(key=lambda one: one[0])
-    found = []
+    result = []
     for _, make in tried[:KEPT]:
         schedule = make(sought)
         if schedule is not None and sought.fits(schedule):
-            found.append(TimedOrder(schedule, sought.time(schedule)))
-    return found
+            result.append(TimedOrder(schedule, sought.time(schedule)))
+    return result
 
 
 def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[Sought], Schedule | None]]:
@@ -310,16 +310,16 @@ def least_time(
         math.fsum(forward[stage:]) + math.fsum(into[stage:]) + 2 * math.fsum(hops[stage:])
         for stage in range(stages)
     ]
-    found = [alive[0] + weight[0]]
+    result = [alive[0] + weight[0]]
     for rank in range(ranks):
         mine = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
         if not mine:
             continue
         begin = 0.0 if from_own_begin else min(heads[stage] for stage in mine)
-        found.append(begin + microbatches * math.fsum(forward[s] + into[s] + weight[s] for s in mine))
+        result.append(begin + microbatches * math.fsum(forward[s] + into[s] + weight[s] for s in mine))
         if max_live is not None:
-            found += [begin + microbatches * (alive[s] + weight[s]) / max_live for s in mine]
+            result += [begin + microbatches * (alive[s] + weight[s]) / max_live for s in mine]
         if room is not None and room.limits[rank] > 0:
             holds = math.fsum(room.whole[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
-            found.append(begin + microbatches * holds / room.limits[rank])
-    return max(found)
+            result.append(begin + microbatches * holds / room.limits[rank])
+    return max(result)

@@ -78,15 +78,15 @@ def without_sums(job: Job) -> Job:
 def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
     """All communicators, in the one order in which every rank creates them."""
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
-    found = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
+    result = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
     if tells_loss(job, schedule.ranks):
-        found.append(Communicator(LOSS, tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
-    found += [
+        result.append(Communicator(LOSS, tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
+    result += [
         Communicator(f"tied {name}", ranks)
         for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
     ]
-    found += [Communicator(axis, tuple(range(size)), (axis,)) for axis, size in job.axes if size > 1]
-    return tuple(found)
+    result += [Communicator(axis, tuple(range(size)), (axis,)) for axis, size in job.axes if size > 1]
+    return tuple(result)
 
 
 def tells_loss(job: Job, places: int) -> bool:
@@ -155,12 +155,12 @@ class _RankReductions:
     def _over(self, axis: str, names: Iterable[str]) -> list[Op]:
         """Reductions of some gradients over an axis."""
         small: dict[tuple[int, str], list[str]] = defaultdict(list)
-        found: list[Op] = []
+        result: list[Op] = []
 
         def add(together: Sequence[str]) -> None:
             name = f"{axis}.{self._place}.{self._numbers[axis]}"
             self._numbers[axis] += 1
-            found.append(self._start(name, axis, self._job.size(axis), together))
+            result.append(self._start(name, axis, self._job.size(axis), together))
 
         for name in names:
             group = self._groups[name]
@@ -176,7 +176,7 @@ class _RankReductions:
                 if total >= LARGE_BYTES or at == len(alike):
                     add(alike[first:at])
                     first, total = at, 0
-        return found
+        return result
 
     def _start(self, name: str, lane: str, size: int, groups: Sequence[str]) -> Op:
         held = [self._groups[group].parameter for group in groups]
@@ -192,7 +192,7 @@ class _RankReductions:
 def _groups(job: Job, stages: Sequence[int]) -> dict[str, _TiedGroup]:
     """Tied groups with a gradient on a pipeline rank that has these stages, in the order of parameters."""
     trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
-    found: dict[str, _TiedGroup] = {}
+    result: dict[str, _TiedGroup] = {}
     made = {
         (stage, op.name): at
         for stage in stages
@@ -202,9 +202,9 @@ def _groups(job: Job, stages: Sequence[int]) -> dict[str, _TiedGroup]:
         here = [stage for stage in parameter.stages if stage in stages]
         if not here or parameter.tied_to not in trained:
             continue
-        group = found.setdefault(parameter.tied_to, _TiedGroup(parameter, min(here)))
+        group = result.setdefault(parameter.tied_to, _TiedGroup(parameter, min(here)))
         group.home = max(group.home, *here)
         group.partial = tuple(dict.fromkeys((*group.partial, *parameter.partial)))
         ends = [made[s, value] for s, _, value in parameter.grads if s == group.home and (s, value) in made]
         group.ready = max([group.ready, *ends])
-    return found
+    return result

@@ -96,14 +96,14 @@ def parse_times(text: str) -> PhaseTimes:
 
     F, I and W must be given; message is 0 unless given. Raises UsageError that quotes the part at fault.
     """
-    found: dict[str, PerStageTime] = {}
+    result: dict[str, PerStageTime] = {}
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key == "B":
             raise UsageError("times: B is I and W together; give I=... and W=...")
         if not equals or key not in _FIELDS:
             raise UsageError(f"times: cannot read {part.strip()!r}; write F=...,I=...,W=...,message=...")
-        if key in found:
+        if key in result:
             raise UsageError(f"times: {key} is given twice")
         try:
             numbers = tuple(float(one) for one in value.split(":"))
@@ -112,11 +112,11 @@ def parse_times(text: str) -> PhaseTimes:
                 f"times: {part.strip()!r} has no number; write for example {key}=1.5"
                 + f" or, for each {'border' if key == 'message' else 'stage'}, {key}=1.5:2:2"
             ) from None
-        found[key] = numbers[0] if len(numbers) == 1 else numbers
-    missing = [key for key in ("F", "I", "W") if key not in found]
+        result[key] = numbers[0] if len(numbers) == 1 else numbers
+    missing = [key for key in ("F", "I", "W") if key not in result]
     if missing:
         raise UsageError(f"times: {', '.join(missing)} missing; write F=...,I=...,W=...,message=...")
-    return PhaseTimes(found["F"], found["I"], found["W"], found.get("message", 0.0))
+    return PhaseTimes(result["F"], result["I"], result["W"], result.get("message", 0.0))
 
 
 @dataclass(frozen=True, slots=True)

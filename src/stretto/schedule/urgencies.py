@@ -51,10 +51,10 @@ def _warm_ups(ranks: int, times: PhaseTimes, memory: float, given_up: float) -> 
     forward = [times.of(Action(rank, Phase.F, 0)) for rank in range(ranks)]
     backward = [times.of(Action(rank, Phase.I, 0)) for rank in range(ranks)]
     hops = hops_of(range(ranks), times)
-    found: list[int] = []
+    result: list[int] = []
     for rank in range(ranks):
         until = sum(forward[rank:]) + sum(backward[rank + 1 :]) + 2 * sum(hops[rank:])
         fits = until / forward[rank] if forward[rank] > 0 else math.inf
-        most = min(memory, found[-1] if found else memory)
-        found.append(max(1, math.floor(min(fits - (given_up if rank else 0.0) + ROUNDING, most))))
-    return found
+        most = min(memory, result[-1] if result else memory)
+        result.append(max(1, math.floor(min(fits - (given_up if rank else 0.0) + ROUNDING, most))))
+    return result

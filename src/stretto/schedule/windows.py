@@ -30,8 +30,8 @@ def window_name(slot: Slot) -> str:
 def shares_of(slot: Slot) -> tuple[int, ...]:
     """`Window.shares` of a slot."""
     places = [(action.stage, action.microbatch) for action in slot.actions]
-    found = tuple(places.index(place) for place in places)
-    return () if found == tuple(range(len(places))) else found
+    result = tuple(places.index(place) for place in places)
+    return () if result == tuple(range(len(places))) else result
 
 
 def make_window(job: Job, slot: Slot) -> Window:
@@ -96,12 +96,12 @@ def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
         for stage, phase, value in parameter.grads:
             for part in parts.get((stage, phase), ()):
                 adds[part, value].append(parameter.tied_to)
-    found: dict[str, list[int]] = defaultdict(list)
+    result: dict[str, list[int]] = defaultdict(list)
     for at, item in enumerate(window.items):
         if item.kind is ItemKind.OP:
             for group in adds.get((item.part, str(item.ref)), ()):
-                found[group].append(at)
-    return found
+                result[group].append(at)
+    return result
 
 
 def _least_memory(job: Job) -> bool:

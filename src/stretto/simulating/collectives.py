@@ -94,10 +94,10 @@ class Collectives:
 
     def _lane(self, communicator: str, place: int) -> Lane:
         key = (communicator, place)
-        found = self._lanes.get(key)
-        if found is None:
-            found = self._lanes[key] = Lane()
-        return found
+        result = self._lanes.get(key)
+        if result is None:
+            result = self._lanes[key] = Lane()
+        return result
 
     # --- steps 2 and 3 ------------------------------------------------------------------------------
 

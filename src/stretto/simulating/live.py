@@ -94,7 +94,7 @@ class Live:
     @property
     def peak_bytes(self) -> dict[int, int]:
         """The other ranks' peak memory."""
-        return {rank: found.accounts.peak_bytes for rank, found in self._walk.ranks.items()}
+        return {rank: result.accounts.peak_bytes for rank, result in self._walk.ranks.items()}
 
 
 def ready_windows(plan: Plan) -> dict[str, ReadyWindow]:
@@ -104,21 +104,21 @@ def ready_windows(plan: Plan) -> dict[str, ReadyWindow]:
 
 def calls_of(plan: Plan, place: int, windows: dict[str, ReadyWindow]) -> dict[str, list[tuple[Call, int]]]:
     """Lane -> the collectives that a place starts there in one step, in order, each with its microbatch."""
-    found: dict[str, list[tuple[Call, int]]] = {}
+    result: dict[str, list[tuple[Call, int]]] = {}
     for instruction in plan.orders[place]:
         if instruction.kind is InstructionKind.RUN:
             ready = windows[str(instruction.ref)]
             for item, op, call in zip(ready.window.items, ready.ops, ready.calls, strict=True):
                 if call is not None and op is not None and op.target != WAIT:
-                    found.setdefault(call.axis, []).append((call, instruction.microbatches[item.part]))
-    return found
+                    result.setdefault(call.axis, []).append((call, instruction.microbatches[item.part]))
+    return result
 
 
 def messages_of(plan: Plan, place: int, kind: EventKind) -> dict[str, list[tuple[int, int]]]:
     """Lane -> (edge, microbatch) of the messages that a place sends (kind SEND), or posts receives for
     (RECV), in order."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    result: dict[str, list[tuple[int, int]]] = {}
     for event in trace_of(plan, place):
         if event.kind is kind and len(set(ends_of(plan, event.message[0]))) > 1:
-            found.setdefault(plan.lane_of(event.message[0]), []).append(event.message)
-    return found
+            result.setdefault(plan.lane_of(event.message[0]), []).append(event.message)
+    return result

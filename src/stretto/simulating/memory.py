@@ -142,18 +142,18 @@ class RankMemory:
         key = (stage, name)
         if key in self._roots:
             return self._roots[key]
-        found: Storage | None = None
+        result: Storage | None = None
         edge = self._edges_into.get(key)
         if key in self._ops:
             op, _ = self._ops[key]
             lies_in = owner(op)
-            found = self._root(stage, lies_in) if lies_in != name else None
+            result = self._root(stage, lies_in) if lies_in != name else None
         elif edge is not None and edge.source in self._stages:
-            found = self._root(edge.source, name)
+            result = self._root(edge.source, name)
         elif edge is not None:
-            found = self._received.setdefault(edge.index, Storage(edge.spec.nbytes))
-        self._roots[key] = found
-        return found
+            result = self._received.setdefault(edge.index, Storage(edge.spec.nbytes))
+        self._roots[key] = result
+        return result
 
     def _find_lifetimes(self) -> None:
         for (stage, name), (op, _) in self._ops.items():

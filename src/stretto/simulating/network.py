@@ -89,8 +89,8 @@ class Network:
 
     def message(self, edge: int, microbatch: int) -> Message:
         """The message of an edge for a microbatch, whether or not anything has happened to it."""
-        found = self._messages.get((edge, microbatch))
-        if found is None:
+        result = self._messages.get((edge, microbatch))
+        if result is None:
             of = self._plan.job.edges[edge]
             ends = self._plan.rank_of(of.source), self._plan.rank_of(of.target)
             channel = self._channels.get(ends)
@@ -98,8 +98,8 @@ class Network:
                 channel = self._channels[ends] = Channel(f"pp {ends[0]}>{ends[1]}", *ends)
                 self._from.setdefault(ends[0], []).append(channel)
                 self._to.setdefault(ends[1], []).append(channel)
-            found = self._messages[edge, microbatch] = Message(channel, edge, microbatch, of.spec.nbytes)
-        return found
+            result = self._messages[edge, microbatch] = Message(channel, edge, microbatch, of.spec.nbytes)
+        return result
 
     def send(self, edge: int, microbatch: int) -> None:
         """Step 1: the sender starts the message now."""

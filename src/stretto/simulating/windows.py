@@ -132,14 +132,14 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     """The collective that an op starts or waits for. Raises ValueError when it cannot be found."""
     started = op
     if op.target == WAIT:
-        found = programs.get(op.uses[0]) if op.uses else None
-        if found is None or found[0].collective is None:
+        result = programs.get(op.uses[0]) if op.uses else None
+        if result is None or result[0].collective is None:
             raise ValueError(f"stage {stage}'s op {op.name} waits for what no op of the stage starts")
-        started = found[0]
+        started = result[0]
     collective: Collective | None = started.collective
     if collective is None:
         return None
-    communicator = next((found for found in plan.communicators if found.name == collective.axis), None)
+    communicator = next((result for result in plan.communicators if result.name == collective.axis), None)
     if communicator is None:
         raise ValueError(f"stage {stage}'s op {op.name} needs a communicator {collective.axis!r}")
     places = communicator.ranks if communicator.joins_places else ()

@@ -64,7 +64,7 @@ class _StageProof:
                 checks.append(self.reads(phase, op))
             if op.target in STARTS:
                 checks += [self.waited(phase, op), self.uses((phase, name))]
-            for what, fix in (found for check in checks for found in check):
+            for what, fix in (result for check in checks for result in check):
                 yield Fault(self.rank, f"stage {self.stage.index}{phase}, {name}", what, fix)
 
     def place(self, phase: Phase, name: str) -> Place | None:
@@ -221,14 +221,14 @@ class _StageProof:
 
     def leaving(self) -> dict[Place, list[str]]:
         """What leaves the stage or outlives the microbatch, and in words how."""
-        found: dict[Place, list[str]] = defaultdict(list)
+        result: dict[Place, list[str]] = defaultdict(list)
         for edge in self.job.edges:
             if edge.source == self.stage.index:
-                found[edge.phase, edge.value].append(f"edge {edge} takes it to stage {edge.target}")
+                result[edge.phase, edge.value].append(f"edge {edge} takes it to stage {edge.target}")
         for phase in PHASES:
             for value, uses in results_of(self.job, self.stage.index, phase).items():
-                found[phase, value] += [f"it is {use}" for use in uses]
-        return found
+                result[phase, value] += [f"it is {use}" for use in uses]
+        return result
 
 
 def _has_form(op: Op, *kinds: type) -> bool:

@@ -26,25 +26,25 @@ def tells_loss(plan: Plan) -> bool:
 
 
 def _needed(plan: Plan) -> dict[str, Communicator]:
-    found: dict[str, Communicator] = {}
+    result: dict[str, Communicator] = {}
     for edge in plan.job.edges:
         ends = ends_of(plan, edge.index)
         if ends[0] != ends[1]:
             name = plan.lane_of(edge.index)
-            found[name] = Communicator(name, ends)
+            result[name] = Communicator(name, ends)
     if tells_loss(plan):
-        found[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
+        result[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
     for name, ranks in tied_ranks(plan.job, plan.schedule.stage_ranks).items():
-        found[TIED + name] = Communicator(TIED + name, ranks)
+        result[TIED + name] = Communicator(TIED + name, ranks)
     for axis, size in plan.job.axes:
         if size > 1:
-            found[axis] = Communicator(axis, tuple(range(size)), (axis,))
-    return found
+            result[axis] = Communicator(axis, tuple(range(size)), (axis,))
+    return result
 
 
 def communicator_faults(plan: Plan) -> list[Fault]:
     """Every fault of communicators. References must be sound."""
-    return [Fault(None, f"communicator {name}", *found) for name, *found in _faults(plan)]
+    return [Fault(None, f"communicator {name}", *result) for name, *result in _faults(plan)]
 
 
 def _faults(plan: Plan) -> Iterator[tuple[str, str, str]]:

@@ -50,7 +50,7 @@ class _Walk:
         self.posted: Counter[str] = Counter()
         self.reducing: set[tuple[str, int]] = set()
         # Groups along an axis lie within a rank of the pipeline; only these wait for other ranks.
-        self.joined = {found.name: found.ranks for found in plan.communicators if found.joins_places}
+        self.joined = {result.name: result.ranks for result in plan.communicators if result.joins_places}
 
     def run(self) -> list[Fault]:
         """Walk until no rank can move; a fault for each rank that has not reached its end."""

@@ -18,24 +18,24 @@ from stretto.verifying.windows import earlier_values
 def lifetime_faults(plan: Plan) -> list[Fault]:
     """Reads of values that are not there yet or no longer. References must be sound."""
     reads = {(s.index, phase): _kept_reads(plan, s.index, phase) for s in plan.job.stages for phase in PHASES}
-    found: list[Fault] = []
+    result: list[Fault] = []
     for rank in range(plan.ranks):
-        found += _kept(plan, rank, reads)
-    return found
+        result += _kept(plan, rank, reads)
+    return result
 
 
 def _kept_reads(plan: Plan, stage: int, phase: Phase) -> list[tuple[str, Phase, Phase]]:
     """(value, phase that brings it, phase after which it is freed) for what the program reads of earlier
     phases; one value for each pair of phases, which is enough to prove or refuse a run."""
-    found: dict[tuple[Phase, Phase], str] = {}
+    result: dict[tuple[Phase, Phase], str] = {}
     program = plan.job.stages[stage]
     origin = earlier_values(plan.job, stage, phase)
     readers = {sub: {name for op in program.ops[sub] for name in op.uses} for sub in PHASES}
     for name in inputs_of(program, phase):
         if not is_external(name) and name in origin:
             last = max((sub for sub in PHASES if name in readers[sub]), key=PHASES.index)
-            found.setdefault((origin[name], last), name)
-    return [(name, made, last) for (made, last), name in found.items()]
+            result.setdefault((origin[name], last), name)
+    return [(name, made, last) for (made, last), name in result.items()]
 
 
 def _kept(

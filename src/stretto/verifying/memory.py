@@ -41,15 +41,15 @@ class MemoryFault(Fault):
 
 def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
     """A fault for each rank that holds more than `max_bytes`. The plan must have no other fault."""
-    found: list[Fault] = []
+    result: list[Fault] = []
     for rank in range(plan.ranks):
         peak, at = _RankWalk(plan, rank).peak()
         if peak > max_bytes:
             what = f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
             what += f"; with the optimizer's state ({plan.job.optimizer})" if plan.job.trains else ""
             fix = "Use a schedule with fewer live microbatches, smaller microbatches or more stages"
-            found.append(MemoryFault(rank, at, what, fix, peak))
-    return found
+            result.append(MemoryFault(rank, at, what, fix, peak))
+    return result
 
 
 def peak_bytes(plan: Plan, rank: int) -> int:
@@ -136,8 +136,8 @@ class _RankWalk:
         names = [*(made for (_, made), _ in self.made.get((stage, name), ())), *reads(op)]
         if op.target == WAIT:
             names += in_flight(self.ops[stage, op.args[0].name])
-        found = [self.storage(stage, one) for one in names if not is_external(one)]
-        return [storage for storage in dict.fromkeys(found) if not is_external(storage[1])]
+        result = [self.storage(stage, one) for one in names if not is_external(one)]
+        return [storage for storage in dict.fromkeys(result) if not is_external(storage[1])]
 
     def peak(self) -> tuple[int, str]:
         """(bytes, the instruction at which they are held)."""
@@ -193,7 +193,7 @@ class _RankWalk:
             for storage in self.touched[op]
         )
         inside = {key for key, count in left.items() if count == self.uses[key[0]]}
-        found = self.known[name] = []
+        result = self.known[name] = []
         for item, op in ops.items():
             if item.kind is not ItemKind.OP:
                 continue
@@ -206,9 +206,9 @@ class _RankWalk:
                     step.lasting.append(storage)
                 elif not left[storage, item.part]:
                     step.down -= self.nbytes[storage]
-            if not found or not found[-1].take(step):
-                found.append(step)
-        return found
+            if not result or not result[-1].take(step):
+                result.append(step)
+        return result
 
     def gone(self, storage: Storage, microbatch: int) -> int:
         """Count a use that is over; the bytes that go if it was the last."""

@@ -18,7 +18,7 @@ Lanes = dict[str, list[Message]]
 
 def message_faults(plan: Plan) -> list[Fault]:
     """Every fault of the messages between ranks. References must be sound."""
-    found: list[Fault] = []
+    result: list[Fault] = []
     sends: Lanes = defaultdict(list)
     posts: Lanes = defaultdict(list)
     for rank in range(plan.ranks):
@@ -30,12 +30,12 @@ def message_faults(plan: Plan) -> list[Fault]:
                 sends[plan.lane_of(event.message[0])].append(event.message)
             elif event.kind is EventKind.RECV and event.target == rank:
                 posts[plan.lane_of(event.message[0])].append(event.message)
-        found += _receives(plan, events)
-        found += _departures(plan, events)
+        result += _receives(plan, events)
+        result += _departures(plan, events)
     for name in sorted({*sends, *posts}):
-        found += _one_order(plan, name, sends[name], posts[name])
-    found += _complete(plan, sends, posts)
-    return found
+        result += _one_order(plan, name, sends[name], posts[name])
+    result += _complete(plan, sends, posts)
+    return result
 
 
 def _receives(plan: Plan, events: list[Event]) -> Iterator[Fault]:

@@ -28,12 +28,12 @@ AGAIN = "Capture the step again"
 
 def op_faults(plan: Plan) -> list[Fault]:
     """Every fault of what ops say of themselves. References must be sound."""
-    found = [fault for stage in plan.job.stages for fault in _in_stage(plan.job, stage, plan.edited)]
+    result = [fault for stage in plan.job.stages for fault in _in_stage(plan.job, stage, plan.edited)]
     for key, count in (("count", plan.job.count), ("mean_over", plan.job.mean_over)):
         made = {op.name: op for op in count.ops} if count is not None else {}
         for op in made.values():
-            found += [Fault(None, f"job.{key}, {op.name}", what, AGAIN) for what in _said(op, made)]
-    return found
+            result += [Fault(None, f"job.{key}, {op.name}", what, AGAIN) for what in _said(op, made)]
+    return result
 
 
 def _in_stage(job: Job, stage: Stage, edited: bool) -> Iterator[Fault]:

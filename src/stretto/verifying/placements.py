@@ -37,9 +37,9 @@ def placement_faults(plan: Plan) -> list[Fault]:
     specs = given_specs(job)
     stages, programs = zip(*programs_of(job), strict=True)
     troubles = place_all(programs, placers, specs)
-    found = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
-    found += _reductions(plan)
-    return found or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
+    result = [_fault(plan.rank_of(stages[at]), op, trouble) for at, op, trouble in troubles]
+    result += _reductions(plan)
+    return result or [*_kept(plan, placers), *_gradients(plan, placers, specs)]
 
 
 def _reductions(plan: Plan) -> Iterator[Fault]:

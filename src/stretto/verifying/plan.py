@@ -50,21 +50,21 @@ def plan_faults(plan: Plan) -> list[Fault]:
     broken = [Fault(b.rank, b.path, b.what, "Name something that exists") for b in broken_references(plan)]
     if broken:
         return broken
-    found = list(_agreement(plan))
+    result = list(_agreement(plan))
     walked = replace(plan.schedule, orders=tuple(_slots(plan, rank) for rank in range(plan.ranks)))
-    found += action_faults(walked, trains=plan.job.trains)
+    result += action_faults(walked, trains=plan.job.trains)
     for proof in PROOFS:
-        found += proof(plan)
-    return found or [*placement_faults(plan), *deadlock_faults(plan)]
+        result += proof(plan)
+    return result or [*placement_faults(plan), *deadlock_faults(plan)]
 
 
 def _slots(plan: Plan, rank: int) -> tuple[Slot, ...]:
     """The runs of a rank's order as the slots of a schedule."""
-    found: list[Slot] = []
+    result: list[Slot] = []
     for _, run, window in plan.runs(rank):
         actions = tuple(Action(*window.parts[part], run.microbatches[part]) for part in window.actions)
-        found.append(actions[0] if len(actions) == 1 else Overlap(actions))
-    return tuple(found)
+        result.append(actions[0] if len(actions) == 1 else Overlap(actions))
+    return tuple(result)
 
 
 def _agreement(plan: Plan) -> Iterator[Fault]:
@@ -84,7 +84,7 @@ def _agreement(plan: Plan) -> Iterator[Fault]:
         at = next(
             (k for k, (run, slot) in enumerate(zip(runs, slots)) if run != slot), min(len(runs), len(slots))
         )
-        does, says = (str(found[at]) if at < len(found) else "nothing" for found in (runs, slots))
+        does, says = (str(result[at]) if at < len(result) else "nothing" for result in (runs, slots))
         yield Fault(
             rank, does, f"run {at} of the order is {does}, but the schedule says {says}", "Lower it again"
         )

@@ -21,8 +21,8 @@ Position = tuple[int, int]
 
 def schedule_faults(schedule: Schedule) -> list[Fault]:
     """Every fault of the schedule; an empty list proves that it runs to its end on a chain."""
-    found = action_faults(schedule)
-    return found + _deadlocks(schedule) if _shape_fault(schedule) is None else found
+    result = action_faults(schedule)
+    return result + _deadlocks(schedule) if _shape_fault(schedule) is None else result
 
 
 def action_faults(schedule: Schedule, *, trains: bool = True) -> list[Fault]:
@@ -33,7 +33,7 @@ def action_faults(schedule: Schedule, *, trains: bool = True) -> list[Fault]:
     shape = _shape_fault(schedule)
     if shape is not None:
         return [shape]
-    found: list[Fault] = []
+    result: list[Fault] = []
     places: dict[Action, Position] = {}
     for rank in range(schedule.ranks):
         for at, action in enumerate(schedule.actions(rank)):
@@ -44,10 +44,10 @@ def action_faults(schedule: Schedule, *, trains: bool = True) -> list[Fault]:
             if wrong is None:
                 places[action] = (rank, at)
             else:
-                found.append(Fault(rank, str(action), *wrong))
-    found += _incomplete(schedule, places, trains)
-    found += _wrong_order(places)
-    return found
+                result.append(Fault(rank, str(action), *wrong))
+    result += _incomplete(schedule, places, trains)
+    result += _wrong_order(places)
+    return result
 
 
 def _shape_fault(schedule: Schedule) -> Fault | None:
@@ -159,7 +159,7 @@ def _deadlocks(schedule: Schedule) -> list[Fault]:
         return next((need for need in needs if places[need][1] >= heads[places[need][0]]), None)
 
     walk(heads, lambda rank: heads[rank] < len(orders[rank]) and blocker(rank) is None)
-    found: list[Fault] = []
+    result: list[Fault] = []
     explained: set[int] = set()
     for start in range(len(orders)):
         path: list[int] = []
@@ -177,6 +177,6 @@ def _deadlocks(schedule: Schedule) -> list[Fault]:
                 for one, other in zip(cycle, [*cycle[1:], cycle[0]])
             ]
             fix = "Move one of the awaited actions forward"
-            found.append(Fault(rank, str(at[rank]), "deadlock: " + "; ".join(steps), fix))
+            result.append(Fault(rank, str(at[rank]), "deadlock: " + "; ".join(steps), fix))
         explained.update(path)
-    return found
+    return result

@@ -107,17 +107,17 @@ def _trouble(op: Op, specs: Specs, device: str) -> str:
         return f"{op.target} cannot take {told}: {reason}"
     if made is None or len(made) != len(op.outputs):
         return ""
-    for at, (found, said) in enumerate(zip(made, op.outputs, strict=True)):
-        if said is not None and found is None:
+    for at, (result, said) in enumerate(zip(made, op.outputs, strict=True)):
+        if said is not None and result is None:
             return f"{op.target} of {told} gives nothing as part {at}, but the plan says {_brief(said)}"
-        if said is not None and found is not None and at:
-            found = replace(found, dtype=said.dtype)  # of statistics, kernels choose what they compute in
-        if said is not None and found is not None and not _alike(found, said):
-            return f"{op.target} of {told} gives {_brief(found)}, but the plan says {_brief(said)}"
-        if said is not None and found is not None and said.numel:
+        if said is not None and result is not None and at:
+            result = replace(result, dtype=said.dtype)  # of statistics, kernels choose what they compute in
+        if said is not None and result is not None and not _alike(result, said):
+            return f"{op.target} of {told} gives {_brief(result)}, but the plan says {_brief(said)}"
+        if said is not None and result is not None and said.numel:
             view = op.alias is not None
-            if _laid_out(found) != _laid_out(said) if view else is_expanded(said) > is_expanded(found):
-                return f"{op.target} of {told} gives {found}, but the plan says {said}"
+            if _laid_out(result) != _laid_out(said) if view else is_expanded(said) > is_expanded(result):
+                return f"{op.target} of {told} gives {result}, but the plan says {said}"
     return ""
 
 
@@ -148,16 +148,16 @@ def _gradients(job: Job, specs: Specs) -> Iterator[Fault]:
     """Step 3 of what a step leaves: gradients and buffers."""
     for parameter in job.parameters:
         for stage, phase, value in parameter.grads:
-            found = specs.get(value)
-            if found is not None and found.shape != parameter.spec.shape:
+            result = specs.get(value)
+            if result is not None and result.shape != parameter.spec.shape:
                 of = f"the gradient of {parameter.name!r}, which is {_brief(parameter.spec)}"
-                yield _fault(stage, phase, value, f"is {_brief(found)}, but {of}")
+                yield _fault(stage, phase, value, f"is {_brief(result)}, but {of}")
     for buffer in job.buffers:
         for stage, phase, value in buffer.updates:
-            found = specs.get(value)
-            if found is not None and not _alike(found, buffer.spec):
+            result = specs.get(value)
+            if result is not None and not _alike(result, buffer.spec):
                 of = f"updates the buffer {buffer.name!r}, which is {_brief(buffer.spec)}"
-                yield _fault(stage, phase, value, f"is {_brief(found)}, but {of}")
+                yield _fault(stage, phase, value, f"is {_brief(result)}, but {of}")
 
 
 def _fault(stage: int, phase: Phase, value: str, what: str) -> Fault:

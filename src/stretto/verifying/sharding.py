@@ -15,12 +15,12 @@ from stretto.verifying.fault import Fault
 
 def sharding_faults(plan: Plan) -> list[Fault]:
     """Every fault of axes, shards and ties. References must be sound."""
-    found = list(_axes(plan.job))
+    result = list(_axes(plan.job))
     first: dict[str, Parameter] = {}
     for parameter in plan.job.parameters:
-        found += _parameter(plan.job, parameter)
-        found += _tie(first.setdefault(parameter.tied_to, parameter), parameter)
-    return found
+        result += _parameter(plan.job, parameter)
+        result += _tie(first.setdefault(parameter.tied_to, parameter), parameter)
+    return result
 
 
 def _axes(job: Job) -> Iterator[Fault]:
@@ -35,8 +35,8 @@ def _axes(job: Job) -> Iterator[Fault]:
 
 def _parameter(job: Job, parameter: Parameter) -> Iterator[Fault]:
     """What is wrong with a parameter's shards, and with the axes along which its gradient is summed."""
-    found = (*_shards(job, parameter), *_partial(job, parameter))
-    yield from (Fault(None, f"parameter {parameter.name}", what, fix) for what, fix in found)
+    result = (*_shards(job, parameter), *_partial(job, parameter))
+    yield from (Fault(None, f"parameter {parameter.name}", what, fix) for what, fix in result)
 
 
 def _shards(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:

@@ -40,12 +40,12 @@ Position = tuple[int, int]
 def sum_faults(plan: Plan) -> list[Fault]:
     """Every fault of sums of gradients. References must be sound."""
     tied = tied_ranks(plan.job, plan.schedule.stage_ranks)
-    found = list(_programs(plan, tied))
+    result = list(_programs(plan, tied))
     for rank in range(plan.ranks):
-        found += _in_place(plan, rank)
-        found += _RankWalk(plan, rank, tied).faults()
-    found += _one_order(plan)
-    return found
+        result += _in_place(plan, rank)
+        result += _RankWalk(plan, rank, tied).faults()
+    result += _one_order(plan)
+    return result
 
 
 def axis_of(plan: Plan, start: Op) -> str | None:
@@ -252,23 +252,23 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
     """Tied groups that the rank holds and that have a gradient -> what it is to be summed over, in order. And
     the loss."""
     trained = {parameter.tied_to for parameter in plan.job.parameters if parameter.grads}
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     spread = {p.tied_to: {shard.axis for shard in p.shards} for p in plan.job.parameters}
     for parameter in plan.job.parameters:
         if parameter.tied_to in trained and any(plan.rank_of(s) == rank for s in parameter.stages):
-            axes = found.setdefault(parameter.tied_to, [])
+            axes = result.setdefault(parameter.tied_to, [])
             axes += [axis for axis in parameter.partial if axis not in axes]
-    for name, axes in found.items():
+    for name, axes in result.items():
         if rank in tied.get(name, ()):
             axes.append(TIES)
         axes += [axis for axis in plan.job.data_axes if axis not in axes and axis not in spread[name]]
-    return found | ({STEP_LOSS: [LOSS]} if tells_loss(plan) else {})
+    return result | ({STEP_LOSS: [LOSS]} if tells_loss(plan) else {})
 
 
 def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
     """Tied group, or the loss -> the rank's last run that adds to it, and the last item there that does."""
     last = last_runs(plan, rank)
-    found: dict[str, Position] = {}
+    result: dict[str, Position] = {}
     addends = [(p.tied_to, *grad) for p in plan.job.parameters for grad in p.grads]
     addends.append((STEP_LOSS, plan.job.loss[0], Phase.F, plan.job.loss[1]))
     for name, stage, phase, value in addends:
@@ -283,13 +283,13 @@ def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
             ]
             # An op that is missing is a fault of the window.
             place = (at, max(adds, default=0))
-            found[name] = max(found.get(name, place), place)
-    return found
+            result[name] = max(result.get(name, place), place)
+    return result
 
 
 def _one_order(plan: Plan) -> Iterator[Fault]:
     """Ranks start what joins them in one order: sums of ties, and that of the loss."""
-    joined = {found.name: found.ranks for found in plan.communicators if found.joins_places}
+    joined = {result.name: result.ranks for result in plan.communicators if result.joins_places}
     starts = [_first_starts(plan, rank) for rank in range(plan.ranks)]
     for first in range(plan.ranks):
         for second in range(first + 1, plan.ranks):
@@ -310,8 +310,8 @@ def _one_order(plan: Plan) -> Iterator[Fault]:
 
 def _first_starts(plan: Plan, rank: int) -> dict[str, str]:
     """Communicator of a sum -> the window in which the rank starts the first on it, in this order."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for event in trace_of(plan, rank):
         if event.kind is EventKind.REDUCE and event.op is not None:
-            found.setdefault(event.op.lane, str(event.instruction.ref))
-    return found
+            result.setdefault(event.op.lane, str(event.instruction.ref))
+    return result

@@ -84,21 +84,21 @@ def trace_of(plan: Plan, rank: int) -> Iterator[Event]:
 
 def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:
     """(stage, F | I | W) -> the index of the rank's last instruction that runs that program."""
-    found: dict[tuple[int, Phase], int] = {}
+    result: dict[tuple[int, Phase], int] = {}
     programs = {
         name: [(stage, sub) for stage, phase in window.parts for sub in phase.parts]
         for name, window in plan.windows.items()
     }
     for at, instruction in enumerate(plan.orders[rank]):
         if instruction.kind is InstructionKind.RUN:
-            found.update(dict.fromkeys(programs[str(instruction.ref)], at))
-    return found
+            result.update(dict.fromkeys(programs[str(instruction.ref)], at))
+    return result
 
 
 def ends_of(plan: Plan, edge: int) -> tuple[int, int]:
     """The ranks that send and receive the edge's messages; equal if the value stays on its rank."""
-    found = plan.job.edges[edge]
-    return plan.rank_of(found.source), plan.rank_of(found.target)
+    result = plan.job.edges[edge]
+    return plan.rank_of(result.source), plan.rank_of(result.target)
 
 
 def shown(plan: Plan, message: Message) -> str:

@@ -21,12 +21,12 @@ from stretto.verifying.fault import Fault
 
 def window_faults(plan: Plan) -> list[Fault]:
     """Every fault inside the plan's windows. References must be sound."""
-    found: list[Fault] = []
+    result: list[Fault] = []
     for window in plan.windows.values():
-        found += _buffer_faults(plan, window)
+        result += _buffer_faults(plan, window)
         for part in window.actions:
-            found += _part_faults(plan, window, part)
-    return found
+            result += _part_faults(plan, window, part)
+    return result
 
 
 def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
@@ -47,14 +47,14 @@ def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
 
 def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
     """Values that the stage may hold when `phase` (F, I or W) begins: name -> the phase that brought it."""
-    found: dict[str, Phase] = {}
+    result: dict[str, Phase] = {}
     for before in PHASES[: PHASES.index(phase)]:
         for name in defined(job.stages[stage].ops[before]):
-            found.setdefault(name, before)
+            result.setdefault(name, before)
         for edge in job.edges:
             if edge.target == stage and edge.user_phase is before:
-                found.setdefault(edge.value, before)
-    return found
+                result.setdefault(edge.value, before)
+    return result
 
 
 def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
@@ -143,9 +143,9 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
 def _made_beside(plan: Plan, window: Window, part: int) -> dict[str, int]:
     """Value -> the item that brings it, of the other parts of a part's stage and microbatch."""
     mates = set(window.mates(part))
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for position, item in enumerate(window.items):
         if item.part in mates and item.kind in (ItemKind.OP, ItemKind.WAIT):
             of_op = item.kind is ItemKind.OP
-            found[str(item.ref) if of_op else plan.job.edges[int(item.ref)].value] = position
-    return found
+            result[str(item.ref) if of_op else plan.job.edges[int(item.ref)].value] = position
+    return result
