@@ -9,7 +9,7 @@ import pytest
 
 from stretto.errors import StrettoError
 from stretto.lab import Lab, network, quota, tools
-from stretto.lab.names import Owner
+from stretto.lab.names import LabOwner
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def _able() -> str | None:
 def leftovers() -> list[str]:
     """Names of labs that nobody will remove: of dead owners, or of this process."""
     groups = [group.name for group in quota.lab_groups(quota.find_controller())]
-    owners = [(name, Owner.parse(name)) for name in [*network.namespaces(), *groups]]
+    owners = [(name, LabOwner.parse(name)) for name in [*network.namespaces(), *groups]]
     return [name for name, owner in owners if owner and (owner.pid == os.getpid() or not owner.alive)]
 
 
@@ -38,8 +38,8 @@ def machine(_able: str | None) -> Iterator[None]:
     before = network.namespaces()
     yield
     assert leftovers() == []
-    assert {name for name in network.namespaces() if Owner.parse(name) is None} == {
-        name for name in before if Owner.parse(name) is None
+    assert {name for name in network.namespaces() if LabOwner.parse(name) is None} == {
+        name for name in before if LabOwner.parse(name) is None
     }
 
 

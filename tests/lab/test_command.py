@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stretto.lab import leftovers, network, quota
-from stretto.lab.names import Owner, start_ticks
+from stretto.lab.names import LabOwner, start_ticks
 
 STRETTO = [sys.executable, "-m", "stretto"]
 
@@ -22,7 +22,7 @@ def lab_run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def owned_by(pid: int) -> list[str]:
     groups = [group.name for group in quota.lab_groups(quota.find_controller())]
-    owners = [(name, Owner.parse(name)) for name in [*network.namespaces(), *groups]]
+    owners = [(name, LabOwner.parse(name)) for name in [*network.namespaces(), *groups]]
     return [name for name, owner in owners if owner is not None and owner.pid == pid]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from stretto.errors import StrettoError, UsageError
 from stretto.lab import Lab, network, quota, tools
-from stretto.lab.names import Owner, start_ticks
+from stretto.lab.names import LabOwner, start_ticks
 from stretto.lab.output import Printer
 from stretto.lab.quota import CpuController
 from stretto.lab.rates import MTU_BYTES, Bucket, parse_rate
@@ -58,20 +58,20 @@ def test_the_bucket_holds_the_largest_packet(rate_bits_per_s: int) -> None:
 
 
 def test_names_carry_the_owner() -> None:
-    owner = Owner.mine()
-    assert Owner.parse(owner.host(3)) == Owner.parse(owner.switch) == owner
+    owner = LabOwner.mine()
+    assert LabOwner.parse(owner.host(3)) == LabOwner.parse(owner.switch) == owner
     assert owner.alive
     assert owner.pid == os.getpid()
-    assert Owner.mine() != owner
+    assert LabOwner.mine() != owner
     assert [
-        Owner.parse(name) for name in ("stretto", "stretto-1-h0", "x-1-2-3-h0", "stretto-1-2-3-h0/x")
+        LabOwner.parse(name) for name in ("stretto", "stretto-1-h0", "x-1-2-3-h0", "stretto-1-2-3-h0/x")
     ] == [None] * 4
 
 
 def test_a_reused_process_id_is_not_taken_for_the_owner() -> None:
     ticks = start_ticks(os.getpid())
     assert ticks is not None
-    assert not Owner(os.getpid(), ticks - 1, 0).alive
+    assert not LabOwner(os.getpid(), ticks - 1, 0).alive
 
 
 def test_a_zombie_is_dead() -> None:

@@ -14,9 +14,10 @@ import pytest
 ASKER = """
 import stretto.measure.local_processes as local
 from stretto.ir.mesh import Mesh
-from stretto.price.wanted import Wanted
+from stretto.price.wanted import WantedCollective
 
-local.measure_between(Mesh((("tp", 2),)), [Wanted("tp", "all_reduce", (2**20,) * 50, "float32")], link=True)
+wanted = [WantedCollective("tp", "all_reduce", (2**20,) * 50, "float32")]
+local.measure_between(Mesh((("tp", 2),)), wanted, link=True)
 """
 
 

@@ -41,7 +41,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.price.calibration import load_calibration, save_calibration
 from stretto.price.calls import Calls
 from stretto.price.roofline import scaled
-from stretto.price.wanted import Wanted
+from stretto.price.wanted import WantedCollective
 from stretto.schedule.families import make_schedule
 from stretto.schedule.sums import with_sums
 from tests.clusters import cores
@@ -113,7 +113,7 @@ def test_communication_is_measured_once_for_all_forms_of_a_step(monkeypatch: pyt
     asked: list[dict[str, tuple[int, ...]]] = []
     cost = CollectiveCost(Curve(((0.0, 5.0), (1e9, 5.0))))
 
-    def between(mesh: Mesh, wanted: list[Wanted], link: bool) -> Between:
+    def between(mesh: Mesh, wanted: list[WantedCollective], link: bool) -> Between:
         asked.append({one.kind: one.sizes for one in wanted})
         return Between(None, {(one.axis, one.kind): Measured(cost, Calls(1.0), 0.0) for one in wanted})
 

@@ -18,7 +18,7 @@ from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.ir.stage_maps import PLACES
-from stretto.schedule import FAMILIES, Places, Schedule, Wanted, make_schedule
+from stretto.schedule import FAMILIES, Places, Schedule, ScheduleShape, make_schedule
 from stretto.schedule.csv import read_csv, write_csv
 from stretto.schedule.search import Sought, search
 from stretto.schedule.timing import PhaseTimes
@@ -27,7 +27,7 @@ from stretto.tune.choices import read_fixed
 CLUSTER = cores()
 
 
-def eager(wanted: Wanted) -> Schedule:
+def eager(wanted: ScheduleShape) -> Schedule:
     """Stretto's own, so that what it is worth is known."""
     return make_schedule("eager-1f1b", wanted.ranks, wanted.microbatches, max_live=wanted.max_live)
 

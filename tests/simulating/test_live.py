@@ -14,7 +14,7 @@ from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.simulating import simulate
-from stretto.simulating.collectives import Collective
+from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
 from stretto.simulating.network import Message
 from stretto.simulating.windows import Control
@@ -27,7 +27,7 @@ def walked(plan: Plan, place: int, late_us: float = 0.0) -> float:
     windows = ready_windows(plan)
     live = Live(plan, place, windows)
     works = {lane: iter(found) for lane, found in calls_of(plan, place, windows).items()}
-    started: dict[object, Collective] = {}
+    started: dict[object, RunningCollective] = {}
     messages: dict[tuple[int, int], Message] = {}
     sent: dict[tuple[int, int], Message] = {}
     made: set[tuple[int, int]] = set()

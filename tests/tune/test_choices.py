@@ -9,7 +9,7 @@ import pytest
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.schedule.families import FAMILIES
-from stretto.tune.choices import Candidate, Choices, Layout, read_fixed
+from stretto.tune.choices import Candidate, Choices, LayoutChoice, read_fixed
 from tests.tune.small import settings
 
 
@@ -37,7 +37,7 @@ def test_what_is_refused_has_the_words_of_the_settings(tmp_path: Path) -> None:
 def test_a_candidate_is_the_settings_that_its_changes_make(tmp_path: Path) -> None:
     given = settings(tmp_path)
     choices = Choices(given, 8)
-    candidate = Candidate(Layout(2, 2, 1, 2, True, 2), "interleaved-1f1b", 2, "full")
+    candidate = Candidate(LayoutChoice(2, 2, 1, 2, True, 2), "interleaved-1f1b", 2, "full")
     made = choices.settings_of(candidate)
     assert made.model == given.model
     assert (made.parallel.pp, made.parallel.dp, made.parallel.tp, made.parallel.microbatches) == (2, 2, 2, 2)
@@ -45,7 +45,7 @@ def test_a_candidate_is_the_settings_that_its_changes_make(tmp_path: Path) -> No
     assert made.parallel.recompute == "full"
     assert choices.own() is None  # they are for two devices
     own = Choices(given, 2).own()
-    assert own == Candidate(Layout(2, 1, 1, 1, False, 4), "1f1b", 1)
+    assert own == Candidate(LayoutChoice(2, 1, 1, 1, False, 4), "1f1b", 1)
 
 
 def test_keys_about_axes_that_are_not_used_are_left_out(tmp_path: Path) -> None:
@@ -54,20 +54,20 @@ def test_keys_about_axes_that_are_not_used_are_left_out(tmp_path: Path) -> None:
     given["model"]["capacity_factor"] = 0.0
     given["parallel"] = {"dp": 2, "ep": 2, "pipe_experts_multi_data": 2, "ep_buffer": 3.0}
     choices = Choices(TrainSettings.model_validate(given), 2)
-    with_experts = choices.settings_of(Candidate(Layout(1, 2, 2, 1, False, 2), "1f1b", 1))
+    with_experts = choices.settings_of(Candidate(LayoutChoice(1, 2, 2, 1, False, 2), "1f1b", 1))
     assert with_experts.parallel.pipe_experts_multi_data == 2
-    without = choices.settings_of(Candidate(Layout(2, 1, 1, 1, False, 2), "1f1b", 1))
+    without = choices.settings_of(Candidate(LayoutChoice(2, 1, 1, 1, False, 2), "1f1b", 1))
     assert without.parallel.pipe_experts_multi_data == 1
     assert without.parallel.ep_buffer is None
 
 
 def test_schedules_are_those_that_there_are(tmp_path: Path) -> None:
     choices = Choices(settings(tmp_path, layers=8), 4)
-    found = list(choices.orders(Layout(4, 1, 1, 1, False, 8)))
+    found = list(choices.orders(LayoutChoice(4, 1, 1, 1, False, 8)))
     assert {name for name, _ in found} == set(FAMILIES)
     assert ("interleaved-1f1b", 2) in found
     assert ("interleaved-1f1b", 3) not in found  # 12 stages of 8 blocks
-    assert list(choices.orders(Layout(1, 4, 1, 1, False, 2))) == [("1f1b", 1)]
+    assert list(choices.orders(LayoutChoice(1, 4, 1, 1, False, 2))) == [("1f1b", 1)]
 
 
 def test_what_is_fixed_is_not_chosen(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_groups_of_microbatches_are_left_out_of_families_without(tmp_path: Path)
     choices = Choices(TrainSettings.model_validate(given), 2)
     groups = {
         name: choices.settings_of(
-            Candidate(Layout(2, 1, 1, 1, False, 4), name, each)
+            Candidate(LayoutChoice(2, 1, 1, 1, False, 4), name, each)
         ).parallel.microbatch_group
         for name, each in (("1f1b", 1), ("zb-v", 2), ("interleaved-1f1b", 2), ("auto", 2))
     }

@@ -11,20 +11,20 @@ import pytest
 
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import named_cluster
-from stretto.tune.block import Block, BlockWork, Exposure
-from stretto.tune.choices import Candidate, Choices, Layout
+from stretto.tune.block import BlockWork, Exposure, TuneBlock
+from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import bound_us, estimate, fastest_us
 from stretto.tune.work import Asked, Planned, Work
 from tests.tune.small import CLUSTER, settings
 
-EVEN = Block(1, 0.0, {"none": BlockWork((1e3, 1e3, 1e3), 8e6)}, 16e6, 0.0, 0.0)
+EVEN = TuneBlock(1, 0.0, {"none": BlockWork((1e3, 1e3, 1e3), 8e6)}, 16e6, 0.0, 0.0)
 
 
 def test_an_estimate_is_the_schedule_s_own_formula() -> None:
     for family, idle in (("1f1b", 3 * (1 + 2)), ("zb-h1", 3 * (1 + 1 - 1)), ("gpipe", 3 * (1 + 2))):
         for m in (8, 64):
             found = estimate(
-                Candidate(Layout(4, 1, 1, 1, False, m), family, 1),
+                Candidate(LayoutChoice(4, 1, 1, 1, False, m), family, 1),
                 EVEN,
                 EVEN.again["none"],
                 CLUSTER.model_copy(update={"latency_us": 0.0}),
@@ -35,7 +35,7 @@ def test_an_estimate_is_the_schedule_s_own_formula() -> None:
 
 
 def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> None:
-    candidate = Candidate(Layout(4, 1, 1, 1, False, 64), "1f1b", 1)
+    candidate = Candidate(LayoutChoice(4, 1, 1, 1, False, 64), "1f1b", 1)
     uneven = replace(EVEN, shares={4: (0.4, 0.2, 0.2, 0.2)})
     even_us, uneven_us = (
         estimate(candidate, one, EVEN.again["none"], CLUSTER).step_us for one in (EVEN, uneven)
@@ -46,7 +46,7 @@ def test_a_rank_with_more_than_its_share_is_what_a_step_takes_the_time_of() -> N
 def test_a_split_backward_exposes_what_a_whole_one_hides() -> None:
     """I alone has the collectives that W's products hide in B."""
     exposing = replace(EVEN.again["none"], exposure=Exposure((1.5, 1.5, 1.0), 1.05, 1.05))
-    layout = Layout(4, 1, 1, 1, False, 64)
+    layout = LayoutChoice(4, 1, 1, 1, False, 64)
 
     def steady_us(family: str, virtual_stages: int) -> float:
         candidate = Candidate(layout, family, virtual_stages)
@@ -61,7 +61,7 @@ def test_a_split_backward_exposes_what_a_whole_one_hides() -> None:
 def test_the_bound_of_one_stage_a_rank_is_below_every_family(family: str) -> None:
     for p in (1, 2, 4, 8):
         for m in (1, 2, 8, 32):
-            layout = Layout(p, 1, 1, 1, False, m)
+            layout = LayoutChoice(p, 1, 1, 1, False, m)
             work = EVEN.again["none"]
             found = estimate(Candidate(layout, family, 1), EVEN, work, CLUSTER)
             assert bound_us(layout, work, virtual=False) <= found.step_us
@@ -93,7 +93,7 @@ def check_bounds(
         family, each = draw.choice(list(choices.orders(layout)))
         word = draw.choice(choices.again(layout))
         block = doing.do(Asked(choices.plain(layout), None, ("none",)))
-        assert isinstance(block, Block), block
+        assert isinstance(block, TuneBlock), block
         made = doing.do(Asked(Candidate(layout, family, each, word), draw.choice(orders)))
         if not isinstance(made, Planned):
             continue

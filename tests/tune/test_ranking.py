@@ -11,10 +11,10 @@ import pytest
 
 from stretto.config import TrainSettings
 from stretto.price.cluster import Description
-from stretto.tune.block import Block
-from stretto.tune.choices import VIRTUAL, Candidate, Choices, Layout
+from stretto.tune.block import TuneBlock
+from stretto.tune.choices import VIRTUAL, Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import estimate
-from stretto.tune.work import Asked, Planned, ShortStep, Work
+from stretto.tune.work import Asked, Planned, ShortStepResult, Work
 from tests.tune.small import CLUSTER, settings
 
 SLOW = CLUSTER.model_copy(update={"link_gbps": 0.1})
@@ -42,12 +42,12 @@ def figures(
     made: list[tuple[float, float, float]] = []
     for candidate in some:
         block = work.do(Asked(choices.plain(candidate.layout), None, ("none",), stages))
-        assert isinstance(block, Block), block
+        assert isinstance(block, TuneBlock), block
         guessed = estimate(candidate, block, block.again["none"], found)
         short = work.do(Asked(candidate, "list", short=True, ahead=guessed.ahead))
         plan = work.do(Asked(candidate, "list"))
-        assert isinstance(short, ShortStep) == isinstance(plan, Planned), (short, plan)
-        if isinstance(plan, Planned) and isinstance(short, ShortStep):
+        assert isinstance(short, ShortStepResult) == isinstance(plan, Planned), (short, plan)
+        if isinstance(plan, Planned) and isinstance(short, ShortStepResult):
             made.append((plan.step_us, short.step_us, guessed.step_us))
         if len(made) == count:
             break
@@ -72,14 +72,14 @@ def check(made: list[tuple[float, float, float]], estimates: float, first: float
 def test_what_splits_its_backward_is_not_ranked_by_its_bubble_alone(tmp_path: Path) -> None:
     """Zero-bubble schedules expose collectives that a whole backward hides."""
     given = settings(tmp_path, layers=4, batch=32, overlap="window")
-    layout = Layout(2, 1, 1, 2, False, 16)
+    layout = LayoutChoice(2, 1, 1, 2, False, 16)
     some = [
         Candidate(layout, "1f1b", 1),
         Candidate(layout, "zb-v", 2),
         Candidate(layout, "zb-h1", 1),
         Candidate(layout, "gpipe", 1),
-        Candidate(Layout(4, 1, 1, 1, False, 16), "1f1b", 1),
-        Candidate(Layout(1, 2, 1, 2, False, 4), "1f1b", 1),
+        Candidate(LayoutChoice(4, 1, 1, 1, False, 16), "1f1b", 1),
+        Candidate(LayoutChoice(1, 2, 1, 2, False, 4), "1f1b", 1),
     ]
     check(figures(given, 4, SLOW, some, len(some)), 0.7)
 
@@ -100,8 +100,8 @@ def test_a_short_step_tells_what_many_microbatches_take(tmp_path: Path, family: 
     given = settings(tmp_path, layers=4, batch=64, overlap="window")
     work = Work(given, 2, SLOW, {})
     each = 1 if family in ("1f1b", "gpipe") else 2
-    candidate = Candidate(Layout(2, 1, 1, 1, False, 64), family, each)
+    candidate = Candidate(LayoutChoice(2, 1, 1, 1, False, 64), family, each)
     short, plan = (work.do(Asked(candidate, "list", short=short)) for short in (True, False))
-    assert isinstance(short, ShortStep)
+    assert isinstance(short, ShortStepResult)
     assert isinstance(plan, Planned)
     assert short.step_us == pytest.approx(plan.step_us, rel=0.03)

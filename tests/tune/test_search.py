@@ -10,7 +10,7 @@ import pytest
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
 from stretto.price.cluster import Description
-from stretto.tune.choices import Candidate, Choices, Layout
+from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.search import NOT_REACHED, PLAN_TOO_LARGE, Search, finalists
 from stretto.tune.work import Answer, Asked, Planned, Refused, Tuned
 from tests.tune.here import Here
@@ -187,9 +187,9 @@ def test_nothing_is_captured_that_the_settings_refuse(tmp_path: Path) -> None:
         tuned(given, 7, CLUSTER, {})
 
 
-TWO = Candidate(Layout(2, 1, 1, 1, False, 4), "1f1b", 1)
-FOUR = Candidate(Layout(4, 1, 1, 1, False, 4), "1f1b", 1)
-COPIES = Candidate(Layout(1, 2, 1, 1, False, 4), "1f1b", 1)
+TWO = Candidate(LayoutChoice(2, 1, 1, 1, False, 4), "1f1b", 1)
+FOUR = Candidate(LayoutChoice(4, 1, 1, 1, False, 4), "1f1b", 1)
+COPIES = Candidate(LayoutChoice(1, 2, 1, 1, False, 4), "1f1b", 1)
 
 
 def planned(candidate: Candidate, order: str, step_us: float) -> Planned:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from stretto.planning.make_plan import plan
-from stretto.tune.choices import Candidate, Layout
+from stretto.tune.choices import Candidate, LayoutChoice
 from stretto.tune.work import Asked, Planned, Refused, Work, Workers
 from tests.tune.small import CLUSTER, settings
 
 
 def test_a_process_that_was_killed_costs_its_piece_and_no_more(tmp_path: Path) -> None:
     """One that has nothing to do costs the next piece."""
-    candidate = Candidate(Layout(2, 1, 1, 1, False, 4), "1f1b", 1)
+    candidate = Candidate(LayoutChoice(2, 1, 1, 1, False, 4), "1f1b", 1)
     quick = Asked(candidate, "list")
     with Workers(1, settings(tmp_path), 2, CLUSTER, {}) as workers:
         for busy in (True, False):
@@ -47,7 +47,7 @@ def test_a_fault_in_one_candidate_is_its_own(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr("stretto.tune.work.plan", made)
     work = Work(settings(tmp_path), 2, CLUSTER, {})
-    layout = Layout(2, 1, 1, 1, False, 4)
+    layout = LayoutChoice(2, 1, 1, 1, False, 4)
     broken, whole = (work.do(Asked(Candidate(layout, family, 1), "list")) for family in ("zb-h1", "1f1b"))
     assert isinstance(broken, Refused)
     assert broken.why.startswith("failed with AssertionError: a defect (")

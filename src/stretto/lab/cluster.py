@@ -22,7 +22,7 @@ from typing import IO, BinaryIO
 
 from stretto.errors import StrettoError, UsageError
 from stretto.lab import enter, leftovers, network, quota, rates, tools
-from stretto.lab.names import Owner
+from stretto.lab.names import LabOwner
 from stretto.lab.output import Printer
 from stretto.lab.signals import StopSignals, blocked, ending_by_exit
 from stretto.lab.wait import Statuses, signal_group, wait_for
@@ -74,7 +74,7 @@ class Lab:
         self.pin = pin
         self.cores = cores
         self._rate_bits_per_s = rates.parse_rate(rate)
-        self._owner: Owner | None = None
+        self._owner: LabOwner | None = None
         self._controller = quota.find_controller()
         self._groups: list[Path] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -89,7 +89,7 @@ class Lab:
         with contextlib.ExitStack() as stack:
             stack.enter_context(ending_by_exit())
             stack.callback(self.close)
-            self._owner = Owner.mine()
+            self._owner = LabOwner.mine()
             with blocked():
                 self._build(self._owner)
             self._stack = stack.pop_all()
@@ -99,7 +99,7 @@ class Lab:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _build(self, owner: Owner) -> None:
+    def _build(self, owner: LabOwner) -> None:
         if self.cpus is not None and self._controller is None:
             raise StrettoError(f"--cpus {self.cpus:g}: {quota.why_no_quota()}")
         if self._controller is not None:
@@ -115,7 +115,7 @@ class Lab:
                 ) from error
             raise StrettoError(f"load the kernel module sch_tbf (`modprobe sch_tbf`): {error}") from error
 
-    def _make_groups(self, owner: Owner, controller: quota.CpuController) -> list[Path]:
+    def _make_groups(self, owner: LabOwner, controller: quota.CpuController) -> list[Path]:
         """A control group for each host. Without a limit they are no more than a nicety: none if refused."""
         made: list[Path] = []
         try:
@@ -295,7 +295,7 @@ class Lab:
                 sys.stderr.flush()
         return statuses
 
-    def _require_open(self) -> Owner:
+    def _require_open(self) -> LabOwner:
         if self._owner is None or not self._open:
             raise StrettoError("the lab is not running: use it inside `with Lab(...) as lab:`")
         return self._owner

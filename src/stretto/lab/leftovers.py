@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stretto.errors import StrettoError
 from stretto.lab import network, quota, tools
-from stretto.lab.names import Owner
+from stretto.lab.names import LabOwner
 
 _KILL_S = 5.0  # assumed: SIGKILL takes milliseconds unless a process sits in a broken device
 
@@ -54,7 +54,7 @@ def sweep() -> list[str]:
     """Remove what labs left whose owner is dead (killed with SIGKILL); returns the names removed."""
     controller = quota.find_controller()
     names = {*network.namespaces(), *(group.name for group in quota.lab_groups(controller))}
-    dead = sorted(name for name in names if (owner := Owner.parse(name)) is not None and not owner.alive)
+    dead = sorted(name for name in names if (owner := LabOwner.parse(name)) is not None and not owner.alive)
     for name in dead:
         remove_host(name, controller)
     return dead

@@ -18,7 +18,7 @@ _serials = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class LabOwner:
     """The process that a lab belongs to, and which of its labs."""
 
     pid: int
@@ -26,18 +26,18 @@ class Owner:
     serial: int
 
     @staticmethod
-    def mine() -> Owner:
+    def mine() -> LabOwner:
         """A fresh owner for one lab of this process."""
         pid = os.getpid()
         ticks = start_ticks(pid)
         assert ticks is not None, "this process is in /proc"
-        return Owner(pid, ticks, next(_serials))
+        return LabOwner(pid, ticks, next(_serials))
 
     @staticmethod
-    def parse(name: str) -> Owner | None:
+    def parse(name: str) -> LabOwner | None:
         """The owner that a name carries; None if the name is not of a lab."""
         match = _NAME.match(name)
-        return Owner(int(match[1]), int(match[2]), int(match[3])) if match else None
+        return LabOwner(int(match[1]), int(match[2]), int(match[3])) if match else None
 
     @property
     def alive(self) -> bool:

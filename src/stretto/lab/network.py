@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stretto.errors import StrettoError
-from stretto.lab.names import Owner
+from stretto.lab.names import LabOwner
 from stretto.lab.rates import MTU_BYTES, Bucket
 from stretto.lab.tools import run_tool
 
@@ -42,7 +42,7 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-def build(owner: Owner, hosts: int) -> None:
+def build(owner: LabOwner, hosts: int) -> None:
     """Make the switch and `hosts` hosts, with links that are up and not shaped.
 
     Raises StrettoError when the kernel refuses; what was made until then is for `remove`.
@@ -80,7 +80,7 @@ def build(owner: Owner, hosts: int) -> None:
         )
 
 
-def shape(owner: Owner, hosts: int, rate_bits_per_s: int | None, delay_ms: float = 0.0) -> None:
+def shape(owner: LabOwner, hosts: int, rate_bits_per_s: int | None, delay_ms: float = 0.0) -> None:
     """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`.
 
     The delay is at the switch's end alone, so that each packet meets it once on its way.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError
-from stretto.lab.names import Owner
+from stretto.lab.names import LabOwner
 from stretto.processor.control_groups import MOUNTS
 
 PERIOD_US = 10_000
@@ -105,7 +105,7 @@ def lab_groups(controller: CpuController | None) -> list[Path]:
     if controller is None:
         return []
     with os.scandir(controller.root) as entries:
-        return sorted(Path(entry.path) for entry in entries if Owner.parse(entry.name) is not None)
+        return sorted(Path(entry.path) for entry in entries if LabOwner.parse(entry.name) is not None)
 
 
 def _words(path: Path) -> list[str]:

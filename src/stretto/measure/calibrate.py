@@ -33,7 +33,7 @@ from stretto.measure.time_collectives import tell
 from stretto.measure.time_ops import Specs, distinct_ops, time_op
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
 from stretto.price.op_times import Timing
-from stretto.price.wanted import Wanted, wanted_collectives
+from stretto.price.wanted import WantedCollective, wanted_collectives
 
 NOISY = 0.25
 """A spread of rounds above this is told: the machine did other work. Measured on two shared cores, the faster
@@ -123,11 +123,13 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
     progress("communication", len(LOCAL_GROUPS), len(LOCAL_GROUPS))
 
 
-def _missing(outcome: Outcome, jobs: Sequence[Job], axis: str, members: int, stride: int) -> list[Wanted]:
+def _missing(
+    outcome: Outcome, jobs: Sequence[Job], axis: str, members: int, stride: int
+) -> list[WantedCollective]:
     """What a run before this has not measured."""
     known = {(one.kind, one.members, one.stride) for one in outcome.calibration.collectives}
     return [
-        Wanted(axis, kind, _sizes(kind, jobs), "float32")
+        WantedCollective(axis, kind, _sizes(kind, jobs), "float32")
         for kind in PRICED
         if (kind, members, stride) not in known
     ]

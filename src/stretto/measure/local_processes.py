@@ -26,7 +26,7 @@ from stretto.ir.mesh import Mesh
 from stretto.measure.measure_collectives import Measured, measure_collectives
 from stretto.measure.messages import FoundLink, measure_links
 from stretto.price.roofline import scaled
-from stretto.price.wanted import Wanted
+from stretto.price.wanted import WantedCollective
 
 MOST_PROCESSES = 8
 """More are not started: each needs memory for the framework. Larger axes are scaled from what these show."""
@@ -43,7 +43,7 @@ class Between:
 
 
 def measure_between(
-    mesh: Mesh, wanted: Sequence[Wanted], link: bool, timeout_s: float = TIMEOUT_S
+    mesh: Mesh, wanted: Sequence[WantedCollective], link: bool, timeout_s: float = TIMEOUT_S
 ) -> Between:
     """Messages between two processes (if `link`), and the collectives that are wanted, between processes.
 

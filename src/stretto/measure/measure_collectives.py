@@ -37,7 +37,7 @@ from stretto.measure.contention import compute_loss
 from stretto.measure.time_collectives import agree_median, meet, tell, timed, timed_end
 from stretto.price.calls import Calls, line_through
 from stretto.price.sharing import sharing
-from stretto.price.wanted import Wanted, elements
+from stretto.price.wanted import WantedCollective, elements
 
 BUDGET_US = 4_000_000.0
 """Time for one kind on one axis; when it is gone, no further size is begun (the asked ones come first)."""
@@ -64,7 +64,7 @@ class Measured:
 
 
 def measure_collectives(
-    mesh: Mesh, wanted: Sequence[Wanted], device: torch.device, say: Callable[[str], None] = unheard
+    mesh: Mesh, wanted: Sequence[WantedCollective], device: torch.device, say: Callable[[str], None] = unheard
 ) -> dict[tuple[str, str], Measured]:
     """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
 
@@ -139,7 +139,9 @@ def _group(mesh: Mesh, axis: str, device: torch.device) -> dist.ProcessGroup:
     return mine
 
 
-def _measure(item: Wanted, members: int, group: dist.ProcessGroup, device: torch.device) -> Measured:
+def _measure(
+    item: WantedCollective, members: int, group: dist.ProcessGroup, device: torch.device
+) -> Measured:
     samples: list[tuple[int, float]] = []
     starts: list[tuple[int, float]] = []
     spread = 0.0

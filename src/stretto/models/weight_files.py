@@ -68,7 +68,7 @@ def weights_folder(source: str) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class WeightTensor:
     """A tensor in a file."""
 
     file: str
@@ -84,7 +84,7 @@ class WeightFiles:
         files that are absent, cut off, or of another kind."""
         self.folder = folder
         self._open: dict[str, Any] = {}
-        self.stored: dict[str, StoredTensor] = {}
+        self.stored: dict[str, WeightTensor] = {}
         listed = self._listed()
         for file in sorted(set(listed.values())) if listed is not None else [WEIGHTS]:
             try:
@@ -92,7 +92,7 @@ class WeightFiles:
                 self._open[file] = handle
                 for name in handle.keys():  # noqa: SIM118
                     one = handle.get_slice(name)
-                    self.stored[name] = StoredTensor(file, tuple(one.get_shape()), one.get_dtype())
+                    self.stored[name] = WeightTensor(file, tuple(one.get_shape()), one.get_dtype())
             except FileNotFoundError:
                 raise UsageError(f"{folder} lacks {file}, which its {INDEX} names: copy it there") from None
             except (OSError, SafetensorError) as error:

@@ -50,7 +50,7 @@ DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, slots=True)
-class TracedOp:
+class ProfiledOp:
     """One op of a trace by name and inputs. us: the median of its `count` calls."""
 
     name: str
@@ -70,7 +70,7 @@ class Trace:
     """ops: by (name, dtype, shapes of the tensors that they read), most time first. kind: of the device that
     they ran on, "cpu" or "cuda"; device: its name, empty for a processor's, which traces do not tell."""
 
-    ops: list[TracedOp]
+    ops: list[ProfiledOp]
     kind: str
     device: str
 
@@ -108,7 +108,7 @@ def _trace(path: str | Path, events: list[dict[str, Any]], device: str) -> Trace
         if shapes:
             times[str(event.get("name")), dtype, shapes].append(us)
     result = [
-        TracedOp(name, dtype, shapes, statistics.median(us), len(us))
+        ProfiledOp(name, dtype, shapes, statistics.median(us), len(us))
         for (name, dtype, shapes), us in times.items()
     ]
     ops = sorted(result, key=lambda op: (-op.us * op.count, op.key))

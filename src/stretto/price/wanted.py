@@ -23,7 +23,7 @@ MOST_SIZES = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedCollective:
     """Collectives of one kind on one axis. sizes: bytes of the whole tensor, most important first; dtype: of
     most of their bytes."""
 
@@ -33,14 +33,14 @@ class Wanted:
     dtype: str
 
 
-def wanted_collectives(*jobs: Job) -> tuple[Wanted, ...]:
+def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
     """All (axis, kind) of the jobs' axes larger than 1, in an order that is equal on all ranks."""
     sizes: dict[tuple[str, str], set[int]] = defaultdict(set)
     dtypes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for job in jobs:
         _ask(job, sizes, dtypes)
     return tuple(
-        Wanted(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
+        WantedCollective(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
         for axis, kind in sorted(sizes)
     )
 

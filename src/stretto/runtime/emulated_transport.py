@@ -35,7 +35,7 @@ from stretto.ir.timeline import Span
 from stretto.runtime.record import idle_spans
 from stretto.runtime.transport import Handle, Pending, not_open
 from stretto.simulating.clock import Moment
-from stretto.simulating.collectives import Collective
+from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
 from stretto.verifying.trace import EventKind
 
@@ -176,7 +176,7 @@ class EmulatedTransport(SingleRankEnd):
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         work, microbatch = self._take(self._next_work, lane)
         self._live.advance(self.now_us())
-        built: Collective = self._live.start(work, microbatch)
+        built: RunningCollective = self._live.start(work, microbatch)
         return self._pending(built.done, built.name, fill)
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:

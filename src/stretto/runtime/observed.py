@@ -30,7 +30,7 @@ Key = tuple[int, str, str]
 """(stage, module, name): values of one are joined."""
 
 
-class Watch:
+class ObservedWatch:
     """One rank's metrics. Does nothing for a job without."""
 
     def __init__(self, plan: Plan, pp_rank: int, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Watch:
         return result
 
 
-def check_room(plan: Plan, transport: Transport, watch: Watch) -> None:
+def check_room(plan: Plan, transport: Transport, watch: ObservedWatch) -> None:
     """Raises RunError on every rank, which all must call it, where there was no room for rows that experts
     were sent in the last step."""
     if not any(metric.name == NO_ROOM for metric in plan.job.metrics):
@@ -97,7 +97,9 @@ def check_room(plan: Plan, transport: Transport, watch: Watch) -> None:
         )
 
 
-def observed(plan: Plan, transport: Transport, watch: Watch, forget: bool = True) -> tuple[Observed, ...]:
+def observed(
+    plan: Plan, transport: Transport, watch: ObservedWatch, forget: bool = True
+) -> tuple[Observed, ...]:
     """Step 3, on every rank, which all must call it; () for a job without metrics, and before a step. forget:
     later steps are read without these."""
     if not plan.job.metrics:

@@ -23,7 +23,7 @@ from stretto.runtime.compiled_window import generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.gradients import Slot, apart, slot_of, together
-from stretto.runtime.observed import Watch
+from stretto.runtime.observed import ObservedWatch
 from stretto.runtime.record import Marks
 from stretto.runtime.transport import Handle, Transport
 
@@ -85,7 +85,7 @@ class RankState:
         self.divisor = Divisor(job, device, fixed["tangent"])
         self.coordinates = plan.mesh.coordinates(transport.rank)
         self.pp_rank = self.coordinates[PIPELINE]
-        self.watch = Watch(plan, self.pp_rank, device)
+        self.watch = ObservedWatch(plan, self.pp_rank, device)
         externals = Externals(
             fixed,
             device,

@@ -7,7 +7,7 @@ This room knows `stretto.ir` and nothing above it. A family knows stages and mic
 from stretto.ir.action import Action, Overlap, Phase, Schedule
 from stretto.ir.stage_maps import Places
 from stretto.schedule.families import FAMILIES, make_schedule, register
-from stretto.schedule.family import Family, Wanted
+from stretto.schedule.family import Family, ScheduleShape
 
 __all__ = [
     "FAMILIES",
@@ -17,7 +17,7 @@ __all__ = [
     "Phase",
     "Places",
     "Schedule",
-    "Wanted",
+    "ScheduleShape",
     "make_schedule",
     "register",
 ]

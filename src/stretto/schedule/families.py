@@ -26,7 +26,7 @@ from stretto.ir.stage_maps import (
     unknown_schedule,
     virtual_stages_of,
 )
-from stretto.schedule.family import Family, Wanted
+from stretto.schedule.family import Family, ScheduleShape
 from stretto.schedule.interleaved import INTERLEAVED
 from stretto.schedule.one_stage import ONE_STAGE
 from stretto.schedule.timing import peak_live, time_schedule
@@ -42,10 +42,10 @@ OWN = frozenset(FAMILIES)
 
 def register(
     name: str,
-    build: Callable[[Wanted], Schedule],
+    build: Callable[[ScheduleShape], Schedule],
     *,
     places: Places = ONE_EACH,
-    min_live: Callable[[Wanted], int] | None = None,
+    min_live: Callable[[ScheduleShape], int] | None = None,
     description: str = "registered by the user",
 ) -> None:
     """Make a family of one's own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
@@ -72,7 +72,7 @@ def register(
     FAMILIES[name] = Family(name, made, description, "your own", least)
 
 
-def _checked(name: str, build: Callable[[Wanted], Schedule], wanted: Wanted) -> Schedule:
+def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: ScheduleShape) -> Schedule:
     """What a user's family makes. Raises UsageError where it fails, or is not what was wanted."""
     where = f"schedule family {name!r}, {wanted}"
     try:
@@ -129,7 +129,7 @@ def make_schedule(
     result = FAMILIES[family]
     each = virtual_stages_of(family, virtual_stages)
     check_count(ranks * each, microbatches)
-    wanted = Wanted(ranks, each, microbatches, max_live, group)
+    wanted = ScheduleShape(ranks, each, microbatches, max_live, group)
     if group is not None and not result.groups:
         grouped = ", ".join(one.name for one in FAMILIES.values() if one.groups)
         raise UsageError(f"family {family!r} has no groups of microbatches: drop group, or choose {grouped}")
@@ -149,7 +149,7 @@ def check_count(stages: int, microbatches: int) -> None:
         )
 
 
-def _check_limit(family: Family, wanted: Wanted, max_live: int) -> None:
+def _check_limit(family: Family, wanted: ScheduleShape, max_live: int) -> None:
     least = family.min_live(replace(wanted, max_live=None))
     if max_live < least:
         raise UsageError(
@@ -159,7 +159,7 @@ def _check_limit(family: Family, wanted: Wanted, max_live: int) -> None:
         )
 
 
-def _check_group(family: Family, wanted: Wanted, group: int) -> None:
+def _check_group(family: Family, wanted: ScheduleShape, group: int) -> None:
     if _progresses(family, wanted):
         return
     others = sorted(range(1, wanted.microbatches + 1), key=lambda size: abs(size - group))
@@ -171,7 +171,7 @@ def _check_group(family: Family, wanted: Wanted, group: int) -> None:
     )
 
 
-def _progresses(family: Family, wanted: Wanted) -> bool:
+def _progresses(family: Family, wanted: ScheduleShape) -> bool:
     try:
         time_schedule(family.build(wanted))
     except PlanError:

@@ -10,7 +10,7 @@ from stretto.ir.stage_maps import Places, places_of
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ScheduleShape:
     """What a schedule is asked for.
 
     virtual_stages: stages a rank. max_live: the most live microbatches of a stage; None leaves the family its
@@ -38,10 +38,10 @@ class Family:
     """
 
     name: str
-    build: Callable[[Wanted], Schedule]
+    build: Callable[[ScheduleShape], Schedule]
     description: str
     source: str
-    min_live: Callable[[Wanted], int] = lambda wanted: 1
+    min_live: Callable[[ScheduleShape], int] = lambda wanted: 1
     groups: bool = False
 
     @property

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.stage_maps import loop
-from stretto.schedule.family import Family, Wanted
+from stretto.schedule.family import Family, ScheduleShape
 from stretto.schedule.list_schedule import limited
 
 
@@ -48,7 +48,7 @@ def visits(groups: Sequence[int], virtual_stages: int) -> list[tuple[int, int]]:
 
 def _schedule(
     name: str,
-    wanted: Wanted,
+    wanted: ScheduleShape,
     groups: Sequence[int],
     warm_up_of: Callable[[int], int],
 ) -> Schedule:
@@ -69,11 +69,11 @@ def _schedule(
     return limited(made, wanted.max_live)
 
 
-def _interleaved(name: str, groups_in_turn: int, per_rank: int) -> Callable[[Wanted], Schedule]:
+def _interleaved(name: str, groups_in_turn: int, per_rank: int) -> Callable[[ScheduleShape], Schedule]:
     """groups_in_turn: a group has at least so many times as many microbatches as there are ranks. per_rank:
     what each rank on the way to the last adds to the warm-up."""
 
-    def build(wanted: Wanted) -> Schedule:
+    def build(wanted: ScheduleShape) -> Schedule:
         groups = groups_of(wanted.microbatches, groups_in_turn * wanted.ranks, wanted.group)
         first = (wanted.virtual_stages - 1) * (wanted.group or groups[0])
         last = wanted.ranks - 1
@@ -82,7 +82,7 @@ def _interleaved(name: str, groups_in_turn: int, per_rank: int) -> Callable[[Wan
     return build
 
 
-def _breadth_first(wanted: Wanted) -> Schedule:
+def _breadth_first(wanted: ScheduleShape) -> Schedule:
     """All microbatches are one group, and all forwards are before the backwards."""
     everything = wanted.microbatches * wanted.virtual_stages
     return _schedule("looped-bfs", wanted, [wanted.microbatches], lambda rank: everything)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.schedule.family import Family, Wanted
+from stretto.schedule.family import Family, ScheduleShape
 
 PerStage = Callable[[int, int, int], int]
 """(stages, stage, microbatches) -> a number of microbatches."""
@@ -38,10 +38,10 @@ def _a_round_trip(stages: int, stage: int, microbatches: int) -> int:
 
 def _pattern(
     name: str, warm_up_of: PerStage, delay_of: PerStage | None = None
-) -> Callable[[Wanted], Schedule]:
+) -> Callable[[ScheduleShape], Schedule]:
     """The pattern of the module's docstring."""
 
-    def build(wanted: Wanted) -> Schedule:
+    def build(wanted: ScheduleShape) -> Schedule:
         stages, microbatches = wanted.stages, wanted.microbatches
         limit = microbatches if wanted.max_live is None else min(wanted.max_live, microbatches)
         orders = []

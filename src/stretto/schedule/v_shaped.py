@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.stage_maps import v
-from stretto.schedule.family import Family, Wanted, first_microbatches
+from stretto.schedule.family import Family, ScheduleShape, first_microbatches
 from stretto.schedule.list_schedule import limited, list_orders
 from stretto.schedule.room import Room
 from stretto.schedule.timing import peak_live
@@ -49,10 +49,10 @@ def _v_half(ranks: int, rank: int) -> Slots:
 
 def _repeated(
     name: str, slots_of: Callable[[int, int], Slots], shares: Callable[[int], int]
-) -> Callable[[Wanted], Schedule]:
+) -> Callable[[ScheduleShape], Schedule]:
     """shares(ranks): the most microbatches that are live on a rank, where each is on both of its stages."""
 
-    def build(wanted: Wanted) -> Schedule:
+    def build(wanted: ScheduleShape) -> Schedule:
         ranks = wanted.ranks
         stage_ranks = v(ranks, 2)
         slots = [slots_of(ranks, rank) for rank in range(ranks)]
@@ -78,7 +78,7 @@ def _repeated(
     return build
 
 
-def _zb_v(wanted: Wanted) -> Schedule:
+def _zb_v(wanted: ScheduleShape) -> Schedule:
     """ZB-V (arXiv 2401.10241, section 6), on rank r of p, F and f the forwards there and back, likewise I, i
     and W, w:
 
@@ -127,7 +127,7 @@ def _zb_v_order(p: int, rank: int, microbatches: int) -> tuple[Action, ...]:
     return tuple(order)
 
 
-def _dualpipev(wanted: Wanted) -> Schedule:
+def _dualpipev(wanted: ScheduleShape) -> Schedule:
     """DeepSeek's DualPipe (arXiv 2412.19437) feeds microbatches into a pipeline from both ends, and so has
     every stage twice; folded in its middle it is a V with two stages a rank, and has each once. Rank r of p
     has stage r, on the way there, and 2p - 1 - r, on the way back. F and f are forwards there and back, B and

@@ -27,7 +27,7 @@ from stretto.simulating.windows import Call
 
 
 @dataclass(slots=True, eq=False)
-class Collective:
+class RunningCollective:
     """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
     as in the timeline; done_us: when `done` happened."""
 
@@ -55,7 +55,7 @@ class Lane:
     """Step 2: the collectives of one communicator (at one place) that are ready, in order."""
 
     busy: bool = False
-    waiting: deque[Collective] = field(default_factory=deque)
+    waiting: deque[RunningCollective] = field(default_factory=deque)
 
 
 class Collectives:
@@ -67,12 +67,12 @@ class Collectives:
         self._spans = spans
         self._shared = set(plan.costs.shared)
         self._lanes: dict[tuple[str, int], Lane] = {}
-        self._joined: dict[str, list[Collective]] = defaultdict(list)
+        self._joined: dict[str, list[RunningCollective]] = defaultdict(list)
         self._started: Counter[tuple[str, int]] = Counter()
 
     # --- step 1 -------------------------------------------------------------------------------------
 
-    def start(self, call: Call, place: int, microbatch: int) -> Collective:
+    def start(self, call: Call, place: int, microbatch: int) -> RunningCollective:
         """An op of a window starts a collective, or its place's part of one, now."""
         number = self._started[call.axis, place]
         self._started[call.axis, place] += 1
@@ -82,7 +82,7 @@ class Collectives:
         else:
             lane = self._lane(call.axis, 0 if call.places else place)
             places = call.places or (place,)
-            made = Collective(lane, call.axis, call.name, places, call.nbytes, call.time, set(places))
+            made = RunningCollective(lane, call.axis, call.name, places, call.nbytes, call.time, set(places))
             if microbatch != ONCE:
                 made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
             if call.places:
@@ -101,7 +101,7 @@ class Collectives:
 
     # --- steps 2 and 3 ------------------------------------------------------------------------------
 
-    def _ready(self, collective: Collective) -> None:
+    def _ready(self, collective: RunningCollective) -> None:
         """All members have started it."""
         collective.done.begun_us = self._clock.now_us
         if collective.lane.busy:
@@ -109,7 +109,7 @@ class Collectives:
         else:
             self._begin(collective)
 
-    def _begin(self, collective: Collective) -> None:
+    def _begin(self, collective: RunningCollective) -> None:
         lane, time = collective.lane, collective.time
         lane.busy = True
         start_us = self._clock.now_us
@@ -140,7 +140,7 @@ class Collectives:
             )
         )
 
-    def _draw(self, collective: Collective, start_us: float) -> None:
+    def _draw(self, collective: RunningCollective, start_us: float) -> None:
         for place in collective.places:
             self._spans.append(
                 Span(

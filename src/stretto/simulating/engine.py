@@ -32,7 +32,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.simulating.accounts import Accounts
 from stretto.simulating.cards import Cards
 from stretto.simulating.clock import Clock, Moment
-from stretto.simulating.collectives import Collective, Collectives
+from stretto.simulating.collectives import Collectives, RunningCollective
 from stretto.simulating.compute_lane import ComputeLane
 from stretto.simulating.memory import RankMemory
 from stretto.simulating.network import Message, Network
@@ -139,13 +139,13 @@ class _Rank:
         self._index = index
         self._memory = RankMemory(walk.plan, index)
         self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
-        self._started: dict[tuple[object, int], Collective] = {}
+        self._started: dict[tuple[object, int], RunningCollective] = {}
         self._compute = ComputeLane(walk.clock, costs)
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
         self._at: Instruction | None = None
-        self._waits_for: Message | Collective | str = ""
+        self._waits_for: Message | RunningCollective | str = ""
         self._straggler = Straggler(costs.skew)
 
     # --- steps 1 to 3: the lane ---------------------------------------------------------------------
@@ -212,7 +212,7 @@ class _Rank:
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 
-    def _meet(self, done: Collective) -> Lane:
+    def _meet(self, done: RunningCollective) -> Lane:
         """Wait until the slowest rank of the place has done its part of a collective that this one has."""
         now_us = self._clock.now_us
         late_us = self._straggler.meet(now_us - done.done_us)
@@ -222,7 +222,7 @@ class _Rank:
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
             yield from self._wait(there, done.name, done)
 
-    def _finish(self, started: Collective | None, call: Call) -> Lane:
+    def _finish(self, started: RunningCollective | None, call: Call) -> Lane:
         """A `comm.wait` whose collective is not done."""
         if started is None:
             # Only this lane could start it, so the wait can never end.
@@ -247,7 +247,7 @@ class _Rank:
             message = self._walk.network.message(*key)
             yield from self._wait(message.arrived, message.name, message)
 
-    def _wait(self, moment: Moment, name: str, what: Message | Collective | str) -> Lane:
+    def _wait(self, moment: Moment, name: str, what: Message | RunningCollective | str) -> Lane:
         if moment.happened:
             return
         start_us = self._clock.now_us
@@ -280,6 +280,6 @@ class _Rank:
     def stuck(self) -> str:
         """Where the rank stands for ever, and what it waits for."""
         what = self._waits_for
-        if isinstance(what, Message | Collective):
+        if isinstance(what, Message | RunningCollective):
             what = what.why_missing()
         return f"rank {self._index} stands at `{self._at}`: waits for {what}"

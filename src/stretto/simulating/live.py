@@ -17,7 +17,7 @@ from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import WAIT
 from stretto.ir.timeline import Span
 from stretto.simulating.clock import Moment
-from stretto.simulating.collectives import Collective
+from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.engine import Walk
 from stretto.simulating.network import Message
 from stretto.simulating.windows import Call, ReadyWindow, make_ready
@@ -60,7 +60,7 @@ class Live:
         self._walk.network.post(edge, microbatch)
         return self._walk.network.message(edge, microbatch)
 
-    def start(self, call: Call, microbatch: int) -> Collective:
+    def start(self, call: Call, microbatch: int) -> RunningCollective:
         """Start a collective, or the rank's part of one that joins places."""
         return self._walk.collectives.start(call, self._place, microbatch)
 

@@ -48,7 +48,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MemoryGroup:
     """Storages with the same users and sends: they end in the same run, or with the same `sent`."""
 
     users: frozenset[Program]
@@ -178,7 +178,7 @@ class RankMemory:
                 if storage is not None:
                     storage.sends.add(edge.index)
 
-    def _make_groups(self) -> list[Group]:
+    def _make_groups(self) -> list[MemoryGroup]:
         index_of: dict[tuple[frozenset[Program], frozenset[int]], int] = {}
         nbytes: list[int] = []
         seen: set[int] = set()
@@ -191,7 +191,7 @@ class RankMemory:
             if storage.group == len(nbytes):
                 nbytes.append(0)
             nbytes[storage.group] += storage.nbytes
-        return [Group(*key, nbytes[index]) for key, index in index_of.items()]
+        return [MemoryGroup(*key, nbytes[index]) for key, index in index_of.items()]
 
     # --- the walk ---------------------------------------------------------------------------------
 

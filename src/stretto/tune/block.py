@@ -82,7 +82,7 @@ class BlockWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TuneBlock:
     """rows: of a microbatch. flops: of one microbatch on one rank. again: by what the backward computes
     again, what that makes of the microbatch's work. fixed_bytes: parameters, their gradients and the
     optimizer's state, of the model over the ranks that share it; gradient_bytes: what data-parallel copies
@@ -98,7 +98,7 @@ class Block:
     message_bytes: float
     shares: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
-    def scaled(self, rows: float) -> Block:
+    def scaled(self, rows: float) -> TuneBlock:
         """A guess of the block with other rows."""
         by = rows / self.rows
         again = {word: work.scaled(by) for word, work in self.again.items()}
@@ -114,7 +114,7 @@ def block_of(
     words: tuple[str | int, ...],
     rows: float,
     layers: int | None = None,
-) -> Block:
+) -> TuneBlock:
     """The block of a layout, with what the backward may compute again. rows: of a microbatch; layers: equal
     blocks of the model.
 
@@ -138,7 +138,7 @@ def block_of(
     state = sum(p.state_nbytes(job.optimizer) for p in first if p.grads)
     gradients = sum(p.grad_nbytes for p in first if p.grads)
     sizes = [edge.spec.nbytes for edge in job.edges if edge.target > edge.source]
-    return Block(
+    return TuneBlock(
         rows,
         sum(op.flops for stage in job.stages for ops in stage.ops.values() for op in ops),
         again,

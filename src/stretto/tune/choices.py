@@ -55,7 +55,7 @@ ABOUT = {
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Layout:
+class LayoutChoice:
     """How ranks, sequence and batch are shared."""
 
     pp: int
@@ -91,7 +91,7 @@ class Layout:
 class Candidate:
     """A layout with a schedule, stages a rank, and what the backward computes again."""
 
-    layout: Layout
+    layout: LayoutChoice
     schedule: str
     virtual_stages: int
     recompute: str | int = "none"
@@ -166,7 +166,7 @@ class Choices:
             return True
         return False
 
-    def plain(self, layout: Layout) -> Candidate:
+    def plain(self, layout: LayoutChoice) -> Candidate:
         """A layout as a candidate, with what is fixed and nothing chosen."""
         schedule = str(self.fixed.get("schedule", self._plain))
         each = virtual_stages_of(schedule, self.fixed.get("virtual_stages"))
@@ -176,13 +176,13 @@ class Choices:
     def _plain(self) -> str:
         return PLAIN if self.fixed.get("virtual_stages", 1) == 1 else PLAIN_OF_SEVERAL
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[LayoutChoice]:
         """All that are allowed on all devices: sizes that divide what they share."""
         for layout in self._all():
             if self.allowed(self.plain(layout)):
                 yield layout
 
-    def _all(self) -> Iterator[Layout]:
+    def _all(self) -> Iterator[LayoutChoice]:
         batch = self.settings.training.global_batch
         degrees = self._of("ampipe_degree", (1,))
         for tp in self._of("tp", divisors(self.devices)):
@@ -194,12 +194,12 @@ class Choices:
                         for sequence in self._of("sequence_parallel", (False, True) if tp > 1 else (False,)):
                             for count in self._of("microbatches", divisors(max(batch // dp, 1))):
                                 for degree in degrees:
-                                    yield Layout(pp, dp, ep, tp, sequence and tp > 1, count, degree)
+                                    yield LayoutChoice(pp, dp, ep, tp, sequence and tp > 1, count, degree)
 
     def _of(self, key: str, usual: Sequence[Any]) -> Sequence[Any]:
         return (self.fixed[key],) if key in self.fixed else usual
 
-    def orders(self, layout: Layout) -> Iterator[tuple[str, int]]:
+    def orders(self, layout: LayoutChoice) -> Iterator[tuple[str, int]]:
         """Families, each with its numbers of stages a rank that are allowed."""
         for name in self._of("schedule", self._families(layout)):
             stages = places_of(name)
@@ -208,17 +208,17 @@ class Choices:
                 if stages.allow(each) and self.allowed(Candidate(layout, name, each)):
                     yield name, each
 
-    def _families(self, layout: Layout) -> Sequence[str]:
+    def _families(self, layout: LayoutChoice) -> Sequence[str]:
         # One rank has nobody to wait for: families differ in nothing but their memory.
         return tuple(FAMILIES) if layout.pp > 1 else (self._plain,)
 
-    def again(self, layout: Layout) -> tuple[str | int, ...]:
+    def again(self, layout: LayoutChoice) -> tuple[str | int, ...]:
         """What the backward may compute again, the least first."""
         if "recompute" in self.fixed:
             return (self.fixed["recompute"],)
         return tuple(word for word in RECOMPUTE if word != "gathers" or layout.sequence_parallel)
 
-    def degrees(self, layout: Layout) -> tuple[int, ...]:
+    def degrees(self, layout: LayoutChoice) -> tuple[int, ...]:
         """Other numbers of chunks, where there is something that chunks can hide."""
         if "ampipe_degree" in self.fixed or layout.tp == layout.ep == 1:
             return ()
@@ -234,7 +234,7 @@ class Choices:
             return None
         if any(getattr(given, key) != value for key, value in self.fixed.items()):
             return None
-        layout = Layout(
+        layout = LayoutChoice(
             given.pp,
             given.dp,
             given.ep,
@@ -263,7 +263,7 @@ class Choices:
             return None
         return model.layers
 
-    def several_stages(self, layout: Layout, each: int = 2) -> bool:
+    def several_stages(self, layout: LayoutChoice, each: int = 2) -> bool:
         """Whether a rank may have so many stages."""
         return self.layers is None or self.layers >= each * layout.pp
 

@@ -29,8 +29,8 @@ from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
 from stretto.schedule.families import make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
-from stretto.tune.block import Block, BlockWork
-from stretto.tune.choices import Candidate, Layout
+from stretto.tune.block import BlockWork, TuneBlock
+from stretto.tune.choices import Candidate, LayoutChoice
 
 SHORT = 4
 """Microbatches for every rank that are timed; the others add what one takes in steady state. Assumed, as in
@@ -70,13 +70,13 @@ class Guess:
     peak_bytes: float
 
 
-def mesh_of(layout: Layout) -> Mesh:
+def mesh_of(layout: LayoutChoice) -> Mesh:
     """The mesh of a layout."""
     sizes = (("pp", layout.pp), ("dp", layout.dp // layout.ep), ("ep", layout.ep), ("tp", layout.tp))
     return Mesh(tuple((axis, size) for axis, size in sizes if size > 1 or axis == "pp"))
 
 
-def bound_us(layout: Layout, work: BlockWork, virtual: bool = True) -> float:
+def bound_us(layout: LayoutChoice, work: BlockWork, virtual: bool = True) -> float:
     """The time below which no plan of the layout comes. work: with nothing computed again; virtual: whether
     a rank may have several stages."""
     m, p = layout.microbatches, layout.pp
@@ -101,8 +101,8 @@ def fastest_us(flops: float, cluster: Description, dtype: str) -> float:
 
 
 def guess(
-    layout: Layout,
-    block: Block,
+    layout: LayoutChoice,
+    block: TuneBlock,
     words: Sequence[str | int],
     limit_bytes: float,
     virtual: bool,
@@ -126,7 +126,7 @@ def guess(
 
 
 def estimate(
-    candidate: Candidate, block: Block, work: BlockWork, cluster: Description, limit_bytes: float = inf
+    candidate: Candidate, block: TuneBlock, work: BlockWork, cluster: Description, limit_bytes: float = inf
 ) -> Estimate:
     """Of a candidate, with stages as the automatic cut makes them. limit_bytes: the memory of a rank; where
     the candidate needs more whatever it overlaps, the step is infinite.
@@ -198,7 +198,7 @@ def _period(timing: ScheduleTiming, microbatches: int, fullest: float) -> float:
     return max(work, (done(last) - done(first)) / (last - first))
 
 
-def _reduction_us(layout: Layout, block: Block, cluster: Description, backward_us: float) -> float:
+def _reduction_us(layout: LayoutChoice, block: TuneBlock, cluster: Description, backward_us: float) -> float:
     """What gradient reductions over data-parallel copies take beyond what they can run under."""
     mesh = mesh_of(layout)
     total_us = 0.0

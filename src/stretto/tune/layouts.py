@@ -12,8 +12,8 @@ from math import inf
 
 from stretto.capturing.captures import traced_by
 from stretto.price.cluster import Description
-from stretto.tune.block import Block
-from stretto.tune.choices import VIRTUAL, Candidate, Choices, Layout
+from stretto.tune.block import TuneBlock
+from stretto.tune.choices import VIRTUAL, Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import Estimate, estimate, fastest_us, guess
 from stretto.tune.work import Asked, Refused, Tuned, limit_of
 
@@ -35,7 +35,7 @@ class OpenLayout:
 
     step_us: float
     rows: float
-    layout: Layout
+    layout: LayoutChoice
     key: str = field(compare=False)
     bound_us: float = field(default=0.0, compare=False)
 
@@ -45,17 +45,17 @@ class Layouts:
 
     def __init__(self, choices: Choices, cluster: Description, tuned: Tuned) -> None:
         self.open: list[OpenLayout] = []
-        self.blocks: dict[str, Block] = {}
+        self.blocks: dict[str, TuneBlock] = {}
         self._choices = choices
         self._cluster = cluster
         self._tuned = tuned
         self._limit = limit_of(cluster) or inf
-        self._by_sharding: dict[object, list[Block]] = {}
-        self._seen: dict[Layout, OpenLayout] = {}
+        self._by_sharding: dict[object, list[TuneBlock]] = {}
+        self._seen: dict[LayoutChoice, OpenLayout] = {}
         self._shares_asked = False
-        self._shares: Block | None = None
+        self._shares: TuneBlock | None = None
 
-    def add(self, layout: Layout) -> None:
+    def add(self, layout: LayoutChoice) -> None:
         """One more layout, if it is new."""
         if layout in self._seen:
             return
@@ -65,7 +65,7 @@ class Layouts:
         if layout.sharding not in self._by_sharding or self._guessed(one):
             self.open.append(one)
 
-    def key(self, layout: Layout) -> str:
+    def key(self, layout: LayoutChoice) -> str:
         """Equal for layouts that one trace serves."""
         if layout in self._seen:
             return self._seen[layout].key
@@ -89,7 +89,7 @@ class Layouts:
         words = self._choices.again(one.layout)
         return Asked(self._choices.plain(one.layout), None, words, tuple(stages))
 
-    def priced(self, layout: Layout, answer: Block | Refused) -> None:
+    def priced(self, layout: LayoutChoice, answer: TuneBlock | Refused) -> None:
         """A block, from which guesses of layouts that shard in the same way follow; or why none of its trace
         can be captured."""
         key, sharding = self.key(layout), layout.sharding
@@ -142,6 +142,6 @@ class Layouts:
             self._too_large(LIKELY_TOO_LARGE, bare, min(needs))
         return None
 
-    def _too_large(self, reason: str, what: Candidate | Layout, needs_bytes: float) -> None:
+    def _too_large(self, reason: str, what: Candidate | LayoutChoice, needs_bytes: float) -> None:
         self._tuned.drop(reason, what)
         self._tuned.needs(what, 0.0 if needs_bytes == inf else needs_bytes)

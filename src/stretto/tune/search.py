@@ -27,10 +27,10 @@ from stretto.errors import UsageError
 from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT
 from stretto.price.cluster import Description
-from stretto.tune.block import Block
-from stretto.tune.choices import Candidate, Choices, Layout
+from stretto.tune.block import TuneBlock
+from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.layouts import LIKELY_TOO_LARGE, Layouts
-from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, ShortStep, Tuned, Workers
+from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, ShortStepResult, Tuned, Workers
 
 WITHIN = 1.10
 """Times the best step, up to which an estimate lets a candidate be simulated. Measured on GPTs over 32
@@ -198,7 +198,7 @@ class Search:
         best_us = self._best_us()
         most_us = WITHIN * min(known_us.values()) if len(known_us) >= LEAST else inf
 
-        def stays(what: Candidate | Layout, step_us: float, bound_us: float) -> bool:
+        def stays(what: Candidate | LayoutChoice, step_us: float, bound_us: float) -> bool:
             if bound_us >= best_us:
                 self.tuned.drop(BY_BOUND, what)
             elif known_us and step_us > most_us:
@@ -213,7 +213,7 @@ class Search:
         open_ = self._layouts.open
         self._layouts.open = [one for one in open_ if stays(one.layout, one.step_us, one.bound_us)]
 
-    def _drop(self, reason: str, what: Candidate | Layout, bound_us: float) -> None:
+    def _drop(self, reason: str, what: Candidate | LayoutChoice, bound_us: float) -> None:
         """Drop what could still be faster than all that was planned."""
         self.tuned.drop(reason, what)
         self._unseen_us = min(self._unseen_us, bound_us)
@@ -233,9 +233,9 @@ class Search:
     def _answered(self, asked: Asked, answer: Answer, took_s: float) -> None:
         candidate = asked.candidate
         if asked.order is None:
-            assert isinstance(answer, (Block, Refused))
+            assert isinstance(answer, (TuneBlock, Refused))
             self._layouts.priced(candidate.layout, answer)
-        elif isinstance(answer, ShortStep):
+        elif isinstance(answer, ShortStepResult):
             self._short_us[candidate] = answer.step_us
         elif isinstance(answer, Planned):
             self._planned(answer)

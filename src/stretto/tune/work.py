@@ -33,7 +33,7 @@ from stretto.price.cluster_file import Hardware
 from stretto.price.flat import Cluster
 from stretto.train.interrupt import SIGNALS
 from stretto.train.job import captures_of
-from stretto.tune.block import Block, block_of, shares_of
+from stretto.tune.block import TuneBlock, block_of, shares_of
 from stretto.tune.choices import Candidate, Choices
 from stretto.verifying.memory import MemoryFault
 
@@ -73,7 +73,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortStep:
+class ShortStepResult:
     """What a candidate's plan would about take and need, by a step of few microbatches."""
 
     candidate: Candidate
@@ -92,7 +92,7 @@ class Refused:
     bytes_needed: int = 0
 
 
-Answer = Block | ShortStep | Planned | Refused
+Answer = TuneBlock | ShortStepResult | Planned | Refused
 
 
 @dataclass(slots=True)
@@ -159,14 +159,14 @@ class Work:
                     asked.candidate, f"failed with {type(error).__name__}: {error!s:.200} ({where})"
                 )
 
-    def _price(self, asked: Asked) -> Block:
+    def _price(self, asked: Asked) -> TuneBlock:
         layout = asked.candidate.layout
         parallel = self._choices.settings_of(asked.candidate).parallel  # of which the layout counts
         rows = self._settings.training.global_batch / layout.pieces
         block = block_of(self._captures, parallel, self._cluster, asked.words, rows, self._choices.layers)
         return replace(block, shares=shares_of(self._captures, parallel, self._cluster, asked.stages))
 
-    def _short(self, asked: Asked) -> ShortStep | Refused:
+    def _short(self, asked: Asked) -> ShortStepResult | Refused:
         job = self._captures.job(self._choices.settings_of(asked.candidate).parallel)
 
         def fits(peaks: Sequence[int]) -> bool:
@@ -177,7 +177,7 @@ class Work:
         peak_bytes = max(short.peak_bytes)
         if not fits(short.peak_bytes):
             return Refused(asked.candidate, "a rank holds more than a device has", True, peak_bytes)
-        return ShortStep(asked.candidate, short.step_us, peak_bytes)
+        return ShortStepResult(asked.candidate, short.step_us, peak_bytes)
 
     def _plan(self, candidate: Candidate, order: str) -> Planned:
         settings = self._settings

@@ -43,7 +43,7 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
     """A fault for each rank that holds more than `max_bytes`. The plan must have no other fault."""
     result: list[Fault] = []
     for rank in range(plan.ranks):
-        peak, at = _RankWalk(plan, rank).peak()
+        peak, at = _MemoryWalk(plan, rank).peak()
         if peak > max_bytes:
             what = f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
             what += f"; with the optimizer's state ({plan.job.optimizer})" if plan.job.trains else ""
@@ -54,7 +54,7 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
 
 def peak_bytes(plan: Plan, rank: int) -> int:
     """The most bytes that the rank holds at any point of its order."""
-    return _RankWalk(plan, rank).peak()[0]
+    return _MemoryWalk(plan, rank).peak()[0]
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class _Step:
         return True
 
 
-class _RankWalk:
+class _MemoryWalk:
     """One walk over one rank's order, op by op."""
 
     def __init__(self, plan: Plan, rank: int) -> None:

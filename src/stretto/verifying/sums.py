@@ -43,7 +43,7 @@ def sum_faults(plan: Plan) -> list[Fault]:
     result = list(_programs(plan, tied))
     for rank in range(plan.ranks):
         result += _in_place(plan, rank)
-        result += _RankWalk(plan, rank, tied).faults()
+        result += _SumWalk(plan, rank, tied).faults()
     result += _one_order(plan)
     return result
 
@@ -124,7 +124,7 @@ def _in_place(plan: Plan, rank: int) -> Iterator[Fault]:
                 yield Fault(rank, str(instruction), "has messages among sums", "Move them to an action")
 
 
-class _RankWalk:
+class _SumWalk:
     """One walk over one rank's order, from sum to sum."""
 
     def __init__(self, plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> None:
