@@ -38,9 +38,9 @@ LONG = (
     "train/test_first_step.py",
     "test_equality.py",
     "order/test_order_equality.py",
-    "capture/test_masks.py",
+    "capturing/test_masks.py",
     "parallelize/test_pipe_experts.py",
-    "capture/test_huggingface.py",
+    "capturing/test_huggingface.py",
     "parallelize/test_experts.py",
     "train/test_evaluation.py",
 )

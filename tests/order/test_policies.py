@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import stretto
 from stretto.errors import StrettoError, TooLargeError, UsageError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Plan, Window
@@ -239,7 +240,9 @@ def _forgotten() -> Iterator[None]:
 def example() -> str:
     """The text of docs/overlap.md that registers a policy and plans with it."""
     text = (Path(__file__).parents[2] / "docs" / "overlap.md").read_text()
-    [found] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "register(" in block]
+    [found] = [
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "register_order(" in block
+    ]
     return str(found)
 
 
@@ -259,8 +262,10 @@ def run_example(family: str, stages: int, microbatches: int) -> tuple[Plan, set[
         return make_plan(job, costs, schedule=family, overlap="window", order=order)  # type: ignore[arg-type]
 
     windows: set[str] = set()
-    names = {"stretto": SimpleNamespace(plan=plan), "job": job}
-    exec(example(), names)
+    names: dict[str, Any] = {"job": job}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stretto, "plan", plan, raising=False)
+        exec(example(), names)
     made = names["plan"]
     assert isinstance(made, Plan)
     return made, windows

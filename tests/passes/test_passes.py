@@ -266,9 +266,9 @@ def test_a_gather_for_each_matrix_becomes_one_for_all() -> None:
     ]
     counts = [targets(job)["comm.all_gather"] for job in jobs]
     assert counts[0] > counts[1]
-    (loss, grads), (told, found) = (step(job, model, x) for job in jobs)
-    assert torch.equal(told, loss)
-    assert all(torch.equal(found[key], grads[key]) for key in grads)
+    (expected, grads), (value, merged) = (step(job, model, x) for job in jobs)
+    assert torch.equal(value, expected)
+    assert all(torch.equal(merged[key], grads[key]) for key in grads)
 
 
 @pytest.mark.parametrize("pp", [1, 2])

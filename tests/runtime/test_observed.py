@@ -169,7 +169,7 @@ def test_the_greatest_of_addends_is_refused() -> None:
             return made
 
     spread = Parallel(tp=2, tp_plan={"0.up": "colwise", "0.down": "rowwise"})
-    with pytest.raises(CaptureError, match=r"'mass', ..., 'max'.* ranks of tp have addends of"):
+    with pytest.raises(CaptureError, match=r"'mass', ..., 'max'.* partial along tp"):
         plan_of(nn.Sequential(Own()).double(), spread)
 
 
