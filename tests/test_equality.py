@@ -251,7 +251,7 @@ def test_every_pair_of_values_is_in_a_cell() -> None:
     assert in_processes >= {*MODELS, *VALUES[2], *LAYOUTS} - {"one", "pp2 dp2 tp2"}
 
 
-@pytest.mark.filterwarnings("ignore:.*is not spread:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is not sharded:UserWarning")
 @pytest.mark.parametrize(
     "cell", [pytest.param(c, marks=[] if c in fast() else [pytest.mark.slow], id=str(c)) for c in CELLS]
 )
@@ -276,7 +276,7 @@ def launched(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is not spread:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*is not sharded:UserWarning")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_equal_threads_to_the_bit(ranks: int, tmp_path: Path) -> None:
     """No group of these layouts has more than two members that add up."""

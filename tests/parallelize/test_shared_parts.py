@@ -109,7 +109,7 @@ def test_each_head_is_written_once() -> None:
     written: dict[str, Tensor] = {}
     for owned in stretto.run_threads(lowered(job, "1f1b"), lambda _: copy.deepcopy(model), work):
         for name, part in owned.items():
-            count = written.setdefault(name, torch.zeros(part.whole))
+            count = written.setdefault(name, torch.zeros(part.full_shape))
             for offsets, view in part.boxes:
                 count[tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))] += 1
     keys = "model.layers.1.self_attn.k_proj.weight"

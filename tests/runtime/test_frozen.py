@@ -100,7 +100,7 @@ def test_frozen_after_the_capture_has_no_gradient_and_the_rest_is_right() -> Non
 def test_the_models_flag_holds_for_the_parts_that_ranks_have_of_it() -> None:
     """A spread parameter is trained in a tensor of the Runner's own, but the user freezes the model's."""
     model, batch = gpt(True), tokens(4, columns=8)
-    with pytest.warns(UserWarning, match="is not spread"):
+    with pytest.warns(UserWarning, match="is not sharded"):
         job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(tp=2, microbatches=2))
     plan = stretto.plan(job, CLUSTER, order="list")
     models = [copy.deepcopy(model) for _ in range(2)]

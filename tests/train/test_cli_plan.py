@@ -78,6 +78,6 @@ def test_a_tokenizer_that_does_not_exist_yet_is_not_needed(tmp_path: Path, pp: s
     config = write_settings(tmp_path)
     command = ["plan", str(config), "-o", str(tmp_path / "p.json"), "--set", f"parallel.pp={pp}"]
     cluster = tmp_path / "cluster.toml"
-    cluster.write_text("")
+    cluster.write_text(cores_file())
     assert CliRunner().invoke(app, [*command, "--cluster", str(cluster)]).exit_code == 0
     assert not (tmp_path / "cache").exists()
