@@ -120,5 +120,5 @@ def test_a_large_plan_is_proved_in_seconds() -> None:
     start = process_time()
     assert plan_faults(plan) == []
     assert len(memory_faults(plan, 0)) == 16
-    # 2.5 to 4.7 s on one core of 2.6 GHz; walking every op of every microbatch would take over 20 s.
+    # Measured: 2.5 to 5.5 s on one shared core of 2.6 GHz, as its speed changes. The limit was 4 s before.
     assert process_time() - start < 10.0
