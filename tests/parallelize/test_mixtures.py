@@ -211,7 +211,7 @@ def ops_of(job: Job) -> list[Op]:
 
 
 def targets(**how: Any) -> Counter[str]:
-    return Counter(op.target for op in ops_of(captured(model_of(FEW, shared=1), **how)))
+    return Counter(op.target for op in ops_of(captured(model_of(FEW, layers=1), **how)))
 
 
 def test_pieces_have_collectives_and_products_of_their_own() -> None:
