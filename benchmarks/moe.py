@@ -25,19 +25,18 @@ from benchmarks.labs import PROBE
 from benchmarks.moe_model import Routing, Stack, squared_error, under_experts
 from benchmarks.racing import (
     Times,
-    check_loss,
-    compare,
+    check_steps,
     exposed_s,
     hidden,
     is_first,
     keep_runs,
-    one_step,
     own_parts,
     plain_step,
     plans_of,
     prediction_of,
     race_json,
     say_on_first,
+    start_runners,
     take_turns,
     with_costs,
 )
@@ -249,10 +248,7 @@ def run_worker(setup: MoeRace, kept: str = "") -> Any:
         costs[cuts] = _measured(job)
         say_on_first(f"{cuts.chunks} chunks, {cuts.slices} slices: costs are measured")
     plans = _planned(model, jobs, costs)
-    runners: dict[str, stretto.Runner] = {}
-    for name, plan in plans.items():
-        runners[name] = stretto.Runner(plan, model, shares=runners.get(SERIAL))
-        say_on_first(f"{name}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
+    runners = start_runners(plans, model)
     # 2. The same numbers.
     error = _check_equal(setup, model, batch, runners)
     # 3. In turn.
@@ -301,13 +297,7 @@ def _planned(model: Stack, jobs: Mapping[Cuts, Job], costs: Mapping[Cuts, Costs]
 def _check_equal(setup: MoeRace, model: Stack, batch: Batch, runners: Mapping[str, stretto.Runner]) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
     loss, whole = plain_step(model, batch, squared_error, setup.microbatches * setup.ep)
-    plain = own_parts(runners[SERIAL], whole)
-    worst = 0.0
-    for name, runner in runners.items():
-        result, grads = one_step(runner, batch)
-        worst = max(worst, compare(name, grads, plain, "the plain model"))
-        check_loss(name, result, loss)
-    return worst
+    return check_steps(runners, batch, own_parts(runners[SERIAL], whole), loss)
 
 
 SETUP = MoeRace

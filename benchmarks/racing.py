@@ -249,6 +249,27 @@ def keep_run(folder: Path, planned: Plan, plan: Plan, timelines: Sequence[Timeli
     save_json(by_time[len(by_time) // 2], folder / "measured.json")
 
 
+def start_runners(plans: Mapping[str, Plan], model: nn.Module) -> dict[str, Runner]:
+    """A Runner of each plan, all of which share what the first has; what is predicted is printed."""
+    runners: dict[str, Runner] = {}
+    for name, plan in plans.items():
+        runners[name] = Runner(plan, model, shares=next(iter(runners.values()), None))
+        say_on_first(f"{name}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
+    return runners
+
+
+def check_steps(
+    runners: Mapping[str, Runner], batch: Batch, plain: Batch, loss: float, same: float = SAME
+) -> float:
+    """One step of each against the plain model's. Returns the worst relative error of a gradient."""
+    worst = 0.0
+    for name, runner in runners.items():
+        result, grads = one_step(runner, batch)
+        worst = max(worst, compare(name, grads, plain, "the plain model", same))
+        check_loss(name, result, loss)
+    return worst
+
+
 def one_step(runner: Runner, batch: Batch) -> StepResult:
     """What one step finds; no gradients are left."""
     dist.barrier()

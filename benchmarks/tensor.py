@@ -42,6 +42,7 @@ from benchmarks.racing import (
     prediction_of,
     race_json,
     say_on_first,
+    start_runners,
     take_turns,
     with_costs,
 )
@@ -151,11 +152,7 @@ def run_worker(setup: TensorRace, kept: str = "") -> Any:
     if kept == PROBE:
         return [asdict(work_of(job, costs, [stage])) for stage in range(setup.pp)]
     # 1. All plans from the same costs.
-    runners: dict[str, stretto.Runner] = {}
-    for mode in MODES:
-        plan = make_plan(job, costs, overlap=mode)
-        runners[mode] = stretto.Runner(plan, model, shares=runners.get("off"))
-        say_on_first(f"{mode}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
+    runners = start_runners({mode: make_plan(job, costs, overlap=mode) for mode in MODES}, model)
     theirs = TorchTensor(
         model, setup.cuts, setup.tp, setup.microbatches, sequence_parallel=setup.sequence_parallel
     )

@@ -26,19 +26,20 @@ from benchmarks.racing import (
     RaceStep,
     Times,
     check_loss,
+    check_steps,
     compare,
     drop_gradients,
     exposed_s,
     fresh,
     is_first,
     keep_runs,
-    one_step,
     own_parts,
     plain_step,
     plans_of,
     prediction_of,
     race_json,
     say_on_first,
+    start_runners,
     take_turns,
     with_costs,
 )
@@ -160,11 +161,11 @@ def run_worker(setup: UNetRace, kept: str = "") -> Any:
     if kept == PROBE:
         return [asdict(forward_of(job, costs, stage)) for stage in range(setup.world)]
     # 1. All plans from the same costs.
-    runners: dict[str, stretto.Runner] = {}
-    for name, system in SYSTEMS.items():
-        plan = make_plan(job, costs, schedule=system.schedule, overlap=system.overlap)
-        runners[name] = stretto.Runner(plan, model, shares=runners.get(BLOCKING))
-        say_on_first(f"{name}: predicted {prediction_of(plan).step_us / 1e6:.3f} s")
+    plans = {
+        name: make_plan(job, costs, schedule=system.schedule, overlap=system.overlap)
+        for name, system in SYSTEMS.items()
+    }
+    runners = start_runners(plans, model)
     parameters = list(model.parameters())
     steps = torch_steps(model, batch, setup.microbatches, dist.get_rank())
     theirs = {name: fresh(parameters, step) for name, step in steps.items()}
@@ -200,11 +201,7 @@ def _check_equal(
     loss, whole = plain_step(model, batch, squared_error, setup.microbatches)
     base = runners[BLOCKING]
     plain = own_parts(base, whole)
-    worst = 0.0
-    for name, runner in runners.items():
-        result, grads = one_step(runner, batch)
-        worst = max(worst, compare(name, grads, plain, "the plain model", SAME_GRADIENTS))
-        check_loss(name, result, loss)
+    worst = check_steps(runners, batch, plain, loss, SAME_GRADIENTS)
     for name, step in theirs.items():
         dist.barrier()
         told = step()

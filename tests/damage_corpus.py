@@ -41,23 +41,16 @@ Read = Callable[[Path, Path], None]
 """(the damaged file or folder, a folder to write into)."""
 
 
-@dataclass(frozen=True)
-class Command:
+def command(*words: str) -> Read:
     """A command line, in which PATH is the file and OUT a folder."""
 
-    words: tuple[str, ...]
-
-    def line(self, path: Path, out: Path) -> list[str]:
-        return [one.replace("PATH", str(path)).replace("OUT", str(out)) for one in self.words]
-
-    def __call__(self, path: Path, out: Path) -> None:
-        error = CliRunner().invoke(app, self.line(path, out)).exception
+    def read(path: Path, out: Path) -> None:
+        line = [one.replace("PATH", str(path)).replace("OUT", str(out)) for one in words]
+        error = CliRunner().invoke(app, line).exception
         if error is not None and not isinstance(error, SystemExit):
             raise error
 
-
-def command(*words: str) -> Read:
-    return Command(words)
+    return read
 
 
 @dataclass

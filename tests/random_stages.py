@@ -11,7 +11,6 @@ left over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -41,30 +40,6 @@ def batch_of(rows: int, seed: int = 5) -> Batch:
     }
 
 
-class Weighted(nn.Module):
-    """A step with a matrix, of its own or another step's."""
-
-    def __init__(self, weight: nn.Parameter, kind: str) -> None:
-        super().__init__()
-        self.weight = weight
-        self.kind = kind
-        self.bias = nn.Parameter(torch.linspace(-0.5, 0.5, WIDTH, dtype=torch.float64))
-
-    def forward(self, batch: Batch, x: Tensor, y: Tensor) -> Tensor:
-        if self.kind == "linear":
-            return F.linear(x, self.weight, self.bias).tanh()
-        if self.kind == "two":
-            return F.linear(x, self.weight).sigmoid() * (y @ self.weight) + self.bias
-        if self.kind == "stopped":
-            return x + F.linear(y, self.weight.detach()).sin() * self.bias
-        if self.kind == "added":
-            return x + y.mean(1, keepdim=True) + self.weight[0] + self.bias
-        return x + F.embedding(batch["tokens"], self.weight.repeat(2, 1)[:TOKENS]).mean(1) * self.bias
-
-
-WEIGHTED = ("linear", "linear", "two", "stopped", "added", "embedded")
-
-
 class Late(torch.autograd.Function):
     """Half of x, with a gradient that is weighed by y: only its backward reads that."""
 
@@ -79,27 +54,29 @@ class Late(torch.autograd.Function):
         return grad * y.cos(), None
 
 
-class Plain(nn.Module):
-    """A step without parameters of its own."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, batch: Batch, x: Tensor, y: Tensor) -> Tensor:
-        return PLAIN[self.kind](batch, x, y)
-
-
-PLAIN: dict[str, Callable[[Batch, Tensor, Tensor], Tensor]] = {
-    "sum": lambda batch, x, y: x + y,
-    "difference": lambda batch, x, y: (x - y).sin(),
-    "joined": lambda batch, x, y: torch.cat([x[:, :2], y[:, 2:]], 1),
-    "timed": lambda batch, x, y: x * batch["time"].unsqueeze(1) + y,
-    "masked": lambda batch, x, y: torch.where(batch["mask"], x, y),
-    "labelled": lambda batch, x, y: x + y.gather(1, batch["labels"].unsqueeze(1)),
-    "stop": lambda batch, x, y: x + y.detach().cos(),
-    "late": lambda batch, x, y: Late.apply(x, y),  # type: ignore[no-untyped-call]
+STEPS: dict[str, Callable[[Any, Batch, Tensor, Tensor], Tensor]] = {
+    "linear": lambda s, batch, x, y: F.linear(x, s.weight, s.bias).tanh(),
+    "two": lambda s, batch, x, y: F.linear(x, s.weight).sigmoid() * (y @ s.weight) + s.bias,
+    "stopped": lambda s, batch, x, y: x + F.linear(y, s.weight.detach()).sin() * s.bias,
+    "added": lambda s, batch, x, y: x + y.mean(1, keepdim=True) + s.weight[0] + s.bias,
+    "embedded": lambda s, batch, x, y: (
+        x + F.embedding(batch["tokens"], s.weight.repeat(2, 1)[:TOKENS]).mean(1) * s.bias
+    ),
+    "sum": lambda s, batch, x, y: x + y,
+    "difference": lambda s, batch, x, y: (x - y).sin(),
+    "joined": lambda s, batch, x, y: torch.cat([x[:, :2], y[:, 2:]], 1),
+    "timed": lambda s, batch, x, y: x * batch["time"].unsqueeze(1) + y,
+    "masked": lambda s, batch, x, y: torch.where(batch["mask"], x, y),
+    "labelled": lambda s, batch, x, y: x + y.gather(1, batch["labels"].unsqueeze(1)),
+    "stop": lambda s, batch, x, y: x + y.detach().cos(),
+    "late": lambda s, batch, x, y: Late.apply(x, y),  # type: ignore[no-untyped-call]
+    "side": lambda s, batch, x, y: y + (x * x).mean(),
 }
+"""Kind -> what a step makes of the batch and two values. The first five have a matrix and a bias; the last
+makes a loss beside the loss: one number, added to what it is given."""
+
+WEIGHTED = ("linear", "linear", "two", "stopped", "added", "embedded")
+PLAIN = tuple(kind for kind in STEPS if kind not in (*WEIGHTED, "side"))
 
 SPECIAL: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "order": (lambda x: x.argsort(1), lambda x, i: x.gather(1, i)),
@@ -121,60 +98,50 @@ SPECIAL: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], 
 """Kind -> what makes a value of another kind than [rows, width] in float64, and what reads one."""
 
 
-class Special(nn.Module):
-    """Makes, or reads, a value of another kind."""
+for _kind, (_makes, _reads) in SPECIAL.items():
+    STEPS[f"make {_kind}"] = lambda s, batch, x, y, makes=_makes: makes(x)
+    STEPS[f"read {_kind}"] = lambda s, batch, x, y, reads=_reads: reads(x, y)
 
-    def __init__(self, kind: str, reads: bool) -> None:
+
+class Step(nn.Module):
+    """weight: of a step that has one, its own or another step's."""
+
+    def __init__(self, kind: str, weight: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.kind, self.reads = kind, reads
+        self.kind = kind
+        if weight is not None:
+            self.weight = weight
+            self.bias = nn.Parameter(torch.linspace(-0.5, 0.5, WIDTH, dtype=torch.float64))
 
     def forward(self, batch: Batch, x: Tensor, y: Tensor) -> Tensor:
-        makes, reads = SPECIAL[self.kind]
-        return reads(x, y) if self.reads else makes(x)
-
-
-class Side(nn.Module):
-    """A loss beside the loss: one number, added to what it is given."""
-
-    def forward(self, batch: Batch, x: Tensor, y: Tensor) -> Tensor:
-        return y + (x * x).mean()
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """reads: of each step the values that it reads (-1: the batch's x; -2: zero, one number)."""
-
-    modules: tuple[nn.Module, ...]
-    reads: tuple[tuple[int, int], ...]
-    left: tuple[int, ...]
-    side: int
-
-    def text(self) -> str:
-        lines = [
-            f"v{k} = {type(m).__name__} {getattr(m, 'kind', '')}({', '.join(f'v{r}' for r in reads)})"
-            for k, (m, reads) in enumerate(zip(self.modules, self.reads, strict=True))
-        ]
-        return "\n".join([*lines, f"loss of {self.left} and {self.side}"])
+        return STEPS[self.kind](self, batch, x, y)
 
 
 class Anywhere(nn.Module):
-    """The model of a drawing."""
+    """Steps and, of each, the values that it reads (-1: the batch's x; -2: zero, one number). The loss is of
+    `left` and of `side`."""
 
-    def __init__(self, drawn: Drawn) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.drawn = drawn
-        self.steps = nn.ModuleList(drawn.modules)
-        self.head = nn.Parameter(
-            torch.linspace(-1.0, 1.0, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, -1)
-        )
+        self.steps = nn.ModuleList()
+        self.reads: list[tuple[int, int]] = []
+        self.left: list[int] = []
+        self.side = -2
+        numbers = torch.linspace(-1.0, 1.0, WIDTH * WIDTH, dtype=torch.float64)
+        self.head = nn.Parameter(numbers.view(WIDTH, -1))
+
+    def add(self, kind: str, *of: int, weight: nn.Parameter | None = None) -> int:
+        self.steps.append(Step(kind, weight))
+        self.reads.append((of[0], of[-1]))
+        return len(self.steps) - 1
 
     def forward(self, batch: Batch) -> Tensor:
         values: dict[int, Tensor] = {-1: batch["x"], -2: batch["x"].new_zeros(())}
-        for at, (step, reads) in enumerate(zip(self.steps, self.drawn.reads, strict=True)):
+        for at, (step, reads) in enumerate(zip(self.steps, self.reads, strict=True)):
             values[at] = step(batch, *(values[read] for read in reads))
-        last = sum(values[at] for at in self.drawn.left)
+        last = sum(values[at] for at in self.left)
         of_labels = F.cross_entropy(F.linear(last, self.head), batch["labels"])
-        return of_labels + 0.1 * values[self.drawn.side]
+        return of_labels + 0.1 * values[self.side]
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -184,13 +151,11 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 def draw_model(draw: Random) -> Anywhere:
     """A model of 6 to 14 steps; all values are read."""
-    modules: list[nn.Module] = []
-    reads: list[tuple[int, int]] = []
+    model = Anywhere()
     weights: list[nn.Parameter] = []
     plain = [-1]
     special: list[tuple[int, str]] = []
     unread: list[int] = []
-    side = -2
 
     def pick() -> int:
         """A value, more often a late one, or one that nothing reads yet."""
@@ -199,70 +164,57 @@ def draw_model(draw: Random) -> Anywhere:
             unread.remove(at)
         return at
 
-    def add(module: nn.Module, *of: int) -> int:
-        modules.append(module)
-        reads.append((of[0], of[-1]))
-        return len(modules) - 1
-
-    def made(at: int) -> None:
-        plain.append(at)
-        unread.append(at)
+    def add(kind: str, *of: int, weight: nn.Parameter | None = None) -> None:
+        plain.append(model.add(kind, *of, weight=weight))
+        unread.append(plain[-1])
 
     for _ in range(draw.randint(6, 14)):
         kind = draw.choice(("weighted", "weighted", "plain", "makes", "reads", "side"))
         if kind == "weighted":
-            shared = weights and draw.random() < 0.4
-            weight = draw.choice(weights) if shared else _weight(draw)
-            if not shared:
-                weights.append(weight)
-            made(add(Weighted(weight, draw.choice(WEIGHTED)), pick(), pick()))
+            if not weights or draw.random() < 0.6:
+                weights.append(_weight(draw))
+            add(draw.choice(WEIGHTED), pick(), pick(), weight=draw.choice((weights[-1], *weights)))
         elif kind == "plain":
-            made(add(Plain(draw.choice(tuple(PLAIN))), pick(), pick()))
+            add(draw.choice(PLAIN), pick(), pick())
         elif kind == "makes":
             what = draw.choice(tuple(SPECIAL))
-            special.append((add(Special(what, False), pick()), what))
+            special.append((model.add(f"make {what}", pick()), what))
         elif kind == "reads" and special:
             at, what = draw.choice(special)
-            made(add(Special(what, True), pick(), at))
+            add(f"read {what}", pick(), at)
         elif kind == "side":
-            side = add(Side(), pick(), side)
+            model.side = model.add("side", pick(), model.side)
     for at, what in special:
-        if not any(read == at for of in reads for read in of):
-            made(add(Special(what, True), pick(), at))
-    return Anywhere(Drawn(tuple(modules), tuple(reads), tuple(unread or plain[-1:]), side))
+        if not any(at in of for of in model.reads):
+            add(f"read {what}", pick(), at)
+    model.left = unread or plain[-1:]
+    return model
 
 
 def _weight(draw: Random) -> nn.Parameter:
     numbers = torch.Generator().manual_seed(draw.randrange(2**31))
-    held = torch.randn(WIDTH, WIDTH, generator=numbers, dtype=torch.float64) * 0.6
-    return nn.Parameter(held, requires_grad=draw.random() < 0.9)
+    values = torch.randn(WIDTH, WIDTH, generator=numbers, dtype=torch.float64) * 0.6
+    return nn.Parameter(values, requires_grad=draw.random() < 0.9)
 
 
 def all_kinds() -> tuple[Anywhere, str]:
     """A model in which values of every kind are made, then read, and the name of the first step that reads
     one: cut there, all kinds cross."""
-    modules: list[nn.Module] = [Weighted(_weight(Random(1)), "linear")]
-    reads: list[tuple[int, int]] = [(-1, -1)]
-    for kind in SPECIAL:
-        modules.append(Special(kind, False))
-        reads.append((0, 0))
-    side = len(modules)
-    modules.append(Side())
-    reads.append((0, -2))
-    first = last = len(modules)
-    modules.append(Weighted(_weight(Random(2)), "two"))
-    reads.append((0, 0))
-    for at, kind in enumerate(SPECIAL):
-        modules.append(Special(kind, True))
-        reads.append((last, at + 1))
-        last += 1
-    modules.append(Side())
-    reads.append((last, side))
-    return Anywhere(Drawn(tuple(modules), tuple(reads), (last,), last + 1)), f"steps.{first}"
+    model = Anywhere()
+    model.add("linear", -1, weight=_weight(Random(1)))
+    made = {kind: model.add(f"make {kind}", 0) for kind in SPECIAL}
+    side = model.add("side", 0, -2)
+    first = last = model.add("two", 0, weight=_weight(Random(2)))
+    for kind, at in made.items():
+        last = model.add(f"read {kind}", last, at)
+    model.left, model.side = [last], model.add("side", last, side)
+    return model, f"steps.{first}"
 
 
 def one_read_late() -> Anywhere:
     """Three layers and, before the last, a step whose backward alone reads what the first has made."""
-    layers = [Weighted(_weight(Random(seed)), "linear") for seed in range(3)]
-    modules = (layers[0], layers[1], Plain("late"), layers[2])
-    return Anywhere(Drawn(modules, ((-1, -1), (0, 0), (1, 0), (2, 2)), (3,), -2))
+    model = Anywhere()
+    for kind, of in (("linear", (-1,)), ("linear", (0,)), ("late", (1, 0)), ("linear", (2,))):
+        model.add(kind, *of, weight=_weight(Random(len(model.steps))) if kind == "linear" else None)
+    model.left = [3]
+    return model

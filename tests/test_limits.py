@@ -25,17 +25,13 @@ COMMANDS = {
         f"reshard --shape 8 --src {HUGE}x1:R --dst 1x1:R",
         "boxes are all listed; give a mesh of fewer",
     ),
-    "the other mesh": (f"reshard --shape 8 --src 1x1:R --dst 1x{HUGE - 1}:R", "boxes are all listed"),
     "digits of a mesh": (f"reshard --shape 8 --src {'9' * 5000}x1:R --dst 1x1:R", "is no mesh and layout"),
     "a size": (f"reshard --shape {'9' * 30} --src 1x1:R --dst 1x1:R", "product has 63 bits at most"),
     "a size below 0": ("reshard --shape=-4 --src 1x1:R --dst 1x1:R", "give sizes from 0"),
     "a rate": (f"reshard --shape 4 --src 1x1:R --dst 1x1:R --rate {'9' * 400}gbit", "expected a number and"),
     "ranks": (f"schedule --family 1f1b --ranks {HUGE} --microbatches 2", "give fewer of one of them"),
-    "microbatches": (f"schedule --family gpipe --ranks 2 --microbatches {HUGE}", "give fewer of one of them"),
     "stages": (f"schedule --family 1f1b --stages {HUGE} --microbatches 2", "give fewer of one of them"),
-    "a search": (f"schedule --family auto --ranks {HUGE} --microbatches 2", "give fewer of one of them"),
     "devices": (f"cluster show h100x{HUGE}", "more than 1,048,576 devices; give fewer"),
-    "digits of devices": (f"cluster show h100x{'9' * 5000}", "more than 1,048,576 devices"),
 }
 
 

@@ -28,12 +28,12 @@ from stretto.models.gpt import next_token_loss
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import FAMILIES
 from stretto.schedule.list_schedule import list_orders
 from stretto.verifying import verify
 from tests.runtime.equality import Result, assert_equal, gpt, job_of, made_up_costs, plain, tokens
 from tests.runtime.strict import run_strictly
-from tests.synthetic import make_costs, make_job
+from tests.synthetic import make_job
 
 LAYERS, COLUMNS = 7, 6
 STAGES, MICROBATCHES = range(2, 9), (1, 2, 3)
@@ -112,18 +112,6 @@ def test_all(family: str) -> None:
             check(family, ranks, microbatches, text, overlap)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plans_as_users_make_them(family: str) -> None:
-    """With windows, orders and messages of planning's own choice; bitwise the same, as the cut is."""
-    draw = Random(f"plans {family}")
-    for _, ranks, _, microbatches, text in draw.sample(list(cases(family)), 6):
-        job = job_for(family, ranks, microbatches, text)
-        plan = make_plan(job, made_up_costs(job))
-        found = run_strictly(plan, model(), tokens(microbatches, columns=COLUMNS))
-        assert_equal(found, expected(microbatches), 1e-10)
-
-
 @pytest.mark.parametrize("stage_map", [loop, v])
 @pytest.mark.parametrize(
     ("ranks", "each"),
@@ -194,45 +182,3 @@ def test_stages_that_a_family_cannot_share_out(family: str) -> None:
             assert not [n for n in nearer if ranks is not None and ranks in ways(family, n)]
             refused += 1
     assert refused
-
-
-def proved(family: str, ranks: int, each: int, microbatches: int, **limits: int) -> None:
-    """The family's schedule, over a chain of stages."""
-    schedule = make_schedule(family, ranks, microbatches, virtual_stages=each, **limits)  # type: ignore[arg-type]
-    job = make_job(ranks * each, microbatches)
-    for overlap in ("off", "local"):
-        verify(lower(job, schedule, make_costs(job), overlap=overlap))  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_groups_of_microbatches() -> None:
-    """Each is proved, or refused with one that is."""
-    seen = {True: 0, False: 0}
-    for family in (name for name, one in FAMILIES.items() if one.groups):
-        for ranks, each, microbatches in ((2, 2, 3), (3, 2, 4), (4, 2, 5), (2, 4, 3), (4, 3, 5)):
-            for group in range(1, microbatches + 2):
-                try:
-                    proved(family, ranks, each, microbatches, group=group)
-                    seen[True] += 1
-                except UsageError as error:
-                    seen[False] += 1
-                    found = re.search(r"Give (\d+), or no group", str(error))
-                    assert found is not None
-                    proved(family, ranks, each, microbatches, group=int(found[1]))
-    assert min(seen.values()) > 0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_limits_of_live_microbatches(family: str) -> None:
-    """Each is proved, or refused with the least that is."""
-    each = places_of(family).usual
-    for ranks, microbatches in ((2, 3), (3, 2)):
-        for limit in range(1, microbatches + 2):
-            least = limit
-            try:
-                make_schedule(family, ranks, microbatches, max_live=limit)
-            except UsageError as error:
-                found = re.search(r"its minimum is (\d+)", str(error))
-                assert found is not None
-                least = int(found[1])
-            proved(family, ranks, each, microbatches, max_live=least)

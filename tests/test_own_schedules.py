@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.ir.stage_maps import PLACES
 from stretto.models.gpt import next_token_loss
-from stretto.planning.make_plan import make_plan
-from stretto.verifying import verify
 from tests.clusters import cores
 from tests.runtime.equality import (
     assert_equal,
@@ -26,47 +22,20 @@ from tests.runtime.equality import (
     run,
     tokens,
 )
-from tests.synthetic import make_costs, make_job
 
-REFUSED = {
-    "other stages": (
-        {"pp": 4},
-        {},
-        "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n",
-        "has 2 stages, but the job has 4",
-    ),
-    "a rank without actions": (
-        {"pp": 3},
-        {"stages": 2},
-        "0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n",
-        "rank 1 of the schedule 'csv' has no stage",
-    ),
-    "a deadlock": ({"pp": 2}, {}, "0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n", "1F1"),
-    "stages that a family cannot have": (
-        {"pp": 2, "schedule": "zb-v", "virtual_stages": 3},
-        {},
-        "",
-        "'zb-v' has 2 stages a rank, not virtual_stages = 3",
-    ),
-    "more stages than the family has": (
-        {"pp": 2, "schedule": "1f1b", "split": ["blocks.1", "blocks.2", "norm"]},
-        {},
-        "",
-        "schedule '1f1b' has 1 stage a rank",
-    ),
-    "another number of cuts": (
-        {"pp": 2, "virtual_stages": 3, "split": ["blocks.1", "blocks.2", "norm"]},
-        {},
-        "",
-        "makes 4 stages, but pp = 2 and virtual_stages = 3 make 6",
-    ),
-    "stages that ranks cannot share": (
-        {"pp": 2, "schedule": "1f1b"},
-        {"stages": 3},
-        "",
-        "3 stages, and '1f1b' gives each of pp = 2 ranks equally",
-    ),
+SPLIT = ["blocks.1", "blocks.2", "norm"]
+CSVS = {
+    "other stages": (4, None, "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n", "has 2 stages, but the job has 4"),
+    "no actions": (3, 2, "0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n", "rank 1 of the schedule 'csv' has no stage"),
+    "a deadlock": (2, None, "0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n", "1F1"),
 }
+"""Pipeline ranks, stages, the file, and what is said of it."""
+SETTINGS: list[tuple[dict[str, Any], int | None, str]] = [
+    ({"schedule": "zb-v", "virtual_stages": 3}, None, "2 stages a rank, not virtual_stages = 3"),
+    ({"schedule": "1f1b", "split": SPLIT}, None, "schedule '1f1b' has 1 stage a rank"),
+    ({"virtual_stages": 3, "split": SPLIT}, None, "makes 4 stages, .* virtual_stages = 3 make 6"),
+    ({"schedule": "1f1b"}, 3, "3 stages, and '1f1b' gives each of pp = 2 ranks equally"),
+]
 
 
 def planned(settings: dict[str, Any], more: dict[str, Any], microbatches: int = 2) -> stretto.Plan:
@@ -75,21 +44,25 @@ def planned(settings: dict[str, Any], more: dict[str, Any], microbatches: int = 
     return stretto.plan(job, cores())
 
 
-@pytest.mark.parametrize(("settings", "more", "csv", "word"), REFUSED.values(), ids=list(REFUSED))
-def test_what_cannot_run_is_refused_before_it_runs(
-    settings: dict[str, Any], more: dict[str, Any], csv: str, word: str, tmp_path: Path
-) -> None:
-    if csv:
-        path = tmp_path / "own.csv"
-        path.write_text(csv)
-        settings = {**settings, "schedule": str(path)}
+@pytest.mark.parametrize("name", CSVS)
+def test_a_file_that_cannot_run_is_refused_before_it_runs(name: str, tmp_path: Path) -> None:
+    ranks, stages, text, word = CSVS[name]
+    path = tmp_path / "own.csv"
+    path.write_text(text)
     with pytest.raises((stretto.UsageError, stretto.PlanError), match=word):
-        planned(settings, more)
+        planned({"pp": ranks, "schedule": str(path)}, {"stages": stages})
+
+
+@pytest.mark.parametrize(("settings", "stages", "word"), SETTINGS)
+def test_stages_that_ranks_cannot_have_are_refused(
+    settings: dict[str, Any], stages: int | None, word: str
+) -> None:
+    with pytest.raises((stretto.UsageError, stretto.PlanError), match=word):
+        planned({"pp": 2, **settings}, {"stages": stages})
 
 
 def test_a_family_takes_the_stages_that_another_cannot() -> None:
-    split = ["blocks.1", "blocks.2", "norm"]
-    plan = planned({"pp": 2, "schedule": "zb-v", "split": split}, {})
+    plan = planned({"pp": 2, "schedule": "zb-v", "split": SPLIT}, {})
     assert plan.schedule.stage_ranks == (0, 1, 1, 0)
 
 
@@ -101,30 +74,6 @@ def test_settings_reach_the_schedule() -> None:
     assert visited == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]
     model, batch = gpt(True), tokens(5, columns=8)
     assert_equal(run(plan, model, batch), plain(model, batch, next_token_loss), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["interleaved-1f1b", "eager-interleaved-1f1b", "looped-bfs"])
-@pytest.mark.parametrize(("ranks", "each"), [(1, 3), (2, 3), (3, 2), (2, 4)])
-def test_any_number_of_stages_a_rank(family: str, ranks: int, each: int) -> None:
-    model, batch = gpt(True, layers=7).double(), tokens(3, columns=8)
-    parallel = stretto.Parallel(pp=ranks, microbatches=3, virtual_stages=each, schedule=family)
-    plan = stretto.plan(stretto.capture(model, batch, next_token_loss, parallel), cores())
-    assert (plan.ranks, len(plan.job.stages)) == (ranks, ranks * each)
-    assert_equal(run(plan, model, batch), plain(model, batch, next_token_loss), 1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", PLACES)
-def test_few_microbatches_on_two_to_eight_stages_are_proved(family: str) -> None:
-    """With sends that are waited for at once, and with messages that go in the order of their sends."""
-    for ranks in (1, 2, 3, 4):
-        for microbatches in (1, 2, 3):
-            job = replace(make_job(ranks * PLACES[family].usual, microbatches), pp=ranks)
-            for overlap in ("off", "local"):
-                plan = make_plan(job, make_costs(job, latency_us=30.0), schedule=family, overlap=overlap)
-                verify(plan)
-                assert len(plan.orders) == ranks
 
 
 def test_each_rank_reads_only_what_its_stages_use() -> None:

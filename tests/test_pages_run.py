@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.runtime.launch import REPOSITORY, launch
 from tests.train.test_export import LLAMA
 from tests.train.tiny import environment, run, steps_of, write_settings
@@ -46,7 +48,7 @@ def test_a_loop_fine_tunes_a_checkpoint_and_writes_one(
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}")
     data, target = checkpoint.parent / "answers.jsonl", tmp_path / "tuned"
     said = launch(2, EXAMPLES / "finetune.py", str(checkpoint), str(data), str(target), *layout)[0]
-    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step ")]
+    losses = losses_of(said)
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     before, after = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (checkpoint, target))
@@ -157,3 +159,37 @@ def test_the_batch_script_starts_a_torchrun_on_each_node(tmp_path: Path) -> None
     assert made.returncode == 0, made.stderr
     assert made.stdout.count("held-out loss") == 1
     assert len(steps_of(tmp_path / "run")) == 2
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_readme(tmp_path: Path) -> None:
+    out = tmp_path / "overlap.svg"
+    assert f"wrote {out}" in python(EXAMPLES / "overlap_picture.py", out)
+    drawn = out.read_text()
+    assert "1F1B, every message waited for at once" in drawn
+    assert "Stretto: ZB-H2, messages under computation" in drawn
+
+
+@pytest.mark.slow  # `tests/tensor` trains such models on threads and on processes
+def test_two_meshes_train() -> None:
+    outputs = launch(4, EXAMPLES / "two_meshes.py")
+    losses = losses_of(outputs[2])
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert not any("step" in outputs[rank] for rank in (0, 1, 3))
+
+
+@pytest.mark.slow  # `tests/saving` reads every layout's under every other, on threads
+def test_saved_under_one_layout_and_loaded_under_others(tmp_path: Path) -> None:
+    def losses(place: Path, *layout: str) -> list[float]:
+        ranks = math.prod(int(word.split("=")[1]) for word in layout)
+        return losses_of(launch(ranks, EXAMPLES / "save_and_load.py", str(place), *layout)[0])
+
+    straight = [loss for _ in range(4) for loss in losses(tmp_path / "one", "pp=1")]
+    layouts = (["tp=2"], ["pp=2"], ["pp=2", "tp=2"], ["dp=2"])
+    found = [loss for words in layouts for loss in losses(tmp_path / "many", *words)]
+    assert found == pytest.approx(straight, rel=1e-4)
+    plain = GPT(GPTConfig(64, layers=2, hidden=32, heads=4, context=16, tie_embeddings=True), seed=1)
+    plain.load_state_dict(torch.load(tmp_path / "many.pt"))
+    tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(0))
+    assert float(next_token_loss(plain, tokens)) < straight[-1]

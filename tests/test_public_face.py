@@ -9,7 +9,6 @@ import pydoc
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -93,17 +92,12 @@ def test_the_example_trains(ran: tuple[Path, list[str]]) -> None:
 
 
 def test_what_it_prints(ran: tuple[Path, list[str]]) -> None:
-    _, outputs = ran
+    folder, outputs = ran
     for text in outputs:
         assert "eager-1f1b, 2 stages on 2 ranks, 8 microbatches" in text
         for word in ("predicted", "measured", "exposed", "bubble", "bound", "gap"):
             assert re.search(word, text), word
-        assert "Traceback" not in text
         assert "Warning" not in text
-
-
-def test_its_plan_file_is_the_plan(ran: tuple[Path, list[str]]) -> None:
-    folder, _ = ran
     plan = stretto.load_plan(folder / "plan.json")
     stretto.verify(plan)
     assert plan.costs.source.endswith("2 ranks at once")
@@ -136,28 +130,12 @@ def test_help_shows_fields_on_one_screen(kind: type[Any]) -> None:
         assert internal not in text
 
 
-def test_a_cluster_is_described_by_who_has_it() -> None:
-    with pytest.raises(stretto.UsageError, match=r"peak_tflops: is missing.*link_gbps: is missing"):
-        stretto.Cluster(memory_gbps=3350)
-    by_dtype = stretto.Cluster(peak_tflops={"bfloat16": 989, "float32": 67}, memory_gbps=3350, link_gbps=50)
-    assert by_dtype.flops_per_us("bfloat16") == 989e6
-    assert by_dtype.flops_per_us("float64") == by_dtype.flops_per_us("float32") == 67e6
-
-
-def test_functions_stay_where_their_modules_are_imported() -> None:
-    for function, room in (("capture", "capturing"), ("simulate", "simulating"), ("verify", "verifying")):
-        module = import_module(f"stretto.{room}")
-        assert getattr(stretto, function) is getattr(module, function)
-
-
-def test_simulating_loads_no_writer_of_traces() -> None:
-    code = "import stretto, sys; stretto.simulate; print('perfetto' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"]
-
-
 def test_importing_it_is_quiet_and_starts_nothing() -> None:
-    code = "import stretto, torch.distributed as d; assert not d.is_initialized(); print(stretto.__version__)"
+    """`stretto.simulate` loads no writer of traces."""
+    code = (
+        "import stretto, sys, torch.distributed as d; assert not d.is_initialized(); stretto.simulate; "
+        "assert 'perfetto' not in sys.modules; print(stretto.__version__)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == stretto.__version__
     assert done.stderr == ""

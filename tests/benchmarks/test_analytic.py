@@ -12,7 +12,6 @@ from benchmarks.analytic import (
     backward_of,
     layer_forward,
     megatron_flops,
-    padded_vocab,
     step_time,
 )
 
@@ -37,11 +36,6 @@ def test_a_layer_does_the_arithmetic_that_megatron_counts() -> None:
     assert sum(work.dims.flops for work in backward_of(forward) if work.dims) == 2 * flops
 
 
-def test_ranks_share_a_layers_arithmetic() -> None:
-    whole, part = (sum(work.dims.flops for work in layer_forward(MODEL, tp, 1) if work.dims) for tp in (1, 4))
-    assert part == whole / 4
-
-
 def test_megatrons_count_is_the_formula_of_the_paper() -> None:
     s, n, h, v = MODEL.seq, MODEL.layers, MODEL.hidden, MODEL.vocab
     paper = 96 * 7 * s * n * h**2 * (1 + s / (6 * h) + v / (16 * n * h))
@@ -50,37 +44,12 @@ def test_megatrons_count_is_the_formula_of_the_paper() -> None:
     assert megatron_flops(MODEL, 7, recompute=False) == pytest.approx(without, rel=1e-12)
 
 
-def test_a_vocabulary_is_padded_only_when_ranks_share_it() -> None:
-    assert padded_vocab(50257, 1) == 50257
-    assert padded_vocab(50257, 2) * 2 == 50432  # a multiple of 256
-    assert padded_vocab(51200, 8) == 6400
-
-
-def test_without_recomputation_a_step_is_faster() -> None:
-    assert predict(layout=replace(LAYOUT, recompute=False)).total_us < 0.85 * predict().total_us
-
-
 def test_the_bubble_shrinks_with_microbatches() -> None:
     few, many = (predict(layout=replace(LAYOUT, global_batch=batch)) for batch in (16, 256))
     assert few.bubble_us / few.pipeline_us > 0.1
     assert many.bubble_us / many.pipeline_us < 0.05
     one = predict(layout=replace(LAYOUT, pp=1, global_batch=64))
     assert one.bubble_us == pytest.approx(0.0, abs=1e-6 * one.pipeline_us)
-
-
-def test_only_axes_of_more_than_one_communicate() -> None:
-    alone = predict(layout=TrainLayout(1, 1, 1, 2, 32, True))
-    assert (alone.tp_us, alone.dp_us) == (0.0, 0.0)
-    both = predict()
-    assert both.tp_us > 0
-    assert both.dp_us > 0
-
-
-def test_tensor_parallelism_across_nodes_is_dear() -> None:
-    big = Transformer(30, 3072, 32, 2048, 50257)
-    within, across = (predict(big, TrainLayout(tp, 1, 64 // tp, 16, 512, True)) for tp in (8, 16))
-    assert across.tp_us > 1.5 * within.tp_us
-    assert across.total_us > 1.5 * within.total_us
 
 
 def test_layouts_that_do_not_come_out_even_are_refused() -> None:

@@ -79,12 +79,6 @@ def test_figures_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_script_takes_its_own_arguments() -> None:
-    done = CliRunner().invoke(bench, ["grid", "--compare", "one.json"])
-    assert done.exit_code == 2
-    assert "expected 2 arguments" in done.output
-
-
 @pytest.mark.slow
 def test_the_table_of_described_experts(capsys: pytest.CaptureFixture[str]) -> None:
     moe_described.main(["2"])

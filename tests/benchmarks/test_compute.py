@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks import compute as bench
 from stretto.config import GPTSettings
-from stretto.errors import RunError, UsageError
-from stretto.models.build import build_model
+from stretto.errors import RunError
 
 
 @pytest.mark.slow
@@ -55,16 +53,3 @@ def test_systems_that_disagree_void_the_race() -> None:
     }
     with pytest.raises(RunError, match=r"other differs from torch eager in (weight|loss) by 1.0e-03"):
         bench._compare(model, systems)
-
-
-def test_models_have_room_for_the_sequence() -> None:
-    for name in bench.MODELS:
-        with torch.device("meta"), torch.no_grad():
-            model = build_model(bench.ComputeCell(name, 1, sequence=320).settings, 16, seed=0)
-            out = model(torch.zeros(1, 320, dtype=torch.int64))
-        assert getattr(out, "logits", out).shape[:2] == (1, 320)
-
-
-def test_an_unknown_model_is_told_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown model 'bert'; known are gpt 512"):
-        bench.compute(["bert"], [1], 5, tmp_path)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.commands import bench
-from benchmarks.moe import AUTO, SERIAL, SHAPES, SYSTEMS, VERSION, Cuts, MoeRace, races
+from benchmarks.moe import AUTO, SERIAL, SYSTEMS, MoeRace
 from benchmarks.moe_model import EvenRouter, under_experts
 from benchmarks.tables import moe_table
-from typer.testing import CliRunner
 
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.plan import ItemKind, Plan
@@ -72,22 +68,6 @@ def test_a_probe_finds_the_work_of_a_microbatch(tmp_path: Path) -> None:
     assert work["collective_us"] > 0
 
 
-@pytest.mark.lab
-@pytest.mark.slow
-def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPES, 2, MoeRace(ep=2, **SMALL))
-    out = tmp_path / "moe.json"
-    done = CliRunner().invoke(
-        bench, ["moe", "--rate", "200mbit", "--routing", "balanced", "--json", str(out)]
-    )
-    assert done.exception is None, done.output
-    read = json.loads(out.read_text())
-    assert read["version"] == VERSION
-    (race,) = read["races"]
-    check(race)
-    assert race["setup"]["rate"] == race["setup"]["asked_rate"] == "200mbit"
-
-
 def test_the_even_router_gives_each_expert_of_every_chunk_the_same() -> None:
     router = EvenRouter(MoEConfig(vocab_size=1, layers=1, hidden=8, heads=2, context=64, experts=8, top_k=2))
     torch.nn.init.normal_(router.weight)
@@ -141,26 +121,3 @@ def test_only_experts_run_under_their_all_to_alls(slices: int, routing: str) -> 
                 overlapped += 1
         assert not under_way, window.name
     assert overlapped > 0, "slices run under each other"
-
-
-def test_slices_under_experts_are_faster_than_none() -> None:
-    def predicted_us(slices: int) -> float:
-        prediction = mlp_only(slices)[0].prediction
-        assert prediction is not None
-        return prediction.step_us
-
-    assert predicted_us(2) < predicted_us(1)
-
-
-# --- the command --------------------------------------------------------------------------------------
-
-
-def test_races_are_the_documented_work() -> None:
-    found = races(["50mbit", "balanced"], [2, 4], ["balanced", "router"], rounds=5)
-    assert len(found) == 8
-    assert all(s.world == s.ep for s in found)
-    assert {(s.hidden, s.experts, s.top_k, s.dtype) for s in found} == {(512, 8, 2, "float32")}
-    assert {(s.ep, s.sequence) for s in found} == {(2, 1024), (4, 512)}
-    assert {s.rounds for s in found} == {5}
-    assert MoeRace(**asdict(found[0])) == found[0]
-    assert {system.cuts for system in SYSTEMS.values()} > {Cuts(), Cuts(chunks=2), Cuts(chunks=4)}

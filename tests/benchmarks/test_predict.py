@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.commands import bench
 from benchmarks.predict import SHAPES, CellResult, GridCell, GridLab, grid, run_cell, run_grid
 from benchmarks.racing import keep_run
-from typer.testing import CliRunner
 
 from benchmarks import predict
-from stretto.errors import RunError, UsageError
+from stretto.errors import RunError
 from stretto.ir.serialize import load_plan
 from stretto.lab import Lab
 from stretto.report.rundir import load_run
@@ -49,50 +47,6 @@ def test_what_was_measured_before_a_lab_failed_is_kept(
     assert kept[0]["summary"]["worst_step_difference_pct"] == pytest.approx(100 / 95 * 100 - 100)
     assert kept[0]["summary"]["worst_peak_difference_pct"] == pytest.approx(-20.0)
     json.dumps(kept[0])
-
-
-def test_after_the_last_lab_cells_stand_in_the_grids_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    labs(monkeypatch)
-    kept: list[dict[str, Any]] = []
-    mixed = [CELLS[at] for at in (0, 2, 1, 3)]
-    result = run_grid(mixed, 3, tmp_path, lambda text: None, kept.append)
-    assert [row["cell"] for row in result["rows"]] == list(map(str, mixed))
-    assert [len(one["rows"]) for one in kept] == [2, 4]
-    assert result["setup"]["rounds"] == 3
-
-
-def test_the_layouts_that_are_asked_for_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[GridCell] = []
-
-    def run(cells: list[GridCell], *_: Any) -> dict[str, Any]:
-        asked.extend(cells)
-        return {"rows": [], "summary": {}}
-
-    monkeypatch.setattr(predict, "run_grid", run)
-    done = CliRunner().invoke(bench, ["predict", "--pp", "2", "--tp", "1,2", "--rates", "1gbit"])
-    assert done.exit_code == 0, done.output
-    assert {(cell.pp, cell.tp, cell.rate) for cell in asked} == {(2, 1, "1gbit"), (2, 2, "1gbit")}
-
-
-def test_what_ran_is_kept_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path] = []
-
-    def run(cells: list[GridCell], rounds: int, folder: Path, *_: Any) -> dict[str, Any]:
-        asked.append(folder)
-        return {"rows": [], "summary": {}}
-
-    monkeypatch.setattr(predict, "run_grid", run)
-    wanted = tmp_path / "kept" / "here"
-    assert CliRunner().invoke(bench, ["predict", "--keep", str(wanted)]).exit_code == 0
-    assert asked == [wanted.resolve()]
-    assert wanted.is_dir()
-    (tmp_path / "file").write_text("")
-    refused = CliRunner().invoke(bench, ["predict", "--keep", str(tmp_path / "file")])
-    assert isinstance(refused.exception, UsageError)
-    assert "--keep" in str(refused.exception)
-    assert asked == [wanted.resolve()], "refused before the first lab"
 
 
 def test_the_grid_has_every_layout_and_rate() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.tables import tensor_table
-from benchmarks.tensor import MODES, SHAPES, TORCH, TensorRace, races
+from benchmarks.tensor import MODES, TORCH
 
 from stretto.report.rundir import load_run
 from tests.benchmarks.small_race import checked_rows
@@ -76,15 +75,3 @@ def test_a_probe_finds_the_work_of_every_rank(tmp_path: Path) -> None:
     assert work["wire_bytes"] < 1.1 * (2 + 4 * layers) * rows_nbytes
     assert work["compute_us"] > 0
     assert work["collective_us"] > 0
-
-
-def test_races_are_the_documented_work() -> None:
-    found = races(["50mbit", "balanced"], [1024, 2048], [1, 2], sequence_parallel=True, rounds=7)
-    assert len(found) == 8
-    assert {(s.hidden, s.layers, s.microbatch) for s in found} == {(1024, 3, 2), (2048, 2, 1)}
-    assert {(s.sequence, s.microbatches, s.tp, s.dtype) for s in found} == {(256, 8, 2, "float32")}
-    assert {s.world for s in found} == {2, 4}
-    assert all(s.sequence_parallel and s.rounds == 7 for s in found)
-    assert SHAPES[1024].cuts == ()
-    assert {s.cuts for s in found if s.pp == 2} == {(2,), (1,)}
-    assert TensorRace(**asdict(found[0])) == found[0]

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmarks.commands import bench
 from benchmarks.labs import balanced_rate
 from benchmarks.tables import unet_table
 from benchmarks.torch_unet import SCHEDULES, After, Before
-from benchmarks.unet import BLOCKING, SYSTEMS, TORCH, VERSION, UNetRace, squared_error
+from benchmarks.unet import BLOCKING, SYSTEMS, TORCH, UNetRace, squared_error
 from torch import nn
-from typer.testing import CliRunner
 
-from benchmarks import racing, unet
-from stretto.errors import RunError, UsageError
 from stretto.report.rundir import load_run
 from tests.benchmarks.small_race import checked_rows, run_small
 
@@ -61,21 +56,6 @@ def test_a_probe_finds_forwards_and_what_crosses(tmp_path: Path) -> None:
     assert 8 * places[0]["message_bytes"] / mbit == pytest.approx(forward_us, rel=0.05)
 
 
-@pytest.mark.lab
-@pytest.mark.slow
-def test_the_command_in_a_lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs_diffusers()
-    monkeypatch.setattr(unet, "UNetRace", lambda **given: UNetRace(**{**SMALL, **given}))
-    out = tmp_path / "unet.json"
-    done = CliRunner().invoke(bench, ["unet", "--rate", "200mbit", "--rounds", "3", "--json", str(out)])
-    assert done.exception is None, done.output
-    read = json.loads(out.read_text())
-    assert read["version"] == VERSION
-    (race,) = read["races"]
-    check(race)
-    assert race["setup"]["rate"] == race["setup"]["asked_rate"] == "200mbit"
-
-
 def test_the_two_halves_for_pytorch_are_the_whole() -> None:
     needs_diffusers()
     model, batch = UNetRace(**{**SMALL, "microbatches": 2}).build()
@@ -94,16 +74,3 @@ def test_the_two_halves_for_pytorch_are_the_whole() -> None:
     assert held == set(model.parameters()), "each parameter is on one of them"
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-12)
-
-
-def test_a_race_with_another_loss_is_void() -> None:
-    racing.check_loss(TORCH, 2.0, 2.0)
-    with pytest.raises(RunError, match=r"the loss of torch 1f1b is 2\.1, the plain model's 2.0"):
-        racing.check_loss(TORCH, 2.1, 2.0)
-
-
-def test_without_diffusers_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unet, "find_spec", lambda name: None)
-    result = CliRunner().invoke(bench, ["unet"])
-    assert isinstance(result.exception, UsageError)
-    assert "pip install 'stretto[diffusion]'" in str(result.exception)

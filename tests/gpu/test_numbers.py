@@ -5,7 +5,6 @@ All ranks are threads of this process and share one device, so that any layout c
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import stretto
+from stretto.backend import grouped_adapter
 from stretto.config import Parallel
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from tests.clusters import cores
-from tests.parallelize.test_experts import together
+from tests.parallelize.equality import assert_plan_is_plain
 
 pytestmark = pytest.mark.gpu
 
 VOCAB, CONTEXT, ROWS = 64, 32, 8
-Grads = dict[str, Tensor]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -51,27 +50,12 @@ def batch() -> Tensor:
     return made.cuda()
 
 
-def plain(model: nn.Module, loss: Any, pieces: int) -> tuple[Tensor, Grads]:
-    own = copy.deepcopy(model)
-    parts = [loss(own, part) for part in batch().chunk(pieces)]
-    total = torch.stack([part for part, _ in parts]).sum() / sum(int(count) for _, count in parts)
-    total.backward()
-    return total.detach(), {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
-
-
 def assert_equals(model: nn.Module, loss: Any, parallel: Parallel, dtype: torch.dtype) -> None:
     model = model.to("cuda", dtype)
     job = stretto.capture(model, batch(), loss=loss, parallel=parallel)
     assert job.device == "cuda"
     plan = stretto.plan(job, cores(latency_us=20.0, link_gbps=0.05))
-    got, grads = together(plan, model, batch())
-    want, wanted = plain(model, loss, parallel.microbatches * parallel.dp)
-    tolerance = TOLERANCE[dtype]
-    assert abs(float(got) - float(want)) <= tolerance * abs(float(want))
-    assert grads.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        off = float((grads[name].double() - grad.double()).norm())
-        assert off <= tolerance * max(float(grad.double().norm()), 1e-3), (name, off)
+    assert_plan_is_plain(plan, model, loss, batch(), TOLERANCE[dtype], least=1e-3)
 
 
 LAYOUTS = [
@@ -115,3 +99,24 @@ def test_experts(parallel: Parallel, capacity: float | None) -> None:
 def test_experts_in_half_precision(capacity: float | None) -> None:
     """Dropless experts have one kernel for all groups."""
     assert_equals(moe(capacity), moe_token_sum, WITH_EXPERTS[-2], torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_grouped_products(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    ends = torch.tensor([5, 5, 21, 24], device="cuda")
+    x = torch.randn(32, 48, device="cuda", dtype=dtype, requires_grad=True)
+    w = torch.randn(4, 48, 64, device="cuda", dtype=dtype, requires_grad=True)
+    made = grouped_adapter.grouped_mm(x, w, ends)
+    g = torch.randn_like(made)
+    made.backward(g)
+    got = made.detach(), x.grad, w.grad
+    x2, w2 = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    parts = x2[:24].split([5, 0, 16, 3])
+    want = torch.cat([part @ w2[k] for k, part in enumerate(parts)] + [x2.new_zeros(8, 64)])
+    want.backward(g.double())
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for one, other in zip(got, (want.detach(), x2.grad, w2.grad), strict=True):
+        assert one is not None
+        assert other is not None
+        assert (one.double() - other).norm() <= tolerance * other.norm()

@@ -39,11 +39,6 @@ def test_a_collective_comes_back(transport: TorchTransport, kind: str) -> None:
     assert torch.equal(result, expected)
 
 
-def test_the_stream_has_high_priority(transport: TorchTransport) -> None:
-    group = transport._group("tp")
-    assert group._get_backend(torch.device("cuda")).options.is_high_priority_stream
-
-
 def test_a_collective_is_recorded_and_replayed(transport: TorchTransport) -> None:
     """As `stretto.runtime.step_graph` records a step with communication."""
     value = torch.zeros(1024, device="cuda")

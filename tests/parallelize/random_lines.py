@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 NAMES: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "math": math}
 """What the lines may use, beside `self` and what they are given."""
@@ -21,59 +21,36 @@ def _rows(text: str) -> tuple[str, ...]:
 
 POINTWISE = _rows("""
     {a}.relu()
-    {a}.sigmoid()
     torch.tanh({a})
     F.gelu({a})
-    F.silu({a})
     -{a}
     {a} * 0.5
     {a}.clone()
-    {a}.contiguous()
-    {a}.double()
-    F.dropout({a}, 0.0)
     {a}.detach() * {a}
     torch.where({a} > 0, {a}, 0.1 * {a})
     {a}.clamp(-1.5, 1.5)
-    ({a}.abs() + 1).log()
-    {a}.square()
     {a} * torch.full_like({a}, 0.7)
     {a} + torch.zeros({a}.shape, dtype={a}.dtype)
-    {a} + 0.25
     {a} * torch.ones({a}.shape[-1], dtype={a}.dtype)
     {a}.masked_fill({a} < -1, 0.5)
-    {a} ** 3
-    {a}.to({a}.dtype)
-    torch.zeros_like({a}) + {a}
-    {a} * {a}.sigmoid()
     F.relu({a} * 1, inplace=True)
 """)
 """Right on any part."""
 
 ALONG = _rows("""
     {a}.softmax({d})
-    {a}.log_softmax({d})
     {a}.cumsum({d})
     {a} - {a}.mean({d}, keepdim=True)
     {a} * {a}.sum({d}, keepdim=True)
-    {a} / (1 + {a}.var({d}, keepdim=True))
     {a}.flip({d})
     {a} / (1 + {a}.norm(dim={d}, keepdim=True))
-    {a} - {a}.amax({d}, keepdim=True)
     {a}.roll(1, {d})
-    F.normalize({a}, dim={d})
     torch.stack(({a}, 2 * {a}), {d}).mean({d})
-    {a}.sort({d}).values
     torch.cat(({a}, -{a}), {d}).narrow({d}, 1, {a}.shape[{d}])
-    {a} / {a}.shape[{d}]
     {a} * {a}.shape[{d}] ** -0.5
     sum({a}.unbind({d})).unsqueeze({d}) + {a}
-    {a}.logcumsumexp({d})
     torch.cat({a}.chunk(2, {d})[::-1], {d})
-    torch.cat({a}.split({a}.shape[{d}] // 2, {d}), {d}) * 2
-    {a}.index_select({d}, torch.arange({a}.shape[{d}] - 1, -1, -1))
     {a} * {a}.argmax({d}, keepdim=True)
-    {a} + {a}.narrow({d}, 0, 1)
-    {a}.gather({d}, torch.zeros_like({a}, dtype=torch.long))
     torch.movedim({a}, {d}, -1).contiguous().movedim(-1, {d})
     {a} * {a}.numel() ** -0.5
 """)
@@ -82,30 +59,15 @@ ALONG = _rows("""
 LAST = _rows("""
     {a} * torch.arange({a}.shape[-1], dtype={a}.dtype).cos()
     F.layer_norm({a}, {a}.shape[-1:])
-    {a} + torch.linspace(0, 1, {a}.shape[-1], dtype={a}.dtype)
-    F.rms_norm({a}, {a}.shape[-1:])
-    {a} * torch.eye({a}.shape[-1], dtype={a}.dtype)[0]
     {a}.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
-    {a}.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
     {a}.view(*{a}.shape[:-1], -1, 2).sum(-1, keepdim=True).expand(*{a}.shape[:-1], -1, 2).flatten(-2)
     {a}.unflatten(-1, (-1, 4)).softmax(-1).flatten(-2)
-    {a}.view(*{a}.shape[:-1], 2, -1).mean(-2).repeat_interleave(2, -1)
-    F.pad({a}[..., 1:], (0, 1))
-    {a}.unflatten(-1, (-1, 2)).cumsum(-1).flatten(-2)
     F.pad({a}[..., :-1], (1, 0))
-    {a} * F.one_hot({a}.argmax(-1), {a}.shape[-1])
-    {a}.reshape({a}.shape[0], -1).cumsum(-1).view({a}.shape)
-    {a} * {a}.mean()
-    {a} - {a}.max()
     {a} / (1 + {a}.norm())
-    {a}.flatten().softmax(0).view({a}.shape)
     {a}.view(-1, {h}).mean(0) + {a}
     {a}[..., :1] * {a}
-    {a}[..., ::2].repeat_interleave(2, -1)
-    torch.nn.functional.glu({a}, -1).repeat(1, 1, 2)
     {a} + torch.zeros({h}, dtype={a}.dtype)
     torch.einsum('bsd,btd->bst', {a}, {a}).softmax(-1) @ {a}
-    {a} @ ({a}.transpose(-1, -2) @ {a})
     torch.einsum('bsd,bse->bde', {a}, {a}).softmax(-1).sum(1, keepdim=True) + {a}
 """)
 """Right where the last dim, of `h`, is whole."""
@@ -113,15 +75,11 @@ LAST = _rows("""
 BINARY = _rows("""
     {a} + {b}
     {a} * {b}
-    {a} - {b}
     torch.where({a} > 0, {a}, {b})
-    torch.lerp({a}, {b}, 0.3)
     torch.maximum({a}, {b})
     torch.addcmul({a}, {b}, {b}, value=0.5)
     {a} + {b}.detach()
     torch.stack(({a}, {b})).sum(0)
-    torch.stack(({a}, {b}), -1).amax(-1)
-    {a}.copysign({b})
     torch.cat(({a}, {b}), 1)[:, ::2]
 """)
 """Right where both are alike."""
@@ -130,14 +88,10 @@ MIXED = _rows("""
     torch.cat(({a}, {b}), -1)
     {a} * {b}[..., :1]
     {a} + {b}.mean(-1, keepdim=True)
-    {a} * {b}.mean()
     {a} @ {b}.transpose(-1, -2) @ {b}
     torch.einsum('bsd,bte->bsd', {a}, {b})
-    torch.outer({a}.flatten(), {b}.flatten())[:4, :4].sum() * {a}
     torch.cat(({a}[..., :2], {b}[..., 2:]), -1)
     {a} + {b}.flip(1)
-    {a} + {b}[:, :1]
-    {a}.mul({b}.sum(-1, keepdim=True))
 """)
 """Of values that need not be alike."""
 
@@ -149,26 +103,19 @@ WRITES = _rows("""
     {a}[:, 0].add_(0.5)
     {a} *= {b}
     {a}.add_({b}, alpha=0.3)
-    {a}.masked_fill_({a} > 1, 0.1)
     {a}.relu_()
-    {a}.transpose(1, 2).neg_()
     {a}[..., 0] = 0.5
     {a}[..., 1:].mul_(2)
     {a}.copy_({b})
-    {a}.index_fill_(1, torch.zeros(1, dtype=torch.long), 0.5)
     {a}[..., -1].fill_(0.3)
-    {a}.view(-1).add_(0.1)
     {a}[:, :, 2:] = {b}[:, :, 2:]
-    {a}.clamp_(-1, 1)
 """)
-"""In place; the first eight keep parts what they are."""
+"""In place; the first seven keep parts what they are."""
 
 HEADLESS = _rows("""
     return {x}.square().mean()
     return ({x} * torch.arange({x}.shape[-1], dtype={x}.dtype).cos()).sum(-1).mean()
     return {x}.norm() / 10 + {x}.mean()
-    return F.mse_loss({x}, torch.ones_like({x}))
-    return {x}.log_softmax(-1)[..., 0].neg().mean()
     return {x}.var(-1).mean() + {x}.cumsum(1).tanh().mean()
     return F.cross_entropy({x}.flatten(0, 1), batch['targets'].flatten() % {x}.shape[-1])
 """)
@@ -182,9 +129,73 @@ HEADED = _rows("""
     z = {x}.norm(); return z + F.cross_entropy(({x} / 2).view(-1, {v}), batch['targets'].view(-1))
     {x} /= 2; return F.cross_entropy({x}.transpose(1, 2), batch['targets'])
     {x}[..., 14:] = -3.0; return F.cross_entropy({x}.view(-1, {v}), batch['targets'].view(-1))
-    return torch.cat([{x}, 2 * {x}], 1).square().mean() + {x}.softmax(-1)[..., 1].mean()
 """)
 """Losses of logits `x` over `v` tokens."""
+
+
+MASKS = (
+    "torch.where({b}[..., :1] > 0, {a}, 0.3 * {a})",
+    "{a}.masked_fill({b}[..., :2].sum(-1, keepdim=True) > 0, 0.0)",
+    "{a} * ({b} > 0)[..., :1]",
+    "torch.where(({b}.argmax(-1) > 2).unsqueeze(-1), {a}, {a}.tanh())",
+    "{a} * (torch.arange({a}.shape[1]) != 2).unsqueeze(-1)",
+    "torch.where({m}, {a}, {a} * 0.5)",
+)
+"""`b` is whole, `m` a buffer of one truth value a token."""
+
+TABLES = (
+    "nn.Embedding({v}, {n})",
+    "nn.Embedding({v}, {n}, padding_idx=3)",
+    "Scaled({v}, {n})",
+    "Centred({v}, {n})",
+)
+"""Tables of `v` rows of `n` numbers."""
+
+
+class Scaled(nn.Embedding):
+    """A table with a parameter of its own."""
+
+    def __init__(self, rows: int, features: int) -> None:
+        super().__init__(rows, features)
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, features))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.gain
+
+
+class Centred(nn.Embedding):
+    """A table whose rows depend on those of other tokens."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        return rows - rows.mean(0, keepdim=True)
+
+
+class Running(nn.Module):
+    """A norm over all tokens, with statistics in buffers."""
+
+    mean: Tensor
+    var: Tensor
+    count: Tensor
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, features))
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("var", torch.ones(features))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        dims = tuple(range(x.dim() - 1))
+        mean, var = x.mean(dims), x.var(dims, unbiased=False)
+        with torch.no_grad():
+            self.mean.lerp_(mean, 0.1)
+            self.var.lerp_(var, 0.1)
+            self.count += 1
+        return (x - mean) / (var + 0.1).sqrt() * self.gain
+
+
+NAMES.update(Scaled=Scaled, Centred=Centred, Running=Running)
 
 
 @functools.cache

@@ -5,8 +5,8 @@ The refusal says what of the module is not a sum over a token's experts, and whe
 
 from __future__ import annotations
 
-import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +18,8 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
 from stretto.parallelize.expert_trial import DENSE, ExpertTrial
-from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
-from stretto.runtime import Runner, run_threads
-from stretto.runtime.shards import join
-from tests.clusters import cores
+from tests.parallelize.equality import assert_plan_is_plain
+from tests.parallelize.mixtures import planned
 
 WIDTH, INNER, EXPERTS, VOCAB = 8, 6, 4, 16
 
@@ -50,20 +47,6 @@ class Base(nn.Module):
         return F.gelu(x @ self.up[e]) @ self.down[e]
 
 
-class Before(Base):
-    """Scores before the experts, torchtitan's default."""
-
-    def term(self, x: Tensor, w: Tensor, on: Tensor, e: int) -> Tensor:
-        return on * self.mlp(x * w, e)
-
-
-class Unweighted(Base):
-    """Scores are for nobody."""
-
-    def term(self, x: Tensor, w: Tensor, on: Tensor, e: int) -> Tensor:
-        return on * self.mlp(x, e)
-
-
 class LookedUp(Base):
     """Parameters by number, for each row its own."""
 
@@ -75,56 +58,27 @@ class LookedUp(Base):
         return out
 
 
-class Dropped(Base):
-    """Drops by a module, with a chance of nothing while it is compared."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.0)
-
-    def mlp(self, x: Tensor, e: int) -> Tensor:
-        return self.dropout(super().mlp(x, e))
+Forward = Callable[..., Tensor]
 
 
-class Residual(Base):
-    def forward(self, *args: Tensor) -> Tensor:
-        return args[0] + super().forward(*args)
+def kind(name: str, term: Forward | None = None, forward: Forward | None = None) -> type[Base]:
+    """`Base` with another term, of (self, x, w, on, e), or with another forward around its own: (x, chosen,
+    weights, its own)."""
+    more: dict[str, Any] = {} if term is None else {"term": term}
+    if forward is not None:
+        more["forward"] = lambda self, x, c, w: forward(x, c, w, lambda x: Base.forward(self, x, c, w))
+    return type(name, (Base,), more)
 
 
-class Normed(Base):
-    def forward(self, *args: Tensor) -> Tensor:
-        return F.layer_norm(super().forward(*args), (WIDTH,))
+Before = kind("Before", lambda self, x, w, on, e: on * self.mlp(x * w, e))
+"""Scores before the experts, torchtitan's default."""
+
+Residual = kind("Residual", forward=lambda x, c, w, own: x + own(x))
 
 
-class Centered(Base):
-    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0, keepdim=True), *args)
-
-
-class Scaled(Base):
-    """By the largest of all tokens: a rank that has all of this one's has others' too."""
-
-    def forward(self, x: Tensor, *args: Tensor) -> Tensor:
-        return super().forward(x / x.abs().max(), *args)
-
-
-class Limited(Base):
-    """Each expert takes twelve rows, the first."""
-
-    def term(self, x: Tensor, w: Tensor, on: Tensor, e: int) -> Tensor:
-        return w * (on.cumsum(0) <= 12) * self.mlp(x, e)
-
-
-class LimitedFromBehind(Base):
-    """Six, the last."""
-
-    def term(self, x: Tensor, w: Tensor, on: Tensor, e: int) -> Tensor:
-        return w * (on.flip(0).cumsum(0).flip(0) <= 6) * self.mlp(x, e)
-
-
-class Named(Base):
-    def term(self, x: Tensor, w: Tensor, on: Tensor, e: int) -> Tensor:
-        return w * x if e == 0 else super().term(x, w, on, e)
+def divided(self: Any, x: Tensor, w: Tensor, on: Tensor, e: int) -> Tensor:
+    made: Tensor = w * self.mlp(x / x.norm(dim=-1, keepdim=True), e)
+    return made
 
 
 class Tabled(Base):
@@ -144,18 +98,6 @@ class Counted(Base):
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         return sum((weights * (chosen == e)).sum(1, keepdim=True) * self.mlp(x, e) for e in range(EXPERTS))  # type: ignore[return-value]
-
-
-class Divided(Base):
-    """Not finite for rows of zeros."""
-
-    def mlp(self, x: Tensor, e: int) -> Tensor:
-        return super().mlp(x / x.norm(dim=-1, keepdim=True), e)
-
-
-class Drawn(Base):
-    def mlp(self, x: Tensor, e: int) -> Tensor:
-        return F.dropout(super().mlp(x, e), 0.5)
 
 
 class Shared(Base):
@@ -197,31 +139,13 @@ SHARED: dict[str, Any] = {"dp": 2, "ep": 2, "ep_plan": {"experts": "experts"}}
 
 def assert_equals(model: nn.Module, **how: Any) -> None:
     job = capture(model, BATCH, loss, Parallel(**{**SHARED, "ep_buffer": 4.0, **how}))
-    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
-
-    def work(runner: Runner) -> tuple[float, dict[str, Tensor]]:
-        value = float(runner.step(BATCH))
-        return value, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
-
-    found = run_threads(plan, lambda _: copy.deepcopy(model), work)
-    own = copy.deepcopy(model)
-    want = sum(loss(own, part) for part in BATCH.chunk(2)) / 2
-    want.backward()  # type: ignore[union-attr]
-    assert abs(found[0][0] - want.item()) <= 1e-10  # type: ignore[union-attr]
-    for parameter in plan.job.parameters:
-        held = [grads[parameter.name] for _, grads in found if parameter.name in grads]
-        plain = own.get_parameter(parameter.name).grad
-        if plain is None:
-            assert not held, parameter.name
-            continue
-        whole = join(held, parameter, plan.job)
-        assert (whole - plain).norm() <= 1e-10 * max(float(plain.norm()), 1e-3), parameter.name
+    assert_plan_is_plain(planned(job), model, loss, BATCH, least=1e-3)
 
 
 SUMS = (
     Before,
     LookedUp,
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Base, Unweighted, Dropped)),
+    pytest.param(Base, marks=pytest.mark.slow),
 )
 
 
@@ -230,45 +154,37 @@ def test_sums_over_a_tokens_experts_work(kind: type[nn.Module]) -> None:
     assert_equals(model_of(kind))
 
 
-@pytest.mark.slow
-def test_weights_inside_go_in_slices_too() -> None:
-    assert_equals(model_of(Before), pipe_experts_multi_data=3)
-
-
-@pytest.mark.slow
-def test_of_one_choice_any_function_of_a_token_works() -> None:
-    assert_equals(model_of(Residual, choices=1))
-
-
 OTHERS = "depends on other tokens"
 REFUSED = (
     (Residual, "is no sum over the token's experts, as with an added input"),
-    (Normed, "is no sum over the token's experts"),
-    (Centered, OTHERS),
-    (Scaled, OTHERS),
-    (Limited, OTHERS),
-    (LimitedFromBehind, OTHERS),
-    (Named, "does it know them by number"),
+    (
+        kind("Normed", forward=lambda x, c, w, own: F.layer_norm(own(x), (WIDTH,))),
+        "is no sum over the token's",
+    ),
+    (kind("Centered", forward=lambda x, c, w, own: own(x - x.mean(0, keepdim=True))), OTHERS),
+    # By the largest of all tokens: a rank that has all of this one's has others' too.
+    (kind("Scaled", forward=lambda x, c, w, own: own(x / x.abs().max())), OTHERS),
+    # Each expert takes twelve rows, the first.
+    (kind("Limited", lambda self, x, w, on, e: w * (on.cumsum(0) <= 12) * self.mlp(x, e)), OTHERS),
+    (kind("Named", lambda self, x, w, on, e: w * (x if e == 0 else self.mlp(x, e))), "does it know them by"),
     (Tabled, "something beside its own parameters"),
     (Counted, "with a rank's experts alone it fails: IndexError"),
-    (Divided, "rows of zeros, with which buffers are filled, give numbers that are not finite"),
-    (Drawn, "it draws at random, other than by nn.Dropout"),
+    (kind("Divided", divided), "rows of zeros, with which buffers are filled, give numbers"),
+    (kind("Drawn", lambda self, x, w, on, e: w * F.dropout(self.mlp(x, e), 0.5)), "it draws at random"),
 )
 
 
-@pytest.mark.parametrize(("kind", "said"), REFUSED)
-def test_what_is_no_such_sum_is_refused(kind: type[nn.Module], said: str) -> None:
-    model = model_of(kind)
+@pytest.mark.parametrize(("experts", "said"), REFUSED)
+def test_what_is_no_such_sum_is_refused(experts: type[nn.Module], said: str) -> None:
+    model = model_of(experts)
     with pytest.raises(StrettoError, match=re.escape(said)) as caught:
         capture(model, BATCH, loss, Parallel(**SHARED))
-    told = str(caught.value)
-    assert f"ep = 2 ranks cannot share experts ({kind.__name__})" in told
-    assert "in the module around it" in told
-    assert "give ep = 1" in told
-
-
-def test_the_way_out_works() -> None:
-    assert capture(model_of(Residual), BATCH, loss, Parallel(dp=2)).size("dp") == 2
+    for word in (
+        f"ep = 2 ranks cannot share experts ({experts.__name__})",
+        "in the module around",
+        "give ep = 1",
+    ):
+        assert word in str(caught.value)
 
 
 def test_a_parameter_of_all_experts_is_refused() -> None:
@@ -293,39 +209,6 @@ def test_a_trial_of_large_experts() -> None:
             assert trial.weighed(model.experts, *given) == way
 
 
-class InTraining(Base):
-    """Evaluations are of another kind."""
-
-    def forward(self, *args: Tensor) -> Tensor:
-        made: Tensor = super().forward(*args)
-        return made if self.training else made - made.mean(0)
-
-
-def test_a_trial_is_of_training_or_of_evaluation() -> None:
-    model = model_of(InTraining)
-    trial = ExpertTrial(model, "experts", 2)
-    given = torch.empty(4, WIDTH), torch.empty(4, 2)
-    assert trial.weighed(model.experts, *given) == "after"
-    with pytest.raises(UsageError, match="depends on other tokens"):
-        trial.weighed(model.eval().experts, *given)
-
-
-class Scales(Base):
-    def __init__(self, scale: float = 1.0, act: nn.Module | None = None) -> None:
-        super().__init__()
-        self.scale, self.act = scale, act or nn.SiLU()
-
-
-def test_layers_that_are_equal_share_a_trial() -> None:
-    trial = ExpertTrial(model_of(Scales), "experts", 2)
-    assert trial.serves(Scales().double())
-    hooked = Scales().double()
-    hooked.act.register_forward_hook(lambda *_: None)
-    for other in (Scales(2.0), Scales(1), Scales(act=nn.GELU()), Before(), hooked, Scales().eval()):
-        assert not trial.serves(other.double())
-    assert not trial.serves(Scales().float())
-
-
 def test_a_trial_leaves_nothing_behind() -> None:
     class Remembers(Base):
         def __init__(self) -> None:
@@ -346,3 +229,51 @@ def test_a_trial_leaves_nothing_behind() -> None:
     assert float(model.experts.calls) == 0
     assert model.experts.seen == []
     assert all(p.grad is None for p in model.parameters())
+
+
+# Adapters of `peft`.
+
+PARAMETERS = {"target_modules": ["head"], "target_parameters": ["experts.up", "experts.down"]}
+
+
+def adapted(**config: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = model_of(Base)
+    model.ep_plan = {"experts": "experts"}
+    found: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, **config)).double()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in found.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return found
+
+
+def test_a_wrapper_has_the_plan_of_what_it_wraps() -> None:
+    """Whose names are other ones."""
+    assert_equals(adapted(target_modules=["head", "gate"]), ep_plan=None)
+
+
+def test_adapters_of_experts_parameters_work_without_ep() -> None:
+    """A forward that parametrizes its parameters for a time."""
+    assert_equals(adapted(**PARAMETERS), ep=1, ep_plan=None, ep_buffer=None)
+
+
+@pytest.mark.parametrize("plan", [None, {"base_model.model.experts.base_layer.base_layer": "experts"}])
+def test_with_ep_they_are_refused(plan: dict[str, str] | None) -> None:
+    with pytest.raises(StrettoError, match=r"base_model\.model\.experts.*adapt modules instead"):
+        capture(adapted(**PARAMETERS), BATCH, loss, Parallel(**{**SHARED, "ep_plan": plan}))
+
+
+class Replaced(Model):
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.head.weight
+        del self.head.weight
+        self.head.register_buffer("weight", weight * 2)
+        return super().forward(tokens)
+
+
+def test_another_tensor_is_refused_as_before() -> None:
+    torch.manual_seed(3)
+    with pytest.raises(StrettoError, match=r"in the place of parameter 'head\.weight'"):
+        capture(Replaced(Base()).double(), BATCH, loss, Parallel(dp=2))

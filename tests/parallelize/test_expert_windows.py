@@ -10,38 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from stretto.capturing import capture
-from stretto.config import Parallel
 from stretto.ir.collectives import PRICED
 from stretto.ir.costs import CollectiveCost, Costs
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import WAIT, Job, OverlapMode
 from stretto.ir.transfers import is_free
-from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
+from stretto.models.moe import moe_token_sum
 from stretto.planning.make_plan import make_plan
-from tests.parallelize.test_experts import CONTEXT, DROPLESS, FEW, VOCAB, batch, plain, together
+from tests.parallelize.equality import plain_step
+from tests.parallelize.mixtures import DROPLESS, FEW, batch, captured, model_of, step
 from tests.runtime.equality import made_up_costs
 
 ALL_TO_ALL_US = 400.0
 """About what lies between two of them takes: a few ops of attention or of experts alone hide a part of it."""
-
-
-def mixture(layers: int, dense_every: int, capacity: float | None) -> MoEGPT:
-    config = MoEConfig(
-        vocab_size=VOCAB,
-        layers=layers,
-        hidden=16,
-        heads=2,
-        context=CONTEXT,
-        experts=4,
-        top_k=2,
-        expert_ratio=1.5,
-        capacity_factor=capacity,
-        shared_experts=1,
-        dense_every=dense_every,
-    )
-    return MoEGPT(config, seed=3).double()
 
 
 def costs_of(job: Job) -> Costs:
@@ -89,21 +71,20 @@ CASES = [
 
 @pytest.mark.parametrize(("layers", "capacity", "how"), CASES, ids=str)
 def test_any_mix_of_layers(layers: tuple[int, int], capacity: float | None, how: dict[str, Any]) -> None:
-    model = mixture(*layers, capacity)
+    model = model_of(capacity, shared=1, dense_every=layers[1], layers=layers[0])
     if capacity is DROPLESS:
         how = {**how, "ep_buffer": 4.0}
-    parallel = Parallel(ep=2, dp=2, microbatches=4, **how)
-    job = capture(model, batch(), moe_token_sum, parallel)
+    job = captured(model, ep=2, dp=2, microbatches=4, **how)
 
     def planned(overlap: OverlapMode) -> Plan:
         return make_plan(job, costs_of(job), overlap=overlap)
 
     off, local, window = planned("off"), planned("local"), planned("window")
     steps = [plan.prediction.step_us for plan in (off, local, window) if plan.prediction is not None]
-    loss, grads = together(window, model, batch())
-    other_loss, other_grads = together(off, model, batch())
+    loss, grads = step(window, model)
+    other_loss, other_grads = step(off, model)
     assert torch.equal(loss, other_loss)
-    want_loss, want = plain(model, 8)
+    want_loss, want = plain_step(model, moe_token_sum, batch(), 8)
     assert abs(loss - want_loss) <= 1e-10 * abs(want_loss)
     for name, grad in want.items():
         assert torch.equal(grads[name], other_grads[name]), name

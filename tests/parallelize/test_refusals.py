@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +19,17 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+import stretto
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.action import Phase
-from stretto.models.gpt import next_token_loss
 from stretto.parallelize.styles import Style, parse_style, plan_of
 from stretto.parallelize.tensor import tensor_parallel
+from stretto.runtime import Runner
+from tests.clusters import cores
 from tests.parallelize.equality import assert_plain, batch_of, gpt
+from tests.parallelize.random_lines import Running
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 
@@ -122,27 +126,6 @@ SLICE = "has no style, and would see a slice of the sequence"
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no plan": (lambda: spread(Two()), "has no plan for tensor parallelism: give one"),
     "a pattern of no module": (lambda: spread(Two(), {**BOTH, "side": "rowwise"}), "tp_plan['side']"),
-    "a style that is none": (lambda: plan_of(Two(), {"up": "columnwise"}), "did you mean 'colwise'?"),
-    "a style that is no style": (lambda: plan_of(Two(), {"up": 3}), "unknown style 'int'"),
-    "a style of inputs": (
-        lambda: plan_of(
-            Two(),
-            {"up": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())},
-        ),
-        "leave PrepareModuleInput out",
-    ),
-    "a style along the batch": (
-        lambda: plan_of(Two(), {"up": SequenceParallel(sequence_dim=0)}),
-        "SequenceParallel along dim 0",
-    ),
-    "a style of the batch": (
-        lambda: plan_of(Two(), {"up": ColwiseParallel(input_layouts=Shard(0))}),
-        "input layouts (Shard(dim=0),)",
-    ),
-    "packs of a letter": (lambda: plan_of(Two(), {"up": "packed_colwise:x"}), "how many matrices"),
-    "packs of none": (lambda: plan_of(Two(), {"up": "packed_colwise:0"}), "how many matrices"),
-    "attributes of no name": (lambda: plan_of(Two(), {"up": "attributes"}), "must name attributes"),
-    "rows of two": (lambda: plan_of(Two(), {"up": "rowwise:2"}), "takes nothing after a colon"),
     "six features of four ranks": (lambda: spread(Two(6), BOTH, 4), "up: 6 features"),
     "three packs": (lambda: spread(Two(), {"up": "packed_colwise:3"}), "8 features of 3 packed"),
     "two heads of four ranks": (lambda: spread(gpt(heads=2), size=4), "the model has heads = 2"),
@@ -194,11 +177,30 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a sequence without ranks": (lambda: Parallel(sequence_parallel=True), "sequence_parallel"),
     "a plan without ranks": (lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan"),
-    "a buffer without ranks": (lambda: Parallel(ep_buffer=3.0), "ep_buffer = 3.0"),
-    "overflow without ranks": (lambda: Parallel(dp=2, ep_overflow="drop"), "give ep = 2 or more"),
-    "a capacity without chunks": (lambda: Parallel(ampipe_capacity="whole"), "ampipe_degree = 2"),
     "context parallelism": (lambda: Parallel(cp=2), "context parallelism is to come"),
 }
+
+
+STYLES: list[tuple[Any, str]] = [
+    ("columnwise", "did you mean 'colwise'?"),
+    (3, "unknown style 'int'"),
+    (
+        PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "leave PrepareModuleInput out",
+    ),
+    (SequenceParallel(sequence_dim=0), "SequenceParallel along dim 0"),
+    (ColwiseParallel(input_layouts=Shard(0)), "input layouts (Shard(dim=0),)"),
+    ("packed_colwise:x", "how many matrices"),
+    ("packed_colwise:0", "how many matrices"),
+    ("attributes", "must name attributes"),
+    ("rowwise:2", "takes nothing after a colon"),
+]
+
+
+@pytest.mark.parametrize(("style", "key"), STYLES)
+def test_a_style_is_refused(style: Any, key: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(key)):
+        spread(Two(), {"up": style})
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -311,17 +313,11 @@ def gated(model: Any, x: Tensor) -> Tensor:
     return model.down(model.up(x) * model.gate(x).sigmoid().mean(-1, keepdim=True))  # type: ignore[no-any-return]
 
 
-def scaled(model: Any, x: Tensor) -> Tensor:
-    """A parameter that is used in parts and in full."""
-    return model.down(model.up(x) * model.scale) * model.scale  # type: ignore[no-any-return]
-
-
 RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
     "a full value beside a sharded one": (
         lambda: Own(gated, first=nn.Linear(4, 4), gate=nn.Linear(4, 8)),
         BOTH,
     ),
-    "a parameter used in parts and in full": (lambda: Own(scaled, scale=nn.Parameter(torch.ones(1))), BOTH),
     # `transformers` plans give rowwise_split_input where the module before left its output in full.
     "an input that is split": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
@@ -341,22 +337,20 @@ def test_it_is_right(name: str) -> None:
         assert len(reductions) == 1, "both matrices' partials are reduced at once"
 
 
-def test_a_norm_that_is_called_before_the_blocks_is_not_the_one_after_them() -> None:
-    class Early(nn.Module):
-        """Its norms are declared after the blocks; the first of them is called before."""
+def test_statistics_of_a_norm_before_sharded_matrices_are_the_plain_ones() -> None:
+    def normed(model: Any, x: Tensor) -> Tensor:
+        return model.down(model.up(model.norm(x)))  # type: ignore[no-any-return]
 
-        def __init__(self) -> None:
-            super().__init__()
-            inner = gpt()
-            self.embedding, self.blocks = inner.embedding, inner.blocks
-            self.early, self.norm, self.head = nn.LayerNorm(32), inner.norm, inner.head
+    model, batch = Own(normed, norm=Running(4)).double(), torch.randn(4, 4, dtype=torch.float64)
+    plan = stretto.plan(captured(model, BOTH, batch, microbatches=2), cores(), order="list")
 
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.early(self.embedding(tokens))  # type: ignore[operator]
-            for block in self.blocks:  # type: ignore[union-attr]
-                x = block(x)
-            return self.head(self.norm(x))  # type: ignore[no-any-return, operator]
+    def work(runner: Runner) -> dict[str, Tensor]:
+        runner.step(batch)
+        return dict(runner.named_buffers())
 
-    model = Early().double()
-    job = captured(model, gpt().tp_plan, batch_of(), next_token_loss, sequence_parallel=True, microbatches=2)
-    assert_plain(job, model, next_token_loss, batch_of())
+    for found in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
+        own = copy.deepcopy(model)
+        for part in batch.chunk(2):
+            own(part)
+        for name, buffer in own.norm.named_buffers("norm"):  # type: ignore[union-attr, operator]
+            assert torch.allclose(found[name], buffer, rtol=1e-10, atol=1e-12), name

@@ -1,4 +1,5 @@
-"""Tables of the style `vocabulary`: whatever their rows meet, the step is the plain model's."""
+"""Code of other libraries' models under tp, whose step is the plain model's: tables of the style `vocabulary`
+whose rows meet anything, rotary angles as complex numbers, cross-attention that counts heads."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from stretto.config import Parallel
 from stretto.errors import CaptureError
 from tests.clusters import cores
 from tests.parallelize.equality import assert_plan_is_plain
+from tests.parallelize.random_lines import Centred, Scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
 
@@ -24,41 +26,11 @@ HIDDEN, INNER, ROWS = 8, 16, 16
 PLAN = {"up": "colwise", "down": "rowwise", "table": "vocabulary"}
 
 
-class Gained(nn.Embedding):
-    """A table with a parameter of its own."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * self.gain
-
-
-class Centred(nn.Embedding):
-    """A table whose rows depend on those of other tokens."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        found = super().forward(ids)
-        return found - found.mean(0, keepdim=True)
-
-
 class Negated(nn.Embedding):
     """A table that is changed before it is read."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, -self.weight.tanh(), self.padding_idx)
-
-
-class Shifted(nn.Embedding):
-    """A table whose rows have a common part, which is a parameter of its own."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, HIDDEN))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight * self.gain + self.gain)
 
 
 class Borrowed(nn.Embedding):
@@ -120,10 +92,14 @@ def net(way: str, kind: type[nn.Embedding] = nn.Embedding, **options: Any) -> Ne
     return Net(way, kind(ROWS, HIDDEN, **options)).double()
 
 
-def check(model: Net, loss: Any = loss_of, **layout: Any) -> None:
-    job = capture(model, batch_of(), loss, Parallel(microbatches=2, **layout), tp_plan=PLAN)
+def planned_is_plain(model: nn.Module, loss: Any, batch: Any, tp_plan: dict[str, str], **layout: Any) -> None:
+    job = capture(model, batch, loss, Parallel(microbatches=2, **layout), tp_plan=tp_plan)
     plan = stretto.plan(job, cores(), order="list")
-    assert_plan_is_plain(plan, copy.deepcopy(model), loss, batch_of())
+    assert_plan_is_plain(plan, copy.deepcopy(model), loss, batch)
+
+
+def check(model: Net, loss: Any = loss_of, **layout: Any) -> None:
+    planned_is_plain(model, loss, batch_of(), PLAN, **layout)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -135,14 +111,13 @@ def test_rows_that_meet_features_on_four_ranks_with_a_padding_row() -> None:
     check(net("scales features", padding_idx=5), tp=4)
 
 
-@pytest.mark.parametrize("kind", [Gained, Centred, Negated, Borrowed])
+@pytest.mark.parametrize("kind", [Scaled, Centred, Negated, Borrowed])
 def test_tables_with_code_of_their_own(kind: type[nn.Embedding]) -> None:
     check(net("scales features", kind), tp=2)
 
 
-@pytest.mark.parametrize("kind", [Gained, Shifted])
-def test_a_table_s_own_parameter_is_used_elsewhere_too(kind: type[nn.Embedding]) -> None:
-    check(net("before", kind), shared_gain, tp=2)
+def test_a_table_s_own_parameter_is_used_elsewhere_too() -> None:
+    check(net("before", Scaled), shared_gain, tp=2)
 
 
 def test_a_table_that_is_read_as_a_whole_is_refused() -> None:
@@ -156,7 +131,117 @@ def test_a_table_that_is_read_as_a_whole_is_refused() -> None:
         check(net("before", Normed), tp=2)
 
 
-@pytest.mark.parametrize("way", ["before", "behind", "scales features"])
+@pytest.mark.parametrize("way", ["before", "scales features"])
 def test_a_table_is_computed_again(way: str) -> None:
     """The number that stands for tokens out of the vocabulary is no number, which is not equal to itself."""
     check(net(way), tp=2, recompute="full")
+
+
+# Attention as models of other libraries write it.
+
+WIDE, HEADS, WIDTH, LENGTH, KEYS = 16, 4, 4, 5, 3
+ATTENTION = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+
+
+def paired(x: Tensor, angles: Tensor) -> Tensor:
+    by = torch.polar(torch.ones_like(angles), angles.detach()) * (1 + angles - angles.detach())
+    turned = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * by
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def halved(x: Tensor, angles: Tensor) -> Tensor:
+    turned = torch.complex(*x.chunk(2, -1)) * torch.complex(angles.cos(), angles.sin())
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+def conjugated(x: Tensor, angles: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2).contiguous()).conj() * torch.complex(
+        angles.cos(), angles.sin()
+    )
+    return torch.stack((turned.abs(), turned.imag), -1).flatten(-2)
+
+
+ROTATIONS = {"paired": paired, "halved": halved, "conjugated": conjugated}
+
+
+class Rotary(nn.Module):
+    def __init__(self, rotate: Callable[[Tensor, Tensor], Tensor], learned: bool) -> None:
+        super().__init__()
+        self.rotate = rotate
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(4))
+        angles = torch.outer(torch.arange(LENGTH), torch.tensor([1.0, 0.1]))[:, None]
+        if learned:
+            self.angles = nn.Parameter(angles)
+        else:
+            self.register_buffer("angles", angles)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        q, k, v = (m(batch["x"]).unflatten(-1, (-1, WIDTH)) for m in (self.q, self.k, self.v))
+        q, k = (self.rotate(x, self.angles) for x in (q, k))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """One module around the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross = Cross()
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["x"] + self.cross(batch)  # type: ignore[no-any-return]
+
+
+class Cross(nn.Module):
+    """Queries of one sequence, keys of another, and a bias of as many heads as an attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(4))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x, memory = batch["x"], batch["memory"].tanh()
+        q, k, v = (
+            m(a).view(*a.shape[:2], -1, WIDTH).transpose(1, 2)
+            for m, a in ((self.q, x), (self.k, memory), (self.v, memory))
+        )
+        bias = torch.zeros(1, self.heads, x.shape[1], memory.shape[1], dtype=x.dtype)
+        scores = q @ k.transpose(-1, -2) + (bias + batch["mask"][:, None, None])
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def attends(model: nn.Module, plan: dict[str, str], **layout: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batch = {
+        "x": torch.randn(4, LENGTH, WIDE, generator=generator, dtype=torch.float64),
+        "memory": torch.randn(4, KEYS, WIDE, generator=generator, dtype=torch.float64),
+        "mask": torch.tensor([[0.0, 0.0, -9.0]] * 4, dtype=torch.float64),
+    }
+    planned_is_plain(model.double(), loss_of, batch, plan, **layout)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+def test_rotary_angles_are_complex_numbers(rotation: str, learned: bool) -> None:
+    torch.manual_seed(0)
+    attends(Rotary(ROTATIONS[rotation], learned), ATTENTION, tp=4 if learned else 2)
+
+
+def test_cross_attention_counts_heads_by_an_attribute() -> None:
+    """As T5's does. The refusal says what to write, and that works."""
+    torch.manual_seed(0)
+    plan = {f"cross.{name}": style for name, style in ATTENTION.items()}
+    said = r"write \{'cross': 'attributes:heads'\} if they count heads, or write"
+    with pytest.raises(CaptureError, match=said):
+        attends(Decoder(), plan, tp=2)
+    attends(Decoder(), {**plan, "cross": "attributes:heads"}, tp=2)
+
+
+def test_a_complex_number_in_the_code_is_refused_with_the_way_out() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)the number 1j, .* multiply by torch.complex\(real, imag\)"):
+        attends(
+            Rotary(lambda x, a: halved(x, a) * torch.exp(1j * a).abs().repeat(1, 1, 2), True), ATTENTION, tp=2
+        )

@@ -9,7 +9,6 @@ import pytest
 
 from stretto.capturing import capture
 from stretto.config import Parallel
-from stretto.ir.program import Job
 from stretto.models.gpt import next_token_loss
 from tests.parallelize.equality import MODELS, TOLERANCE, assert_plain, batch_of, gpt, loss_of
 from tests.runtime.equality import huggingface_loss
@@ -17,45 +16,33 @@ from tests.runtime.equality import huggingface_loss
 TOLERANCES = {"gemma2": 1e-6}
 """Its norms compute in float32, whatever the dtype, so that regrouped sums may differ in its last bit."""
 
-MORE = ("llama tied", "qwen3", "gemma2", "gpt2, vocabulary that cannot be spread")
-"""Kept for the longer run: what they add to the others is tested elsewhere, on less."""
+FULL = {"tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2}
 
-FEW = ({"tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2},)
-"""Layouts of the other models; the GPT has all."""
-
-LAYOUTS = (
-    {"tp": 2},
-    {"tp": 4, "sequence_parallel": True},
-    *FEW,
-)
-MORE_LAYOUTS = ({"tp": 2, "sequence_parallel": True}, {"tp": 4}, {"tp": 2, "pp": 2})
-"""For the longer run: each is a part of another."""
-
-OF_THE_GPT = (
-    {"pp": 2, "tp": 4},
-    {"pp": 2, "tp": 4, "sequence_parallel": True},
-    {"dp": 2, "microbatches": 1},
-    {"dp": 4, "microbatches": 1},
-)
-
-CELLS = [
+FAST: list[tuple[str, dict[str, Any]]] = [
+    *((name, FULL) for name in ("gpt", "gpt tied, learned positions", "llama", "qwen2", "gpt2")),
+    ("llama, fewer heads of keys", FULL),
+    ("gpt", {"tp": 2}),
+    ("gpt", {"tp": 4, "pp": 2, "sequence_parallel": True}),
+    ("gpt", {"tp": 4, "pp": 2}),
+    ("gpt", {"dp": 4, "microbatches": 1}),
+]
+SLOW: list[tuple[str, dict[str, Any]]] = [
     *(
-        pytest.param(
-            name,
-            layout,
-            marks=pytest.mark.slow
-            if name in MORE or layout in MORE_LAYOUTS or (name != "gpt" and layout not in FEW)
-            else (),
-        )
-        for name in MODELS
-        for layout in (*LAYOUTS, *MORE_LAYOUTS)
+        (name, {"tp": 4, "sequence_parallel": True})
+        for name in ("gpt", "llama tied", "qwen3", "gemma2", "gpt2")
     ),
-    *(("gpt", layout) for layout in OF_THE_GPT),
+    *((name, {"tp": 2, "pp": 2}) for name in ("llama", "qwen2", "gpt2, vocabulary that cannot be spread")),
+    ("gemma2", FULL),
+    ("gpt2, vocabulary that cannot be spread", FULL),
+    ("gpt", {"tp": 2, "pp": 2, "ampipe_degree": 2}),
+    ("gpt", {"tp": 2, "ampipe_degree": 3, "sequence_parallel": True}),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
-@pytest.mark.parametrize(("name", "layout"), CELLS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"), [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)], ids=str
+)
 def test_a_step_is_that_of_the_plain_model(name: str, layout: dict[str, Any]) -> None:
     model = MODELS[name]().double()
     job = capture(model, batch_of(), loss_of(name), Parallel(**{"microbatches": 2, **layout}))
@@ -72,16 +59,6 @@ def test_the_model_is_left_as_it_was() -> None:
     assert model.transformer.h[0].attn.split_size == 32  # type: ignore[union-attr, index]
 
 
-def collectives(job: Job) -> list[str]:
-    return [
-        op.collective.kind
-        for stage in job.stages
-        for ops in stage.ops.values()
-        for op in ops
-        if op.collective is not None
-    ]
-
-
 @pytest.mark.parametrize("sequence", [False, True])
 def test_collectives_are_as_many_as_megatron_has(sequence: bool) -> None:
     """Two all-reduces a layer and direction (arXiv 1909.08053), and those of the vocabulary: embedding, and
@@ -89,7 +66,9 @@ def test_collectives_are_as_many_as_megatron_has(sequence: bool) -> None:
     (arXiv 2205.05198). The cross-entropy has one gather; Megatron-LM's has three all-reduces."""
     layers = 3
     parallel = Parallel(tp=2, microbatches=2, sequence_parallel=sequence)
-    kinds = Counter(collectives(capture(gpt(layers=layers), batch_of(), next_token_loss, parallel)))
+    job = capture(gpt(layers=layers), batch_of(), next_token_loss, parallel)
+    ops = [op for stage in job.stages for program in stage.ops.values() for op in program]
+    kinds = Counter(op.collective.kind for op in ops if op.collective is not None)
     reductions = 4 * layers + 2
     if sequence:
         assert kinds == {"all_gather": reductions + 1, "reduce_scatter": reductions}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -13,16 +12,10 @@ from stretto.errors import UsageError
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.passes.effort import Effort
-from stretto.passes.watch import Watch
-from stretto.planning import make_plan as making
-from stretto.planning.forms import fastest
-from stretto.planning.loads import balanced_groups, groups_on, loads_of
 from stretto.planning.make_plan import make_plan
-from stretto.planning.pair import equal_groups, of_stages
+from stretto.planning.pair import of_stages
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.timing import PhaseTimes, time_schedule
-from stretto.verifying import schedule_faults, verify
+from stretto.verifying import verify
 from tests.planning.test_messages import skips_job
 from tests.synthetic import ACTIVATION, WEIGHT, make_costs, make_job
 
@@ -107,23 +100,11 @@ def test_ranks_are_balanced_where_stages_are_finer_than_they() -> None:
     job = replace(make_job(8, 8), pp=2)
     costs = make_costs(job, latency_us=5.0)
     slow = {key: us * (6.0 if key[0] == 0 else 1.0) for key, us in costs.op_us.items()}
-    loads = loads_of(job, replace(costs, op_us=slow), (0, 1) * 4)
-    assert loads.forward_us[0] == pytest.approx(600.0)
-    assert loads.saved_bytes[3] > 0
-    groups = balanced_groups(loads, 2, None)
-    assert groups == ((0,), (1, 2, 3, 4, 5, 6, 7))
-    assert balanced_groups(loads, 2, [1.0, 1.0]) is None
-    for ranks in ((0, 1, 0, 1), (0, 1, 1, 0)):  # rank 0 has the slow stage and one more, rank 1 six
-        several = groups_on(loads, ranks)
-        assert several is not None
-        assert sorted(stage for group in several for stage in group) == list(range(8))
-        assert sum(len(group) for rank, group in zip(ranks, several, strict=True) if rank == 0) == 2
-    assert groups_on(loads, (0, 1) * 5) is None
     costs = replace(costs, op_us=slow)
     made = make_plan(replace(job, schedule="auto"), costs)
     assert sorted(made.schedule.stage_ranks) == [0] * 2 + [1] * 6
     assert step_us(made) < 0.9 * step_us(make_plan(job, costs, schedule="interleaved-1f1b"))
-    balanced = of_stages(make_schedule("zb-h2", 2, 8), groups)
+    balanced = of_stages(make_schedule("zb-h2", 2, 8), ((0,), (1, 2, 3, 4, 5, 6, 7)))
     assert step_us(made) < 0.97 * step_us(make_plan(job, costs, schedule=balanced))
 
 
@@ -136,34 +117,6 @@ def test_ranks_may_have_unequally_many_stages() -> None:
     assert sum(counts) == 7
     with pytest.raises(UsageError, match="7 stages"):
         make_plan(job, costs, schedule="interleaved-1f1b")
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_bound_of_any_places_is_below_every_plan(seed: int) -> None:
-    job = replace(make_job(4, 5), pp=2)
-    costs = uneven(job, seed)
-    variants = making._begun(
-        job,
-        make_schedule("interleaved-1f1b", 2, 5),
-        making.listed(job, costs),
-        making._Wished("window", "list", Effort(), Watch()),
-        None,
-    )
-    least_us = variants.bound_us(anywhere=True)
-    assert least_us > 0.5 * variants.bound_us()
-    for family in ("interleaved-1f1b", "zb-v", "auto"):
-        assert step_us(make_plan(job, costs, schedule=family)) >= least_us * (1 - 1e-9)
-
-
-@pytest.mark.parametrize("family", ["1f1b", "zb-h2", "gpipe"])
-def test_several_stages_as_one_take_as_long_as_one(family: str) -> None:
-    groups = equal_groups(6, 3)
-    coarse = make_schedule(family, 3, 5)
-    fine = of_stages(coarse, groups)
-    assert schedule_faults(fine) == []
-    assert fine.stage_ranks == (0, 0, 1, 1, 2, 2)
-    one, two = PhaseTimes(2.0, 2.0, 2.0), PhaseTimes(1.0, 1.0, 1.0)
-    assert time_schedule(fine, two).makespan <= time_schedule(coarse, one).makespan + 1e-9
 
 
 def test_an_interrupt_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,41 +138,3 @@ def test_an_interrupt_takes_what_there_is(monkeypatch: pytest.MonkeyPatch) -> No
 
     with pytest.raises(KeyboardInterrupt):
         make_plan(job, costs, say=at_once)
-
-
-class OneOfSeveral:
-    """A job in so many chunks, of which nothing but that is looked at."""
-
-    def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
-
-    def bound_us(self, anywhere: bool) -> float:
-        return 0.0
-
-
-def test_one_interrupt_ends_the_search_in_other_numbers_of_chunks_too() -> None:
-    job = make_job(2, 4)
-    plan = make_plan(job, make_costs(job))
-    begun: list[int] = []
-
-    def begin(chunks: int) -> OneOfSeveral:
-        begun.append(chunks)
-        return OneOfSeveral(chunks)
-
-    def search_ended(one: OneOfSeveral) -> Plan:
-        watch.stop(KeyboardInterrupt())
-        return plan
-
-    def before_any(one: OneOfSeveral) -> Plan:
-        if one.chunks == 1:
-            return plan
-        raise KeyboardInterrupt
-
-    several = [partial(begin, chunks) for chunks in (1, 2, 4)]
-    watch = Watch(lambda line: None)
-    assert fastest(several, search_ended, watch) == plan  # type: ignore[arg-type]
-    assert begun == [1]
-    assert fastest(several, before_any, Watch(lambda line: None)).job == plan.job  # type: ignore[arg-type]
-    assert begun == [1, 1, 2]
-    with pytest.raises(KeyboardInterrupt):
-        fastest(several, before_any, Watch())  # type: ignore[arg-type]

@@ -1,10 +1,8 @@
-"""Planning takes as long as it can save over the run, is told about, and ends at Ctrl-C with what it has."""
+"""Planning takes as long as it can save over the run; `test_auto` has what Ctrl-C does to it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +12,10 @@ import stretto
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_to_text
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.order import search as order_search
 from stretto.order.whole_step import WholeStepOrders, order_together
 from stretto.passes.effort import LEAST_US, MOST_US, SEARCH_S, STEPS, Effort
-from stretto.passes.watch import Watch
-from stretto.planning import choose, windows
 from stretto.planning import make_plan as making
-from stretto.planning.schedules import choose_schedule, one_window
-from stretto.verifying import verify
+from stretto.planning import windows
 from tests.clusters import cores
 from tests.order.test_whole_step import job_of
 
@@ -60,18 +54,17 @@ def test_a_search_is_worth_what_it_saves_over_the_run(monkeypatch: pytest.Monkey
         Effort().worth_us(1.0)
 
 
-@pytest.mark.parametrize("given", [{"steps": 0}, {"steps": 2.5}, {"steps": True}])
-def test_steps_that_are_none_are_refused(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("steps", one) for one in (0, 2.5, True)),
+        *(("search_s", one) for one in (0, -1.0, float("nan"), float("inf"), True, "2")),
+    ],
+)
+def test_what_is_no_number_of_steps_or_seconds_is_refused(key: str, value: Any) -> None:
     job, costs = job_of(microbatches=4, blocks=1)
-    with pytest.raises(stretto.UsageError, match="number of steps that the plan is for"):
-        making.make_plan(job, costs, **given)
-
-
-@pytest.mark.parametrize("search_s", [0, -1.0, float("nan"), float("inf"), True, "2"])
-def test_a_time_that_is_none_is_refused(search_s: Any) -> None:
-    job, costs = job_of(microbatches=4, blocks=1)
-    with pytest.raises(stretto.UsageError, match=r"search_s = .*order = 'list' searches for nothing"):
-        making.make_plan(job, costs, search_s=search_s)
+    with pytest.raises(stretto.UsageError, match=f"{key} = |number of steps"):
+        making.make_plan(job, costs, **{key: value})
 
 
 @pytest.fixture
@@ -120,169 +113,3 @@ def test_toys_are_planned_in_a_second_or_two(parallel: dict[str, Any]) -> None:
     assert plan.prediction is not None
     assert quick.prediction is not None
     assert plan.prediction.step_us <= quick.prediction.step_us
-
-
-def test_a_step_that_is_hardly_ever_walked_in_its_time_is_not_searched_as_a_whole(allowed: list[int]) -> None:
-    job, costs = job_of(microbatches=4, blocks=1)
-    many = replace(job, microbatches=200)
-    plan = making.make_plan(many, costs, schedule="1f1b", overlap="window", steps=1)
-    assert allowed == []
-    assert plan.overlap == "window", "pairs are there"
-    making.make_plan(job, costs, schedule="1f1b", overlap="window", steps=1)
-    assert len(allowed) == 1
-
-
-def test_what_is_tried_is_told() -> None:
-    job, costs = job_of(microbatches=4, blocks=1)
-    lines: list[str] = []
-    making.make_plan(job, costs, schedule="1f1b", overlap="window", say=lines.append)
-    assert lines[0] == "variant 1, at_once"
-    assert any(line.endswith(" of the bound") and "one_window, whole_step; best" in line for line in lines)
-    assert lines[-1].endswith(": messages and proof")
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "auto"])
-def test_times_of_a_shorter_step_say_so(schedule: str) -> None:
-    """Beside the plan's own time, which is of all microbatches, others could not be compared."""
-    job, costs = job_of(microbatches=16, blocks=1)
-    lines: list[str] = []
-    plan = making.make_plan(job, costs, schedule=schedule, overlap="window", steps=1, say=lines.append)
-    times = [line for line in lines if " ms" in line and "orders walked" not in line]
-    assert times
-    assert all(" ms for 8 of 16 microbatches" in line for line in times), times
-    assert plan.prediction is not None
-    told_us = [1000 * float(line.partition(" ms")[0].split()[-1]) for line in times]
-    assert max(told_us) < 0.9 * plan.prediction.step_us
-
-
-def test_a_long_search_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, costs = job_of(microbatches=4, blocks=1)
-    now_s = iter(range(10**9))
-    monkeypatch.setattr(time, "monotonic", lambda: next(now_s) / 10)
-    lines: list[str] = []
-    making.make_plan(job, costs, schedule="1f1b", overlap="window", steps=10**6, say=lines.append)
-    far = [line for line in lines if "orders walked, best " in line]
-    assert far
-    assert all(" of the bound" in line for line in far if line.startswith("30 "))
-
-
-class InterruptedAt:
-    """Calls of a function, of which one raises what Ctrl-C does."""
-
-    def __init__(self, call: Callable[..., Any], at: int) -> None:
-        self.call, self.at, self.calls = call, at, 0
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        self.calls += 1
-        if self.calls == self.at:
-            raise KeyboardInterrupt
-        return self.call(*given, **named)
-
-
-def planned(say: Callable[[str], None] | None) -> Plan:
-    job, costs = job_of(microbatches=4, blocks=1)
-    return making.make_plan(job, costs, schedule="1f1b", overlap="window", say=say)
-
-
-def silent(line: str) -> None:
-    pass
-
-
-@pytest.mark.parametrize("at", [2, 3, 5])
-def test_an_interrupt_between_variants_takes_the_best_so_far(
-    at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = planned(silent)
-    interrupted = InterruptedAt(choose.reduced_best, at)
-    monkeypatch.setattr(choose, "reduced_best", interrupted)
-    plan = planned(silent)
-    assert interrupted.calls == at, "nothing more is tried"
-    verify(plan)
-    assert plan.prediction is not None
-    assert whole.prediction is not None
-    assert plan.prediction.step_us >= whole.prediction.step_us
-    assert (plan.overlap == "off") is (at == 2), "only the baseline was there"
-
-
-def test_an_interrupt_before_there_is_anything_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 1))
-    with pytest.raises(KeyboardInterrupt):
-        planned(silent)
-
-
-def test_who_is_told_nothing_is_interrupted_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 3))
-    with pytest.raises(KeyboardInterrupt):
-        planned(None)
-
-
-def test_a_search_that_is_interrupted_counts_with_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[WholeStepOrders] = []
-
-    def kept(*given: Any) -> WholeStepOrders | None:
-        walk = InterruptedAt(order_search.walk, 40)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(order_search, "walk", walk)
-            one = order_together(*given)
-        assert walk.calls == 40
-        assert one is not None
-        found.append(one)
-        return one
-
-    monkeypatch.setattr(windows, "order_together", kept)
-    plan = planned(silent)
-    verify(plan)
-    assert len(found) == 1
-    assert {name: plan.windows[name].items for name in found[0].windows} == {
-        name: window.items for name, window in found[0].windows.items()
-    }
-
-
-def test_an_interrupt_while_a_plan_is_proved_is_for_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = planned(silent)
-    proof = InterruptedAt(making._finished, 1)
-    monkeypatch.setattr(making, "_finished", proof)
-    assert planned(silent) == whole
-    assert proof.calls == 2
-
-
-def test_a_second_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "reduced_best", InterruptedAt(choose.reduced_best, 3))
-    monkeypatch.setattr(making, "_finished", InterruptedAt(making._finished, 1))
-    with pytest.raises(KeyboardInterrupt):
-        planned(silent)
-
-
-def test_nothing_is_told_once_it_is_stopped() -> None:
-    lines: list[str] = []
-    watch = Watch(lines.append)
-    watch.tell("one")
-    watch.stop(KeyboardInterrupt())
-    watch.tell("two")
-    assert lines == ["one"]
-    assert not watch.shown
-    with pytest.raises(KeyboardInterrupt):
-        watch.stop(KeyboardInterrupt())
-
-
-@pytest.mark.parametrize(("stops", "searches"), [(False, 3), (True, 1)])
-def test_no_other_order_is_searched_for_after_an_interrupt_that_left_none(
-    stops: bool, searches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of whole steps, that hold too much with any number of microbatches live."""
-    job, costs = job_of(microbatches=16, blocks=1)
-    watch = Watch(silent)
-    wished = making._Wished("window", "improve", Effort(), watch)
-    begun = making._begun(job, choose_schedule(job, schedule="1f1b"), making.listed(job, costs), wished, None)
-    searched: list[object] = []
-
-    def too_much(*given: object) -> None:
-        searched.append(given)
-        if stops:
-            watch.stop(KeyboardInterrupt())
-        raise windows._HoldsTooMuchError("too much")
-
-    monkeypatch.setattr(windows, "_together", too_much)
-    with pytest.raises(windows._HoldsTooMuchError):
-        windows.whole_step(one_window(begun.first, begun.context), begun.context)
-    assert len(searched) == searches

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +11,14 @@ import torch
 import stretto
 from stretto.errors import LostRankError, PlanError, UsageError
 from stretto.files.kept import Kept
-from stretto.ir import stage_maps
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import job_text, plan_to_text
 from stretto.measure import measured, running
 from stretto.measure.running import costs_again
 from stretto.order.policies import POLICIES, captured_order
-from stretto.passes.watch import Watch
 from stretto.planning import here, make_plan
 from stretto.planning.here import plan_on_first
-from stretto.runtime import all_or_none
-from stretto.schedule import families
 from stretto.schedule.families import make_schedule
 from tests.planning.ranks import Threads, on_threads
 from tests.synthetic import make_costs, make_job
@@ -52,17 +46,6 @@ def test_one_rank_plans_and_all_hold_its_plan(tmp_path: Path) -> None:
     assert {plan_to_text(plan) for plan in found} == {plan_to_text(a_plan())}
     assert on_threads(3, work) == found
     assert planned == [0], "found again"
-
-
-def test_others_wait_for_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_or_none, "BEAT_S", 0.02)
-
-    def slow() -> Plan:
-        time.sleep(0.3)
-        return a_plan()
-
-    found = on_threads(2, lambda ranks: plan_on_first(ranks, {"job": "a"}, slow))
-    assert found == [a_plan(), a_plan()]
 
 
 def test_a_rank_that_is_to_plan_something_else_is_refused_by_all() -> None:
@@ -145,29 +128,6 @@ def test_a_kept_plan_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
     assert said == [f"plan: made here 0 s ago for this job and these costs, kept in {tmp_path}"]
 
 
-def test_the_best_so_far_is_not_kept(tmp_path: Path) -> None:
-    watch = Watch(lambda line: None)
-    watch.stop(KeyboardInterrupt())
-    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), watch)
-    assert found == a_plan()
-    assert not [*tmp_path.iterdir()]
-
-
-def test_an_interrupt_while_a_plan_is_kept_does_not_lose_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Kept, "keep", interrupted)
-    watch = Watch(lambda line: None)
-    found = plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path), watch)
-    assert found == a_plan()
-    assert watch.stopped
-    with pytest.raises(KeyboardInterrupt):  # nobody is there to see it
-        plan_on_first(running.Running(), {"job": "a"}, a_plan, Kept(tmp_path))
-
-
 Planned = Callable[..., Plan]
 
 
@@ -204,12 +164,6 @@ def test_costs_that_were_measured_here_are_used_again_and_so_is_the_plan(
     new = planned(renew=True)
     assert new.costs != first.costs
     assert planned() == new
-
-
-def test_costs_that_are_too_old_are_measured_anew(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = planned()
-    monkeypatch.setattr(running, "MOST_AGE_S", -1.0)
-    assert planned().costs != first.costs
 
 
 def test_costs_of_another_machine_are_not_taken(planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,39 +215,6 @@ def test_plans_with_a_policy_of_the_users_own_are_not_kept(
         planned(order=order)
         assert len(made) == times, order
     assert made[0].costs == made[1].costs, "costs are"
-
-
-def test_plans_that_auto_chooses_among_families_of_the_users_own_are_not_kept(
-    planned: Planned, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = planned(schedule="auto")
-    with monkeypatch.context() as patch:
-        patch.setattr(make_plan, "_fastest", lambda *_: pytest.fail("plans again"))
-        assert planned(schedule="auto") == first
-    own = replace(families.FAMILIES["1f1b"], name="of-this-test")
-    monkeypatch.setitem(families.FAMILIES, own.name, own)
-    monkeypatch.setitem(stage_maps.PLACES, own.name, stage_maps.ONE_EACH)
-    made = counted_plans(monkeypatch)
-    for name in ("auto", "auto", own.name, own.name):
-        planned(schedule=name)
-    assert len(made) == 3, "one that is named is known by its order"
-
-
-def test_hosts_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def text(*hosts: tuple[str, str], names: str = "abcd") -> str | None:
-        class Told(running.Running):
-            def all_gather(self, item: tuple[object, ...]) -> list[object]:
-                return [(*item[:3], one, name) for one, name in zip(hosts, names, strict=False)]
-
-        return running.machines(Told(), CPU)
-
-    one = text(("boot", "net"), ("boot", "net"))
-    assert one is not None
-    assert one == text(("other boot", "net"), ("other boot", "net"), names="xy"), "a host that booted again"
-    two = text(("boot", "net"), ("boot 2", "net"))
-    assert two not in (one, None)
-    assert two != text(("boot", "net"), ("boot 2", "net"), names="ax"), "another host has another network"
-    assert text(("boot", "net"), ("boot", "net 2")) is None, "emulated"
 
 
 def test_rank_0_decides_what_is_found(tmp_path: Path) -> None:

@@ -117,19 +117,8 @@ def test_nothing_is_exposed_between_the_ends(
     assert compute * pairs <= window.step_us <= compute * pairs + layers * (serial - compute)
 
 
-def test_the_order_by_hand_is_megatrons_and_no_faster() -> None:
+def test_the_order_by_hand_is_no_faster() -> None:
     job, costs = layers_job(2, post=True, hops=1)
-    plan = by_hand(job, listed(job, costs), megatron)
-    ops = [str(item.ref) for item in plan.windows["0F+0B"].items]
-    lane = [name.removesuffix("_0") for name in ops if name.endswith("_0")]
-    assert lane == [
-        *("combine_b1", "dispatch0", "dispatch_b1", "combine0"),
-        *("combine_b0", "dispatch1", "dispatch_b0", "combine1"),
-    ]
-    compute = [name for name in ops if not name.endswith(("_0", "_wait")) and "loss" not in name]
-    first = ["attention0", "post0", "mlp_b1", "mlp_w1", "mlp0", "post_b1", "attention_b1"]
-    assert compute == first + [name.translate({48: "1", 49: "0"}) for name in first]
-    by_others, ours = simulate(plan), simulate(planned((job, costs), "window"))
-    assert ours.step_us <= by_others.step_us
-    # It hides all that has another microbatch beside it.
-    assert not stalls(by_others)
+    by_others = simulate(by_hand(job, listed(job, costs), megatron))
+    assert simulate(planned((job, costs), "window")).step_us <= by_others.step_us
+    assert not stalls(by_others), "it hides all that has another microbatch beside it"

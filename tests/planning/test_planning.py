@@ -15,12 +15,10 @@ from stretto.ir.action import Phase
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import Job
 from stretto.models.moe import moe_token_sum
-from stretto.passes.step import Context, Step
-from stretto.planning import make_plan as planning
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from tests.clusters import cores
-from tests.parallelize.test_experts import FEW, batch, model_of
+from tests.parallelize.mixtures import FEW, batch, model_of
 from tests.runtime.equality import (
     FAMILIES,
     assert_equal,
@@ -137,46 +135,6 @@ def test_memory_that_overlap_exceeds_is_kept_by_waiting_at_once() -> None:
     assert made.overlap_why.startswith("local is refused: rank ")
     with pytest.raises(stretto.PlanError, match="fault"):
         make_plan(job, costs, schedule="eager-1f1b", overlap="local", max_bytes=most - 1)
-
-
-def test_a_slower_plan_is_taken_where_waiting_at_once_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = comm_job(1, 4, (("tp", 2),), blocks=2)
-    costs = make_comm_costs(job, collective_us=100.0)
-    want = make_plan(job, costs, overlap="local", order="list")
-    assert want.overlap == "local"
-
-    def finished(step: Step, context: Context) -> Plan:
-        if step.overlap == "off":
-            raise stretto.PlanError("refused", ["rank 0 holds too much"])
-        return real(step, context)
-
-    real = planning._finished
-    monkeypatch.setattr(planning, "_finished", finished)
-    monkeypatch.setattr(planning, "WORTH", 0.0)
-    assert make_plan(job, costs, overlap="local", order="list") == want
-
-
-def test_waiting_at_once_is_taken_where_it_turns_out_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole step decides, where the step by which variants are compared does not say it clearly."""
-    job = comm_job(1, 4, (("tp", 2),), blocks=2)
-    costs = make_comm_costs(job, collective_us=100.0)
-    off, local = (make_plan(job, costs, overlap=mode, order="list") for mode in ("off", "local"))
-    assert (off.overlap, local.overlap) == ("off", "local")
-
-    def finished(step: Step, context: Context) -> Plan:
-        made = real(step, context)
-        assert made.prediction is not None
-        if step.overlap == "off":
-            return made
-        return replace(made, prediction=replace(made.prediction, step_us=2.0 * step_us))
-
-    assert off.prediction is not None
-    real, step_us = planning._finished, off.prediction.step_us
-    monkeypatch.setattr(planning, "_finished", finished)
-    assert make_plan(job, costs, overlap="local", order="list").overlap == "local", "it is clear"
-    monkeypatch.setattr(planning, "WORTH", 0.0)
-    made = make_plan(job, costs, overlap="local", order="list")
-    assert made == replace(off, overlap_why=made.overlap_why)
 
 
 def test_a_plan_carries_its_prediction_and_its_bound() -> None:

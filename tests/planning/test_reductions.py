@@ -10,14 +10,8 @@ import torch
 import stretto
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan, Window
-from stretto.ir.program import Job, OverlapMode
-from stretto.ir.timeline import Timeline
+from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.order.depend import make_graph
-from stretto.order.walk import replay
-from stretto.order.window import early_reductions
-from stretto.planning import reductions
-from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import LARGE_BYTES
 from stretto.verifying import verify
@@ -96,19 +90,6 @@ def test_small_gradients_share_a_sum_in_the_order_in_which_they_are_ready(job: J
     assert [name for name in started if name in shared] == shared
 
 
-def test_an_order_keeps_the_memory_of_the_one_that_it_replaces(job: Job) -> None:
-    plan = stretto.plan(job, cluster(102.0), order="captured")
-    [window] = windows_with_sums(plan)
-    graph = make_graph(plan.job, plan.costs, window, (0,))
-    order = early_reductions(graph)
-    places = {index: at for at, index in enumerate(order)}
-    assert sorted(order) == list(range(len(graph.nodes)))
-    assert all(places[n] < places[index] for index, needs in enumerate(graph.before) for n in needs)
-    as_given = replay(graph, range(len(graph.nodes)))
-    assert replay(graph, order).peak_bytes <= as_given.peak_bytes
-    assert replay(graph, order).late_us < as_given.late_us
-
-
 @pytest.mark.parametrize("family", ["1f1b", "zb-h1", "gpipe"])
 def test_sums_start_in_last_runs_only(family: str) -> None:
     made = comm_job(2, 4, (("dp", 2), ("tp", 2)), blocks=2, sequence=True, tied=True)
@@ -122,22 +103,6 @@ def test_sums_start_in_last_runs_only(family: str) -> None:
         assert inside
         assert len(inside) == len(set(inside))
         assert {name.removesuffix(" last") for name in inside}.isdisjoint(runs[runs.index(inside[0]) + 1 :])
-
-
-@pytest.mark.parametrize("overlap", ["off", "local", "window"])
-def test_a_copy_to_which_its_place_adds_nothing_ends_in_no_traceback(overlap: OverlapMode) -> None:
-    """The first place holds a copy of the tied gradient, and only the second adds to it."""
-    job = comm_job(2, 4, (("dp", 2), ("tp", 2)), blocks=2, tied=True)
-    one, *others = (p for p in job.parameters if p.tied_to == "w0.0")
-    assert others
-    changed = {
-        p.name: replace(p, shards=(), partial=("tp",), grads=() if p is one else p.grads)
-        for p in (one, *others)
-    }
-    job = replace(job, overlap=overlap, parameters=tuple(changed.get(p.name, p) for p in job.parameters))
-    # The made-up gradient is whole on all tp ranks, which the proof says in its words.
-    with pytest.raises(stretto.PlanError, match=r"parameter w1.0: its gradient dw1.0 .* Take tp out"):
-        make_plan(job, make_comm_costs(job))
 
 
 def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,19 +120,3 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
     assert local.prediction is not None
     assert local.overlap == "local"
     assert local.prediction.step_us < 0.995 * off.prediction.step_us
-    walked: list[Plan] = []
-
-    def simulated(plan: Plan) -> Timeline:
-        walked.append(plan)
-        return stretto.simulate(plan)
-
-    monkeypatch.setattr(reductions, "simulate", simulated)
-    draft = lower(local.job, local.schedule, local.costs, overlap="local")
-    early = reductions._with(draft, reductions._reordered(draft))
-    early_us = stretto.simulate(early).step_us
-    late_us = reductions.reduced_best(early).step_us
-    assert late_us < early_us
-    assert len(walked) == 2
-    assert reductions.reduced_best(early, than_us=0.999 * early_us).step_us == late_us
-    assert reductions.reduced_best(early, than_us=0.01 * early_us).step_us == early_us
-    assert len(walked) == 5

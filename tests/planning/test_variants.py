@@ -13,7 +13,6 @@ from stretto.ir.program import Op
 from stretto.passes import STEP_PASSES, OfStep
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning import choose
-from stretto.planning.choose import Tried, lighter
 from tests.clusters import cores
 from tests.price.comm_job import comm_job
 
@@ -61,23 +60,3 @@ def test_what_cannot_be_done_is_done_without(monkeypatch: pytest.MonkeyPatch, er
     assert plan_with(monkeypatch, OfStep(refuses, tried=True)) == plan_with(monkeypatch)
     with pytest.raises(type(error)):
         plan_with(monkeypatch, OfStep(refuses))
-
-
-def test_much_more_memory_is_held_only_for_a_gain_that_costs_can_tell() -> None:
-    heavy, close, light, slow = (
-        Tried((), "window", us, peak_bytes)
-        for us, peak_bytes in ((100.0, 300), (101.0, 250), (101.5, 200), (103.0, 100))
-    )
-    assert lighter([heavy, close, light, slow]) == light
-    assert lighter([heavy, close, slow]) == heavy
-
-
-def test_what_variants_share_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Step] = []
-
-    def counted(step: Step, context: Context) -> Step:
-        seen.append(step)
-        return step
-
-    plan_with(monkeypatch, OfStep(counted), overlap="window")
-    assert len(seen) == 1
