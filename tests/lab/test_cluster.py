@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError, UsageError
-from stretto.lab import Lab, leftovers, network
-from stretto.lab.check import examine
-from stretto.lab.names import start_ticks
+from stretto.lab import Lab, network, quota
+from stretto.lab.cluster import examine
+from stretto.lab.network import start_ticks
 from stretto.lab.quota import CpuController
 from tests.lab import probe
 
@@ -196,7 +196,7 @@ def test_nothing_outlives_the_lab() -> None:
             names.append(lab.namespace(0))
             sleepers.append(lab.popen(1, ["sleep", "60"]))
             assert lab.popen(0, [*PYTHON, daemon]).wait(timeout=20) == 0
-            pids.extend(leftovers.processes_in(names[0]))
+            pids.extend(quota.processes_in(names[0]))
             raise ZeroDivisionError
 
     names: list[str] = []

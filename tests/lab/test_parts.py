@@ -12,12 +12,10 @@ from typing import TextIO
 import pytest
 
 from stretto.errors import StrettoError, UsageError
-from stretto.lab import Lab, network, quota, tools
-from stretto.lab.names import LabOwner, start_ticks
-from stretto.lab.output import Printer
+from stretto.lab import Lab, network, quota
+from stretto.lab.commands import Printer, Statuses, exit_status
+from stretto.lab.network import MTU_BYTES, Bucket, LabOwner, parse_rate, start_ticks
 from stretto.lab.quota import CpuController
-from stretto.lab.rates import MTU_BYTES, Bucket, parse_rate
-from stretto.lab.wait import Statuses, exit_status
 
 
 @pytest.mark.parametrize(
@@ -165,7 +163,7 @@ def test_without_root_the_lab_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_iproute2_the_lab_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "find_tool", lambda name: None if name == "tc" else f"/sbin/{name}")
+    monkeypatch.setattr(network, "find_tool", lambda name: None if name == "tc" else f"/sbin/{name}")
     with (
         pytest.raises(StrettoError, match=r"`tc` is not installed: install iproute2 .*apt install"),
         Lab(hosts=1),

@@ -17,7 +17,7 @@ RANKS = """
 import sys
 import torch
 from stretto.cli.calibrate import calibrate as app
-from stretto.measure import calibrate, sweep
+from stretto.measure import calibrate, time_ops
 
 calibrate.PRICED, calibrate.SIZES = ("all_reduce",), (65_536, 4_096)
 sweep.PRODUCTS, sweep.LINEAR_SIZES, sweep.ELEMENTS, sweep.ATTENTIONS = ((64, 64, 64),), (), (1 << 10,), ()

@@ -12,7 +12,7 @@ import torch
 
 from stretto.measure import contention
 from stretto.measure.contention import compute_loss
-from stretto.measure.measure_collectives import ends_of
+from stretto.measure.measure_collectives import counted, ends_of
 
 NS = 1000
 
@@ -84,13 +84,6 @@ def test_lost_compute_is_counted(machine: Callable[[float, int], Machine]) -> No
     assert loss.start_us == pytest.approx(50.0)
     flight = contention.FLIGHT_S * 1e6 / 50_000.0
     assert made.started == contention.LEAST_REPEATS * flight, "0.1 s of collectives of 50 ms, always the same"
-
-
-def test_a_transport_that_takes_nothing_loses_nothing(machine: Callable[[float, int], Machine]) -> None:
-    made = machine(1.0, 5)
-    loss = compute_loss(made.start, 1000.0, lambda: None, float, torch.device("cpu"))
-    assert loss.processor_us == pytest.approx(0.0)
-    assert made.started == contention.LEAST_REPEATS * contention.MOST_COLLECTIVES
 
 
 def test_it_is_repeated_until_the_figure_is_steady_on_all_ranks(
@@ -165,3 +158,9 @@ def test_what_each_byte_takes_is_measured_at_a_size_that_tells_it() -> None:
     assert ends_of(slow) == [slow[0], slow[2]], "not 4 kB, whose loss is within the noise"
     assert ends_of([(2048, 350e3), (4096, 700e3)]) == [(2048, 350e3)]
     assert ends_of([(4, 300.0), (4096, 700.0)]) == [(4, 300.0), (4096, 700.0)], "nothing else is sent"
+
+
+def test_the_member_that_comes_last_has_not_waited_for_others() -> None:
+    # Of 10 and 20 us the one has waited for the other for 6 and 14.
+    whole, start, _ = counted([[(10.0, 1.0), (20.0, 3.0)], [(4.0, 1.0), (6.0, 3.0)]])
+    assert (whole, start) == pytest.approx((5.0, 2.0))

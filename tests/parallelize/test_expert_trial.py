@@ -19,7 +19,7 @@ from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
 from stretto.parallelize.expert_trial import DENSE, ExpertTrial
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.shards import join
 from tests.clusters import cores

@@ -19,7 +19,7 @@ from stretto.errors import RunError, UsageError
 from stretto.ir.plan import Plan
 from stretto.models.moe import MoEConfig, MoEGPT, Routed, moe_token_sum
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.shards import pieces_of
 from tests.clusters import cores

@@ -21,7 +21,7 @@ from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
 from stretto.models.moe import MoEGPT, moe_token_sum
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.train.clip import GradientClip
 from tests.clusters import cores

@@ -15,7 +15,7 @@ from stretto.config import Parallel
 from stretto.models.build import huggingface_sum
 from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from tests.clusters import cores
 from tests.parallelize.test_experts import together
 from tests.runtime.equality import DEEPSEEK_V3, from_transformers

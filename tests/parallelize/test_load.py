@@ -21,7 +21,7 @@ from stretto.models.moe import MoEConfig, MoEGPT, Router, moe_token_sum
 from stretto.parallelize.layout import layout_of
 from stretto.parallelize.parts import bounds
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.runtime import Runner, run_threads
 from tests.clusters import cores
 from tests.parallelize.test_experts import ALL, CONTEXT, DROPLESS, FEW, batch, model_of, one_sided, plan_of

@@ -8,9 +8,7 @@ import pytest
 
 from stretto.errors import UsageError
 from stretto.price.cluster_file import find_cluster, load_cluster, named_cluster, save_cluster
-from stretto.price.collectives import collective_curve
-from stretto.price.efficiency import Matmul
-from stretto.price.fabric import Group
+from stretto.price.collectives import Group, collective_curve
 from tests.price.test_nccl_tests import NEW
 
 WHOLE = """
@@ -31,13 +29,6 @@ def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "ours.toml"
     path.write_text(text)
     return path
-
-
-@pytest.mark.parametrize("name", ["h100x1024", "a100-80gbx64", "v100x8", "mi300xx8", "gb200x72", "910bx16"])
-def test_names(name: str) -> None:
-    found = named_cluster(name)
-    assert f"{found.device.key}x{found.count}" == name
-    assert found.nodes == -(-found.count // found.device.node_devices)
 
 
 def test_a_file_changes_the_catalogue_and_says_so(tmp_path: Path) -> None:
@@ -75,14 +66,6 @@ def test_prices_follow_from_the_mesh() -> None:
     assert 0 < dp.slowdown < 1
     with pytest.raises(UsageError, match="no axis 'ep'"):
         found.collective("all_gather", mesh, "ep")
-
-
-def test_prices_of_ops() -> None:
-    found = named_cluster("h100x8")
-    dims = Matmul(8192, 8192, 8192)
-    us = found.op_us(dims.flops, 3 * 2 * 8192**2, dims)
-    assert us == pytest.approx(dims.flops / (989e6 * 0.803), rel=0.1)
-    assert found.op_us(0.0, 1e9) == pytest.approx(1e9 / (3.35e6 * 0.92), rel=0.02)
 
 
 def test_messages_between_nodes_are_slower() -> None:
@@ -130,14 +113,6 @@ def test_links_of_ones_own_take_the_place_of_measured_rings(tmp_path: Path, figu
 def test_wrong_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         load_cluster(write(tmp_path, text))
-
-
-@pytest.mark.parametrize("name", ["h100", "h900x8", "h100x0", "x8", "h100x"])
-def test_unknown_names_list_the_known_ones(name: str) -> None:
-    with pytest.raises(
-        UsageError, match=r"unknown cluster .* known devices are a100-80gb, a100-40gb, v100, h100"
-    ):
-        find_cluster(name)
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,22 @@ import torch
 from torch import nn
 
 import stretto
-from stretto.ir.prices import specs_of, traffic_bytes
+from stretto.ir.prices import price_list, specs_of, traffic_bytes
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.measure import measured
 from stretto.planning.costs import costs_of, memory_limit
-from stretto.price.attention import attention_product
-from stretto.price.cluster import describe
+from stretto.price.cluster import HardwarePricer, describe, device_us, hardware_costs
 from stretto.price.cluster_file import Hardware, find_cluster
-from stretto.price.convolution import BACKWARD, FORWARD, convolution_products
-from stretto.price.efficiency import Matmul
-from stretto.price.hardware import device_us, hardware_costs, program_times
+from stretto.price.efficiency import BACKWARD, FORWARD, Matmul, attention_product, convolution_products
 from stretto.schedule.families import make_schedule
 from tests.clusters import cores, cores_file
 from tests.price.comm_job import comm_job
 
 H100 = find_cluster("h100x64")
+
+
+def program_times(job: Job) -> dict[tuple[int, str], float]:
+    return {key: priced.us for key, priced in price_list(job, HardwarePricer(H100)).items()}
 
 
 def half(job: Job) -> Job:
@@ -46,24 +47,16 @@ def half(job: Job) -> Job:
     )
 
 
-def test_large_products_run_at_the_devices_rate() -> None:
-    job = half(comm_job(1, tp=1, rows=8192, hidden=8192))
-    times = program_times(job, H100)
-    rate = 2 * 8192 * 8192 * 4 * 8192 / times[0, "h0"] / 1e6
-    sheet = H100.device.number("peak_tflops")
-    assert 0.5 * sheet < rate < sheet
-
-
 def test_float32_products_are_slower_and_moving_memory_is_not() -> None:
     slow, fast = comm_job(1, tp=1, rows=4096, hidden=4096), half(comm_job(1, tp=1, rows=4096, hidden=4096))
-    times = [program_times(job, H100) for job in (slow, fast)]
+    times = [program_times(job) for job in (slow, fast)]
     assert 10 < times[0][0, "h0"] / times[1][0, "h0"] < 17
     assert times[0][0, "y0"] / times[1][0, "y0"] == pytest.approx(2.0, rel=0.2), "relu moves twice the bytes"
 
 
 def test_a_program_of_small_ops_takes_as_long_as_their_launches() -> None:
     job = comm_job(1, tp=2, rows=8, hidden=8)
-    times = program_times(job, H100)
+    times = program_times(job)
     launch_us = H100.roof.efficiency.launch_us
     for phase, ops in job.stages[0].ops.items():
         launching = [op for op in ops if times[0, op.name]]
@@ -84,13 +77,6 @@ def test_tensor_parallel_peers_are_in_a_node_and_pipelines_leave_it() -> None:
     assert within.shared == ()
     assert within.link(0, 1).bytes_per_us > costs.link(0, 1).bytes_per_us
     assert 0 < within.collectives["tp", "all_reduce"].slowdown < 1
-
-
-def test_a_job_for_cuda_is_priced_without_one() -> None:
-    job = replace(comm_job(2, tp=2), device="cuda")
-    plan = stretto.plan(job, cluster="a100-80gbx8")
-    assert plan.prediction is not None
-    assert plan.costs.source == "roofline of a100-80gbx8 by shape"
 
 
 def test_fused_attention_is_priced_by_its_products() -> None:

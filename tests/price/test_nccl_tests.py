@@ -154,11 +154,6 @@ def test_refusals(tmp_path: Path, text: str, said: str) -> None:
         read_nccl_tests(write(tmp_path, text))
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere.txt: cannot be read: No such file"):
-        read_nccl_tests(tmp_path / "nowhere.txt")
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -16,8 +16,7 @@ from stretto.errors import UsageError
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import price_list
 from stretto.price import profiler_trace
-from stretto.price.calibration import Calibration
-from stretto.price.op_times import Machine
+from stretto.price.calibration import Calibration, Machine
 from stretto.price.priced import CalibratedPricer
 from stretto.price.profiler_trace import read_trace
 from tests.capturing.zoo import mean_square
@@ -83,24 +82,8 @@ def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
         event("aten::linear", 0, 100, 1, dims),
         event("aten::mm", 10, 30, 2, dims),  # within linear
         event("aten::cat", 200, 10, 3, [[[4, 8], [4, 8]], []]),
-        {
-            "ph": "X",
-            "cat": "kernel",
-            "name": "gemm",
-            "ts": 300,
-            "dur": 70,
-            "tid": 9,
-            "args": {"External id": 2},
-        },
-        {
-            "ph": "X",
-            "cat": "kernel",
-            "name": "fill",
-            "ts": 390,
-            "dur": 5,
-            "tid": 9,
-            "args": {"External id": 1},
-        },
+        event("gemm", 300, 70, 2, [], "kernel"),
+        event("fill", 390, 5, 1, [], "kernel"),
     ]
     path.write_text(json.dumps({"deviceProperties": [{"id": 0, "name": "H1"}], "traceEvents": events}))
     trace = read_trace(path)

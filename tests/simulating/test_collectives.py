@@ -12,7 +12,7 @@ from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Item, ItemKind, Plan
 from stretto.ir.processor import Processor
-from stretto.ir.timeline import Span, SpanKind
+from stretto.ir.timeline import SpanKind
 from stretto.simulating import simulate
 from tests.simulating.test_engine import lane, message, schedule
 from tests.synthetic_comm import (
@@ -109,14 +109,6 @@ def test_work_between_start_and_wait_hides_it() -> None:
     assert timeline.hidden["tp"] == pytest.approx(50 / (100 + NORM_US))
 
 
-def test_half_hidden_is_half_exposed() -> None:
-    plan = make_comm_plan(ONE, op_us=100, collective_us=150)
-    order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
-    timeline = simulate(reordered(plan, "0B", *order))
-    (found,) = [s for s in timeline.spans if s.kind is SpanKind.EXPOSED and s.name == "tp all_reduce br0.0"]
-    assert found.duration_us == pytest.approx(50)
-
-
 def test_a_lane_carries_one_collective_at_a_time_in_the_order_of_starts() -> None:
     order = schedule("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
     plan = make_comm_plan(order, op_us=100, collective_us=500)
@@ -153,10 +145,6 @@ def test_a_collective_slows_the_ops_that_it_meets() -> None:
             simulate(reordered(slow, "0B", *order)).step_us - simulate(reordered(base, "0B", *order)).step_us
         )
         assert gained == pytest.approx(40)
-
-
-def lane_of(plan: Plan) -> list[Span]:
-    return [s for s in simulate(plan).spans if s.kind is SpanKind.MESSAGE and s.lane == "tp"]
 
 
 def test_gather_and_scatter_count_the_whole_tensor() -> None:
@@ -290,24 +278,20 @@ def test_a_result_stays_as_long_as_its_wait_is_to_come() -> None:
 # --- refusals -----------------------------------------------------------------------------------------
 
 
-def test_a_collective_without_a_cost_is_refused() -> None:
+def test_what_a_plan_lacks_is_named() -> None:
     plan = make_comm_plan(ONE)
-    with pytest.raises(PlanError, match="all_reduce on 'tp' has no cost"):
+    with pytest.raises(PlanError, match="all_reduce on 'tp'"):
         simulate(replace(plan, costs=replace(plan.costs, collectives={})))
-
-
-def test_an_axis_without_a_communicator_is_refused() -> None:
-    plan = make_comm_plan(ONE)
-    with pytest.raises(PlanError, match=r"fr0\.0 needs a communicator 'tp'"):
+    with pytest.raises(PlanError, match=r"fr0\.0 .* 'tp'"):
         simulate(replace(plan, communicators=()))
+    with pytest.raises(PlanError, match="'0F'"):
+        simulate(replace(plan, windows={}))
 
 
 def test_a_wait_before_its_start_stops_the_plan() -> None:
     plan = make_comm_plan(ONE)
     early = reordered(plan, "0B", "d0", "br0.0_w", "bm0.0", "br0.0", "dn0", "dw0.0", "by0.0", "dx0")
-    with pytest.raises(
-        PlanError, match=r"run 0B last:0.*tp all_reduce br0.0, which this rank itself starts later"
-    ):
+    with pytest.raises(PlanError, match=r"run 0B last:0.*tp all_reduce br0.0, .* later"):
         simulate(early)
 
 
@@ -329,6 +313,3 @@ def test_a_sum_that_the_plan_does_not_have_is_refused() -> None:
     stage = replace(stage, ops={phase: stage.ops[phase] for phase in (Phase.F, Phase.I, Phase.W)})
     with pytest.raises(PlanError, match=r"window 0B last: op tp\.0\.0 is not in stage 0's programs"):
         simulate(replace(plan, job=replace(plan.job, stages=(stage,))))
-
-
-# --- the inside of a window ---------------------------------------------------------------------------

@@ -1,10 +1,10 @@
-"""`Lab`: an emulated cluster on this machine, from its making to its removal.
+"""`Lab`: an emulated cluster on this machine, from its making to its removal; what this machine can emulate.
 
     with Lab(hosts=2, rate="100mbit", cpus=0.5) as lab:
         statuses = lab.run(["python", "train.py"])
 
-Brings the other rooms together: the network, the quotas, the processes. It needs root. Nothing that it made
-outlives the `with`, whatever happens inside; what a killed lab left, the next one sweeps.
+It needs root. Nothing that it made outlives the `with`, whatever happens inside; what a killed lab left, the
+next one sweeps.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from stretto.errors import StrettoError, UsageError
-from stretto.lab import enter, leftovers, network, quota, rates, tools
-from stretto.lab.names import LabOwner
-from stretto.lab.output import Printer
-from stretto.lab.signals import StopSignals, blocked, ending_by_exit
-from stretto.lab.wait import Statuses, signal_group, wait_for
+from stretto.lab import enter, network, quota
+from stretto.lab.commands import (
+    Printer,
+    Statuses,
+    StopSignals,
+    blocked,
+    ending_by_exit,
+    signal_group,
+    wait_for,
+)
+from stretto.lab.network import LabOwner
 
 MASTER_PORT = 29500  # torchrun's default; free in every lab, since each has its own network
-ALONE = "STRETTO_ALONE"  # as `stretto.backend.idle_class` reads it, which loads PyTorch
+ALONE = "STRETTO_ALONE"  # as `stretto.backend.gloo_adapter` reads it, which loads PyTorch
 _Target = int | IO[bytes] | None
 
 
@@ -73,7 +80,7 @@ class Lab:
         self.delay_ms = delay_ms
         self.pin = pin
         self.cores = cores
-        self._rate_bits_per_s = rates.parse_rate(rate)
+        self._rate_bits_per_s = network.parse_rate(rate)
         self._owner: LabOwner | None = None
         self._controller = quota.find_controller()
         self._groups: list[Path] = []
@@ -82,10 +89,10 @@ class Lab:
         self._open = False
 
     def __enter__(self) -> Lab:
-        if lacking := tools.missing():
+        if lacking := network.missing():
             reasons = "\n".join(f"  {why}" for why in lacking)
             raise StrettoError(f"this machine cannot run the lab:\n{reasons}")
-        leftovers.sweep()
+        quota.sweep()
         with contextlib.ExitStack() as stack:
             stack.enter_context(ending_by_exit())
             stack.callback(self.close)
@@ -142,7 +149,7 @@ class Lab:
                     signal_group(process, signal.SIGKILL)
             for name in [*map(owner.host, range(self.hosts)), owner.switch]:
                 try:
-                    leftovers.remove_host(name, self._controller)
+                    quota.remove_host(name, self._controller)
                 except StrettoError as error:
                     faults.append(str(error))
             for process in self._processes:
@@ -314,3 +321,39 @@ def _log_file(directory: Path, name: str) -> BinaryIO:
         return (directory / f"{name.replace(' ', '-')}.log").open("wb")
     except OSError as error:
         raise UsageError(f"--output {directory}: cannot write there: {error.strerror}") from error
+
+
+TRIED: Mapping[str, tuple[Mapping[str, Any], bool]] = {
+    # what: (settings of a lab that needs it, whether no lab can run without it)
+    "network namespaces": ({}, True),
+    "link rate (tbf)": ({"rate": "100mbit"}, True),
+    "delay (netem)": ({"delay_ms": 1.0}, False),
+    "processor quota": ({"cpus": 0.5}, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was tried. says: what was found; where it is missing, what to do. required: whether the
+    lab cannot run without it."""
+
+    what: str
+    ok: bool
+    says: str
+    required: bool = True
+
+
+def examine() -> Iterator[Finding]:
+    """Try one thing after the other; stops at what nothing else can do without."""
+    lacking = network.missing()
+    yield Finding("root, ip, tc", not lacking, "; ".join(lacking) or str(network.find_tool("ip")))
+    if lacking:
+        return
+    if swept := quota.sweep():
+        yield Finding("leftovers", True, f"removed what killed labs left: {', '.join(swept)}")
+    for what, (settings, required) in TRIED.items():
+        try:
+            with Lab(hosts=2, **settings):
+                yield Finding(what, True, "works", required)
+        except StrettoError as error:
+            yield Finding(what, False, str(error), required)

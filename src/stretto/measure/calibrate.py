@@ -26,14 +26,11 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
 from stretto.ir.program import Job, Op
 from stretto.measure.local_processes import measure_between
-from stretto.measure.measure_collectives import Measured, host, measure_collectives
+from stretto.measure.measure_collectives import Measured, host, measure_collectives, tell
 from stretto.measure.messages import measure_links
-from stretto.measure.sweep import sweep_ops
-from stretto.measure.time_collectives import tell
-from stretto.measure.time_ops import Specs, distinct_ops, time_op
-from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
-from stretto.price.op_times import Timing
-from stretto.price.wanted import WantedCollective, wanted_collectives
+from stretto.measure.time_ops import Specs, distinct_ops, sweep_ops, time_op
+from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, Timing
+from stretto.price.shared import WantedCollective, wanted_collectives
 
 NOISY = 0.25
 """A spread of rounds above this is told: the machine did other work. Measured on two shared cores, the faster

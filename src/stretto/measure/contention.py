@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from stretto.backend.idle_class import lanes_first
-from stretto.processor.products import products_on
-from stretto.processor.quota import quota_share
+from stretto.backend.gloo_adapter import lanes_first
+from stretto.processor.quota import products_on, quota_share
 
 FLIGHT_S = 0.1
 """How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""

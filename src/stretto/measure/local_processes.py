@@ -25,8 +25,7 @@ from stretto.errors import StrettoError
 from stretto.ir.mesh import Mesh
 from stretto.measure.measure_collectives import Measured, measure_collectives
 from stretto.measure.messages import FoundLink, measure_links
-from stretto.price.roofline import scaled
-from stretto.price.wanted import WantedCollective
+from stretto.price.shared import WantedCollective, scaled
 
 MOST_PROCESSES = 8
 """More are not started: each needs memory for the framework. Larger axes are scaled from what these show."""

@@ -32,15 +32,13 @@ from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import job_text
 from stretto.measure.local_processes import Between, measure_between
-from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
+from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes, tell
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, device_name, profile
 from stretto.measure.running import Running, costs_again, running
-from stretto.measure.time_collectives import tell
-from stretto.price.calls import calls_us
-from stretto.price.peak import named_peak
-from stretto.price.roofline import ACTION_US
-from stretto.price.wanted import wanted_collectives
+from stretto.price.calibration import calls_us
+from stretto.price.devices import named_peak
+from stretto.price.shared import ACTION_US, wanted_collectives
 from stretto.processor.quota import agreed_quota
 
 

@@ -25,13 +25,12 @@ import torch.distributed as dist
 
 from stretto.backend.collectives import Exchange
 from stretto.backend.device_time import synchronise
-from stretto.backend.gloo_adapter import calm_loops
-from stretto.backend.idle_class import keeping_core
+from stretto.backend.gloo_adapter import calm_loops, keeping_core
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.measure.contention import compute_loss
-from stretto.price.calls import line_through
+from stretto.price.calibration import line_through
 
 SIZES = (4, 65_536, 262_144, 1_048_576)
 """Bytes of the probes: an empty message, and around an activation's size."""

@@ -21,8 +21,7 @@ from stretto.errors import UsageError
 from stretto.files.kept import Kept, ago, code_digest, key_of
 from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
-from stretto.measure.measure_collectives import host
-from stretto.measure.time_collectives import tell
+from stretto.measure.measure_collectives import host, tell
 from stretto.measure.time_ops import machine_of
 from stretto.processor.quota import quota_share
 

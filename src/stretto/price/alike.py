@@ -28,9 +28,9 @@ from stretto.ir.costs import Costs
 from stretto.ir.prices import FREE as FREE_WORD
 from stretto.ir.prices import Priced, Pricer, Specs, signature, specs_of, traffic_bytes
 from stretto.ir.program import WAIT, Job, Op
+from stretto.price.calibration import Timing
 from stretto.price.matmul_fit import MatmulFit
-from stretto.price.op_times import Timing
-from stretto.price.roofline import FREE
+from stretto.price.shared import FREE
 
 _HIDES = re.compile(r"\bTrue\b|\bFalse\b|\bNone\b|\battn_mask=")
 

@@ -37,10 +37,9 @@ from stretto.ir.collectives import SEND
 from stretto.ir.costs import LEAST_RATE, CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.limits import MOST_RANKS
-from stretto.price.collectives import PROTOCOLS, CollectiveModel, collective_curve
+from stretto.price.collectives import PROTOCOLS, CollectiveModel, Fabric, Group, axis_group, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Matmul, Roof, op_us
-from stretto.price.fabric import Fabric, Group, axis_group
 from stretto.price.nccl_tests import read_nccl_tests
 
 _NAME = re.compile(r"(?P<device>.+)x(?P<count>[1-9][0-9]*)")

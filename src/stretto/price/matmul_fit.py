@@ -13,8 +13,8 @@ counts by one over the fourth power of its distance, in doublings of the dims (D
 Interpolation Function for Irregularly-Spaced Data", 1968).
 
 Measured on one core with oneMKL, from the products of two GPTs (128 rows of width 512, 256 of 1024) and those
-of `cost.sweep`, the sum for 128 rows of width 1024 comes out 0.4 % too high, and for 192 rows of width 640 it
-is right; by the law alone 7 and 1 % too low, and without the sweep 6 and 1 %. Touches no device.
+of `measure.time_ops`, the sum for 128 rows of width 1024 comes out 0.4 % too high, and for 192 rows of width
+640 it is right; by the law alone 7 and 1 % too low, and without the sweep 6 and 1 %. Touches no device.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from stretto.ir.curve import Curve
 
 PROGRAMS = {kind.benchmark: name for name, kind in KINDS.items() if kind.benchmark}
 """Names of the test programs, `<name>_perf`; `size` is the full tensor in all of them, as in
-`cost.collectives`."""
+`price.collectives`."""
 
 _PREFIX = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:\s?")
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*\bPid\b.*\bdevice\b")

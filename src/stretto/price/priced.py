@@ -23,14 +23,10 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Priced, Specs, price_list, specs_of, traffic_bytes
 from stretto.ir.program import Job, Op
 from stretto.price.alike import AlikePricer
-from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
-from stretto.price.calls import Calls
-from stretto.price.op_times import Timing
-from stretto.price.peak import named_peak
+from stretto.price.calibration import Calibration, Calls, GroupTiming, LinkTiming, Timing
+from stretto.price.devices import named_peak
 from stretto.price.profiler_trace import trace_key
-from stretto.price.roofline import ACTION_US, FREE, scaled
-from stretto.price.sharing import sharing
-from stretto.price.wanted import wanted_collectives
+from stretto.price.shared import ACTION_US, FREE, scaled, sharing, wanted_collectives
 
 
 class CalibratedPricer(AlikePricer):

@@ -1,22 +1,20 @@
-"""The simulation: walks every rank's instructions, item by item, with no device.
+"""The simulation: walks every rank's instructions, item by item, with no device; and a plan's prediction.
 
-The contract:
-
-1. A rank of the plan is a place of the pipeline; ranks of the run that share it walk one order at one time,
-   and are simulated once. It has one compute lane, which walks the rank's instructions in order.
+1. A rank of the plan is a pipeline rank; ranks of the run that share it walk one order at one time, and are
+   simulated once. It has one compute lane, which walks the rank's instructions in order.
 2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
-   cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
+   cost. A `send` starts a message and takes no time; a `wait` stalls until the message can be used. A
    value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
-   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and, of a microbatch's,
-   until the slowest of the ranks that share the place has done its part of it (`simulating.straggler`).
-3. `sent` stands until the message has left.
+   begins, the collective goes to its lane; its `comm.wait` stalls until it is done, and, of a microbatch's,
+   until the slowest of the ranks that share the pipeline rank has done its part of it.
+3. `sent` stalls until the message has left.
 4. How messages move is the contract of `simulating.network`, how collectives do of `simulating.collectives`,
-   what is shared of `simulating.cards`; what is held in memory is that of `simulating.memory`.
+   what is shared of `simulating.cards`; memory is that of `simulating.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares
    (`simulating.compute_lane`).
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
-   step (`simulating.accounts`).
+   step.
 7. When nothing can happen any more and a rank has instructions left, the plan is refused; the message says
    what every such rank waits for.
 """
@@ -24,19 +22,20 @@ The contract:
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 
+from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
 from stretto.ir.action import Action
+from stretto.ir.costs import Prediction
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
-from stretto.simulating.accounts import Accounts
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.simulating.cards import Cards
 from stretto.simulating.clock import Clock, Moment
 from stretto.simulating.collectives import Collectives, RunningCollective
-from stretto.simulating.compute_lane import ComputeLane
-from stretto.simulating.memory import RankMemory
+from stretto.simulating.compute_lane import Accounts, ComputeLane, Straggler
+from stretto.simulating.memory import RankMemory, memory_parts
 from stretto.simulating.network import Message, Network
-from stretto.simulating.straggler import Straggler
 from stretto.simulating.windows import Call, Control, ReadyWindow, Segment, make_ready
 
 Lane = Generator[float | Moment, None, None]
@@ -283,3 +282,30 @@ class _Rank:
         if isinstance(what, Message | RunningCollective):
             what = what.why_missing()
         return f"rank {self._index} stands at `{self._at}`: waits for {what}"
+
+
+def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
+    """Take the simulated step of `plan` (or its `timeline`) and bound it; microseconds and bytes, lists by
+    rank.
+
+    Raises PlanError for what `simulate` and `lower_bound` refuse.
+    """
+    timeline = simulate(plan) if timeline is None else timeline
+    bound = lower_bound(plan.job, plan.schedule, plan.costs)
+    parts = memory_parts(plan, timeline.peak_bytes)
+    return replace(accounts_of(timeline), bound_us=bound.us, binds=bound.binds, memory=parts)
+
+
+def accounts_of(timeline: Timeline) -> Prediction:
+    """What a simulated timeline alone says of its plan; `bound_us` is 0, which is none."""
+    return Prediction(
+        step_us=timeline.step_us,
+        compute_us=timeline.by_rank(SpanKind.COMPUTE),
+        exposed_us=timeline.by_rank(SpanKind.EXPOSED),
+        bubble_us=timeline.by_rank(SpanKind.BUBBLE),
+        peak_bytes=timeline.peak_bytes,
+        bound_us=0.0,
+        binds="",
+        exposed_axis_us=timeline.exposed_axis_us(),
+        comm_axis_us=timeline.comm_axis_us(),
+    )

@@ -1,19 +1,76 @@
-"""Which collectives a job's step has, by axis and kind: what is worth measuring, and at which sizes.
+"""What all prices share: which collectives a job has, at which sizes; rings; who shares a network card.
 
-Reads programs and parameters only. Which gradients are summed together lowering decides; here
-they count as a gradient alone and as all gradients of a stage together, between which every sum lies.
+A ring of n over equal links has n - 1 empty messages in turn to gather or to scatter, each moving (n - 1) /
+n of the tensor; twice that to reduce (Patarasuk and Yuan 2009); an exchange sends one part to each in turn.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
 
-from stretto.ir.axes import Sums, sums_of
-from stretto.ir.collectives import ALL_REDUCE
-from stretto.ir.program import DTYPE_BYTES, Job
-from stretto.ir.transfers import summed_bytes
+from stretto.ir.axes import PIPELINE, Sums, sums_of
+from stretto.ir.collectives import ALL_REDUCE, KINDS
+from stretto.ir.costs import CollectiveCost, Link
+from stretto.ir.curve import Curve
+from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job
+from stretto.ir.transfers import message_us, summed_bytes
+
+ACTION_US = 8.0
+"""Time of a window's run beside its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
+
+FREE = (GETITEM, WAIT)
+"""Ops that take no time of their own: the tuple has paid, the communication has a lane of its own."""
+
+
+def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
+    """A collective as a ring of `members` over equal links."""
+    part = KINDS[kind].moved(members)
+    # A transport that needs more processor time than wire time moves no faster than the processor does.
+    us_per_byte = part * max(1.0 / link.bytes_per_us, link.processor_us_per_mb / 1e6)
+    latency_us = KINDS[kind].steps(members) * message_us(link, 0)
+    span = 1_000_000.0
+    return CollectiveCost(
+        Curve(((0.0, latency_us), (span, latency_us + span * us_per_byte))),
+        link.processor_us_per_mb * part,
+        0.0,
+        f"a ring of {members} over links: {link.source}",
+    )
+
+
+def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
+    """The cost of a ring of `wish` members from that of one of `members`.
+
+    Latency goes with the steps, n - 1, and bytes with (n - 1) / n (Patarasuk and Yuan 2009).
+    """
+    if members == wish:
+        return cost
+    steps = (wish - 1) / (members - 1)
+    part = steps * members / wish
+    latency = cost.curve.points[0][1]
+    points = [(nbytes, latency * steps + (us - latency) * part) for nbytes, us in cost.curve.points]
+    return replace(
+        cost,
+        curve=Curve(tuple(points)),
+        processor_us_per_mb=cost.processor_us_per_mb * part,
+        processor_us=cost.processor_us * steps,
+        source=f"{cost.source}; scaled to {wish} ranks as a ring",
+    )
+
+
+def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -> tuple[str, ...]:
+    """Those of `axes` (beside pp) whose collectives share their place's card with something.
+
+    leaving: the axes whose groups span hosts, `pp` among them if messages do; pipelined: whether there are
+    messages. One axis alone has the card to itself. With messages that stay inside a host nothing shares:
+    cards carry all messages or none (`stretto.simulating.cards`).
+    """
+    if pipelined and PIPELINE not in leaving:
+        return ()
+    result = tuple(axis for axis in axes if axis in leaving)
+    return result if len(result) + pipelined > 1 else ()
+
 
 SMALL_BYTES = 4096
 """A size that shows the latency. Assumed: a page."""

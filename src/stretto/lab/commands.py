@@ -1,9 +1,12 @@
-"""Waits for the commands of all hosts at once: their ends, and signals to stop.
+"""The commands of all hosts at once: what they print, their ends, and signals to stop.
 
 1. A command ends         -> note its status; end what its group left behind.
 2. The first one fails    -> the others have `grace_s` to end by themselves, then get SIGTERM.
 3. A stop signal arrives  -> pass it on to all, once; they have `grace_s` to end.
 4. SIGTERM was not enough within 5 s, or a second stop signal arrives -> SIGKILL.
+
+While a `StopSignals` is entered, stop signals raise nothing: they are noted. Making and removing namespaces
+then always runs to its end; only waiting for commands is cut short.
 """
 
 from __future__ import annotations
@@ -13,11 +16,98 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import IO, Any, TextIO
 
-from stretto.lab.output import Printer
-from stretto.lab.signals import StopSignals
+_ONE_AT_A_TIME = threading.Lock()
+
+
+class Printer(threading.Thread):
+    """Reads a rank's stream to its end. kept: lines are kept there, and not printed.
+
+    error: why nothing more could be printed; None so far.
+    """
+
+    def __init__(self, source: IO[bytes], target: TextIO, name: str, kept: list[str] | None = None) -> None:
+        super().__init__(name=f"stretto lab: {name}", daemon=True)
+        self._source, self._target, self._prefix = source, target, f"[{name}] "
+        self.kept = kept
+        self.error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        with self._source:
+            for line in self._source:
+                # Hosts may print anything, and the last line may have no end.
+                text = self._prefix + line.decode(errors="replace").rstrip("\n") + "\n"
+                if self.kept is not None:
+                    self.kept.append(text)
+                    continue
+                try:
+                    with _ONE_AT_A_TIME:
+                        self._target.write(text)
+                        self._target.flush()
+                except Exception as error:
+                    self.error = error
+                    return
+
+
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """Notes the stop signals that arrive. For the main thread only, as Python's handlers are."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in STOP:
+            # What the caller ignores stays ignored: `nohup stretto lab run` outlives its terminal.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, lambda got, _: self.received.append(got))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def ending_by_exit() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the program as Ctrl-C does, by an exception, so that labs are removed.
+
+    Where the caller has handlers of its own or ignores them, and outside the main thread, nothing changes.
+    """
+    before: dict[int, Any] = {}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # as shells report it
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for changed, handler in before.items():
+            signal.signal(changed, handler)
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Hold the stop signals of this thread back until the block is done, so that cleaning up is whole."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
 
 TERM_TO_KILL_S = 5.0  # assumed: time for a Python program to write its last lines after SIGTERM
 LOOK_S = 0.005  # takes hosts no time; a rank that fails because another did takes longer to end
