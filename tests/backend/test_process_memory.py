@@ -87,12 +87,3 @@ def test_who_has_it_collect_less_keeps_that(
     gc.set_threshold(*wish)
     with rarely_collected():
         assert gc.get_threshold() == wish
-
-
-def test_threads_that_plan_at_once_leave_it_as_the_first_found_it(thresholds: tuple[int, int, int]) -> None:
-    first, second = rarely_collected(), rarely_collected()
-    with first:
-        second.__enter__()
-    assert gc.get_threshold() == RARELY, "the second still plans"
-    second.__exit__(None, None, None)
-    assert gc.get_threshold() == thresholds

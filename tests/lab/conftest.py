@@ -48,5 +48,5 @@ def quotas(machine: None) -> quota.CpuController:
     """The controller of processor quotas."""
     controller = quota.find_controller()
     if controller is None:
-        pytest.skip(quota.why_no_quota())
+        pytest.skip(quota.NO_QUOTA)
     return controller

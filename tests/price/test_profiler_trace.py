@@ -99,14 +99,11 @@ def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "not a profiler's trace: not JSON"),
-        (b"{}", "it has no list of traceEvents"),
-        (b'{"traceEvents": [1]}', "it has no list of traceEvents"),
+        (b"{", "not JSON"),
+        (b"{}", "traceEvents"),
+        (b'{"traceEvents": [1]}', "traceEvents"),
         (b'{"traceEvents": []}', "holds no ops"),
-        (
-            json.dumps({"traceEvents": [{"cat": "cpu_op", "ph": "X", "name": "aten::mm"}]}).encode(),
-            "recorded without shapes: give .*record_shapes=True",
-        ),
+        (b'{"traceEvents": [{"cat": "cpu_op", "ph": "X", "name": "aten::mm"}]}', "record_shapes=True"),
         # Without a time of writing: every worker that collects the tests must find the same bytes.
         (gzip.compress(b"{}", mtime=0)[:-4], "cannot read"),
     ],

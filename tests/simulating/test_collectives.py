@@ -109,32 +109,6 @@ def test_work_between_start_and_wait_hides_it() -> None:
     assert timeline.hidden["tp"] == pytest.approx(50 / (100 + NORM_US))
 
 
-def test_a_lane_carries_one_collective_at_a_time_in_the_order_of_starts() -> None:
-    order = schedule("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
-    plan = make_comm_plan(order, op_us=100, collective_us=500)
-    name = "0F+0B"
-    ops = [(0, "fm0.0"), (0, "fr0.0"), (1, "d0"), (1, "bm0.0"), (1, "br0.0"), (1, "br0.0_w"), (0, "fr0.0_w")]
-    ops += [(1, "dn0"), (1, "dw0.0"), (1, "by0.0"), (1, "dx0"), (0, "fy0.0"), (0, "y0"), (0, "loss")]
-    items = tuple(Item(ItemKind.OP, part, ref) for part, ref in ops)
-    assert set(items) == set(plan.windows[name].items)
-    timeline = simulate(
-        replace(plan, windows={**plan.windows, name: replace(plan.windows[name], items=items)})
-    )
-    begin = 100 + 500 + 300  # 0F0
-    first, second = (
-        next(s for s in timeline.spans if s.name == f"tp all_reduce {op}" and s.microbatch == mb)
-        for op, mb in (("fr0.0", 1), ("br0.0", 0))
-    )
-    assert (first.start_us, first.end_us) == (begin + 100, begin + 600)
-    # Started at 300 after the window's begin; the lane is free at 600.
-    assert (second.start_us, second.end_us) == (begin + 600, begin + 1100)
-    # The wait for the second is the one that stands; the first is done by then.
-    waits = [s for s in timeline.spans if s.kind is SpanKind.EXPOSED and s.start_us > begin]
-    assert [(s.name, s.start_us, s.end_us) for s in waits[:1]] == [
-        ("tp all_reduce br0.0", begin + 300, begin + 1100)
-    ]
-
-
 def test_a_collective_slows_the_ops_that_it_meets() -> None:
     order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
     base = make_comm_plan(ONE, op_us=100, collective_us=80)
@@ -153,9 +127,6 @@ def test_gather_and_scatter_count_the_whole_tensor() -> None:
     for span in (gather, scatter):
         assert span.nbytes == 4 * ACTIVATION.nbytes
         assert span.duration_us == pytest.approx(200)
-
-
-# --- the network's cards ------------------------------------------------------------------------------
 
 
 def contended(shared: tuple[str, ...], latency_us: float = 0.0) -> Plan:
@@ -180,20 +151,21 @@ def second_of_rank_0(plan: Plan) -> tuple[float, float, float, float]:
     return found.start_us, found.end_us, met.start_us, met.end_us
 
 
-def test_axes_with_links_of_their_own_do_not_meet_messages() -> None:
-    # Block: 100 + 300 + 200; the message leaves at 600; the next collective starts at 700.
-    assert second_of_rank_0(contended(())) == pytest.approx((600, 1000, 700, 1000))
-
-
-def test_a_shared_card_gives_each_an_equal_share() -> None:
-    # From 700 on both go at half their rate: the 300 us that both have left take 600.
-    assert second_of_rank_0(contended(("tp",))) == pytest.approx((600, 1300, 700, 1300))
-
-
-def test_latency_keeps_no_card_busy() -> None:
-    # All 50 us later. From 750 to 1350 both go at half their rate; then 50 us of latency.
-    plan = contended(("tp",), latency_us=50)
-    assert second_of_rank_0(plan) == pytest.approx((650, 1350, 750, 1400))
+@pytest.mark.parametrize(
+    ("shared", "latency_us", "expected"),
+    [
+        # Links of their own. Block: 100 + 300 + 200; the message leaves at 600; a collective starts at 700.
+        ((), 0, (600, 1000, 700, 1000)),
+        # From 700 on both go at half their rate: the 300 us that both have left take 600.
+        (("tp",), 0, (600, 1300, 700, 1300)),
+        # All 50 us later. From 750 to 1350 both go at half their rate; then 50 us of latency.
+        (("tp",), 50, (650, 1350, 750, 1400)),
+    ],
+)
+def test_a_shared_card_gives_each_an_equal_share(
+    shared: tuple[str, ...], latency_us: float, expected: tuple[float, ...]
+) -> None:
+    assert second_of_rank_0(contended(shared, latency_us)) == pytest.approx(expected)
 
 
 def test_processor_time_of_a_shared_transfer_does_not_grow_with_its_duration() -> None:
@@ -215,9 +187,6 @@ def test_processor_time_of_a_shared_transfer_does_not_grow_with_its_duration() -
     slow = replace(plan, costs=replace(plan.costs, collectives=kinds))
     # Rank 0's second collective lasts 600 us beside a message; nothing computes, so nothing is lost.
     assert second_of_rank_0(slow) == second_of_rank_0(plan)
-
-
-# --- sums, and the loss -------------------------------------------------------------------------------
 
 
 def test_gradients_are_summed_on_the_lanes_of_their_axes() -> None:
@@ -248,9 +217,6 @@ def test_a_sum_of_one_place_does_not_wait_for_the_others() -> None:
     assert first.start_us < last.start_us
 
 
-# --- memory -------------------------------------------------------------------------------------------
-
-
 def levels(plan: Plan, until: float) -> list[tuple[float, float]]:
     """(time, activations held beside parameters) up to a time; a step between communications shows its
     highest and its last level."""
@@ -273,9 +239,6 @@ def test_a_result_stays_as_long_as_its_wait_is_to_come() -> None:
     # Started at 1100; the lane stands for it from 1300 to 1600, with d0 for by0.0, the result, and gradients.
     grads = (WEIGHT.nbytes + NORM.nbytes) / ACTIVATION.nbytes
     assert levels(late, 1400)[-1][1] == 2 + grads
-
-
-# --- refusals -----------------------------------------------------------------------------------------
 
 
 def test_what_a_plan_lacks_is_named() -> None:

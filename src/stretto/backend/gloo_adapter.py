@@ -161,11 +161,8 @@ def lanes_first() -> Iterator[None]:
 
 @contextmanager
 def keeping_core() -> Iterator[None]:
-    """This thread does not give way meanwhile, if it does at all: while it posts messages itself.
-
-    It then owns locks for which Gloo's loop spins, and a thread that had
-    given way to that loop would hardly get the core back.
-    """
+    """This thread does not give way meanwhile: while it posts messages it owns locks for which Gloo's loop
+    spins, and would hardly get the core back."""
     idle = move(0, os.SCHED_IDLE, os.SCHED_OTHER) if hasattr(os, "SCHED_IDLE") else False
     try:
         yield

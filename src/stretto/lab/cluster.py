@@ -108,7 +108,7 @@ class Lab:
 
     def _build(self, owner: LabOwner) -> None:
         if self.cpus is not None and self._controller is None:
-            raise StrettoError(f"--cpus {self.cpus:g}: {quota.why_no_quota()}")
+            raise StrettoError(f"--cpus {self.cpus:g}: {quota.NO_QUOTA}")
         if self._controller is not None:
             self._groups = self._make_groups(owner, self._controller)
         network.build(owner, self.hosts)

@@ -26,10 +26,8 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class Printer(threading.Thread):
-    """Reads a rank's stream to its end. kept: lines are kept there, and not printed.
-
-    error: why nothing more could be printed; None so far.
-    """
+    """Reads a rank's stream to its end. kept: lines are kept there, and not printed. error: why nothing more
+    could be printed; None so far."""
 
     def __init__(self, source: IO[bytes], target: TextIO, name: str, kept: list[str] | None = None) -> None:
         super().__init__(name=f"stretto lab: {name}", daemon=True)
@@ -79,10 +77,8 @@ class StopSignals:
 
 @contextlib.contextmanager
 def ending_by_exit() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program as Ctrl-C does, by an exception, so that labs are removed.
-
-    Where the caller has handlers of its own or ignores them, and outside the main thread, nothing changes.
-    """
+    """SIGTERM and SIGHUP end the program as Ctrl-C does, by an exception, so that labs are removed. Where the
+    caller has handlers of its own or ignores them, and outside the main thread, nothing changes."""
     before: dict[int, Any] = {}
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -115,11 +111,8 @@ LAST_LINES_S = 1.0  # assumed: a straggler may keep a pipe open for ever
 
 
 class Statuses(list[int]):
-    """Exit statuses by rank (by host, where each has one), 128 + n for a command that signal n ended.
-
-    `first_failed` is the rank that failed first, None if none did; `stopped_by` the signal that ended the
-    run from outside, None if none did.
-    """
+    """Exit statuses by rank, 128 + n for a command that signal n ended. `first_failed` is the rank that
+    failed first, `stopped_by` the signal that ended the run from outside, None if none did."""
 
     first_failed: int | None = None
     stopped_by: int | None = None

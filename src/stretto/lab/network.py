@@ -104,11 +104,8 @@ def missing() -> list[str]:
 
 
 def run_tool(name: str, arguments: Sequence[str], batch: Sequence[str] = ()) -> str:
-    """Run `ip` or `tc` to its end and return what it printed.
-
-    `batch` holds command lines for `-batch -`; one process then does them all. Raises StrettoError with the
-    command and the tool's own words when it fails.
-    """
+    """Run `ip` or `tc` to its end and return what it printed. `batch` holds command lines for `-batch -`.
+    Raises StrettoError with the command and the tool's own words when it fails."""
     path = find_tool(name)
     if path is None:
         raise StrettoError(f"`{name}` is not installed: {INSTALL}")
@@ -151,10 +148,8 @@ QUEUE_BYTES = 64 << 20
 
 
 def parse_rate(text: str) -> int | None:
-    """Bits per second of a rate such as `100mbit` (kbit, mbit, gbit as in tc); None for `unlimited`.
-
-    Raises UsageError for anything else, and for 0.
-    """
+    """Bits per second of a rate such as `100mbit` (kbit, mbit, gbit as in tc); None for `unlimited`. Raises
+    UsageError for anything else, and for 0."""
     if text.strip().lower() == "unlimited":
         return None
     match = _RATE.match(text)
@@ -221,10 +216,8 @@ def address(host: int) -> str:
 
 
 def build(owner: LabOwner, hosts: int) -> None:
-    """Make the switch and `hosts` hosts, with links that are up and not shaped.
-
-    Raises StrettoError when the kernel refuses; what was made until then is for `remove`.
-    """
+    """Make the switch and `hosts` hosts, with links that are up and not shaped. Raises StrettoError when the
+    kernel refuses; what was made until then is for `remove`."""
     switch = owner.switch
     run_tool("ip", ["netns", "add", switch])
     lines = [
@@ -259,10 +252,8 @@ def build(owner: LabOwner, hosts: int) -> None:
 
 
 def shape(owner: LabOwner, hosts: int, rate_bits_per_s: int | None, delay_ms: float = 0.0) -> None:
-    """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`.
-
-    The delay is at the switch's end alone, so that each packet meets it once on its way.
-    """
+    """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`, at the switch's
+    end alone, so that each packet meets it once."""
     bucket = None if rate_bits_per_s is None else Bucket.of(rate_bits_per_s)
     ports = [f"h{host}" for host in range(hosts)]
     for name, devices, late_ms in (

@@ -22,6 +22,10 @@ from stretto.lab.network import LabOwner
 from stretto.processor.control_groups import MOUNTS
 
 PERIOD_US = 10_000
+NO_QUOTA = (
+    "no `cpu` control group controller is mounted: mount one (`mount -t cgroup -o cpu cgroup "
+    "/sys/fs/cgroup/cpu`), or boot with the unified hierarchy, or leave --cpus out"
+)
 MIN_CPUS = 0.1  # the kernel takes no quota below 1 ms
 _REMOVE_S = 5.0  # assumed: a killed process leaves its group within milliseconds
 
@@ -45,19 +49,9 @@ def find_controller() -> CpuController | None:
     return CpuController(MOUNTS, 2) if "cpu" in _words(MOUNTS / "cgroup.controllers") else None
 
 
-def why_no_quota() -> str:
-    """What to say to the user when there is no controller."""
-    return (
-        "no `cpu` control group controller is mounted: mount one (`mount -t cgroup -o cpu cgroup "
-        "/sys/fs/cgroup/cpu`), or boot with the unified hierarchy, or leave --cpus out"
-    )
-
-
 def make_group(controller: CpuController, name: str, cpus: float | None) -> Path:
     """Make a group limited to `cpus` processors (None: no limit); returns the file that takes process ids.
-
-    Raises StrettoError when the kernel refuses.
-    """
+    Raises StrettoError when the kernel refuses."""
     group = controller.group(name)
     try:
         if controller.version == 2 and "cpu" not in _words(controller.root / "cgroup.subtree_control"):
@@ -128,10 +122,8 @@ def processes_in(namespace: str) -> list[int]:
 
 
 def kill_all(find: Callable[[], list[int]], what: str) -> None:
-    """SIGKILL what `find` returns until it returns nothing: a killed process may have had children.
-
-    Raises StrettoError if some are still there after 5 s.
-    """
+    """SIGKILL what `find` returns until it returns nothing: a killed process may have had children. Raises
+    StrettoError if some are still there after 5 s."""
     deadline = time.monotonic() + _KILL_S
     while pids := [pid for pid in find() if pid != os.getpid()]:
         for pid in pids:

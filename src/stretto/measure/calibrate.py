@@ -97,9 +97,8 @@ def calibrate_ops(outcome: Outcome, jobs: Iterable[Job], device: torch.device, p
 def calibrate_communication(
     outcome: Outcome, jobs: Sequence[Job], device: torch.device, progress: Progress
 ) -> None:
-    """Steps 2 and 3: between the running ranks, or processes started for it when there is one alone.
-
-    jobs: what their collectives move is measured before other sizes."""
+    """Steps 2 and 3: between the running ranks, or processes started for it when there is one alone. What the
+    collectives of `jobs` move is measured before other sizes."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _between_ranks(outcome, jobs, device, progress)
     else:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from stretto.backend.gloo_adapter import lanes_first
+from stretto.measure.stopwatch import repeats
 from stretto.processor.quota import products_on, quota_share
 
 FLIGHT_S = 0.1
@@ -65,15 +66,12 @@ def compute_loss(
     most: Callable[[float], float],
     device: torch.device,
 ) -> Loss:
-    """What this rank's compute loses to a collective, or to whatever else is under way.
-
-    start: begins the collective and returns its handle, which has `wait()`; alone_us: how long it takes from
-    that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together; most:
-    the greatest of what they say, so that all stop at the same time. What the transport does before the call
-    returns is a loss like any other. What a wait has left to do is left out.
-    """
+    """What this rank's compute loses to a collective, or to whatever else is under way. start: begins the
+    collective and returns its handle, which has `wait()`; alone_us: how long it takes from that call on when
+    nothing else runs, the same number on all ranks; meet: brings the ranks together; most: the greatest of
+    what they say, so that all stop at the same time. What a wait has left to do is left out."""
     longer = UNDER_QUOTA if quota_share() < 1.0 else 1.0
-    count = max(2, min(MOST_COLLECTIVES, math.ceil(longer * FLIGHT_S * 1e6 / max(alone_us, 1.0))))
+    count = repeats(alone_us, longer * FLIGHT_S * 1e6, 2, MOST_COLLECTIVES)
     product = products_on(device)
     with torch.no_grad():
         if device.type != "cpu":
@@ -95,8 +93,7 @@ def compute_loss(
 
 
 def _steady(found: list[float], error: float, most: Callable[[float], float]) -> bool:
-    """Whether what every rank has found is enough: its standard error is at most `error`, or it is as many as
-    are ever taken."""
+    """Whether the standard error on every rank is at most `error`, or no more are taken."""
     if len(found) < LEAST_REPEATS:
         return False
     if len(found) >= MOST_REPEATS:

@@ -37,6 +37,7 @@ from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.measure.contention import compute_loss
+from stretto.measure.stopwatch import repeats
 from stretto.price.calibration import Calls, line_through
 from stretto.price.shared import WantedCollective, elements, sharing
 from stretto.processor.quota import products_on, quota_share
@@ -87,11 +88,8 @@ def meet(device: torch.device) -> None:
 
 def timed_end(start: Callable[[], Any], result: torch.Tensor, alone_us: float) -> tuple[float, float]:
     """(wait, finish): microseconds on the thread that computes, of the wait for a collective that compute has
-    hidden, and with it how much longer its result is read for the first time than for the second.
-
-    result: what the collective writes. The thread's time is counted: what a transport's own threads take of
-    the core is a loss (`measure.contention`), wherever it falls.
-    """
+    hidden, and with it how much longer its result is read for the first time than for the second. The
+    thread's time is counted: what a transport's own threads take is a loss (`measure.contention`)."""
     compute = products_on(result.device)
     copy = torch.empty_like(result)
     rounds: list[tuple[float, float]] = []
@@ -117,8 +115,7 @@ def timed(
     start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, float, float]:
     """(microseconds of one collective from its call on, of that call, spread), equal on all ranks: the median
-    of groups. One follows the other, as on a lane that is never idle: what an idle link lets through at once
-    (a token bucket's content) is not counted on."""
+    of groups. One follows the other: what an idle link lets through at once is not counted on."""
     took: list[tuple[float, float]] = []
 
     def one() -> float:
@@ -136,7 +133,7 @@ def timed(
         warm_us = max(tell(one()))
         one()
         took.clear()
-        for _ in range(int(min(MOST_ROUNDS, max(ROUNDS, ROUNDS_US / max(warm_us, 1.0))))):
+        for _ in range(repeats(warm_us, ROUNDS_US, ROUNDS, MOST_ROUNDS)):
             one()
     by_group: dict[tuple[int, ...], list[list[tuple[float, float]]]] = {}
     for ranks, rounds in tell((dist.get_process_group_ranks(group), took)):
@@ -147,8 +144,7 @@ def timed(
 
 def counted(members: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float, float]:
     """(whole, start, spread) of one group from its members' (whole, start) of each round: the whole is that
-    of the member that comes last and has not waited for others (`Costs.skew` says by how much members come
-    late), the start a mean; means over the rounds that count, which are those that took the least."""
+    of the member that comes last and has not waited for others, the start a mean; over the fastest rounds."""
     rounds = sorted(
         (min(whole for whole, _ in each), statistics.fmean(start for _, start in each))
         for each in zip(*members, strict=True)
@@ -172,10 +168,8 @@ measurements differ by. Measured with Gloo: 4 to 8 ms for each megabyte, and som
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One kind of collective on one axis.
-
-    spread: of rounds at the worst size, the range of those that count over their mean.
-    """
+    """One kind of collective on one axis. spread: of rounds at the worst size, the range of those that count
+    over their mean."""
 
     cost: CollectiveCost
     calls: Calls
@@ -185,11 +179,9 @@ class Measured:
 def measure_collectives(
     mesh: Mesh, wanted: Sequence[WantedCollective], device: torch.device, say: Callable[[str], None] = unheard
 ) -> dict[tuple[str, str], Measured]:
-    """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
-
-    Returns (axis, kind) -> cost, equal on all ranks. Takes one to two seconds for each, up to about six on
-    slow links. say: takes a line for each.
-    """
+    """Measure `wanted` on the axes of `mesh`; all ranks call it with equal arguments, and get equal (axis,
+    kind) -> cost. Takes one to two seconds for each, up to about six on slow links. say: takes a line for
+    each."""
     result: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     try:
@@ -208,11 +200,8 @@ def measure_collectives(
 
 
 def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """Axes whose collectives use one network card; all ranks must call it.
-
-    They leave the host: a host is told by its boot and its network namespace, so that processes of one
-    machine share none, and hosts emulated on it are told apart.
-    """
+    """Axes whose collectives use one network card: they leave the host, which is known by its boot and its
+    network namespace. All ranks must call it."""
     hosts = tell(host())
 
     def leaves(axis: str) -> bool:
@@ -227,10 +216,7 @@ def collective_call(
     kind: str, nbytes: int, dtype: str, members: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, Callable[[], Any], torch.Tensor]:
     """(bytes of the whole tensor, a function that starts the collective and returns its handle, what the
-    collective writes).
-
-    Raises UsageError for a kind that cannot be measured.
-    """
+    collective writes). Raises UsageError for a kind that cannot be measured."""
     if kind not in PRICED:
         raise UsageError(f"cannot measure a collective {kind!r}: {', '.join(PRICED)}")
     row = KINDS[kind]
@@ -305,11 +291,8 @@ def _measure(
 
 
 def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Step 3: the least size, and the one at which what each byte takes is measured. samples: (bytes,
-    microseconds).
-
-    On a slow link all sizes of use may take long; the least of them it is then.
-    """
+    """Step 3: of (bytes, microseconds), the least size, and the one at which what each byte takes is
+    measured. On a slow link all sizes of use may take long; the least of them it is then."""
     use = [sample for sample in samples if sample[0] >= OF_USE] or samples
     fits = [sample for sample in use if sample[1] <= CONTENTION_US]
     return sorted({min(samples), max(fits) if fits else min(use)})

@@ -43,10 +43,8 @@ from stretto.processor.quota import agreed_quota
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:
-    """Measure the job's ops, messages and collectives.
-
-    Raises UsageError when ranks were started but cannot talk, or there is no device of the job's kind.
-    """
+    """Measure the job's ops, messages and collectives. Raises UsageError when ranks were started but cannot
+    talk, or there is no device of the job's kind."""
     return Measuring((job,), (schedule,)).costs_of(job)
 
 
@@ -185,10 +183,8 @@ def device_of(job: Job) -> torch.device:
 
 
 def memory_here(job: Job) -> int | None:
-    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors.
-
-    Raises UsageError when this machine has no device of the job's kind.
-    """
+    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors. Raises
+    UsageError when this machine has no device of the job's kind."""
     device = device_of(job)
     if device.type != "cuda":
         return None
@@ -231,8 +227,7 @@ def stretches(
     job: Job, shares_of: Mapping[int, Mapping[str, Sequence[float]]]
 ) -> dict[int, list[list[float]]]:
     """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: what each
-    took, by round, in microseconds. shares_of: by stage and op, the same; empty where it
-    was not taken. Sums of a plan's job are no program of a microbatch, and are not timed here."""
+    took, by round, in microseconds. shares_of: by stage and op, the same. Sums are not timed here."""
     result: dict[int, list[list[float]]] = {}
     for index, shares in shares_of.items():
         result[index] = []
@@ -247,13 +242,10 @@ def stretches(
 
 
 def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
-    """How much longer the slowest rank of a place computes than its ranks do on average, as a share.
-
-    ranks: what `stretches` says of each; ranks that hold a stage did the same round at one time. Whole
-    programs would show less: what hinders one rank in one stretch hinders the other in the next. Whole
-    rounds in which something else had a rank's processor do not count (`profile.STOLEN`); a single short
-    stretch may be many times as long by a quota's stop. 0 where no two ranks share a stage.
-    """
+    """How much longer the slowest of the ranks that share a stage computes than they do on average, as a
+    share. ranks: what `stretches` says of each. Full programs would show less: what hinders one rank in one
+    stretch hinders the other in the next. Rounds in which something else had a rank's processor do not count
+    (`profile.STOLEN`)."""
     by_stage: dict[int, list[Sequence[Sequence[float]]]] = defaultdict(list)
     for rank in ranks:
         for stage, of in rank.items():

@@ -30,6 +30,7 @@ from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.measure.contention import compute_loss
+from stretto.measure.stopwatch import repeats
 from stretto.price.calibration import line_through
 
 SIZES = (4, 65_536, 262_144, 1_048_576)
@@ -82,12 +83,9 @@ class FoundLink:
 def measure_links(
     pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
 ) -> dict[tuple[int, int], FoundLink]:
-    """Links of (sender, receiver) pairs of places; every rank must call it with the same pairs.
-
-    mesh: how ranks are laid out, when there are axes beside pp; a pair of places is then measured between
-    all pairs of ranks that are there at once, as a step uses it. Returns what this rank found as a sender, by
-    places. Both directions of a pair are assumed equal in what they take from the processor.
-    """
+    """Links of (sender, receiver) pairs of pipeline ranks; every rank must call it with the same pairs. mesh:
+    how ranks are laid out, when there are axes beside pp; a pair is then measured between all its ranks at
+    once. Returns what this rank measured as a sender. Both directions take the same from the processor."""
     rank = dist.get_rank()
     mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)
@@ -141,7 +139,7 @@ def _send(receiver: int, device: torch.device) -> OneWay:
             dist.recv(answer, receiver)
             synchronise(device)
             times.append((time.perf_counter_ns() - start) / 1000.0)
-            count = int(max(ROUNDS, min(MOST_ROUNDS, ROUNDS_US / times[0])))
+            count = repeats(times[0], ROUNDS_US, ROUNDS, MOST_ROUNDS)
         ascending = sorted(times[1:])
         fast = int(QUARTER * len(ascending)) if points else 0  # nothing lends to the empty one
         points.append((size, ascending[fast]))
@@ -201,9 +199,8 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
 
 
 def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> tuple[float, float]:
-    """Step 3, on both ends: microseconds of compute lost to a message, and for each 10**6 bytes, the mean of
-    both ends; 0 on an accelerator, whose links copy. one_way: what the sender has found; None on the
-    receiver."""
+    """Step 3, on both ends: microseconds of compute lost to a message, and for each 10**6 bytes; 0 on an
+    accelerator, whose links copy. one_way: what the sender has measured; None on the receiver."""
     if device.type != "cpu":
         return 0.0, 0.0
 

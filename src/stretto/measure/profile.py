@@ -40,7 +40,7 @@ from stretto.ir.integers import Says, what_integers_say
 from stretto.ir.leaf_rows import rows_named
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
-from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch
+from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch, repeats
 from stretto.price.shared import FREE
 
 
@@ -108,13 +108,9 @@ def profile(
     before: Profile | None = None,
     least_rounds: int = ROUNDS,
 ) -> Profile:
-    """Measure the ops of `stages` (all by default) on `device`.
-
-    before: of the same job, stages and device, some time ago; its rounds count as much as the new ones.
-    least_rounds: that count, after one for warmth; more of short programs.
-
-    Memory: the parameters, saved values and gradients of one microbatch of one stage at a time.
-    """
+    """Measure the ops of `stages` (all by default) on `device`, with the memory of one microbatch of one
+    stage at a time. before: of the same job, stages and device; its rounds count as much as the new ones.
+    least_rounds: that count, after one for warmth; more of short programs."""
     if device.type == "cpu":
         keep_freed_memory()  # as the step does
     op_us: dict[tuple[int, str], float] = {}
@@ -179,9 +175,8 @@ def _measure(
 def _rounds(round_us: float, least: int) -> int:
     """How many rounds of that length a visit has; least: of those that are neither short nor long."""
     if round_us >= LEAST_ROUND_US:
-        enough = ENOUGH_US / round_us
-        return int(max(min(least, FEWEST_ROUNDS), min(least, enough)))
-    return int(min(MOST_ROUNDS, least * LEAST_ROUND_US / max(round_us, 1.0)))
+        return repeats(round_us, ENOUGH_US, min(least, FEWEST_ROUNDS), least)
+    return repeats(round_us, least * LEAST_ROUND_US, 1, MOST_ROUNDS)
 
 
 def _makes_nothing(op: Op) -> bool:
@@ -334,11 +329,9 @@ def _run(
     clock: Stopwatch,
     rounds: Rounds | None,
 ) -> dict[Phase, float]:
-    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase.
-
-    Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
-    fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
-    """
+    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase. Values are dropped
+    after their last use, as in the runtime. rounds: where the op times go; None to run without clocks
+    inside."""
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:

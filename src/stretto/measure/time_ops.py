@@ -23,6 +23,7 @@ from stretto.ir.integers import what_integers_say
 from stretto.ir.prices import made_bytes, signature, specs_of
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.measure.profile import device_name, fixed_argument, function_of, made_up_tensor, value_of
+from stretto.measure.stopwatch import repeats
 from stretto.price.calibration import Machine, Timing
 from stretto.price.shared import FREE
 
@@ -214,7 +215,7 @@ def time_op(op: Op, specs: Specs, device: torch.device) -> Timing:
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
             round_us(1)
-            count = int(max(1, min(MOST_CALLS, ROUND_US / max(round_us(2), 0.1))))
+            count = repeats(round_us(2), ROUND_US, 1, MOST_CALLS)
             rounds = sorted(round_us(count) for _ in range(ROUNDS))
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -114,9 +114,8 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """Messages between ranks `stride` apart, from the lower to the higher. back: from the higher to the
-    lower; None where the two were not told apart. spread: the noise of the worse direction
-    (`messages.FoundLink`)."""
+    """Messages between ranks `stride` apart, from the lower to the higher. back: the other way; None where
+    the two are not known apart. spread: the noise of the worse direction."""
 
     stride: Natural
     hosts: Natural

@@ -32,11 +32,13 @@ from stretto.price.cluster_file import Hardware, load_cluster, named_cluster
 from stretto.price.devices import device_peak, job_peak, op_dtype, rate_part
 from stretto.price.efficiency import (
     Matmul,
+    Roof,
     attention_product,
     convolution_products,
     kernel_part,
     matmul_dims,
     matmul_us,
+    op_us,
     run_us,
 )
 from stretto.price.priced import calibrated_pricer, find_group, find_link, priced_costs
@@ -120,14 +122,14 @@ def described_costs(job: Job, cluster: Cluster) -> Costs:
         for wanted in wanted_collectives(job)
     }
     axes = tuple(dict.fromkeys(axis for axis, _ in collectives))
-    op_us = {key: priced.us for key, priced in price_list(job, FlatPricer(cluster)).items()}
+    times = {key: priced.us for key, priced in price_list(job, FlatPricer(cluster)).items()}
     # All links of a flat description are one network, which pipeline messages use as well.
     peak_source = "peak_tflops of the description"
     if isinstance(cluster.peak_tflops, dict):
         peak = job_peak(job, cluster.flops_per_us, peak_source)
     else:
         peak = Peak(cluster.flops_per_us("any"), peak_source)
-    return Costs(op_us, {}, link, ACTION_US, link.source, collectives, axes, peak=peak)
+    return Costs(times, {}, link, ACTION_US, link.source, collectives, axes, peak=peak)
 
 
 TF32_PART = 1 / 2
@@ -137,10 +139,8 @@ other devices. PyTorch uses it for convolutions of float32 unless it is told not
 
 
 def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
-    """The costs of a job on named hardware; its world fills nodes in rank order.
-
-    Raises UsageError when the job needs more devices than the cluster has.
-    """
+    """The costs of a job on named hardware; its world fills nodes in rank order. Raises UsageError when the
+    job needs more devices than the cluster has."""
     mesh = job.mesh(schedule.ranks)
     sizes = dict(mesh.sizes)
     if mesh.world > hardware.count:
@@ -190,35 +190,35 @@ class HardwarePricer(Pricer):
 
 def device_us(op: Op, specs: Specs, hardware: Hardware) -> float:
     """Microseconds of one op on the device alone."""
-    moved = traffic_bytes(op, specs)
+    roof, moved = hardware.roof, traffic_bytes(op, specs)
     if op.kind is not None:
         # What works in place makes a copy of its own; the others make a buffer.
-        return hardware.op_us(0.0, moved) if op.kind.in_place else 0.0
+        return op_us(0.0, moved, None, roof) if op.kind.in_place else 0.0
     part = rate_part(op_dtype(op))
     attention = attention_product(op, specs)
     if attention is not None:
         product, count = attention
-        rate = part * kernel_part(op, hardware.roof.efficiency)
-        return max(count * _product_us(product, hardware) / rate, hardware.op_us(0.0, moved))
+        rate = part * kernel_part(op, roof.efficiency)
+        return max(count * _product_us(product, roof) / rate, op_us(0.0, moved, None, roof))
     if "convolution" in op.target and op_dtype(op) == "float32":
         part = TF32_PART
     products = convolution_products(op, specs)
     if products is not None:
-        total = sum(_product_us(product, hardware) for product in products)
-        return max(total / part + hardware.roof.efficiency.kernel_us, hardware.op_us(0.0, moved))
+        total = sum(_product_us(product, roof) for product in products)
+        return max(total / part + roof.efficiency.kernel_us, op_us(0.0, moved, None, roof))
     # By position, repeated ones included: a product may square its input.
     shapes = [specs[arg.name].shape for arg in op.args if isinstance(arg, Ref) and arg.name in specs]
     dims = matmul_dims(op.target, shapes)
-    us = hardware.op_us(float(op.flops), moved, dims)
+    us = op_us(float(op.flops), moved, dims, roof)
     if part == 1.0 or not op.flops:
         return us
     # Products of float32 are slower only where arithmetic binds, not traffic.
-    return max(hardware.op_us(op.flops / part, moved), us)
+    return max(op_us(op.flops / part, moved, None, roof), us)
 
 
-def _product_us(product: Matmul, hardware: Hardware) -> float:
+def _product_us(product: Matmul, roof: Roof) -> float:
     """A product's time by arithmetic alone, without the shortest time of a kernel."""
-    return matmul_us(product, 0.0, hardware.roof) - hardware.roof.efficiency.kernel_us
+    return matmul_us(product, 0.0, roof) - roof.efficiency.kernel_us
 
 
 def _is_free(op: Op) -> bool:
@@ -230,10 +230,8 @@ Description = Cluster | Hardware | Calibration
 
 
 def described(job: Job, schedule: Schedule, found: Description) -> tuple[Costs, Pricer]:
-    """The costs of a job on what is described, and what prices the ops that passes make of it.
-
-    Raises UsageError for a job that does not fit.
-    """
+    """The costs of a job on what is described, and what prices the ops that passes make of it. Raises
+    UsageError for a job that does not fit."""
     if isinstance(found, Cluster):
         return described_costs(job, found), FlatPricer(found)
     if isinstance(found, Hardware):

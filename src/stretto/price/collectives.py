@@ -78,11 +78,8 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Where the members of a communicator lie: `per_node` of them on each of `nodes` nodes.
-
-    node_groups: groups of the same axis that a node carries. They use its network cards at the same time, so
-    each has the share of its own members.
-    """
+    """Where the members of a communicator lie: `per_node` of them on each of `nodes` nodes. node_groups:
+    groups of the same axis that a node carries; each has its own members' share of the network cards."""
 
     per_node: int
     nodes: int
@@ -103,17 +100,10 @@ class Group:
 
 
 def axis_group(mesh: Mapping[str, int], axis: str, node_devices: int) -> Group:
-    """Where a group of `axis` lies when ranks fill nodes in order.
-
-    mesh: axis sizes from the outermost to the innermost, as in `DeviceMesh`; the innermost axis (tp) has
-    neighbouring ranks. With an inner stride s, the members of a group are s ranks apart, so a node of d
-    devices holds d/s of them, and s groups side by side.
-
-    Where groups would straddle nodes unevenly (3 ranks on nodes of 8), the layout is taken at its worst: as
-    on smaller nodes that they do fill evenly.
-
-    Raises UsageError for an axis that the mesh does not have.
-    """
+    """Where a group of `axis` lies when ranks fill nodes in order. mesh: axis sizes, outermost first. The
+    members of a group are an inner stride s apart, so a node of d devices holds d/s of them, and s groups
+    side by side. Groups that would straddle nodes unevenly (3 ranks on nodes of 8) are taken as on smaller
+    nodes that they fill evenly. Raises UsageError for an axis that the mesh does not have."""
     if axis not in mesh:
         raise UsageError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh)}")
     names = list(mesh)
@@ -170,11 +160,8 @@ class _Route:
 
 @functools.lru_cache(maxsize=4096)
 def collective_curve(kind: str, group: Group, fabric: Fabric) -> Curve:
-    """Microseconds over bytes of a collective that has its links for itself. This is what a plan carries.
-
-    A group of one takes no time; otherwise the time is finite and positive, grows with the bytes, and is the
-    latency alone for 0 bytes.
-    """
+    """Microseconds over bytes of a collective that has its links for itself, as a plan carries it. A group of
+    one takes no time; otherwise the time is positive and grows with the bytes."""
     if group.size == 1:
         return Curve(((0.0, 0.0),))
     return Curve.lowest(
@@ -248,10 +235,8 @@ def _routes(kind: Kind, group: Group, fabric: Fabric) -> list[_Route]:
 
 @dataclass(frozen=True)
 class CollectiveModel:
-    """The fabric's times, with measured ones in their place where a benchmark gave them.
-
-    measured: curves by (kind, group size), of dense groups: those that fill their nodes.
-    """
+    """The fabric's times, or measured ones by (kind, group size), of dense groups: those that fill their
+    nodes."""
 
     fabric: Fabric
     measured: Mapping[tuple[str, int], Curve]

@@ -63,11 +63,6 @@ class Device:
     def topology(self) -> Topology:
         return Topology(self.figures["topology"].value)
 
-    @property
-    def slowdown(self) -> float:
-        """Part of the compute's speed that is lost while a collective is in flight."""
-        return self.number("slowdown")
-
     def roof(self) -> Roof:
         """The device as ops see it."""
         names = (

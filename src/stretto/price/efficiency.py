@@ -35,14 +35,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What a device reaches of its sheet.
-
-    matmul: part of the peak that a large product reaches; k_ramp: k at which a tile's prologue takes as long
-    as its loop; memory: part of the memory rate that streaming kernels reach; kernel_us: shortest time of a
-    kernel; launch_us: time of the host for one op; unaligned: what is left of `matmul` where a dim is no
-    multiple of 8, so that rows of half precision do not begin at 16 bytes; grouped: what is left of it for
-    one kernel of products of groups of rows; flash, efficient, cudnn: part of a product's rate that kernels
-    of attention reach in half precision (FlashAttention 2, the memory-efficient one, cuDNN's)."""
+    """What a device reaches of its sheet; `stretto.price.cluster_file.Figures` says what each is."""
 
     matmul: float
     k_ramp: float
@@ -100,12 +93,9 @@ def matmul_us(dims: Matmul, nbytes: float, roof: Roof) -> float:
 
 
 def op_us(flops: float, bytes_moved: float, dims: Matmul | None, roof: Roof) -> float:
-    """Microseconds of one op on the device alone, its launch not counted.
-
-    flops: arithmetic (taken from `dims` where they are given); bytes_moved: what the op reads and writes of
-    the device's memory; dims: of a matmul, batched or not; None for all other ops. An op with flops and no
-    dims (a convolution, fused attention) runs at the matmul rate without quantisation.
-    """
+    """Microseconds of one op on the device alone, its launch not counted. flops: taken from `dims` where they
+    are given; bytes_moved: what the op reads and writes of the device's memory; dims: of a matmul, else None.
+    An op with flops and no dims runs at the matmul rate without quantisation."""
     if dims is not None:
         return matmul_us(dims, bytes_moved, roof)
     reach = roof.efficiency
@@ -119,10 +109,8 @@ def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
 
 
 def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
-    """The product that an op computes, None for one that is no matmul.
-
-    target: its name, such as `aten.addmm.default`; shapes: of its tensor arguments, in order.
-    """
+    """The product that an op (`aten.addmm.default`) computes on tensors of these shapes, None for one that is
+    no matmul."""
     name = target.removeprefix("aten.").removeprefix("stretto_moe.").split(".", 1)[0]
     if name in ("addmm", "baddbmm"):
         shapes = shapes[1:]  # the first is added
@@ -203,11 +191,9 @@ BACKWARD = "aten.convolution_backward.default"
 
 
 def convolution_products(op: Op, specs: Specs) -> tuple[Matmul, ...] | None:
-    """The products that a convolution computes; None for other ops and for one with groups.
-
-    Of the backward, those of the gradients that it is asked for. For transposed convolutions, too: their
-    forward is the gradient of the input of a plain one.
-    """
+    """The products that a convolution computes, of the backward those of the gradients that it is asked for;
+    None for other ops and for one with groups. The forward of a transposed one is the gradient of the input
+    of a plain one."""
     # (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups), and backward
     # (grad_output, input, weight, bias_sizes, stride, ..., groups, output_mask)
     if op.target == FORWARD:

@@ -91,10 +91,8 @@ def calibrated_pricer(job: Job, schedule: Schedule, calibration: Calibration) ->
 
 def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Costs:
     """The costs of a job by a calibration; `source` counts how op times are known, `op_how` says it of each.
-
-    Raises UsageError when the calibration is of another kind of device than the job was captured for, and
-    when it knows no collectives or messages and the job needs them.
-    """
+    Raises UsageError when the calibration is of another kind of device, or lacks collectives or messages that
+    the job needs."""
     if calibration.machine.kind != job.device:
         raise UsageError(
             f"{calibration.name} is of a {calibration.machine.kind} device ({calibration.machine.device}), "

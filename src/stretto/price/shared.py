@@ -40,10 +40,8 @@ def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
 
 
 def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
-    """The cost of a ring of `wish` members from that of one of `members`.
-
-    Latency goes with the steps, n - 1, and bytes with (n - 1) / n (Patarasuk and Yuan 2009).
-    """
+    """The cost of a ring of `wish` members from that of one of `members`: latency goes with the steps, n - 1,
+    and bytes with (n - 1) / n."""
     if members == wish:
         return cost
     steps = (wish - 1) / (members - 1)
@@ -60,12 +58,10 @@ def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
 
 
 def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -> tuple[str, ...]:
-    """Those of `axes` (beside pp) whose collectives share their place's card with something.
-
-    leaving: the axes whose groups span hosts, `pp` among them if messages do; pipelined: whether there are
-    messages. One axis alone has the card to itself. With messages that stay inside a host nothing shares:
-    cards carry all messages or none (`stretto.simulating.cards`).
-    """
+    """Those of `axes` (beside pp) whose collectives share a network card with something. leaving: the axes
+    whose groups span hosts, `pp` among them if messages do; pipelined: whether there are messages. One axis
+    alone has the card to itself. With messages that stay inside a host nothing shares: cards carry all
+    messages or none (`stretto.simulating.cards`)."""
     if pipelined and PIPELINE not in leaving:
         return ()
     result = tuple(axis for axis in axes if axis in leaving)

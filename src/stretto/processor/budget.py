@@ -1,5 +1,5 @@
 """What a rank under a quota has of its processor, period by period: how fast its compute lane goes
-(`simulating.compute_lane.Speed`), and the least time that work takes, by which bounds go.
+(`simulating.compute_lane.Steady`), and the least time that work takes, by which bounds go.
 
 1. In each period a rank has `share` of it in processor time. While some is left, its lane runs with `speed`
    of a processor, less what transfers take; then it is stopped until the next period. So a lane that waited

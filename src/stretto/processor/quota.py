@@ -63,10 +63,8 @@ def quota_share() -> float:
 
 
 def agreed_quota(device: torch.device) -> Processor | None:
-    """The quota under which all ranks compute, equal on all of them; every running rank calls it.
-
-    None when one of them has none that holds back the threads that it computes with.
-    """
+    """The quota under which all ranks compute, equal on all of them; every running rank calls it. None when
+    one of them has none that limits the threads that it computes with."""
     result = processor_quota() if device.type == "cpu" else None
     share = quota_share()
     mine = (result[0], share) if result is not None and share < 1.0 else None

@@ -34,10 +34,8 @@ def nothing() -> None:
 @dataclass(slots=True, eq=False)
 class Transfer:
     """One message or collective in flight. `leave` is called after busy_us, `arrive` latency_us later.
-
     left_us: of busy_us, at the start and at `since_us`; until_arrival: processors are given back with the
-    arrival, not when the transfer leaves.
-    """
+    arrival, not when the transfer leaves."""
 
     left_us: float
     latency_us: float
@@ -55,10 +53,8 @@ class Transfer:
 
 
 class Cards:
-    """All transfers that are in flight.
-
-    alone: messages alone use cards, and they take turns; there is nothing to share.
-    """
+    """All transfers that are in flight. alone: messages alone use cards, and they take turns; there is
+    nothing to share."""
 
     def __init__(self, clock: Clock, change_load: LoadChange, alone: bool) -> None:
         self._clock = clock

@@ -70,8 +70,6 @@ class Collectives:
         self._joined: dict[str, list[RunningCollective]] = defaultdict(list)
         self._started: Counter[tuple[str, int]] = Counter()
 
-    # --- step 1 -------------------------------------------------------------------------------------
-
     def start(self, call: Call, place: int, microbatch: int) -> RunningCollective:
         """An op of a window starts a collective, or its place's part of one, now."""
         number = self._started[call.axis, place]
@@ -98,8 +96,6 @@ class Collectives:
         if result is None:
             result = self._lanes[key] = Lane()
         return result
-
-    # --- steps 2 and 3 ------------------------------------------------------------------------------
 
     def _ready(self, collective: RunningCollective) -> None:
         """All members have started it."""

@@ -3,7 +3,7 @@
 1. While transfers take shares of its rank's processor, it goes slower by these shares (at least 0 is left);
    a lane that is idle loses nothing.
 2. Work is counted in the time that it takes a lane that never waits. A lane does as much of it in any time as
-   its `Speed` says. On an accelerator that is `Steady`; on a processor under a quota it is
+   its speed says. On an accelerator that is `Steady`; on a processor under a quota it is
    `stretto.processor.budget`.
 3. Ranks that share a pipeline rank are walked as one. Each stretch of work puts the slowest further behind,
    by `Costs.skew` of it. At a wait for a collective the others wait for it, less what the collective has
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 from stretto.ir.action import Action
 from stretto.ir.costs import Costs
@@ -48,10 +47,8 @@ class Straggler:
 
 
 class Accounts:
-    """Spans of the compute lane, and steps of memory, of one rank.
-
-    action_end_us: when the last work of the action that is being extended ended.
-    """
+    """Spans of the compute lane, and steps of memory, of one rank. action_end_us: when the last work of the
+    action that is being extended ended."""
 
     def __init__(self, rank: int, spans: list[Span], bytes_held: int) -> None:
         self._rank = rank
@@ -119,30 +116,19 @@ class Accounts:
             self.steps.append((time_us, held))
 
 
-class Speed(Protocol):
-    """How much work a lane does. load: the share that transfers take of a lane that never waits."""
+class Steady:
+    """A microsecond's work in a microsecond, less what transfers take. load: the share that they take."""
 
     def run(self, since_us: float, now_us: float, load: float, working: bool) -> float:
         """A stretch of time has passed since the last call; returns the work that was done in it."""
-
-    def end(self, now_us: float, work_us: float, load: float) -> float | None:
-        """When work that goes on from now is done, if the load stays; None if never."""
-
-    def behind_us(self) -> float:
-        """By how much more the slowest rank of the place is behind than `Costs.skew` of the work says, for
-        what was done since the last call."""
-
-
-class Steady:
-    """A microsecond's work in a microsecond, less what transfers take."""
-
-    def run(self, since_us: float, now_us: float, load: float, working: bool) -> float:
         return (now_us - since_us) * (1.0 - load) if working else 0.0
 
     def end(self, now_us: float, work_us: float, load: float) -> float | None:
+        """When work that goes on from now is done, if the load stays; None if never."""
         return now_us + work_us / (1.0 - load) if load < 1.0 else None
 
     def behind_us(self) -> float:
+        """What brings the slowest rank behind beside `Costs.skew` of the work, since the last call."""
         return 0.0
 
 
@@ -158,7 +144,7 @@ class ComputeLane:
         """What the loads take together, as a share."""
         self._version = 0
         self._then: Callable[[], None] = lambda: None
-        self._speed: Speed = Steady() if costs.processor is None else Budget(costs.processor)
+        self._speed: Steady | Budget = Steady() if costs.processor is None else Budget(costs.processor)
 
     def work(self, work_us: float, then: Callable[[], None]) -> None:
         """Work from now on; `then` is called at its end. The lane must not be working."""
@@ -179,7 +165,7 @@ class ComputeLane:
             self._aim()
 
     def behind_us(self) -> float:
-        """As `Speed.behind_us`. While the lane does not work."""
+        """As `Steady.behind_us`. While the lane does not work."""
         return self._speed.behind_us()
 
     def _pass(self) -> None:

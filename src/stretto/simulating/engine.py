@@ -43,12 +43,9 @@ Lane = Generator[float | Moment, None, None]
 
 
 def simulate(plan: Plan) -> Timeline:
-    """Predict the timeline of a step of `plan`: spans, accounts and memory of every rank.
-
-    Times are microseconds from the step's common start, memory is bytes. By discrete events, as this module's
-    contract says. Raises PlanError when ranks wait for each other for ever, and for windows, ops or costs
-    that are missing.
-    """
+    """Predict the timeline of a step of `plan`: spans, accounts and memory of every rank, in microseconds
+    from the step's common start and bytes. Raises PlanError when ranks wait for each other for ever, and for
+    windows, ops or costs that are missing."""
     walk = Walk(plan)
     try:
         return walk.run()
@@ -125,7 +122,7 @@ class Walk:
 
     def _change_load(self, rank: int, was: float, load: float) -> None:
         if rank in self.ranks:
-            self.ranks[rank].change_load(was, load)
+            self.ranks[rank].compute.change_load(was, load)
 
 
 class _Rank:
@@ -139,15 +136,13 @@ class _Rank:
         self._memory = RankMemory(walk.plan, index)
         self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
         self._started: dict[tuple[object, int], RunningCollective] = {}
-        self._compute = ComputeLane(walk.clock, costs)
+        self.compute = ComputeLane(walk.clock, costs)
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | RunningCollective | str = ""
         self._straggler = Straggler(costs.skew)
-
-    # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
     def _walk_lane(self) -> Lane:
         network, memory = self._walk.network, self._memory
@@ -182,7 +177,7 @@ class _Rank:
             if work_us:
                 accounts.extend(actions[segment.part], start_us)
                 yield work_us
-                self._straggler.work(work_us, self._compute.behind_us())
+                self._straggler.work(work_us, self.compute.behind_us())
                 accounts.action_end_us = clock.now_us
             if change is not None:
                 held = memory.bytes_held
@@ -256,8 +251,6 @@ class _Rank:
         self.accounts.flush()
         self.accounts.stand(start_us, self._clock.now_us, start_us if begun_us is None else begun_us, name)
 
-    # --- step 5: work at the speed that transfers leave ---------------------------------------------
-
     def resume(self) -> None:
         """Let the lane go on until it works, stands or has ended."""
         request = next(self._lane, None)
@@ -268,13 +261,7 @@ class _Rank:
         elif isinstance(request, Moment):
             request.then(self.resume)
         else:
-            self._compute.work(request, self.resume)
-
-    def change_load(self, was: float, load: float) -> None:
-        """A transfer that took `was` of the processor takes `load` from now on."""
-        self._compute.change_load(was, load)
-
-    # --- step 7: nothing can happen any more --------------------------------------------------------
+            self.compute.work(request, self.resume)
 
     def stuck(self) -> str:
         """Where the rank stands for ever, and what it waits for."""
@@ -286,10 +273,7 @@ class _Rank:
 
 def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
     """Take the simulated step of `plan` (or its `timeline`) and bound it; microseconds and bytes, lists by
-    rank.
-
-    Raises PlanError for what `simulate` and `lower_bound` refuse.
-    """
+    rank. Raises PlanError for what `simulate` and `lower_bound` refuse."""
     timeline = simulate(plan) if timeline is None else timeline
     bound = lower_bound(plan.job, plan.schedule, plan.costs)
     parts = memory_parts(plan, timeline.peak_bytes)

@@ -48,13 +48,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ops of one part that run one after another, and then perhaps a control.
-
-    first, last: the range of the window's items whose ops these are (`last` is one past the end).
-    edge: of the message that the control is about, else -1. local: the edge stays on the rank.
-    call: of the collective that the control is about, else None; the op that starts it, or waits for it, is
-    the next segment's first.
-    """
+    """Ops of one part that run one after another, and then perhaps a control. first, last: the range of the
+    window's items (`last` is one past the end). edge: of the message that the control is about, else -1;
+    local: it stays on the rank. call: of the collective that the control is about; the op that starts it, or
+    waits for it, is the next segment's first."""
 
     part: int
     first: int
@@ -69,10 +66,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReadyWindow:
-    """A window cut into segments. op_us[item]: the item's time on the compute lane, 0 for what is no op.
-
-    calls[item]: the collective that the item starts or waits for.
-    """
+    """A window cut into segments. By item: op_us, the time on the compute lane, 0 for what is no op; calls,
+    the collective that it starts or waits for."""
 
     window: Window
     segments: tuple[Segment, ...]
@@ -82,10 +77,8 @@ class ReadyWindow:
 
 
 def make_ready(plan: Plan, name: str) -> ReadyWindow:
-    """Cut the window `name` into segments.
-
-    Raises PlanError for an unknown window, op, cost or communicator, and for a wait for what no op starts.
-    """
+    """Cut the window `name` into segments. Raises PlanError for an unknown window, op, cost or communicator,
+    and for a wait for what no op starts."""
     window = plan.windows.get(name)
     if window is None:
         known = ", ".join(plan.windows)
