@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.price.matmul_fit import MatmulFit
+from stretto.price.alike import MatmulFit
 
 SHAPES = [(m, n, k) for m in (64, 256) for n in (128, 512) for k in (128, 1024)]
 

@@ -15,7 +15,7 @@ from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.processor import Processor
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.processor.control_groups import own_share, processor_quota
-from stretto.simulating.clock import Clock
+from stretto.simulating.cards import Clock
 from stretto.simulating.compute_lane import ComputeLane
 from tests.simulating.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan

@@ -15,8 +15,7 @@ from stretto.ir.program import Edge, Ref
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.planning.lower import lower
 from stretto.simulating import simulate
-from stretto.simulating.cards import Cards
-from stretto.simulating.clock import Clock
+from stretto.simulating.cards import Cards, Clock
 from stretto.simulating.engine import Walk
 from stretto.simulating.network import Network
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan

@@ -78,7 +78,6 @@ def loop_threads() -> frozenset[int]:
 
 
 def _threads() -> frozenset[int]:
-    """All threads of this process, by the kernel's number; none where that is not Linux."""
     try:
         return frozenset(int(task.name) for task in _TASKS.iterdir())
     except OSError:
@@ -86,7 +85,6 @@ def _threads() -> frozenset[int]:
 
 
 def _name(thread: int) -> str:
-    """What a thread calls itself; nothing, if it has ended."""
     try:
         return (_TASKS / str(thread) / "comm").read_text().strip()
     except OSError:

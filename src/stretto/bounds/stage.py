@@ -162,7 +162,6 @@ def _needs(shape: StageShape) -> tuple[Mask, list[Mask]]:
 
 
 def _times(relation: Mask, columns: Array) -> Array:
-    """relation @ columns, exactly as numbers, a few rows at a time."""
     rows = [relation[at : at + _ROWS].astype(np.float64) @ columns for at in range(0, len(relation), _ROWS)]
     return np.concatenate(rows) if rows else np.zeros((0, columns.shape[1]))
 

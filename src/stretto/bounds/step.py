@@ -173,7 +173,6 @@ class _Machines:
                     yield time, *_around_call(stage, call)
 
     def compute(self, forwards: int) -> MachineWork:
-        """The compute lane. forwards: the most of one run."""
         action_us = self._costs.action_us
         # The first run of a rank may pay `action_us` before the head.
         work = MachineWork(other=self._transport(), before_us=action_us, ahead_us=self._pace.ahead_us)
@@ -195,13 +194,11 @@ class _Machines:
         return work
 
     def lane(self, axis: str) -> MachineWork:
-        """The lane of an axis: collectives of ops, and gradient reductions."""
         work = MachineWork()
         self._add_collectives(axis, work, card=False)
         return work
 
     def card(self, *, outgoing: bool) -> MachineWork:
-        """One direction of the network card."""
         work = MachineWork()
         for edge, link in self._messages[outgoing]:
             follows_us = link.latency_us + self._reach.follows_us[edge.index]
@@ -212,7 +209,6 @@ class _Machines:
         return work
 
     def _add_collectives(self, axis: str, work: MachineWork, *, card: bool) -> None:
-        """Add those of an axis: on its lane, or on the card that it shares, which latency leaves free."""
         for time, head_us, tail_us in self._calls(axis):
             late_us = time.latency_us if card else 0.0
             work.add(head_us, tail_us + late_us, time.us - late_us)

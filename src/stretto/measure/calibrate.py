@@ -122,7 +122,6 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
 def _missing(
     outcome: Outcome, jobs: Sequence[Job], axis: str, members: int, stride: int
 ) -> list[WantedCollective]:
-    """What a run before this has not measured."""
     known = {(one.kind, one.members, one.stride) for one in outcome.calibration.collectives}
     return [
         WantedCollective(axis, kind, _sizes(kind, jobs), "float32")

@@ -76,7 +76,6 @@ def fitting(mesh: Mesh) -> Mesh:
 
 
 def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
-    """Run this module once for each rank, and wait until all have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -114,7 +113,6 @@ def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
 
 
 def _measure(asked: Path, told: Path) -> None:
-    """One of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")

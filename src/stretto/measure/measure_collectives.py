@@ -271,7 +271,7 @@ def _measure(
             wait_us, finish_us = timed_end(start, result, alone_us)
             waits.append((nbytes, wait_us))
             finishes.append((nbytes, finish_us))
-        loss = compute_loss(start, alone_us, lambda: meet(device), lambda mine: max(tell(mine)), device)
+        loss = compute_loss(start, alone_us, lambda: meet(device), device)
         losses.append((nbytes, agree_median(loss.processor_us)))
         if device.type == "cpu":
             starts.append((nbytes, agree_median(loss.start_us)))

@@ -119,7 +119,6 @@ class Measuring:
             )
 
     def _between(self, mesh: Mesh) -> _Communication:
-        """Between processes that are started for it."""
         wanted = wanted_collectives(*self._jobs)
         between = Between()
         if self._ranks > 1 or wanted:
@@ -147,7 +146,6 @@ class Measuring:
         return with_skew(costs, by_clock, by_thread)
 
     def _running(self, mesh: Mesh, device: torch.device) -> _Communication:
-        """Between the ranks of the plan."""
         self._say("measuring messages")
         pairs = sorted(
             {

@@ -119,7 +119,6 @@ in microseconds, spread."""
 
 
 def _send(receiver: int, device: torch.device) -> OneWay:
-    """Steps 1 and 2 on the sender."""
     answer = torch.zeros(1, device=device)
     points: list[tuple[int, float]] = []
     follows = MORE
@@ -167,7 +166,6 @@ def _each_adds(one_us: float, burst_us: float, latency_us: float) -> float:
 
 
 def _answer(sender: int, device: torch.device) -> None:
-    """Steps 1 and 2 on the receiver."""
     empty = torch.zeros(1, device=device)
     for size in SIZES:
         payload = torch.zeros(size // 4, device=device)
@@ -204,10 +202,6 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
     if device.type != "cpu":
         return 0.0, 0.0
 
-    def most(mine: float) -> float:
-        # As the other end gets to know it, so that both decide alike.
-        return max(_swap(mine, peer), float(torch.tensor(mine)))
-
     losses: list[tuple[int, float]] = []
     for nbytes in STREAMED_BYTES:
         alone_us = 0.0 if one_way is None else one_way[0] + one_way[2] + nbytes / one_way[1]
@@ -217,7 +211,7 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
             with keeping_core():
                 return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), most, device)
+        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), device)
         # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
         loss_us = (result.processor_us + result.start_us) / 2
         losses.append((nbytes, (loss_us + _swap(loss_us, peer)) / 2))

@@ -58,7 +58,6 @@ def function_of(target: str, device: torch.device) -> Callable[..., Any]:
 
 
 def _started(kind: Kind, x: torch.Tensor, *how_axis_size: Any) -> torch.Tensor:
-    """The buffer of a collective's result."""
     if kind.in_place:
         return x.clone(memory_format=torch.contiguous_format)
     how: How = how_axis_size[0] if kind.says_how else ""

@@ -118,7 +118,6 @@ def costs_again(
 
 
 def _found(kept: Kept, key: str) -> str | None:
-    """The text of costs that can be read."""
     entry = kept.find(COSTS, key, MOST_AGE_S)
     if entry is None:
         return None

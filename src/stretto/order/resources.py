@@ -20,8 +20,7 @@ from typing import Protocol
 from stretto.ir.plan import Plan
 from stretto.order.depend import Node, WindowGraph
 from stretto.order.rank_window import RankWindow
-from stretto.simulating.cards import Cards
-from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives
 from stretto.simulating.compute_lane import ComputeLane, Straggler
 from stretto.simulating.network import Network

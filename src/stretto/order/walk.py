@@ -17,7 +17,7 @@ from stretto.order.depend import Node, Role, WindowGraph
 from stretto.order.rank_window import RankWindow, make_rank_window
 from stretto.order.resources import Flight, Resources, WindowResources
 from stretto.order.storages import WindowMemory
-from stretto.simulating.clock import Moment
+from stretto.simulating.cards import Moment
 
 STALL_WEIGHT = 0.01
 """What a microsecond of a lane's stall for a collective counts beside a microsecond of the step. Measured on

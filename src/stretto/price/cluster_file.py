@@ -199,7 +199,6 @@ def named_cluster(name: str) -> Hardware:
 
 
 def _unknown(name: str) -> str:
-    """What a name that is no cluster's lacks."""
     device, _, count = name.rpartition("x")
     if name in devices() or (device in devices() and not count):
         return "its count is missing"

@@ -178,7 +178,6 @@ def _is_causal(op: Op) -> bool:
 
 @cache
 def _argument(target: str, name: str) -> int | None:
-    """Where an op's schema has an argument."""
     from stretto.backend.dispatch_adapter import resolve  # here, as it loads PyTorch
 
     schema = getattr(resolve(target), "_schema", None)

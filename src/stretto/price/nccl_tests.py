@@ -38,8 +38,6 @@ _NEW_RUN = re.compile(r"^#\s*(nThread\s|Using devices|Collective test starting)"
 
 @dataclass
 class _Run:
-    """One run: where it begins, how many ranks it has, which program it is, its rows."""
-
     line: int
     kind: str | None = None
     ranks: int = 0

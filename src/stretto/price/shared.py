@@ -101,7 +101,6 @@ def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
 def _ask(
     job: Job, sizes: dict[tuple[str, str], set[int]], dtypes: dict[tuple[str, str], Counter[str]]
 ) -> None:
-    """What one job asks for, added to what others do."""
     for stage in job.stages:
         for ops in stage.ops.values():
             for op in ops:

@@ -144,7 +144,6 @@ class Budget:
         return ratio, (self._whole_us - self._period_us * taken) / (1.0 - ratio)
 
     def _speed(self, load: float) -> float:
-        """Of work, while there is time left."""
         return (self._rate - load * self._share) / self._share
 
 

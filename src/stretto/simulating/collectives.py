@@ -21,8 +21,7 @@ from stretto.ir.action import ONCE, Phase
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, SpanKind
 from stretto.ir.transfers import CollectiveTime
-from stretto.simulating.cards import Cards, Transfer, nothing
-from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.cards import Cards, Clock, Moment, Transfer, nothing
 from stretto.simulating.windows import Call
 
 
@@ -98,7 +97,6 @@ class Collectives:
         return result
 
     def _ready(self, collective: RunningCollective) -> None:
-        """All members have started it."""
         collective.done.begun_us = self._clock.now_us
         if collective.lane.busy:
             collective.lane.waiting.append(collective)

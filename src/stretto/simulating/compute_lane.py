@@ -19,7 +19,7 @@ from stretto.ir.action import Action
 from stretto.ir.costs import Costs
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 from stretto.processor.budget import DONE_US, Budget
-from stretto.simulating.clock import Clock
+from stretto.simulating.cards import Clock
 
 
 class Straggler:
@@ -169,7 +169,6 @@ class ComputeLane:
         return self._speed.behind_us()
 
     def _pass(self) -> None:
-        """Account for the time since the last change."""
         since_us, now_us = self._since_us, self._clock.now_us
         self._since_us = now_us
         self._left_us -= self._speed.run(since_us, now_us, self._load, self.working)

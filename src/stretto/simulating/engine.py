@@ -30,8 +30,7 @@ from stretto.ir.action import Action
 from stretto.ir.costs import Prediction
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
-from stretto.simulating.cards import Cards
-from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives, RunningCollective
 from stretto.simulating.compute_lane import Accounts, ComputeLane, Straggler
 from stretto.simulating.memory import RankMemory, memory_parts
@@ -79,7 +78,7 @@ class Walk:
             rank.resume()
 
     def stuck(self) -> list[str]:
-        """Where ranks stand, and for what; empty when all have ended."""
+        """Where ranks stall, and for what; empty when all have ended."""
         return [rank.stuck() for rank in self.ranks.values() if not rank.finished]
 
     def end(self, least_us: float = 0.0) -> float:
@@ -126,8 +125,6 @@ class Walk:
 
 
 class _Rank:
-    """One rank's compute lane."""
-
     def __init__(self, walk: Walk, index: int) -> None:
         costs = walk.plan.costs
         self._walk = walk
@@ -217,7 +214,6 @@ class _Rank:
             yield from self._wait(there, done.name, done)
 
     def _finish(self, started: RunningCollective | None, call: Call) -> Lane:
-        """A `comm.wait` whose collective is not done."""
         if started is None:
             # Only this lane could start it, so the wait can never end.
             name = f"collective {call.name}"
@@ -226,7 +222,6 @@ class _Rank:
             yield from self._wait(started.done, started.name, started)
 
     def _message(self, segment: Segment, microbatch: int) -> Lane:
-        """A window's send, or its wait for a message."""
         key = (segment.edge, microbatch)
         if segment.local:
             if segment.control is Control.SEND:
@@ -264,7 +259,6 @@ class _Rank:
             self.compute.work(request, self.resume)
 
     def stuck(self) -> str:
-        """Where the rank stands for ever, and what it waits for."""
         what = self._waits_for
         if isinstance(what, Message | RunningCollective):
             what = what.why_missing()

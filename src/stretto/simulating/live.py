@@ -15,7 +15,7 @@ from __future__ import annotations
 from stretto.errors import PlanError
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import WAIT
-from stretto.simulating.clock import Moment
+from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.engine import Walk
 from stretto.simulating.network import Message

@@ -268,7 +268,6 @@ class RankMemory:
         ends: frozenset[tuple[int, int]],
         first: set[str],
     ) -> tuple[Change | None, ...]:
-        """Steps 2 and 4 for one case of a window."""
         parts = ready.window.parts
         last_use: dict[tuple[int, int], tuple[int, int]] = {}
         for at, (item, op) in enumerate(zip(ready.window.items, ready.ops, strict=True)):
