@@ -87,32 +87,18 @@ class WantedCollective:
 
 
 def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
-    """All (axis, kind) of the jobs' axes larger than 1, in an order that is equal on all ranks."""
+    """All (axis, kind) of the jobs' axes larger than 1, in an order that is equal on all ranks. Of gradients
+    that are reduced, one alone and all of a stage together: every reduction lies between."""
     sizes: dict[tuple[str, str], set[int]] = defaultdict(set)
     dtypes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for job in jobs:
-        _ask(job, sizes, dtypes)
-    return tuple(
-        WantedCollective(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
-        for axis, kind in sorted(sizes)
-    )
-
-
-def _ask(
-    job: Job, sizes: dict[tuple[str, str], set[int]], dtypes: dict[tuple[str, str], Counter[str]]
-) -> None:
-    for stage in job.stages:
-        for ops in stage.ops.values():
-            for op in ops:
-                asked = op.collective
-                made = op.outputs[0] if op.outputs else None
-                if asked is not None and made is not None and job.size(asked.axis) > 1:
-                    sizes[asked.axis, asked.kind].add(asked.nbytes)
-                    dtypes[asked.axis, asked.kind][made.dtype] += asked.nbytes
-    for axis, size in job.axes:
-        if size == 1:
-            continue
-        for stage in job.stages:
+        for op in (op for stage in job.stages for ops in stage.ops.values() for op in ops):
+            asked = op.collective
+            made = op.outputs[0] if op.outputs else None
+            if asked is not None and made is not None and job.size(asked.axis) > 1:
+                sizes[asked.axis, asked.kind].add(asked.nbytes)
+                dtypes[asked.axis, asked.kind][made.dtype] += asked.nbytes
+        for axis, stage in ((axis, stage) for axis, size in job.axes if size > 1 for stage in job.stages):
             summed = [
                 parameter
                 for parameter in job.parameters
@@ -120,12 +106,15 @@ def _ask(
                 and parameter.grads
                 and (sums_of(axis) is Sums.ALL or axis in parameter.partial)
             ]
+            each = [summed_bytes(job, parameter, axis) for parameter in summed]
             if summed:
-                each = [summed_bytes(job, parameter, axis) for parameter in summed]
                 sizes[axis, ALL_REDUCE.name].update((min(each), max(each), sum(each)))
-                for parameter, nbytes in zip(summed, each, strict=True):
-                    dtype = parameter.own_dtype or parameter.spec.dtype
-                    dtypes[axis, ALL_REDUCE.name][dtype] += nbytes
+            for parameter, nbytes in zip(summed, each, strict=True):
+                dtypes[axis, ALL_REDUCE.name][parameter.own_dtype or parameter.spec.dtype] += nbytes
+    return tuple(
+        WantedCollective(axis, kind, sweep(sizes[axis, kind]), dtypes[axis, kind].most_common(1)[0][0])
+        for axis, kind in sorted(sizes)
+    )
 
 
 def sweep(asked: Iterable[int]) -> tuple[int, ...]:

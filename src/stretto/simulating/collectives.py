@@ -65,7 +65,7 @@ class Collectives:
         self._cards = cards
         self._spans = spans
         self._shared = set(plan.costs.shared)
-        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._lanes: dict[tuple[str, int], Lane] = defaultdict(Lane)
         self._joined: dict[str, list[RunningCollective]] = defaultdict(list)
         self._started: Counter[tuple[str, int]] = Counter()
 
@@ -77,7 +77,7 @@ class Collectives:
         if call.places and number < len(joined):
             made = joined[number]
         else:
-            lane = self._lane(call.axis, 0 if call.places else place)
+            lane = self._lanes[call.axis, 0 if call.places else place]
             places = call.places or (place,)
             made = RunningCollective(lane, call.axis, call.name, places, call.nbytes, call.time, set(places))
             if microbatch != ONCE:
@@ -88,13 +88,6 @@ class Collectives:
         if not made.missing:
             self._ready(made)
         return made
-
-    def _lane(self, communicator: str, place: int) -> Lane:
-        key = (communicator, place)
-        result = self._lanes.get(key)
-        if result is None:
-            result = self._lanes[key] = Lane()
-        return result
 
     def _ready(self, collective: RunningCollective) -> None:
         collective.done.begun_us = self._clock.now_us

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
@@ -156,17 +157,8 @@ def _segments(
     segments: list[Segment] = []
     first = 0
 
-    def close(
-        last: int,
-        control: Control = Control.NONE,
-        edge: int = -1,
-        control_part: int = 0,
-        local: bool = False,
-        call: Call | None = None,
-    ) -> None:
-        work_us = sum(op_us[first:last])
-        part = items[first].part
-        segments.append(Segment(part, first, last, work_us, control, edge, control_part, local, call))
+    def close(last: int, *control: Any, **more: Any) -> None:
+        segments.append(Segment(items[first].part, first, last, sum(op_us[first:last]), *control, **more))
 
     for at, item in enumerate(items):
         op = ops[at]
