@@ -134,19 +134,26 @@ def test_models_of_transformers_can_be_measured(name: str) -> None:
     assert sum(profile.profile(job, CPU).op_us.values()) > 0
 
 
-@pytest.mark.parametrize(("latency_us", "bytes_per_us"), [(50.0, 1000.0), (2_000.0, 12.5), (5.0, 20_000.0)])
-def test_a_link_is_fitted_from_its_points(latency_us: float, bytes_per_us: float) -> None:
-    """Round trips of a message and an empty answer on a perfect link give the link back."""
-    points = [(size, 2 * latency_us + size / bytes_per_us) for size in messages.SIZES]
-    latency, rate = messages._fit(points)
-    assert latency == pytest.approx(latency_us, rel=0.02)
-    assert rate == pytest.approx(bytes_per_us, rel=0.02)
-
-
-def test_a_link_faster_than_it_can_be_measured_stays_finite() -> None:
+@pytest.mark.parametrize(
+    ("latency_us", "bytes_per_us", "noise", "rel"),
+    [
+        (50.0, 1000.0, (1, 1, 1, 1), 0.02),
+        (2_000.0, 12.5, (1, 1, 1, 1), 0.02),
+        (5.0, 20_000.0, (1, 1, 1, 1), 0.02),
+        (100.0, 100.0, (1.1, 0.9, 1.1, 0.95), 0.4),
+    ],
+)
+def test_a_link_is_fitted_from_its_points(
+    latency_us: float, bytes_per_us: float, noise: tuple[float, ...], rel: float
+) -> None:
+    """Round trips of a message and an empty answer give the link back."""
+    points = [
+        (n, (2 * latency_us + n / bytes_per_us) * a) for n, a in zip(messages.SIZES, noise, strict=True)
+    ]
+    assert messages._fit(points) == pytest.approx((latency_us, bytes_per_us), rel=rel)
     latency, rate = messages._fit([(size, 100.0 - size * 1e-6) for size in messages.SIZES])
     assert latency >= 0
-    assert 0 < rate < float("inf")
+    assert 0 < rate < float("inf"), "faster than it can be measured"
 
 
 def test_a_described_cluster_is_a_roofline() -> None:

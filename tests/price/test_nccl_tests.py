@@ -139,7 +139,16 @@ def test_json_of_one_process_counts_its_devices(tmp_path: Path) -> None:
         (NEW.replace("#  Rank  0", f"#  Rank  {'9' * 5000}"), "no output of nccl-tests"),
         ('{"config": }', "out.txt:1: is not JSON"),
         ('{"config": {}}', "keys config and results"),
-        (json.dumps(whole_json(results=[{"size": 8}])), r"results\[0\]"),
+        *(
+            (json.dumps(whole_json(**changes)), r"nccl-tests|results\[0\]")
+            for changes in (
+                {"results": [{"size": 8}]},
+                {"results": [7]},
+                {"config": {"devices": [3]}},
+                {"config": {"nthreads": "x"}},
+                {"args": 5},
+            )
+        ),
     ],
 )
 def test_refusals(tmp_path: Path, text: str, said: str) -> None:
@@ -147,20 +156,3 @@ def test_refusals(tmp_path: Path, text: str, said: str) -> None:
         read_nccl_tests(write(tmp_path, text))
     with pytest.raises(UsageError, match="is no file"):
         read_nccl_tests("/dev/zero")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"config": {"devices": [3]}},
-        {"config": {"nthreads": "x"}},
-        {"config": {"devices": [{"rank": []}]}},
-        {"args": 5},
-        {"results": [7]},
-        {"results": [{"size": 1e999, "out_of_place": {"time": 1, "alg_bw": 1, "bus_bw": 1}}]},
-    ],
-    ids=str,
-)
-def test_json_of_other_types_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match=r"nccl-tests|expected size"):
-        read_nccl_tests(write(tmp_path, json.dumps(whole_json(**changes))))

@@ -14,7 +14,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -59,31 +59,23 @@ class _Communication:
     processor: Processor | None = None
 
 
+@dataclass
 class Measuring:
     """Costs of a step in several forms on the same ranks: communication is measured once, for all of them,
-    the ops of each when it is asked for."""
+    the ops of each when it is asked for. schedules: where each one's stages are. kept: where costs are that
+    were measured before. say: takes lines of what is being measured."""
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        schedules: Sequence[Schedule],
-        kept: Kept | None = None,
-        say: Say = unheard,
-    ) -> None:
-        """schedules: where each one's stages are. kept: where costs are found that were measured before, and
-        kept. say: takes lines of what is being measured."""
-        self._jobs = jobs
-        self._schedules = schedules
-        self._ranks = schedules[0].ranks
-        self._kept = kept
-        self._say = say
-        self._texts: list[str] = []
-        self._communication: _Communication | None = None
+    _jobs: Sequence[Job]
+    _schedules: Sequence[Schedule]
+    _kept: Kept | None = None
+    _say: Say = unheard
+    _texts: list[str] = field(default_factory=list)
+    _communication: _Communication | None = None
 
     def costs_of(self, job: Job) -> Costs:
         """As `measured_costs`. job: one of the jobs. All ranks ask for the same, in the same order."""
         device = device_of(job)
-        mesh = job.mesh(self._ranks)
+        mesh = job.mesh(self._schedules[0].ranks)
         ranks = running(mesh.world, device)
         self._refuse_unjoined()
 
@@ -121,9 +113,9 @@ class Measuring:
     def _between(self, mesh: Mesh) -> _Communication:
         wanted = wanted_collectives(*self._jobs)
         between = Between()
-        if self._ranks > 1 or wanted:
+        if self._schedules[0].ranks > 1 or wanted:
             self._say("measuring communication between processes")
-            between = measure_between(mesh, wanted, link=self._ranks > 1)
+            between = measure_between(mesh, wanted, link=self._schedules[0].ranks > 1)
         link = NO_LINK if between.link is None else between.link.link
         return _Communication({}, link, between.collectives)
 
@@ -139,9 +131,9 @@ class Measuring:
         mine = profile(job, device, stages, mine)
         source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
         costs = _costs(job, _merged(tell(dict(mine.op_us))), self._communication, source)
-        by_clock = skew_of(tell(stretches(job, {index: of.shares for index, of in mine.rounds.items()})))
-        by_thread = skew_of(
-            tell(stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()}))
+        by_clock, by_thread = (
+            skew_of(tell(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()})))
+            for name in ("shares", "thread_shares")
         )
         return with_skew(costs, by_clock, by_thread)
 
@@ -277,11 +269,7 @@ def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int
 
 def typical_link(links: list[Link]) -> Link:
     """The median of each figure of links that do equal work."""
-    return Link(
-        statistics.median(link.latency_us for link in links),
-        statistics.median(link.bytes_per_us for link in links),
-        statistics.median(link.processor_us_per_mb for link in links),
-        links[0].source,
-        statistics.median(link.start_us for link in links),
-        statistics.median(link.processor_us for link in links),
+    figures = ("latency_us", "bytes_per_us", "processor_us_per_mb", "start_us", "processor_us")
+    return replace(
+        links[0], **{name: statistics.median(getattr(link, name) for link in links) for name in figures}
     )

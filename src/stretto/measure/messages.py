@@ -205,6 +205,7 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
     losses: list[tuple[int, float]] = []
     for nbytes in STREAMED_BYTES:
         alone_us = 0.0 if one_way is None else one_way[0] + one_way[2] + nbytes / one_way[1]
+        alone_us = float(torch.tensor(alone_us))  # as the peer gets it: both repeat equally often
         out, into = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
 
         def start(out: torch.Tensor = out, into: torch.Tensor = into) -> Exchange:

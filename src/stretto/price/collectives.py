@@ -85,10 +85,6 @@ class Group:
     nodes: int
     node_groups: int = 1
 
-    def __post_init__(self) -> None:
-        if min(self.per_node, self.nodes, self.node_groups) < 1:
-            raise ValueError(f"{self}: expected 1 or more everywhere")
-
     @property
     def size(self) -> int:
         return self.per_node * self.nodes
