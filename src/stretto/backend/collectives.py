@@ -37,11 +37,11 @@ def _all_reduce(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGr
 
 
 def _all_to_all(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How) -> Any:
-    sizes: list[list[int]] = []
+    received = sent = None
     if isinstance(how, tuple):
         me = dist.get_rank(group)
-        sizes = [[row[me] for row in how], list(how[me])]
-    return dist.all_to_all_single(result, value, *sizes, group=group, async_op=True)
+        received, sent = [row[me] for row in how], list(how[me])
+    return dist.all_to_all_single(result, value, received, sent, group=group, async_op=True)
 
 
 CALLS: dict[str, Call] = {
