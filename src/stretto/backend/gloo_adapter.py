@@ -107,11 +107,7 @@ def calm_new_loops() -> Iterator[None]:
 def calm(threads: Iterable[int]) -> tuple[int, ...]:
     """Put threads into the batch class. Returns those that were in the ordinary one; the user's own choice
     of another class stays."""
-    changed: list[int] = []
-    for thread in threads:
-        if move(thread, os.SCHED_OTHER, os.SCHED_BATCH):
-            changed.append(thread)
-    return tuple(changed)
+    return tuple(thread for thread in threads if move(thread, os.SCHED_OTHER, os.SCHED_BATCH))
 
 
 @contextmanager

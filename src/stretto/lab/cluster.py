@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -39,6 +39,7 @@ ALONE = "STRETTO_ALONE"  # as `stretto.backend.gloo_adapter` reads it, which loa
 _Target = int | IO[bytes] | None
 
 
+@dataclass(eq=False)
 class Lab:
     """Hosts on this machine, joined by links of a given rate.
 
@@ -51,36 +52,28 @@ class Lab:
     Raises UsageError for a wrong setting when made, StrettoError when entered on a machine that cannot do it.
     """
 
-    def __init__(
-        self,
-        hosts: int = 2,
-        rate: str = "unlimited",
-        cpus: float | None = None,
-        *,
-        delay_ms: float = 0.0,
-        pin: bool = False,
-        ranks_per_host: int = 1,
-    ) -> None:
-        cores = _usable_cores()
-        if not 1 <= hosts <= network.MAX_HOSTS:
-            raise UsageError(f"--hosts {hosts}: a lab has 1 to {network.MAX_HOSTS} hosts")
-        if cpus is not None and not quota.MIN_CPUS <= cpus <= len(cores):
+    hosts: int = 2
+    rate: str = "unlimited"
+    cpus: float | None = None
+    _: KW_ONLY
+    delay_ms: float = 0.0
+    pin: bool = False
+    ranks_per_host: int = 1
+
+    def __post_init__(self) -> None:
+        self.cores = _usable_cores()
+        if not 1 <= self.hosts <= network.MAX_HOSTS:
+            raise UsageError(f"--hosts {self.hosts}: a lab has 1 to {network.MAX_HOSTS} hosts")
+        if self.cpus is not None and not quota.MIN_CPUS <= self.cpus <= len(self.cores):
             raise UsageError(
-                f"--cpus {cpus:g}: a host has {quota.MIN_CPUS} processors at least and {len(cores)} at most, "
-                "as many as this machine gives; leave it out for no limit"
+                f"--cpus {self.cpus:g}: a host has {quota.MIN_CPUS} processors at least and "
+                f"{len(self.cores)} at most, as many as this machine gives; leave it out for no limit"
             )
-        if not 0 <= delay_ms <= 10_000:
-            raise UsageError(f"--delay {delay_ms:g}: give milliseconds, 0 to 10000")
-        if ranks_per_host < 1:
-            raise UsageError(f"--ranks-per-host {ranks_per_host}: a host has 1 rank or more")
-        self.hosts = hosts
-        self.ranks_per_host = ranks_per_host
-        self.rate = rate
-        self.cpus = cpus
-        self.delay_ms = delay_ms
-        self.pin = pin
-        self.cores = cores
-        self._rate_bits_per_s = network.parse_rate(rate)
+        if not 0 <= self.delay_ms <= 10_000:
+            raise UsageError(f"--delay {self.delay_ms:g}: give milliseconds, 0 to 10000")
+        if self.ranks_per_host < 1:
+            raise UsageError(f"--ranks-per-host {self.ranks_per_host}: a host has 1 rank or more")
+        self._rate_bits_per_s = network.parse_rate(self.rate)
         self._owner: LabOwner | None = None
         self._controller = quota.find_controller()
         self._groups: list[Path] = []
