@@ -10,12 +10,10 @@ from torch import nn
 
 import stretto
 from stretto.config import Parallel
-from stretto.ir.costs import MEMORY_PARTS
 from stretto.ir.parameters import STATES, OptimizerKind
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.report.tables import summary_grid
 from stretto.simulating import predict, simulate
 from stretto.verifying.memory import peak_bytes
 from tests.clusters import cores
@@ -60,14 +58,7 @@ def test_parts_of_a_rank_are_those_of_its_tensors(precision: str) -> None:
     assert all(activations > 0 for activations in parts["activations"])
     sums = [sum(each) for each in zip(*parts.values(), strict=True)]
     assert sums == list(plan.prediction.peak_bytes)
-    text = str(plan)
-    assert "of rank" in text
-    assert "parameters 0, gradients 0, optimizer's state 0, activations" in text
-    assert "(optimizer: adamw)" in text
-    rows = [row[0].strip() for row in summary_grid(simulate(plan), plan.prediction).rows]
-    assert [f"of it {part}" for part in MEMORY_PARTS.values()] == [
-        row for row in rows if row.startswith("of it")
-    ]
+    assert "(optimizer: adamw)" in str(plan)
 
 
 def test_what_is_frozen_has_no_state() -> None:
