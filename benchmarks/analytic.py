@@ -22,9 +22,8 @@ from functools import lru_cache
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_REDUCE, SEND
-from stretto.price.collectives import CollectiveModel
+from stretto.price.collectives import CollectiveModel, Group, axis_group
 from stretto.price.efficiency import Matmul, Roof, op_us, run_us
-from stretto.price.fabric import Group, axis_group
 
 HALF = 2
 """Bytes of an activation, a parameter and a gradient in fp16 or bf16."""

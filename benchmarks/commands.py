@@ -124,7 +124,7 @@ def pipeline(
 ) -> None:
     """PyTorch's pipelining against families of ours: 8 blocks of hidden 512, one or two stages a rank."""
     from benchmarks.pipeline import HOSTS, WORKER, chosen, races
-    from stretto.lab.rates import parse_rate
+    from stretto.lab.network import parse_rate
 
     _begin(rounds, 5, json_out)
     parse_rate(rate)  # before the first lab is up
@@ -224,7 +224,7 @@ def predict(
 ) -> None:
     """Measured against predicted: GPTs of several shapes, pp and tp of 1 and 2, rates of the network."""
     from benchmarks.predict import RATES, grid, run_grid
-    from stretto.lab.rates import parse_rate
+    from stretto.lab.network import parse_rate
 
     _begin(rounds, 3, json_out)
     chosen = tuple(_words(rates)) or RATES
@@ -314,7 +314,7 @@ def _begin(rounds: int, least: int, json_out: Path | None) -> None:
 def _rates(text: str) -> list[str]:
     """Rates of races, looked at before the first lab is up."""
     from benchmarks.labs import BALANCED
-    from stretto.lab.rates import parse_rate
+    from stretto.lab.network import parse_rate
 
     result = _words(text)
     if not result:

@@ -28,10 +28,9 @@ from benchmarks.analytic import (
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.compared import against
 from stretto.ir.curve import Curve
-from stretto.price.collectives import CollectiveModel, collective_curve
+from stretto.price.collectives import CollectiveModel, Group, collective_curve
 from stretto.price.devices import GB_PER_S, device
 from stretto.price.efficiency import Roof
-from stretto.price.fabric import Group
 
 STEP_DEVICE = "a100-80gb"
 """vTrain says A100 and no more; its 39.1B rows with 16 stages of tp 1 hold 44 GB of parameters, gradients and

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from benchmarks.racing import Times, race, say_on_first
 from stretto.errors import RunError, UsageError
-from stretto.lab.rates import parse_rate
+from stretto.lab.network import parse_rate
 from stretto.tensor.layout import Layout, Region, region_shape
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.execute import LocalBox, execute

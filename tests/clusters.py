@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.price.flat import Cluster
+from stretto.price.cluster import Cluster
 
 CORES = {
     "peak_tflops": 0.08,

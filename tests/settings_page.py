@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings, Settings, TrainSettings
-from stretto.price.flat import Cluster
+from stretto.price.cluster import Cluster
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 

@@ -170,7 +170,7 @@ def test_a_shell_completes_commands_and_options(words: str, expected: set[str] |
 
 TYPED = """
 from stretto.config import Parallel
-from stretto.price.flat import Cluster
+from stretto.price.cluster import Cluster
 
 Parallel(pp=2, microbatches=8, schedule="zb-h1", split=["blocks.4"], recompute="full")
 Cluster(peak_tflops={"bfloat16": 989.0}, memory_gbps=3350, link_gbps=50, latency_us=3.0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stretto.ir.timeline import Timeline
     from stretto.order.policies import register as register_order
     from stretto.planning.make_plan import plan
-    from stretto.price.flat import Cluster
+    from stretto.price.cluster import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
     from stretto.saving import load, save
@@ -84,7 +84,7 @@ _HOMES = {
     # public name: its module, or module:name where it has another name there
     "CaptureError": "stretto.errors",
     "Check": "stretto.checking.compare",
-    "Cluster": "stretto.price.flat",
+    "Cluster": "stretto.price.cluster",
     "Evaluation": "stretto.train.heldout",
     "GlobalTensor": "stretto.tensor.face",
     "Job": "stretto.ir.program",

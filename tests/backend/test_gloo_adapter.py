@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from stretto.backend import gloo_adapter
 from tests.runtime.launch import launch
 
 PROGRAM = """
@@ -78,36 +76,3 @@ def test_a_lanes_collectives_end_in_the_order_of_their_starts(tmp_path: Path) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="scheduling classes are Linux'")
 def test_loops_of_the_transport_are_calm_and_others_are_as_they_were(tmp_path: Path) -> None:
     on_two_ranks(PROGRAM, tmp_path)
-
-
-def test_a_loop_that_names_itself_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    names, calmed, asked = {1: "python", 7: "python"}, set[int](), 0
-
-    def name(thread: int) -> str:
-        nonlocal asked
-        asked += 1
-        if asked > 5 and 2 in names:
-            names[2] = gloo_adapter.LOOP_NAME
-        return names[thread]
-
-    monkeypatch.setattr(gloo_adapter.threading, "get_native_id", lambda: 1)
-    monkeypatch.setattr(gloo_adapter, "_threads", lambda: frozenset(names))
-    monkeypatch.setattr(gloo_adapter, "_name", name)
-    monkeypatch.setattr(gloo_adapter, "calm", calmed.update)
-    with gloo_adapter.calm_new_loops():
-        names[2] = "python"
-    assert calmed == {2}
-    # One that never does is waited for no longer than NAMING_S; loops that were there are left alone.
-    calmed.clear()
-    now_s = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
-    monkeypatch.setattr(gloo_adapter, "time", clock)
-    with gloo_adapter.calm_new_loops():
-        names[3] = "python"
-    assert now_s == pytest.approx(gloo_adapter.NAMING_S, abs=0.002)
-    assert not calmed

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from stretto.backend import gloo_adapter, idle_class
-from stretto.backend.idle_class import ALONE, keeping_core, lanes_first
+from stretto.backend import gloo_adapter
+from stretto.backend.gloo_adapter import ALONE, keeping_core, lanes_first
 from stretto.lab import Lab, cluster
 from stretto.lab.quota import find_controller
 
@@ -21,7 +21,7 @@ def classes() -> int:
 
 
 def test_gives_way_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not idle_class._can_return():
+    if not gloo_adapter._can_return():
         pytest.skip("needs CAP_SYS_NICE or RLIMIT_NICE")
     monkeypatch.setenv(ALONE, "1")
     before = torch.get_num_threads()

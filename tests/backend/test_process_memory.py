@@ -7,21 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import stretto
-import stretto.measure.profile
-import stretto.runtime.runner
 from stretto.backend import process_memory
 from stretto.backend.process_memory import RARELY, rarely_collected
-from stretto.capturing import capture
-from stretto.config import Parallel
-from stretto.errors import CaptureError, PlanError
+from stretto.errors import PlanError
 from stretto.planning.make_plan import make_plan
 from tests.synthetic import make_costs, make_job
 
@@ -70,24 +61,6 @@ def test_what_the_user_says_of_malloc_counts() -> None:
     assert int(found["faults"]) > 4 * 10_000
 
 
-@pytest.mark.parametrize("what", ["a runner", "a profile"])
-def test_who_computes_on_a_processor_keeps_its_memory(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    room = stretto.runtime.runner if what == "a runner" else stretto.measure.profile
-    monkeypatch.setattr(room, "keep_freed_memory", lambda: asked.append(what))
-    model = torch.nn.Linear(4, 4)
-    job = stretto.capture(
-        model,
-        {"x": torch.ones(2, 4)},
-        loss=lambda model, batch: model(batch["x"]).sum(),
-        parallel=stretto.Parallel(microbatches=1),
-    )
-    plan = stretto.plan(job)
-    if what == "a runner":
-        stretto.Runner(plan, model)
-    assert asked
-
-
 @pytest.fixture
 def thresholds() -> Iterator[tuple[int, int, int]]:
     was = gc.get_threshold()
@@ -107,27 +80,6 @@ def test_planning_leaves_the_collector_as_it_was(thresholds: tuple[int, int, int
     assert gc.get_threshold() == thresholds
 
 
-def test_capture_leaves_it_too(thresholds: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    # By its module, as the package has a function of this name.
-    room: Any = import_module("stretto.capturing.trace")
-    own, seen = room._trace, list[tuple[int, int, int]]()
-
-    def seeing(*given: Any, **named: Any) -> Any:
-        seen.append(gc.get_threshold())
-        return own(*given, **named)
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    monkeypatch.setattr(room, "_trace", seeing)
-    capture(nn.Linear(2, 2), torch.zeros(2, 2), loss, Parallel())
-    assert set(seen) == {RARELY}
-    assert gc.get_threshold() == thresholds
-    with pytest.raises(CaptureError):
-        capture(nn.Linear(2, 2), torch.zeros(2, 2), lambda model, x: loss(model, x).detach(), Parallel())
-    assert gc.get_threshold() == thresholds
-
-
 @pytest.mark.parametrize("wish", [(0, 10, 10), (200_000, 100, 5_000)])
 def test_who_has_it_collect_less_keeps_that(
     thresholds: tuple[int, int, int], wish: tuple[int, int, int]
@@ -135,12 +87,3 @@ def test_who_has_it_collect_less_keeps_that(
     gc.set_threshold(*wish)
     with rarely_collected():
         assert gc.get_threshold() == wish
-
-
-def test_threads_that_plan_at_once_leave_it_as_the_first_found_it(thresholds: tuple[int, int, int]) -> None:
-    first, second = rarely_collected(), rarely_collected()
-    with first:
-        second.__enter__()
-    assert gc.get_threshold() == RARELY, "the second still plans"
-    second.__exit__(None, None, None)
-    assert gc.get_threshold() == thresholds

@@ -20,7 +20,7 @@ from stretto.models.moe import MoEConfig
 from stretto.order.policies import register
 from stretto.parallelize.expert_plan import experts_in
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.report.rundir import load_run
 from tests.benchmarks.small_race import checked_rows, run_small
 from tests.clusters import cores

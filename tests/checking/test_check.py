@@ -25,7 +25,7 @@ from stretto.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 from stretto.parallelize.styles import GPT2_PLAN
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from tests.clusters import cores
 from tests.parallelize.equality import SMALL, batch_of, gpt, gpt2
 from tests.parallelize.unproved import without_proof

@@ -10,8 +10,7 @@ from stretto.config import TaskSettings, load_settings
 from stretto.ir.serialize import load_plan
 from stretto.models.gpt import GPT, GPTConfig
 from stretto.models.pretrained import load_gpt, save_gpt
-from stretto.price.cluster import describe
-from stretto.price.flat import Cluster
+from stretto.price.cluster import Cluster, describe
 from stretto.price.nccl_tests import read_nccl_tests
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from stretto.errors import StrettoError
-from stretto.lab import Lab, network, quota, tools
-from stretto.lab.names import LabOwner
+from stretto.lab import Lab, network, quota
+from stretto.lab.network import LabOwner
 
 
 @pytest.fixture(scope="session")
 def _able() -> str | None:
-    if lacking := tools.missing():
+    if lacking := network.missing():
         return "; ".join(lacking)
     try:
         with Lab(hosts=1, rate="100mbit"):
@@ -48,5 +48,5 @@ def quotas(machine: None) -> quota.CpuController:
     """The controller of processor quotas."""
     controller = quota.find_controller()
     if controller is None:
-        pytest.skip(quota.why_no_quota())
+        pytest.skip(quota.NO_QUOTA)
     return controller

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import StrettoError, UsageError
-from stretto.lab import Lab, leftovers, network
-from stretto.lab.check import examine
-from stretto.lab.names import start_ticks
+from stretto.lab import Lab, network, quota
+from stretto.lab.cluster import examine
+from stretto.lab.network import start_ticks
 from stretto.lab.quota import CpuController
 from tests.lab import probe
 
@@ -72,15 +72,11 @@ def test_hosts_have_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None
     expected = {
         "RANK": "1",
         "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "10.77.0.1",
-        "GLOO_SOCKET_IFNAME": network.INTERFACE,
-        "NCCL_SOCKET_IFNAME": network.INTERFACE,
-        "TP_SOCKET_IFNAME": network.INTERFACE,
         "OMP_NUM_THREADS": "1",
         "MINE": "yes",
     }
+    expected |= dict.fromkeys((f"{of}_SOCKET_IFNAME" for of in ("GLOO", "NCCL", "TP")), network.INTERFACE)
     assert expected.items() <= seen.items()
     assert seen["MASTER_PORT"].isdigit()
     settings = json.loads(seen["STRETTO_LAB"])
@@ -196,7 +192,7 @@ def test_nothing_outlives_the_lab() -> None:
             names.append(lab.namespace(0))
             sleepers.append(lab.popen(1, ["sleep", "60"]))
             assert lab.popen(0, [*PYTHON, daemon]).wait(timeout=20) == 0
-            pids.extend(leftovers.processes_in(names[0]))
+            pids.extend(quota.processes_in(names[0]))
             raise ZeroDivisionError
 
     names: list[str] = []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.lab import leftovers, network, quota
-from stretto.lab.names import LabOwner, start_ticks
+from stretto.lab import network, quota
+from stretto.lab.network import LabOwner, start_ticks
 
 STRETTO = [sys.executable, "-m", "stretto"]
 
@@ -101,10 +101,6 @@ class TestRuns:
         assert "host 1 failed first, with status 9" in done.stderr
         assert time.monotonic() - begin_s < 15
 
-    def test_the_others_may_end_by_themselves(self) -> None:
-        done = lab_run("--", "sh", "-c", "test $RANK = 0 || exit 9; sleep 0.5; echo finished")
-        assert (done.returncode, done.stdout) == (9, "[host 0] finished\n")
-
     def test_a_signal_becomes_a_status(self) -> None:
         assert lab_run("--hosts", "1", "--", "sh", "-c", "kill -SEGV $$").returncode == 128 + signal.SIGSEGV
 
@@ -166,18 +162,18 @@ class TestEnds:
         cpus = ("--cpus", "0.5") if quota.find_controller() is not None else ()
         process = start_sleepers(tmp_path, *cpus)
         host = next(name for name in owned_by(process.pid) if name.endswith("-h0"))
-        inside = leftovers.processes_in(host)
+        inside = quota.processes_in(host)
         assert len(inside) == 2  # the command, and the child that it started
         process.kill()
         process.wait()
-        leftovers.sweep()
+        quota.sweep()
         assert owned_by(process.pid) == []
         assert [start_ticks(pid) for pid in inside] == [None, None]
 
     def test_a_live_lab_is_not_swept(self, tmp_path: Path) -> None:
         process = start_sleepers(tmp_path)
         names = owned_by(process.pid)
-        assert not set(leftovers.sweep()) & set(names)
+        assert not set(quota.sweep()) & set(names)
         assert owned_by(process.pid) == names
         process.terminate()
         process.communicate(timeout=20)

@@ -12,12 +12,10 @@ from typing import TextIO
 import pytest
 
 from stretto.errors import StrettoError, UsageError
-from stretto.lab import Lab, network, quota, tools
-from stretto.lab.names import LabOwner, start_ticks
-from stretto.lab.output import Printer
+from stretto.lab import Lab, network, quota
+from stretto.lab.commands import Printer, Statuses, exit_status
+from stretto.lab.network import MTU_BYTES, Bucket, LabOwner, parse_rate, start_ticks
 from stretto.lab.quota import CpuController
-from stretto.lab.rates import MTU_BYTES, Bucket, parse_rate
-from stretto.lab.wait import Statuses, exit_status
 
 
 @pytest.mark.parametrize(
@@ -96,32 +94,22 @@ def test_lines_are_whole_and_bear_the_host() -> None:
         "[host 2] one\n[host 2] \n[host 2] 10 %\r20 %\r\n[host 2] half\n"
         "[host 1 rank 3] née\n[host 1 rank 3] \ufffd\n"
     )
-
-
-def test_what_is_kept_is_not_printed() -> None:
-    stream, kept = io.StringIO(), []  # type: ignore[var-annotated]
+    kept: list[str] = []
     printed(b"one\ntwo", stream, kept=kept)
-    assert (stream.getvalue(), kept) == ("", ["[host 2] one\n", "[host 2] two\n"])
-
-
-def test_why_nothing_can_be_printed_is_told() -> None:
-    stream = io.StringIO()
+    assert kept == ["[host 2] one\n", "[host 2] two\n"]
     stream.close()
     assert "closed" in str(printed(b"one\n" * 3, stream).error)
 
 
-def test_quota_files_of_version_1(tmp_path: Path) -> None:
-    procs = quota.make_group(CpuController(tmp_path, 1), "g", cpus=0.25)
-    assert procs == tmp_path / "g" / "cgroup.procs"
-    assert (tmp_path / "g" / "cpu.cfs_period_us").read_text() == "10000"
-    assert (tmp_path / "g" / "cpu.cfs_quota_us").read_text() == "2500"
-
-
-def test_quota_files_of_version_2(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [(1, {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "15000"}), (2, {"cpu.max": "15000 10000"})],
+)
+def test_quota_files(tmp_path: Path, version: int, files: dict[str, str]) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("memory")
-    quota.make_group(CpuController(tmp_path, 2), "g", cpus=1.5)
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-    assert (tmp_path / "g" / "cpu.max").read_text() == "15000 10000"
+    assert quota.make_group(CpuController(tmp_path, version), "g", 1.5) == tmp_path / "g" / "cgroup.procs"
+    assert {file.name: file.read_text() for file in (tmp_path / "g").iterdir()} == files
+    assert (tmp_path / "cgroup.subtree_control").read_text() == ("+cpu" if version == 2 else "memory")
 
 
 def test_a_quota_that_the_kernel_refuses_is_explained(tmp_path: Path) -> None:
@@ -157,20 +145,14 @@ def test_wrong_settings_are_refused(settings: dict[str, object], says: str) -> N
         Lab(**settings)  # type: ignore[arg-type]
 
 
-def test_without_root_the_lab_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(StrettoError, match=r"needs root .*run it with sudo") as caught, Lab(hosts=1):
+    monkeypatch.setattr(network, "find_tool", lambda name: None if name == "tc" else f"/sbin/{name}")
+    with pytest.raises(StrettoError) as caught, Lab(hosts=1):
         pass
+    assert "needs root" in str(caught.value)
+    assert "`tc` is not installed: install iproute2" in str(caught.value)
     assert caught.value.exit_status == 1
-
-
-def test_without_iproute2_the_lab_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "find_tool", lambda name: None if name == "tc" else f"/sbin/{name}")
-    with (
-        pytest.raises(StrettoError, match=r"`tc` is not installed: install iproute2 .*apt install"),
-        Lab(hosts=1),
-    ):
-        pass
 
 
 def test_a_lab_that_is_not_entered_runs_nothing() -> None:

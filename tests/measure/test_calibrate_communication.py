@@ -10,14 +10,13 @@ import torch
 from stretto.measure import calibrate
 from stretto.measure.time_ops import machine_of
 from stretto.price.calibration import Calibration, load_calibration, save_calibration
-from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
 RANKS = """
 import sys
 import torch
 from stretto.cli.calibrate import calibrate as app
-from stretto.measure import calibrate, sweep
+from stretto.measure import calibrate, time_ops
 
 calibrate.PRICED, calibrate.SIZES = ("all_reduce",), (65_536, 4_096)
 sweep.PRODUCTS, sweep.LINEAR_SIZES, sweep.ELEMENTS, sweep.ATTENTIONS = ((64, 64, 64),), (), (1 << 10,), ()
@@ -89,16 +88,3 @@ def test_one_process_measures_between_others_and_goes_on(
     save_calibration(found, tmp_path / "c.json")
     (read,) = load_calibration(tmp_path / "c.json").links
     assert read.link.latency_us == pytest.approx(link.link.latency_us, abs=0.01)
-
-
-def test_a_jobs_own_sizes_come_first() -> None:
-    job = comm_job(2, 2, tp=2, rows=64, hidden=128)
-    whole = 64 * 128 * 4
-    sizes = calibrate._sizes("all_reduce", [job])
-    assert whole in sizes
-    assert sizes.index(whole) < sizes.index(calibrate.SIZES[0])
-    assert set(calibrate.SIZES) <= set(sizes)
-    assert len(sizes) == len(set(sizes))
-    assert calibrate._sizes("all_reduce", []) == calibrate.SIZES
-    large = comm_job(2, 2, tp=2, rows=2**16, hidden=2**11)
-    assert max(calibrate._sizes("all_reduce", [large])) <= calibrate.MOST_BYTES

@@ -12,7 +12,7 @@ import torch
 
 from stretto.measure import contention
 from stretto.measure.contention import compute_loss
-from stretto.measure.measure_collectives import ends_of
+from stretto.measure.measure_collectives import counted, ends_of
 
 NS = 1000
 
@@ -77,48 +77,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, int], Machine]:
 
 def test_lost_compute_is_counted(machine: Callable[[float, int], Machine]) -> None:
     made = machine(1.5, 20)
-    loss = compute_loss(made.start, 50_000.0, lambda: None, float, torch.device("cpu"))
+    loss = compute_loss(made.start, 50_000.0, lambda: None, torch.device("cpu"))
     # 20 products in flight lose 500 us each.
     assert loss.processor_us == pytest.approx(20 * 500)
     assert loss.slowdown == 0.0
     assert loss.start_us == pytest.approx(50.0)
     flight = contention.FLIGHT_S * 1e6 / 50_000.0
-    assert made.started == contention.LEAST_REPEATS * flight, "0.1 s of collectives of 50 ms, always the same"
-
-
-def test_a_transport_that_takes_nothing_loses_nothing(machine: Callable[[float, int], Machine]) -> None:
-    made = machine(1.0, 5)
-    loss = compute_loss(made.start, 1000.0, lambda: None, float, torch.device("cpu"))
-    assert loss.processor_us == pytest.approx(0.0)
-    assert made.started == contention.LEAST_REPEATS * contention.MOST_COLLECTIVES
-
-
-def test_it_is_repeated_until_the_figure_is_steady_on_all_ranks(
-    machine: Callable[[float, int], Machine],
-) -> None:
-    def repeats(slower: Callable[[int], float], other: float = 0.0) -> int:
-        made = machine(1.0, 10)
-        flight = 0
-
-        def start() -> Any:
-            nonlocal flight
-            made.slower = slower(flight // 10)
-            flight += 1
-            return made.start()
-
-        compute_loss(start, 10_000.0, lambda: None, lambda mine: max(mine, other), torch.device("cpu"))
-        return flight // 10
-
-    assert repeats(lambda flight: 1.5) == contention.LEAST_REPEATS
-    assert repeats(lambda flight: 1.5, other=2.0) == contention.MOST_REPEATS, "the other rank's is not steady"
-    assert repeats(lambda flight: 1.0 + flight % 2) == contention.MOST_REPEATS, "never steady"
-    off = repeats(lambda flight: 1.0 if flight == 0 else 1.18)
-    assert contention.LEAST_REPEATS < off < contention.MOST_REPEATS, "a first one that is off is outweighed"
-
-
-def test_a_loss_is_never_negative(machine: Callable[[float, int], Machine]) -> None:
-    loss = compute_loss(machine(0.5, 20).start, 1e5, lambda: None, float, torch.device("cpu"))
-    assert loss.processor_us == 0.0
+    faster = compute_loss(machine(0.5, 20).start, 1e5, lambda: None, torch.device("cpu"))
+    assert faster.processor_us == 0.0, "a loss is never negative"
+    assert made.started == contention.REPEATS * flight, "0.1 s of collectives of 50 ms, always the same"
 
 
 def test_a_failing_collective_is_not_passed_over() -> None:
@@ -127,7 +94,7 @@ def test_a_failing_collective_is_not_passed_over() -> None:
             raise RuntimeError("connection closed by peer")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        compute_loss(Broken, 1e6, lambda: None, float, torch.device("cpu"))
+        compute_loss(Broken, 1e6, lambda: None, torch.device("cpu"))
 
 
 def test_under_a_quota_processor_time_counts_and_not_the_clock(
@@ -151,7 +118,7 @@ def test_under_a_quota_processor_time_counts_and_not_the_clock(
         made.others += 400 * NS
         return work
 
-    loss = compute_loss(start, 60_000.0, lambda: None, float, torch.device("cpu"))
+    loss = compute_loss(start, 60_000.0, lambda: None, torch.device("cpu"))
     # 20 products of 250 us more and the others' 400, at half a processor; the call's 50 are no loss.
     assert loss.processor_us == pytest.approx(2 * (20 * 250 + 400), rel=0.08)
     assert loss.start_us == pytest.approx(2 * 50, rel=0.08)
@@ -165,3 +132,9 @@ def test_what_each_byte_takes_is_measured_at_a_size_that_tells_it() -> None:
     assert ends_of(slow) == [slow[0], slow[2]], "not 4 kB, whose loss is within the noise"
     assert ends_of([(2048, 350e3), (4096, 700e3)]) == [(2048, 350e3)]
     assert ends_of([(4, 300.0), (4096, 700.0)]) == [(4, 300.0), (4096, 700.0)], "nothing else is sent"
+
+
+def test_the_member_that_comes_last_has_not_waited_for_others() -> None:
+    # Of 10 and 20 us the one has waited for the other for 6 and 14.
+    whole, start, _ = counted([[(10.0, 1.0), (20.0, 3.0)], [(4.0, 1.0), (6.0, 3.0)]])
+    assert (whole, start) == pytest.approx((5.0, 2.0))

@@ -14,7 +14,7 @@ import pytest
 ASKER = """
 import stretto.measure.local_processes as local
 from stretto.ir.mesh import Mesh
-from stretto.price.wanted import WantedCollective
+from stretto.price.shared import WantedCollective
 
 wanted = [WantedCollective("tp", "all_reduce", (2**20,) * 50, "float32")]
 local.measure_between(Mesh((("tp", 2),)), wanted, link=True)

@@ -33,7 +33,7 @@ from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
 from stretto.simulating import simulate
-from stretto.simulating.clock import Clock
+from stretto.simulating.cards import Clock
 from stretto.simulating.windows import make_ready
 from stretto.verifying import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with

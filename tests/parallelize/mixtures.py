@@ -17,7 +17,7 @@ from stretto.ir.program import Job
 from stretto.models.moe import MoEConfig, MoEGPT, Routed, moe_token_sum
 from stretto.parallelize.parts import lengths_of
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from tests.clusters import cores
 from tests.parallelize.equality import assert_plan_is_plain, step_of
 from tests.runtime.equality import DEEPSEEK_V3

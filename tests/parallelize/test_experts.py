@@ -26,7 +26,7 @@ from stretto.models.build import huggingface_sum
 from stretto.models.moe import MoEConfig, MoEGPT, Router, moe_token_sum
 from stretto.parallelize.layout import layout_of
 from stretto.parallelize.parts import bounds
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.runtime import Runner, run_threads
 from tests.clusters import cores
 from tests.parallelize.equality import plain_step

@@ -10,12 +10,12 @@ import pytest
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.prices import signature, specs_of
-from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.ir.program import Const, Job, Op, Ref, TensorSpec
 from stretto.passes.recompute import repeat
 from stretto.planning.costs import costs_of, listed, prices_of
 from stretto.price.alike import AlikePricer, ListedPricer
+from stretto.price.calibration import Timing
 from stretto.price.cluster import describe
-from stretto.price.op_times import Timing
 from stretto.schedule.families import make_schedule
 from tests.clusters import cores
 from tests.price.comm_job import comm_job
@@ -103,3 +103,19 @@ def test_attention_of_a_length_is_priced_by_attention_with_the_same_kind_of_mask
 
 MEASURED = [(512, False, 100.0), (1024, False, 400.0), (512, True, 1000.0), (1024, True, 4000.0)]
 """Lengths, whether there is a mask, microseconds."""
+
+
+def test_a_signature_says_shapes_layouts_and_numbers_and_no_names() -> None:
+    specs = {"a": TensorSpec((2, 3), "float32"), "b": TensorSpec((3, 4), "bfloat16", (1, 3))}
+    op = Op("mm_1", "aten.mm.default", (Ref("a"), Ref("b")))
+    other = Op("mm_2", "aten.mm.default", (Ref("x"), Ref("y")))
+    renamed = {"x": specs["a"], "y": specs["b"]}
+    assert signature(op, specs) == "aten.mm.default(float32[2,3], bfloat16[3,4]{1,3})"
+    assert signature(other, renamed) == signature(op, specs)
+    listed = Op("c", "aten.cat.default", ((Ref("a"), Ref("b")), -1), (("dtype", Const("dtype", "float32")),))
+    assert signature(listed, specs) == (
+        "aten.cat.default([float32[2,3], bfloat16[3,4]{1,3}], -1, dtype=dtype:float32)"
+    )
+    assert signature(Op("s", "aten.sum.dim_IntList", (Ref("a"), (0,))), specs) != signature(
+        Op("s", "aten.sum.dim_IntList", (Ref("a"), (1,))), specs
+    )

@@ -11,25 +11,31 @@ import pytest
 import stretto
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
+from stretto.ir.flow import PHASES
 from stretto.ir.mesh import Mesh
-from stretto.ir.prices import price_list, signature, specs_of
-from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.ir.prices import signature, specs_of
+from stretto.ir.program import WAIT, Op, Ref, TensorSpec
+from stretto.ir.timeline import SpanKind
 from stretto.measure.time_ops import distinct_ops
 from stretto.planning.costs import costs_of
 from stretto.price.calibration import (
     Calibration,
+    Calls,
     GroupTiming,
     LinkTiming,
+    Machine,
+    Timing,
+    line_through,
     load_calibration,
     save_calibration,
 )
-from stretto.price.calls import Calls
-from stretto.price.op_times import Machine, Timing
 from stretto.price.priced import CalibratedPricer, find_group, find_link, priced_costs
-from stretto.price.sharing import sharing
+from stretto.price.shared import sharing
 from stretto.schedule.families import make_schedule
-from tests.exchange_job import exchange_job
+from stretto.simulating import simulate
 from tests.price.comm_job import comm_job
+from tests.simulating.test_engine import schedule
+from tests.synthetic_comm import make_comm_plan
 
 HERE = Machine("a device", "2.13.0", 1)
 
@@ -47,12 +53,7 @@ def calibration() -> Calibration:
         found.ops[key] = Timing(10.0 + at, 0.01, op.flops, 1000)
     found.collectives = [group(k, 2) for k in ("all_reduce", "all_gather", "reduce_scatter")]
     found.links = [
-        LinkTiming(
-            1,
-            1,
-            Link(20.0, 500.0, 2.0, "measured: c.json"),
-            Link(25.0, 400.0, 2.0, "measured: c.json"),
-        ),
+        LinkTiming(1, 1, *(Link(us, rate, 2.0, "measured: c.json") for us, rate in ((20, 500), (25, 400)))),
         LinkTiming(4, 2, Link(90.0, 12.0, 4.0, "measured: c.json"), spread=0.125),
     ]
     found.traced = {"aten::mm float32 [2,3] [3,4]": 4.5}
@@ -69,44 +70,29 @@ def test_a_file_comes_back_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key"),
     [
-        (lambda d: d.pop("format"), 'not a calibration file: expected "format": "stretto-calibration"'),
-        (lambda d: d.update(version=2), "this Stretto reads version 12"),
-        (lambda d: d.update(extra=1), "unknown key 'extra'"),
-        (lambda d: d["machine"].update(kind="tpu"), 'machine.kind: expected cpu or cuda, found "tpu"'),
-        (
-            lambda d: d["collectives"][0].update(kind="all"),
-            r"collectives\[0\].kind: expected one of all_reduce, ",
-        ),
-        (
-            lambda d: d["collectives"][0].update(members=1),
-            r"collectives\[0\].members: expected a whole number from 2, found 1",
-        ),
-        (
-            lambda d: d["collectives"][0]["cost"].update(curve={"points": [[1, 2], [1, 3]]}),
-            r"collectives\[0\].cost.curve: point 1",
-        ),
-        (
-            lambda d: d["links"][1]["link"].update(bytes_per_us=0),
-            r"links\[1\].link.bytes_per_us: expected a rate of",
-        ),
-        (lambda d: d["links"][1].pop("stride"), r"links\[1\]: the key 'stride' is missing"),
-        (lambda d: next(iter(d["ops"].values())).update(us=-1), "us: expected a number from 0"),
-        (lambda d: d["traced"].update(x=-1), "traced.x: expected a number from 0"),
-        (
-            lambda d: d["links"][0]["back"].update(bytes_per_us=0),
-            r"links\[0\].back.bytes_per_us: expected a rate",
-        ),
+        (lambda d: d.pop("format"), "format"),
+        (lambda d: d.update(version=2), "version 12"),
+        (lambda d: d.update(extra=1), "extra"),
+        (lambda d: d["machine"].update(kind="tpu"), "machine.kind"),
+        (lambda d: d["collectives"][0].update(kind="all"), r"collectives\[0\].kind"),
+        (lambda d: d["collectives"][0].update(members=1), r"collectives\[0\].members"),
+        (lambda d: d["collectives"][0]["cost"].update(curve={"points": [[1, 2], [1, 3]]}), "cost.curve"),
+        (lambda d: d["links"][1]["link"].update(bytes_per_us=0), r"links\[1\].link.bytes_per_us"),
+        (lambda d: d["links"][1].pop("stride"), "stride"),
+        (lambda d: next(iter(d["ops"].values())).update(us=-1), "us: "),
+        (lambda d: d["traced"].update(x=-1), "traced.x"),
+        (lambda d: d["links"][0]["back"].update(bytes_per_us=0), r"links\[0\].back.bytes_per_us"),
     ],
 )
-def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_a_wrong_file_is_refused_with_its_place(tmp_path: Path, change, key: str) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "c.json"
     save_calibration(calibration(), path)
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
-    with pytest.raises(stretto.UsageError, match=f"c.json: .*{message}"):
+    with pytest.raises(stretto.UsageError, match=f"c.json: .*{key}"):
         load_calibration(path)
 
 
@@ -217,35 +203,6 @@ def test_what_is_missing_is_said() -> None:
         find_link(Calibration(HERE), 1)
 
 
-def test_a_file_without_all_to_alls_serves_plans_without_them() -> None:
-    old, schedule = calibration(), make_schedule("1f1b", 1, 2)
-    job = exchange_job(1)
-    old.ops |= {key: Timing(10.0, 0.01, op.flops, 1000) for key, (op, _) in distinct_ops([job]).items()}
-    with pytest.raises(stretto.UsageError, match="no all_to_all, which the job has on tp: run `stretto"):
-        priced_costs(job, schedule, old)
-    assert ("tp", "all_reduce") in priced_costs(comm_job(1), schedule, old).collectives
-    old.collectives.append(group("all_to_all", 2, us=50.0))
-    costs = priced_costs(exchange_job(1, sizes=((4, 8), (8, 4))), schedule, old)
-    assert costs.collectives["tp", "all_to_all"].curve.us(0.0) == 50.0
-
-
-def test_axes_that_leave_hosts_share_the_cards() -> None:
-    found = calibration()
-    found.collectives = [
-        group(k, 2, stride=s, hosts=2) for k in ("all_reduce", "all_gather", "reduce_scatter") for s in (1, 2)
-    ]
-    found.links = [LinkTiming(4, 2, Link(90.0, 12.0))]
-    job = comm_job(2, tp=2, dp=2)
-    assert priced_costs(job, make_schedule("1f1b", 2, 2), found).shared == ("dp", "tp")
-    found.links = [LinkTiming(4, 1, Link(90.0, 12.0))]
-    assert priced_costs(job, make_schedule("1f1b", 2, 2), found).shared == ()
-    # Without a pipeline two axes that leave the host share its card; one alone has it to itself.
-    alone = comm_job(1, tp=2, dp=2)
-    assert priced_costs(alone, make_schedule("1f1b", 1, 2), found).shared == ("dp", "tp")
-    alone = comm_job(1, tp=2)
-    assert priced_costs(alone, make_schedule("1f1b", 1, 2), found).shared == ()
-
-
 def test_who_shares_a_card() -> None:
     axes = ("dp", "tp")
     assert sharing(axes, {"pp", "dp", "tp"}, pipelined=True) == ("dp", "tp")
@@ -263,9 +220,30 @@ def test_another_kind_of_device_is_refused() -> None:
         priced_costs(comm_job(2), make_schedule("1f1b", 2, 2), found)
 
 
-def test_every_op_says_how_it_is_known() -> None:
-    job, longer = comm_job(2), comm_job(2, rows=128)
-    same = price_list(job, CalibratedPricer(calibration(), job))
-    assert {priced.how for priced in same.values()} == {"free", "measured"}
-    priced = price_list(longer, CalibratedPricer(calibration(), longer))
-    assert {"free", "interpolated"} <= {one.how for one in priced.values()}
+def test_starts_lie_on_a_line_that_never_falls() -> None:
+    assert line_through([(1_000_000, 30.0), (0, 10.0)]) == pytest.approx((10.0, 20.0))
+    assert line_through([(4_000_000, 50.0), (2_000_000, 30.0), (3_000_000, 99.0)]) == pytest.approx(
+        (10.0, 10.0)
+    )
+    assert line_through([(1_000, 30.0), (2_000, 20.0)]) == (30.0, 0.0)
+    assert line_through([(1_000, 30.0)]) == (30.0, 0.0)
+    assert line_through([(1_000, 1.0), (2_000, 9.0)]) == pytest.approx((0.0, 8_000.0))
+
+
+def test_what_a_wait_has_left_to_do_is_computing() -> None:
+    plan = make_comm_plan(schedule("0F0 0B0"), op_us=100, start_us=3, collective_us=150)
+    waits = {
+        (stage.index, op.name): 40.0
+        for stage in plan.job.stages
+        for phase in PHASES
+        for op in stage.ops[phase]
+        if op.target == WAIT
+    }
+    longer = replace(plan, costs=replace(plan.costs, op_us={**plan.costs.op_us, **waits}))
+    before, after = simulate(plan), simulate(longer)
+    extra_us = 40.0 * len(waits)
+    assert len(waits) == 2
+    assert after.total_us(SpanKind.COMPUTE, 0) == pytest.approx(
+        before.total_us(SpanKind.COMPUTE, 0) + extra_us
+    )
+    assert after.total_us(SpanKind.EXPOSED, 0) <= before.total_us(SpanKind.EXPOSED, 0)

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.errors import UsageError
 from stretto.ir import collectives
 from stretto.ir.curve import Curve
-from stretto.price.collectives import CollectiveModel, collective_curve
+from stretto.price.collectives import CollectiveModel, Fabric, Group, Topology, axis_group, collective_curve
 from stretto.price.devices import device, devices
-from stretto.price.fabric import Fabric, Group, Topology, axis_group
 
 KINDS = st.sampled_from([name for name, kind in collectives.KINDS.items() if kind.benchmark])
 REGULAR = [key for key, found in devices().items() if found.topology is not Topology.CUBE_MESH]
@@ -134,20 +132,6 @@ def test_a_member_a_node_has_one_card_and_eight_have_eight() -> None:
 )
 def test_where_the_members_of_an_axis_lie(mesh: dict[str, int], axis: str, expected: Group) -> None:
     assert axis_group(mesh, axis, 8) == expected
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.integers(1, 16))
-def test_a_group_has_as_many_members_as_its_axis(sizes: list[int], node: int) -> None:
-    mesh = {f"axis{i}": size for i, size in enumerate(sizes)}
-    for axis, size in mesh.items():
-        group = axis_group(mesh, axis, node)
-        assert group.size == size
-        assert group.per_node <= node
-
-
-def test_an_unknown_axis_is_refused() -> None:
-    with pytest.raises(UsageError, match="no axis 'ep'; it has pp, tp"):
-        axis_group({"pp": 2, "tp": 2}, "ep", 8)
 
 
 def test_a_measured_curve_takes_the_place_of_the_model_where_it_fits() -> None:

@@ -19,8 +19,8 @@ from stretto.ir.transfers import message_us, sum_time
 from stretto.measure import messages, profile
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.costs import costs_of
-from stretto.price.flat import flat_link
-from stretto.price.roofline import ACTION_US, ring_cost
+from stretto.price.cluster import flat_link
+from stretto.price.shared import ACTION_US, ring_cost
 from stretto.schedule.families import make_schedule
 from tests.capturing.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
 from tests.clusters import cores
@@ -83,24 +83,6 @@ def test_gradients_are_added_as_the_runtime_adds_them(monkeypatch: pytest.Monkey
     }
 
 
-@pytest.mark.quiet
-def test_products_cost_what_their_flops_are() -> None:
-    """Four times the width is sixteen times the work of a matrix product: the profile must see most of it."""
-    times = []
-    for hidden in (64, 256):
-        _, _, job = gpt_job(1, hidden)
-        op_us = profile.profile(job, CPU).op_us
-        times.append(
-            sum(
-                op_us[0, op.name]
-                for p in PHASES
-                for op in job.stages[0].ops[p]
-                if op.target == "aten.mm.default"
-            )
-        )
-    assert times[1] > 4 * times[0]
-
-
 def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, job = gpt_job(4, 32)
     measured: list[int] = []
@@ -152,35 +134,26 @@ def test_models_of_transformers_can_be_measured(name: str) -> None:
     assert sum(profile.profile(job, CPU).op_us.values()) > 0
 
 
-@pytest.mark.parametrize(("latency_us", "bytes_per_us"), [(50.0, 1000.0), (2_000.0, 12.5), (5.0, 20_000.0)])
-def test_a_link_is_fitted_from_its_points(latency_us: float, bytes_per_us: float) -> None:
-    """Round trips of a message and an empty answer on a perfect link give the link back."""
-    points = [(size, 2 * latency_us + size / bytes_per_us) for size in messages.SIZES]
-    latency, rate = messages._fit(points)
-    assert latency == pytest.approx(latency_us, rel=0.02)
-    assert rate == pytest.approx(bytes_per_us, rel=0.02)
-
-
-def test_a_noisy_link_is_fitted_nearly() -> None:
-    noise = (1.1, 0.9, 1.1, 0.95)
-    points = [(size, (200.0 + size / 100.0) * n) for size, n in zip(messages.SIZES, noise, strict=True)]
-    latency, rate = messages._fit(points)
-    assert 60 < latency < 140
-    assert 80 < rate < 125
-
-
-def test_a_link_faster_than_it_can_be_measured_stays_finite() -> None:
+@pytest.mark.parametrize(
+    ("latency_us", "bytes_per_us", "noise", "rel"),
+    [
+        (50.0, 1000.0, (1, 1, 1, 1), 0.02),
+        (2_000.0, 12.5, (1, 1, 1, 1), 0.02),
+        (5.0, 20_000.0, (1, 1, 1, 1), 0.02),
+        (100.0, 100.0, (1.1, 0.9, 1.1, 0.95), 0.4),
+    ],
+)
+def test_a_link_is_fitted_from_its_points(
+    latency_us: float, bytes_per_us: float, noise: tuple[float, ...], rel: float
+) -> None:
+    """Round trips of a message and an empty answer give the link back."""
+    points = [
+        (n, (2 * latency_us + n / bytes_per_us) * a) for n, a in zip(messages.SIZES, noise, strict=True)
+    ]
+    assert messages._fit(points) == pytest.approx((latency_us, bytes_per_us), rel=rel)
     latency, rate = messages._fit([(size, 100.0 - size * 1e-6) for size in messages.SIZES])
     assert latency >= 0
-    assert 0 < rate < float("inf")
-
-
-def test_what_messages_of_a_burst_add_is_what_each_keeps_the_link_for() -> None:
-    """The rest is latency, which they have at the same time; a disturbed burst adds no more than it all."""
-    burst_us = 150.0 + 15 * 20.0
-    assert messages._each_adds(150.0, burst_us, 100.0) == pytest.approx(20.0)
-    assert messages._each_adds(150.0, 140.0, 100.0) == 0.0
-    assert messages._each_adds(150.0, 1e6, 100.0) == 100.0
+    assert 0 < rate < float("inf"), "faster than it can be measured"
 
 
 def test_a_described_cluster_is_a_roofline() -> None:
@@ -225,42 +198,3 @@ def test_what_each_message_keeps_its_link_for_is_taken_by_each_step_of_a_collect
     assert ring_cost(link, "all_gather", 4).curve.us(0) == pytest.approx(3 * (7.0 + 18.0))
     told = sum_time(Costs({}, {}, link, 0.0, "made up"), "loss", (0, 1), 0)
     assert told.us == message_us(link, 0)
-
-
-@pytest.mark.parametrize("field", ["peak_tflops", "memory_gbps", "link_gbps"])
-def test_rates_of_zero_are_refused(field: str) -> None:
-    with pytest.raises(stretto.UsageError, match=f"Cluster: {field} = 0: .*greater than"):
-        cores(**{field: 0})
-
-
-def test_a_slower_link_makes_a_longer_step() -> None:
-    _, _, job = gpt_job(2, 32)
-    steps = [
-        stretto.plan(job, cluster=cores(link_gbps=rate / 1000)).prediction.step_us  # type: ignore[union-attr]
-        for rate in (1000.0, 1.0, 0.1)
-    ]
-    assert steps[0] < steps[1] < steps[2]
-
-
-@pytest.mark.quiet
-def test_local_measures_ops_and_messages_between_processes() -> None:
-    _, _, job = gpt_job(2, 32)
-    plan = stretto.plan(job, cluster="local")
-    assert plan.costs.source.startswith("measured on this processor")
-    link = plan.costs.link(0, 1)
-    assert link.source == "measured, loopback"
-    assert 1.0 < link.latency_us < 20_000
-    assert 10 < link.bytes_per_us < 100_000
-    assert link.processor_us_per_mb >= 0
-    assert sum(us for (stage, _), us in plan.costs.op_us.items() if stage == 0) > 100
-
-
-def test_flops_are_counted_for_products_and_attention() -> None:
-    model, _, job = gpt_job(1, 32)
-    forward = {op.name: op for op in job.stages[0].ops[Phase.F]}
-    products = sum(op.flops for op in forward.values() if op.target == "aten.mm.default")
-    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2) - model.embedding.weight.numel()
-    assert products == 2 * weights * 64
-    attention = [op for op in forward.values() if "scaled_dot_product" in op.target]
-    # Two products of 64 x 64 x 8 for each of the 4 heads.
-    assert [op.flops for op in attention] == [2 * 2 * 4 * 64 * 64 * 8] * 4

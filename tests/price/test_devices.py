@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from stretto.errors import UsageError
+from stretto.price.collectives import Topology
 from stretto.price.devices import STATUSES, device, devices
-from stretto.price.fabric import Topology
 
 
 @pytest.mark.parametrize("key", devices())
@@ -51,10 +50,3 @@ def test_a_measured_ring_stays_with_its_device() -> None:
     assert fabric.bus_bytes_per_us(2) == 22_500
     assert fabric.bus_bytes_per_us(8) == 134_000
     assert device("h100").fabric().ring_bytes_per_us == ()
-
-
-def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        UsageError, match="unknown device 'mi300': did you mean 'mi300x'\\? known are a100-80gb"
-    ):
-        device("mi300")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
-from stretto.price.matmul_fit import MatmulFit, Product
+from stretto.price.alike import MatmulFit
 
 SHAPES = [(m, n, k) for m in (64, 256) for n in (128, 512) for k in (128, 1024)]
 
@@ -78,24 +76,3 @@ def test_batches_lie_apart() -> None:
     assert fit.us(batched(1, 96)) == pytest.approx(us(1, 96), rel=0.1)
     assert fit.us(batched(16, 96)) == pytest.approx(us(16, 96), rel=0.1)
     assert fit.us(batched(64 * 100, 96)) is None, "far from all that is known"
-
-
-def test_products_without_work_tell_nothing() -> None:
-    fit = MatmulFit([*((_key(*shape), _us(*shape)) for shape in SHAPES), (_key(0, 128, 128), 3.0)])
-    assert fit.us(_key(128, 256, 512)) == pytest.approx(_us(128, 256, 512), rel=1e-6)
-
-
-def test_twice_the_work_takes_longer_on_noisy_points() -> None:
-    """A few percent more need not: what is nearest was measured with its noise."""
-    noisy = [(_key(*s), _us(*s) * (1.2 if at % 2 else 0.85)) for at, s in enumerate(SHAPES)]
-    fit = MatmulFit(noisy)
-    times = [fit.us(_key(m, 256, 256)) for m in (32, 64, 128, 256, 512)]
-    assert all(a is not None and b is not None and a <= b for a, b in pairwise(times))
-
-
-def test_signatures_are_read() -> None:
-    product = Product.of("aten.addmm.default(float32[512], float32[128,64]{1,128}, float32[64,512])")
-    assert product is not None
-    assert (product.dims.m, product.dims.n, product.dims.k) == (128, 512, 64)
-    assert product.family[1] == ("float32", "float32 strided", "float32")
-    assert Product.of("aten.mm.default(?, ?)") is None

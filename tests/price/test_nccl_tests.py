@@ -92,11 +92,9 @@ def test_blank_columns_of_programs_without_a_reduction(tmp_path: Path) -> None:
     assert curve.us(1048576) == 40.0
 
 
-def test_a_table_alone_is_known_by_its_rates_or_by_what_the_caller_says(tmp_path: Path) -> None:
+def test_a_table_alone_is_known_by_its_rates(tmp_path: Path) -> None:
     nameless = NEW.replace("all_reduce_perf", "")
     assert ("all_reduce", 4) in read_nccl_tests(write(tmp_path, nameless))
-    told = read_nccl_tests(write(tmp_path, nameless), kind="reduce_scatter")
-    assert set(told) == {("reduce_scatter", 4)}
 
 
 def whole_json(**changes: object) -> dict[str, object]:
@@ -133,51 +131,28 @@ def test_json_of_one_process_counts_its_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("nothing here\n", "holds no nccl-tests result: expected a table"),
-        (NEW.replace(RANKS, ""), "this run lists no ranks; expected lines such as"),
-        (
-            NEW.replace(" 40.00 ", " fast "),
-            r"out.txt:18: cannot read .*expected numbers in the columns size",
-        ),
-        (NEW.replace(" 40.00 ", " 0.00 "), "out.txt:18: a time of 0.0 us"),
-        (
-            NEW.replace("all_reduce_perf", "").replace("201.33", "134.22"),
-            "no line of this run names its program",
-        ),
+        ("nothing here\n", "no nccl-tests result"),
+        (NEW.replace(RANKS, ""), "no ranks"),
+        (NEW.replace(" 40.00 ", " fast "), "out.txt:18: cannot read"),
+        (NEW.replace(" 40.00 ", " 0.00 "), "out.txt:18: a time"),
+        (NEW.replace("all_reduce_perf", "").replace("201.33", "134.22"), "names its program"),
+        (NEW.replace("#  Rank  0", f"#  Rank  {'9' * 5000}"), "no output of nccl-tests"),
         ('{"config": }', "out.txt:1: is not JSON"),
-        ('{"config": {}}', "expected the keys config and results"),
-        (json.dumps(whole_json(results=[{"size": 8}])), r"results\[0\]: expected size, and out_of_place"),
+        ('{"config": {}}', "keys config and results"),
+        *(
+            (json.dumps(whole_json(**changes)), r"nccl-tests|results\[0\]")
+            for changes in (
+                {"results": [{"size": 8}]},
+                {"results": [7]},
+                {"config": {"devices": [3]}},
+                {"config": {"nthreads": "x"}},
+                {"args": 5},
+            )
+        ),
     ],
 )
 def test_refusals(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         read_nccl_tests(write(tmp_path, text))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nowhere.txt: cannot be read: No such file"):
-        read_nccl_tests(tmp_path / "nowhere.txt")
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"config": {"devices": [3]}},
-        {"config": {"nthreads": "x"}},
-        {"config": {"devices": [{"rank": []}]}},
-        {"args": 5},
-        {"results": [7]},
-        {"results": [{"size": 1e999, "out_of_place": {"time": 1, "alg_bw": 1, "bus_bw": 1}}]},
-    ],
-    ids=str,
-)
-def test_json_of_other_types_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    with pytest.raises(UsageError, match=r"nccl-tests|expected size"):
-        read_nccl_tests(write(tmp_path, json.dumps(whole_json(**changes))))
-
-
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no file; give an output of nccl-tests"):
+    with pytest.raises(UsageError, match="is no file"):
         read_nccl_tests("/dev/zero")
-    with pytest.raises(UsageError, match="is no output of nccl-tests"):
-        read_nccl_tests(write(tmp_path, NEW.replace("#  Rank  0", f"#  Rank  {'9' * 5000}")))

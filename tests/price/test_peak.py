@@ -10,8 +10,7 @@ from stretto.capturing import capture
 from stretto.ir.program import Job
 from stretto.ir.work import work_of
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.price.devices import devices
-from stretto.price.peak import CALLED, FP32_PART, device_peak, named_peak
+from stretto.price.devices import CALLED, FP32_PART, device_peak, devices, named_peak
 from stretto.report.tables import rates_grid
 from tests.clusters import cores
 

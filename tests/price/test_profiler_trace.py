@@ -16,8 +16,7 @@ from stretto.errors import UsageError
 from stretto.ir.flow import PHASES
 from stretto.ir.prices import price_list
 from stretto.price import profiler_trace
-from stretto.price.calibration import Calibration
-from stretto.price.op_times import Machine
+from stretto.price.calibration import Calibration, Machine
 from stretto.price.priced import CalibratedPricer
 from stretto.price.profiler_trace import read_trace
 from tests.capturing.zoo import mean_square
@@ -83,24 +82,8 @@ def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
         event("aten::linear", 0, 100, 1, dims),
         event("aten::mm", 10, 30, 2, dims),  # within linear
         event("aten::cat", 200, 10, 3, [[[4, 8], [4, 8]], []]),
-        {
-            "ph": "X",
-            "cat": "kernel",
-            "name": "gemm",
-            "ts": 300,
-            "dur": 70,
-            "tid": 9,
-            "args": {"External id": 2},
-        },
-        {
-            "ph": "X",
-            "cat": "kernel",
-            "name": "fill",
-            "ts": 390,
-            "dur": 5,
-            "tid": 9,
-            "args": {"External id": 1},
-        },
+        event("gemm", 300, 70, 2, [], "kernel"),
+        event("fill", 390, 5, 1, [], "kernel"),
     ]
     path.write_text(json.dumps({"deviceProperties": [{"id": 0, "name": "H1"}], "traceEvents": events}))
     trace = read_trace(path)
@@ -116,14 +99,13 @@ def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "not a profiler's trace: not JSON"),
-        (b"{}", "it has no list of traceEvents"),
-        (b'{"traceEvents": [1]}', "it has no list of traceEvents"),
+        (b"{", "not JSON"),
+        (b"{}", "traceEvents"),
+        (b'{"traceEvents": [1]}', "traceEvents"),
         (b'{"traceEvents": []}', "holds no ops"),
-        (
-            json.dumps({"traceEvents": [{"cat": "cpu_op", "ph": "X", "name": "aten::mm"}]}).encode(),
-            "recorded without shapes: give .*record_shapes=True",
-        ),
+        (b'{"traceEvents": [{"cat": "cpu_op", "ph": "X", "name": "aten::mm"}]}', "record_shapes=True"),
+        (b'[{"cat": "cpu_op", "ph": "X", "args": {"Input Dims": [["x", 2]]}}]', "a profiler's trace"),
+        (b'[{"cat": "cpu_op", "ph": "X", "args": {"Input Dims": 3}}]', "a profiler's trace"),
         # Without a time of writing: every worker that collects the tests must find the same bytes.
         (gzip.compress(b"{}", mtime=0)[:-4], "cannot read"),
     ],
@@ -135,23 +117,6 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: st
         read_trace(path)
     with pytest.raises(stretto.UsageError, match=r"cannot read .*: No such file"):
         read_trace(tmp_path / "none.json")
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {"args": {"Input Dims": [["x", 2]], "Input type": ["float"]}},
-        {"args": {"Input Dims": 3}},
-        {"args": {"Input Dims": [[2]]}, "dur": [1]},
-        {"args": [["Input Dims", 1]]},
-    ],
-    ids=str,
-)
-def test_fields_of_other_types_are_refused(tmp_path: Path, event: dict[str, object]) -> None:
-    path = tmp_path / "t.json"
-    path.write_text(json.dumps([{"cat": "cpu_op", "ph": "X", "name": "aten::mm", **event}]))
-    with pytest.raises(UsageError, match=r"a profiler's trace|without shapes"):
-        read_trace(path)
 
 
 def test_a_packed_trace_that_is_damaged_or_without_end_is_refused(

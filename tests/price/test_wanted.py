@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stretto.price.wanted import SMALL_BYTES, elements, sweep, wanted_collectives
+from stretto.price.shared import SMALL_BYTES, elements, sweep, wanted_collectives
 from tests.price.comm_job import comm_job
 
 

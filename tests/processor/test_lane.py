@@ -15,7 +15,7 @@ from stretto.ir.costs import NO_LINK, Costs
 from stretto.ir.processor import Processor
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.processor.control_groups import own_share, processor_quota
-from stretto.simulating.clock import Clock
+from stretto.simulating.cards import Clock
 from stretto.simulating.compute_lane import ComputeLane
 from tests.simulating.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
@@ -67,18 +67,6 @@ def test_a_lane_that_stood_has_time_left() -> None:
         260.0,
     ]
     assert ends(HALF, (0.0, 1000.0), 200.0) == [1150.0]
-
-
-def test_transfers_spend_the_quota_too() -> None:
-    clock = Clock()
-    lane = lane_on(clock, HALF)
-    done: list[float] = []
-    lane.change_load(0.0, 0.5)
-    lane.work(1000.0, lambda: done.append(clock.now_us))
-    clock.run()
-    # They take a quarter of the processor throughout, and leave a quarter: half of what the lane has alone.
-    # Of the last period the end is not needed.
-    assert 1900.0 < done[0] <= 2000.0
 
 
 @settings(max_examples=200, deadline=None)

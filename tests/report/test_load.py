@@ -13,7 +13,7 @@ from stretto.config import Parallel
 from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.timeline import Stall, Timeline
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.report.charts import draw_loads
 from stretto.report.files import OBSERVED, load_timeline, save_json
 from stretto.report.findings import stalls_findings, stalls_grid

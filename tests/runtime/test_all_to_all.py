@@ -18,8 +18,8 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text, save_plan
 from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
-from stretto.price.wanted import wanted_collectives
+from stretto.price.cluster import described_costs
+from stretto.price.shared import wanted_collectives
 from stretto.report.traffic import communication_of
 from stretto.runtime.local import run_threads
 from stretto.runtime.rehearse import rehearse

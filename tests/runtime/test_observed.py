@@ -20,7 +20,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import Stall, Timeline
 from stretto.parallelize.layout import layout_of
 from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.runtime import Runner, run_threads
 from stretto.runtime.compare import metric_line, stall_lines
 from stretto.runtime.memory_adapter import MemoryMeter

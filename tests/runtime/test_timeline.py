@@ -20,7 +20,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
-from stretto.price.flat import described_costs
+from stretto.price.cluster import described_costs
 from stretto.runtime.clock import HostClock
 from stretto.runtime.record import Marks, build_timeline, compute_spans
 from stretto.runtime.torch_transport import TorchTransport

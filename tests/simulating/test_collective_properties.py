@@ -13,7 +13,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import SpanKind
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.simulating import predict, simulate
 from tests.bounds.test_bounds_collectives import plans
@@ -28,6 +28,11 @@ def test_accounts_add_up_and_hidden_is_a_share(plan: Plan) -> None:
     for rank in range(plan.ranks):
         parts = (found.compute_us[rank], found.exposed_us[rank], found.bubble_us[rank])
         assert sum(parts) == pytest.approx(timeline.step_us)
+        assert timeline.peak_bytes[rank] == max(held for _, held in timeline.memory[rank])
+        at_us = 0.0
+        for span in (s for s in timeline.spans if s.rank == rank and s.lane == COMPUTE_LANE):
+            assert span.start_us == pytest.approx(at_us)
+            at_us = span.end_us
         by_axis = [by_rank[rank] for by_rank in found.exposed_axis_us.values()]
         assert sum(by_axis) == pytest.approx(found.exposed_us[rank])
         for axis, by_rank in found.exposed_axis_us.items():

@@ -12,7 +12,7 @@ from stretto.ir.costs import CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Item, ItemKind, Plan
 from stretto.ir.processor import Processor
-from stretto.ir.timeline import Span, SpanKind
+from stretto.ir.timeline import SpanKind
 from stretto.simulating import simulate
 from tests.simulating.test_engine import lane, message, schedule
 from tests.synthetic_comm import (
@@ -109,40 +109,6 @@ def test_work_between_start_and_wait_hides_it() -> None:
     assert timeline.hidden["tp"] == pytest.approx(50 / (100 + NORM_US))
 
 
-def test_half_hidden_is_half_exposed() -> None:
-    plan = make_comm_plan(ONE, op_us=100, collective_us=150)
-    order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
-    timeline = simulate(reordered(plan, "0B", *order))
-    (found,) = [s for s in timeline.spans if s.kind is SpanKind.EXPOSED and s.name == "tp all_reduce br0.0"]
-    assert found.duration_us == pytest.approx(50)
-
-
-def test_a_lane_carries_one_collective_at_a_time_in_the_order_of_starts() -> None:
-    order = schedule("0F0 (0F1;0B0)OVERLAP_F_B 0B1")
-    plan = make_comm_plan(order, op_us=100, collective_us=500)
-    name = "0F+0B"
-    ops = [(0, "fm0.0"), (0, "fr0.0"), (1, "d0"), (1, "bm0.0"), (1, "br0.0"), (1, "br0.0_w"), (0, "fr0.0_w")]
-    ops += [(1, "dn0"), (1, "dw0.0"), (1, "by0.0"), (1, "dx0"), (0, "fy0.0"), (0, "y0"), (0, "loss")]
-    items = tuple(Item(ItemKind.OP, part, ref) for part, ref in ops)
-    assert set(items) == set(plan.windows[name].items)
-    timeline = simulate(
-        replace(plan, windows={**plan.windows, name: replace(plan.windows[name], items=items)})
-    )
-    begin = 100 + 500 + 300  # 0F0
-    first, second = (
-        next(s for s in timeline.spans if s.name == f"tp all_reduce {op}" and s.microbatch == mb)
-        for op, mb in (("fr0.0", 1), ("br0.0", 0))
-    )
-    assert (first.start_us, first.end_us) == (begin + 100, begin + 600)
-    # Started at 300 after the window's begin; the lane is free at 600.
-    assert (second.start_us, second.end_us) == (begin + 600, begin + 1100)
-    # The wait for the second is the one that stands; the first is done by then.
-    waits = [s for s in timeline.spans if s.kind is SpanKind.EXPOSED and s.start_us > begin]
-    assert [(s.name, s.start_us, s.end_us) for s in waits[:1]] == [
-        ("tp all_reduce br0.0", begin + 300, begin + 1100)
-    ]
-
-
 def test_a_collective_slows_the_ops_that_it_meets() -> None:
     order = ("d0", "bm0.0", "br0.0", "dn0", "br0.0_w", "by0.0", "dx0", "dw0.0")
     base = make_comm_plan(ONE, op_us=100, collective_us=80)
@@ -155,19 +121,12 @@ def test_a_collective_slows_the_ops_that_it_meets() -> None:
         assert gained == pytest.approx(40)
 
 
-def lane_of(plan: Plan) -> list[Span]:
-    return [s for s in simulate(plan).spans if s.kind is SpanKind.MESSAGE and s.lane == "tp"]
-
-
 def test_gather_and_scatter_count_the_whole_tensor() -> None:
     timeline = simulate(make_comm_plan(ONE, axes=(("tp", 4),), sequence=True, collective_us=50))
     gather, scatter = (message(timeline, f"tp {k}") for k in ("all_gather fg0.0", "reduce_scatter fs0.0"))
     for span in (gather, scatter):
         assert span.nbytes == 4 * ACTIVATION.nbytes
         assert span.duration_us == pytest.approx(200)
-
-
-# --- the network's cards ------------------------------------------------------------------------------
 
 
 def contended(shared: tuple[str, ...], latency_us: float = 0.0) -> Plan:
@@ -192,20 +151,21 @@ def second_of_rank_0(plan: Plan) -> tuple[float, float, float, float]:
     return found.start_us, found.end_us, met.start_us, met.end_us
 
 
-def test_axes_with_links_of_their_own_do_not_meet_messages() -> None:
-    # Block: 100 + 300 + 200; the message leaves at 600; the next collective starts at 700.
-    assert second_of_rank_0(contended(())) == pytest.approx((600, 1000, 700, 1000))
-
-
-def test_a_shared_card_gives_each_an_equal_share() -> None:
-    # From 700 on both go at half their rate: the 300 us that both have left take 600.
-    assert second_of_rank_0(contended(("tp",))) == pytest.approx((600, 1300, 700, 1300))
-
-
-def test_latency_keeps_no_card_busy() -> None:
-    # All 50 us later. From 750 to 1350 both go at half their rate; then 50 us of latency.
-    plan = contended(("tp",), latency_us=50)
-    assert second_of_rank_0(plan) == pytest.approx((650, 1350, 750, 1400))
+@pytest.mark.parametrize(
+    ("shared", "latency_us", "expected"),
+    [
+        # Links of their own. Block: 100 + 300 + 200; the message leaves at 600; a collective starts at 700.
+        ((), 0, (600, 1000, 700, 1000)),
+        # From 700 on both go at half their rate: the 300 us that both have left take 600.
+        (("tp",), 0, (600, 1300, 700, 1300)),
+        # All 50 us later. From 750 to 1350 both go at half their rate; then 50 us of latency.
+        (("tp",), 50, (650, 1350, 750, 1400)),
+    ],
+)
+def test_a_shared_card_gives_each_an_equal_share(
+    shared: tuple[str, ...], latency_us: float, expected: tuple[float, ...]
+) -> None:
+    assert second_of_rank_0(contended(shared, latency_us)) == pytest.approx(expected)
 
 
 def test_processor_time_of_a_shared_transfer_does_not_grow_with_its_duration() -> None:
@@ -227,9 +187,6 @@ def test_processor_time_of_a_shared_transfer_does_not_grow_with_its_duration() -
     slow = replace(plan, costs=replace(plan.costs, collectives=kinds))
     # Rank 0's second collective lasts 600 us beside a message; nothing computes, so nothing is lost.
     assert second_of_rank_0(slow) == second_of_rank_0(plan)
-
-
-# --- sums, and the loss -------------------------------------------------------------------------------
 
 
 def test_gradients_are_summed_on_the_lanes_of_their_axes() -> None:
@@ -260,9 +217,6 @@ def test_a_sum_of_one_place_does_not_wait_for_the_others() -> None:
     assert first.start_us < last.start_us
 
 
-# --- memory -------------------------------------------------------------------------------------------
-
-
 def levels(plan: Plan, until: float) -> list[tuple[float, float]]:
     """(time, activations held beside parameters) up to a time; a step between communications shows its
     highest and its last level."""
@@ -287,27 +241,20 @@ def test_a_result_stays_as_long_as_its_wait_is_to_come() -> None:
     assert levels(late, 1400)[-1][1] == 2 + grads
 
 
-# --- refusals -----------------------------------------------------------------------------------------
-
-
-def test_a_collective_without_a_cost_is_refused() -> None:
+def test_what_a_plan_lacks_is_named() -> None:
     plan = make_comm_plan(ONE)
-    with pytest.raises(PlanError, match="all_reduce on 'tp' has no cost"):
+    with pytest.raises(PlanError, match="all_reduce on 'tp'"):
         simulate(replace(plan, costs=replace(plan.costs, collectives={})))
-
-
-def test_an_axis_without_a_communicator_is_refused() -> None:
-    plan = make_comm_plan(ONE)
-    with pytest.raises(PlanError, match=r"fr0\.0 needs a communicator 'tp'"):
+    with pytest.raises(PlanError, match=r"fr0\.0 .* 'tp'"):
         simulate(replace(plan, communicators=()))
+    with pytest.raises(PlanError, match="'0F'"):
+        simulate(replace(plan, windows={}))
 
 
 def test_a_wait_before_its_start_stops_the_plan() -> None:
     plan = make_comm_plan(ONE)
     early = reordered(plan, "0B", "d0", "br0.0_w", "bm0.0", "br0.0", "dn0", "dw0.0", "by0.0", "dx0")
-    with pytest.raises(
-        PlanError, match=r"run 0B last:0.*tp all_reduce br0.0, which this rank itself starts later"
-    ):
+    with pytest.raises(PlanError, match=r"run 0B last:0.*tp all_reduce br0.0, .* later"):
         simulate(early)
 
 
@@ -329,6 +276,3 @@ def test_a_sum_that_the_plan_does_not_have_is_refused() -> None:
     stage = replace(stage, ops={phase: stage.ops[phase] for phase in (Phase.F, Phase.I, Phase.W)})
     with pytest.raises(PlanError, match=r"window 0B last: op tp\.0\.0 is not in stage 0's programs"):
         simulate(replace(plan, job=replace(plan.job, stages=(stage,))))
-
-
-# --- the inside of a window ---------------------------------------------------------------------------

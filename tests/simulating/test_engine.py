@@ -8,15 +8,14 @@ from dataclasses import replace
 import pytest
 
 from stretto.errors import PlanError
-from stretto.ir.action import Action, Phase, Schedule, parse_slot
+from stretto.ir.action import Phase, Schedule, parse_slot
 from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import Edge, Ref
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.planning.lower import lower
 from stretto.simulating import simulate
-from stretto.simulating.cards import Cards
-from stretto.simulating.clock import Clock
+from stretto.simulating.cards import Cards, Clock
 from stretto.simulating.engine import Walk
 from stretto.simulating.network import Network
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
@@ -83,20 +82,19 @@ def test_two_ranks_two_microbatches() -> None:
     assert timeline.exposed_us["pp"] == pytest.approx(45)
 
 
-def test_a_message_says_who_sent_it_and_when() -> None:
-    plan = make_plan(ONE_F_ONE_B, f_us=90, latency_us=10, bytes_per_us=RATE)
-    span = message(simulate(plan), "pp 0>1 e0:1")
-    assert (span.rank, span.lane, span.sender, span.sent_us) == (1, "pp 0>1", 0, 180)
-    assert (span.nbytes, span.stage, span.phase, span.microbatch) == (NBYTES, 0, Phase.F, 1)
-    assert (span.start_us, span.end_us) == (180, 210)
-    assert (span.edge, span.microbatch) == (0, 1)
-
-
 def test_messages_of_a_communicator_go_in_order_and_latency_is_pipelined() -> None:
     plan = make_plan(ONE_F_ONE_B, f_us=90, latency_us=10, bytes_per_us=NBYTES / 200)
     timeline = simulate(plan)
     first, second = message(timeline, "pp 0>1 e0:0"), message(timeline, "pp 0>1 e0:1")
     assert (first.start_us, first.end_us) == (90, 300)
+    assert (second.rank, second.lane, second.sender, second.nbytes, second.edge) == (
+        1,
+        "pp 0>1",
+        0,
+        NBYTES,
+        0,
+    )
+    assert (second.stage, second.phase, second.microbatch) == (0, Phase.F, 1)
     # Started at 180; the link is free at 290, before the first message has arrived.
     assert (second.sent_us, second.start_us, second.end_us) == (180, 290, 500)
 
@@ -145,16 +143,6 @@ def test_starts_of_messages_keep_the_link_and_latencies_do_not() -> None:
     assert (second.sent_us, second.start_us, second.end_us) == (90, 115, 147)
 
 
-def test_a_message_takes_its_own_processor_time_however_small() -> None:
-    """20 us on the link, of which each end's processor loses 10: the ops that it meets go at half their
-    speed."""
-    plan = make_plan(ONE_F_ONE_B, f_us=90, i_us=100, w_us=100)
-    link = Link(0, RATE, 0.0, "made up", processor_us=10.0)
-    timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
-    assert ("compute", "0F1", 90, 190) in lane(timeline, 0)
-    assert ("compute", "1F0", 110, 210) in lane(timeline, 1)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_two_messages_that_start_at_one_moment_the_lower_ranks_goes_first(first: int) -> None:
     """Both come to rank 2, whoever's lane is walked first."""
@@ -172,18 +160,15 @@ def test_of_two_messages_that_start_at_one_moment_the_lower_ranks_goes_first(fir
     assert not network.message(edges[1], 0).left.happened
 
 
-def test_a_transfer_takes_its_processor_time_from_the_ops_it_meets() -> None:
+@pytest.mark.parametrize("link", [Link(0, RATE, 10 / (NBYTES / 1e6)), Link(0, RATE, processor_us=10.0)])
+def test_a_transfer_takes_its_processor_time_from_the_ops_it_meets(link: Link) -> None:
+    """By the megabyte or by the message: of 20 us on the link each end's processor loses 10."""
     plan = make_plan(ONE_F_ONE_B, f_us=90, i_us=100, w_us=100)
-    lost_us = 10  # of the 20 us that a message transfers: half of the processor
-    link = Link(0, RATE, lost_us / (NBYTES / 1e6))
     timeline = simulate(replace(plan, costs=replace(plan.costs, default_link=link)))
     # Rank 0 sends at 90 and computes 0F1 meanwhile; rank 1 is idle, and loses nothing.
     assert ("compute", "0F1", 90, 190) in lane(timeline, 0)
     # 0F1's message transfers from 190 to 210 while rank 1 computes 1F0 from 110 on.
     assert ("compute", "1F0", 110, 210) in lane(timeline, 1)
-    assert sum(s.duration_us for s in timeline.spans if s.rank == 0 and s.lane == COMPUTE_LANE) == (
-        pytest.approx(timeline.step_us)
-    )
 
 
 def test_a_transport_slower_than_its_link_stops_the_compute_lane() -> None:
@@ -204,13 +189,6 @@ def test_action_us_is_paid_once_a_run() -> None:
         ("bubble", "pp 0>1 e0:0", 7, 107),
         ("compute", "1F0", 107, 207),
     ]
-
-
-def test_overlapped_actions_have_a_span_for_each_stretch() -> None:
-    order = schedule("0F0 (0F1;0B0)OVERLAP_F_B 0B1", "1F0 1B0 1F1 1B1")
-    timeline = simulate(make_plan(order))
-    names = [name for kind, name, *_ in lane(timeline, 0) if kind == "compute"]
-    assert names == ["0F0", "0F1", "0B0", "0B1"]
 
 
 def test_stages_of_one_rank_need_no_message() -> None:
@@ -244,21 +222,15 @@ def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for() -> None:
     with pytest.raises(PlanError) as refused:
         simulate(replace(plan, orders=tuple(orders)))
     text = str(refused.value)
-    assert "2 faults" in text
-    assert "rank 0 stands at `run 0B:0`: waits for message e1:0 on pp 1>0, which rank 1 has not sent" in text
-    assert (
-        "rank 1 stands at `run 1F:0`: waits for message e0:0 on pp 0>1, whose receive rank 1 has not posted"
-        in text
-    )
+    assert "rank 0 stands at `run 0B:0`: waits for message e1:0 on pp 1>0, which rank 1" in text
+    assert "rank 1 stands at `run 1F:0`: waits for message e0:0 on pp 0>1, whose receive" in text
 
 
 def test_receives_in_another_order_than_the_sends_stop_the_plan() -> None:
     plan = make_plan(schedule("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1"))
     orders = list(plan.orders)
     orders[1] = tuple(i for i in orders[1] if str(i) != "recv e0:0")
-    with pytest.raises(
-        PlanError, match=r"e0:1 on pp 0>1, which is behind message e0:0 on pp 0>1, whose receive"
-    ):
+    with pytest.raises(PlanError, match=r"e0:1 on pp 0>1, which is behind message e0:0"):
         simulate(replace(plan, orders=tuple(orders)))
 
 
@@ -274,23 +246,6 @@ def test_a_missing_cost_is_refused() -> None:
     costs = Costs({}, {}, Link(0, 1), 0.0, "none")
     with pytest.raises(PlanError, match="window 0F: stage 0's op h0 has no time"):
         simulate(replace(plan, costs=costs))
-
-
-def test_a_missing_window_is_refused() -> None:
-    plan = make_plan(schedule("0F0 0B0", "1F0 1B0"))
-    with pytest.raises(PlanError, match="window '0F' is run but not defined"):
-        simulate(replace(plan, windows={}))
-
-
-def test_equal_plans_give_equal_timelines() -> None:
-    plan = make_plan(ONE_F_ONE_B, latency_us=3, bytes_per_us=RATE)
-    assert simulate(plan) == simulate(plan)
-
-
-def test_names_of_compute_spans_are_tokens() -> None:
-    spans = [s for s in simulate(make_plan(ONE_F_ONE_B)).spans if s.kind is SpanKind.COMPUTE]
-    for span in spans:
-        assert Action.parse(span.name) == Action(span.stage or 0, span.phase or Phase.F, span.microbatch or 0)
 
 
 def test_work_that_ends_as_a_message_begins_is_not_held_up_by_it() -> None:

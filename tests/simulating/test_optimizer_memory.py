@@ -10,17 +10,13 @@ from torch import nn
 
 import stretto
 from stretto.config import Parallel
-from stretto.ir.costs import MEMORY_PARTS
 from stretto.ir.parameters import STATES, OptimizerKind
 from stretto.ir.program import Job
-from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.report.tables import summary_grid
 from stretto.simulating import predict, simulate
 from stretto.verifying.memory import peak_bytes
 from tests.clusters import cores
-from tests.runtime.equality import made_up_costs
 from tests.simulating.test_engine import schedule
 from tests.synthetic import WEIGHT, make_costs, make_job
 from tests.synthetic import make_plan as synthetic_plan
@@ -62,14 +58,7 @@ def test_parts_of_a_rank_are_those_of_its_tensors(precision: str) -> None:
     assert all(activations > 0 for activations in parts["activations"])
     sums = [sum(each) for each in zip(*parts.values(), strict=True)]
     assert sums == list(plan.prediction.peak_bytes)
-    text = str(plan)
-    assert "of rank" in text
-    assert "parameters 0, gradients 0, optimizer's state 0, activations" in text
-    assert "(optimizer: adamw)" in text
-    rows = [row[0].strip() for row in summary_grid(simulate(plan), plan.prediction).rows]
-    assert [f"of it {part}" for part in MEMORY_PARTS.values()] == [
-        row for row in rows if row.startswith("of it")
-    ]
+    assert "(optimizer: adamw)" in str(plan)
 
 
 def test_what_is_frozen_has_no_state() -> None:
@@ -89,6 +78,8 @@ def test_a_device_that_has_no_room_for_the_state_is_too_small() -> None:
     assert stretto.plan(job, small, order="list", optimizer="sgd").job.optimizer == "sgd"
     with pytest.raises(stretto.PlanError, match=r"holds [\d,]+ bytes, [\d,]+ more than the limit"):
         stretto.plan(job, small, order="list")
+    with pytest.raises(stretto.UsageError, match="muon"):
+        stretto.plan(job, cores(), optimizer="muon")  # type: ignore[arg-type]
     plan = stretto.plan(job, cores(), order="list")
     with pytest.raises(stretto.PlanError, match=r"optimizer's state \(adamw\)"):
         stretto.verify(plan, most)
@@ -101,16 +92,3 @@ def test_an_order_is_found_within_the_room_that_the_state_leaves() -> None:
     made = make_plan(replace(job, schedule="auto"), costs, max_bytes=least)
     assert made.prediction is not None
     assert max(made.prediction.peak_bytes) <= least
-
-
-def test_an_unknown_optimizer_is_named() -> None:
-    with pytest.raises(stretto.UsageError, match="optimizer is 'muon'; choose one of: adamw, momentum, sgd"):
-        stretto.plan(job_of(), cores(), optimizer="muon")  # type: ignore[arg-type]
-
-
-def test_a_plan_file_keeps_the_optimizer() -> None:
-    job = job_of()
-    plan = make_plan(replace(job, optimizer="momentum"), made_up_costs(job))
-    read = plan_from_text(plan_to_text(plan))
-    assert read == plan
-    assert read.job.optimizer == "momentum"

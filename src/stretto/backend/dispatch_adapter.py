@@ -32,11 +32,8 @@ PyTorch 2.13), so what was a view in the capture may be none when it runs. Measu
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """The function that computes an op of a name such as `aten.mm.default`.
-
-    Raises RunError for a name that is none of this PyTorch's operators, and for an operator that does other
-    things than compute tensors: a plan file may name anything.
-    """
+    """The function that computes an op of a name such as `aten.mm.default`. Raises RunError for a name that
+    is none of this PyTorch's operators, and for an operator that does other things than compute tensors."""
     function = overload(target)
     if function is None:
         raise RunError(

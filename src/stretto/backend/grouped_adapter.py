@@ -73,7 +73,6 @@ _calls = torch.ops.stretto_moe
 
 @register_flop_formula([_calls.grouped_mm, _calls.grouped_mm_t])
 def _flops(x: Any, other: Any, ends: Any, *, out_shape: Any = None, **_: Any) -> int:
-    """Of all rows, as if each belonged to a group."""
     return 2 * int(math.prod(x)) * int(out_shape[-1])
 
 

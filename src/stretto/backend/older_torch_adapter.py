@@ -19,11 +19,9 @@ Kind = TypeVar("Kind", bound=type[Tensor])
 
 
 def asked_itself(kind: Kind) -> Kind:
-    """A decorator of a subclass of DTensor: every op on it calls its own `__torch_dispatch__`.
-
-    PyTorch 2.11 looks first for a rule that was registered for the op and the class. Here the class has one
-    for all ops, those of libraries that come later too.
-    """
+    """A decorator of a subclass of DTensor: every op on it calls its own `__torch_dispatch__`. PyTorch 2.11
+    looks first for a rule for the op and the class; here the class has one for all ops, also of libraries
+    that come later."""
     if torch.__version__ >= "2.12":
         return kind
     own = kind.__torch_dispatch__

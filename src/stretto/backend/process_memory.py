@@ -21,7 +21,6 @@ import ctypes
 import functools
 import gc
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -54,38 +53,14 @@ RARELY = (100_000, 50, 1_000)
 before all are. Measured: planning a step of 96 layers takes 0.8 GB, with no collection at all as well."""
 
 
-class _Makers:
-    """How many of this process's threads capture or plan now, and what the first of them found."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._was = gc.get_threshold()
-
-    def begin(self) -> None:
-        with self._lock:
-            if not self._count:
-                self._was = gc.get_threshold()
-                if self._was[0]:
-                    gc.set_threshold(*(max(one, other) for one, other in zip(self._was, RARELY, strict=True)))
-            self._count += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count:
-                gc.set_threshold(*self._was)
-
-
-_makers = _Makers()
-
-
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """While the context lasts, in any thread, garbage is collected as rarely as `RARELY`, or as before
-    where that is less often."""
-    _makers.begin()
+    """While the context lasts, garbage is collected as rarely as `RARELY`, or as before where that is less
+    often."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(*map(max, before, RARELY))
     try:
         yield
     finally:
-        _makers.end()
+        gc.set_threshold(*before)

@@ -46,7 +46,7 @@ from stretto.ir.transfers import (
     missing_times,
     time_of,
 )
-from stretto.processor.pace import Pace
+from stretto.processor.budget import Pace
 from stretto.schedule.sums import communicators_of, with_sums
 
 

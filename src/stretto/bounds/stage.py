@@ -11,7 +11,7 @@ Knows ops as numbers, with times and lanes; nothing of ranks, links or other sta
    start no earlier than a point all pass after it.
 4. A distance is the largest that 2 and 3 give over every chain of waits in between: the longest path
    over lanes, in which stretches of compute count with their load, each for the least time that it takes on
-   its lane (`stretto.processor.pace`).
+   its lane (`stretto.processor.budget`).
 
 Equal stages have equal shapes, and their distances are computed once. Cost is quadratic in a stage's ops with
 matrix products, times its collectives.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.processor.pace import STEADY, Pace
+from stretto.processor.budget import STEADY, Pace
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -162,7 +162,6 @@ def _needs(shape: StageShape) -> tuple[Mask, list[Mask]]:
 
 
 def _times(relation: Mask, columns: Array) -> Array:
-    """relation @ columns, exactly as numbers, a few rows at a time."""
     rows = [relation[at : at + _ROWS].astype(np.float64) @ columns for at in range(0, len(relation), _ROWS)]
     return np.concatenate(rows) if rows else np.zeros((0, columns.shape[1]))
 

@@ -9,7 +9,7 @@
 3. A transport that takes a share of the compute lane takes it from ops, or from idle time. Of what it takes,
    the part that cannot fall before the head and after the tail is added to the work: no more can than the
    heads and tails of the transfers themselves let. Where a lane may be ahead of its ops' times
-   (`stretto.processor.pace`), heads, tails and chains count with the least time, too.
+   (`stretto.processor.budget`), heads, tails and chains count with the least time, too.
 4. One microbatch alone takes its longest chain: the largest head + time + tail.
 5. A microbatch is live on a stage from the start of its forward to the end of its last backward action. If it
    must be so for D, and L may be at one time, then all m of them take at least m * D / L.
@@ -25,16 +25,42 @@ from itertools import combinations
 
 import numpy as np
 
-from stretto.bounds.machine import ROUNDING, MachineWork, OtherWork, one_machine
+from stretto.bounds.machine import ROUNDING, MachineBound, MachineWork, OtherWork, one_machine
 from stretto.bounds.reach import Reach, ReductionTime, StageReach, find_reach
 from stretto.bounds.stage import NEVER, Array, StageCall, after_lane
-from stretto.bounds.words import around_in_words, format_us, machine_in_words
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
 from stretto.ir.program import Job
 from stretto.ir.transfers import CollectiveTime, occupancy_us, processor_us
-from stretto.processor.pace import Pace
+from stretto.processor.budget import Pace
+
+
+def format_us(us: float) -> str:
+    """A time with its unit: `226 ms`, `1.38 s`, `12.5 us`."""
+    for limit, unit, scale in ((1e3, "us", 1.0), (1e6, "ms", 1e3), (float("inf"), "s", 1e6)):
+        if us < limit * 0.9995:
+            value = us / scale
+            return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
+    return f"{us:g}"  # no number: a file of a run has it so
+
+
+def machine_in_words(name: str, m: int, machine: MachineBound) -> str:
+    """What a machine does, `m` times and once, after and before what."""
+    inside = [f"{m} x {format_us(machine.each_us)}"] if machine.each_us > 0 or not machine.once_us else []
+    if machine.once_us > 0:
+        inside.append(f"{format_us(machine.once_us)} once")
+    if machine.extra_us > 0:
+        inside.append(f"{format_us(machine.extra_us)} lost to communication")
+    return f"{name} ({' and '.join(inside)})" + around_in_words(machine.head_us, machine.tail_us)
+
+
+def around_in_words(head_us: float, tail_us: float) -> str:
+    """What must come before and after, where anything must."""
+    text = f" after a head of {format_us(head_us)}" if head_us > 0 else ""
+    if tail_us > 0:
+        text += f"{' and' if text else ''} before a tail of {format_us(tail_us)}"
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +173,6 @@ class _Machines:
                     yield time, *_around_call(stage, call)
 
     def compute(self, forwards: int) -> MachineWork:
-        """The compute lane. forwards: the most of one run."""
         action_us = self._costs.action_us
         # The first run of a rank may pay `action_us` before the head.
         work = MachineWork(other=self._transport(), before_us=action_us, ahead_us=self._pace.ahead_us)
@@ -169,13 +194,11 @@ class _Machines:
         return work
 
     def lane(self, axis: str) -> MachineWork:
-        """The lane of an axis: collectives of ops, and gradient reductions."""
         work = MachineWork()
         self._add_collectives(axis, work, card=False)
         return work
 
     def card(self, *, outgoing: bool) -> MachineWork:
-        """One direction of the network card."""
         work = MachineWork()
         for edge, link in self._messages[outgoing]:
             follows_us = link.latency_us + self._reach.follows_us[edge.index]
@@ -186,7 +209,6 @@ class _Machines:
         return work
 
     def _add_collectives(self, axis: str, work: MachineWork, *, card: bool) -> None:
-        """Add those of an axis: on its lane, or on the card that it shares, which latency leaves free."""
         for time, head_us, tail_us in self._calls(axis):
             late_us = time.latency_us if card else 0.0
             work.add(head_us, tail_us + late_us, time.us - late_us)

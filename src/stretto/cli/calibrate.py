@@ -20,8 +20,7 @@ from stretto.ir.program import Job
 
 if TYPE_CHECKING:
     from stretto.measure.calibrate import Outcome
-    from stretto.price.calibration import Calibration
-    from stretto.price.op_times import Machine
+    from stretto.price.calibration import Calibration, Machine
 
 SHOWN = 12
 """Warnings that are printed; of the others the count."""
@@ -81,7 +80,7 @@ def job_of(path: Path) -> Job:
         raise UsageError(f"{path}: give a plan (.json) or settings (.toml)")
     from stretto.cli.plan import make
     from stretto.config import load_settings
-    from stretto.price.flat import Cluster
+    from stretto.price.cluster import Cluster
 
     # Of the plan only the job is read: any cluster will do.
     return make(load_settings(path, []), Cluster(peak_tflops=1, memory_gbps=1, link_gbps=1)).job
@@ -100,8 +99,7 @@ def _calibrate(
 
     from stretto.measure.calibrate import Outcome, calibrate_communication, calibrate_ops
     from stretto.measure.time_ops import machine_of
-    from stretto.price.calibration import save_calibration
-    from stretto.price.op_times import Machine
+    from stretto.price.calibration import Machine, save_calibration
     from stretto.price.profiler_trace import read_trace
 
     result = [read_trace(trace) for trace in traces]

@@ -16,8 +16,7 @@ from stretto.report.grid import WIDTH, Grid
 
 if TYPE_CHECKING:
     from stretto.price.calibration import Calibration
-    from stretto.price.cluster import Description
-    from stretto.price.flat import Cluster
+    from stretto.price.cluster import Cluster, Description
 
 UNITS = {
     "peak_tflops": "TFLOP/s",
@@ -102,7 +101,7 @@ def _found(name: str) -> Description:
 
 def _print_other(console: Console, name: str, found: Cluster | Calibration) -> None:
     """Equal devices and links by their fields, or what was measured."""
-    from stretto.price.flat import Cluster
+    from stretto.price.cluster import Cluster
 
     if isinstance(found, Cluster):
         console.print(f"{name}: equal devices joined by equal links", markup=False)

@@ -12,9 +12,8 @@ import typer
 from rich.console import Console
 
 from stretto.errors import UsageError
-from stretto.lab.check import examine
-from stretto.lab.cluster import Lab
-from stretto.lab.signals import StopSignals
+from stretto.lab.cluster import Lab, examine
+from stretto.lab.commands import StopSignals
 
 lab = typer.Typer(add_completion=False, no_args_is_help=True, help="Emulate a slow cluster on this machine.")
 

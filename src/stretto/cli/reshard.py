@@ -14,7 +14,7 @@ from rich.console import Console
 from stretto.cli.common import AsJson, command
 from stretto.errors import UsageError
 from stretto.files.parse import LARGEST
-from stretto.lab.rates import parse_rate
+from stretto.lab.network import parse_rate
 from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.arguments import HELP, between_meshes, read

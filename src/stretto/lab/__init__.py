@@ -4,6 +4,6 @@ The public face of the room; it touches the kernel through iproute2 and control 
 """
 
 from stretto.lab.cluster import Lab
-from stretto.lab.wait import Statuses
+from stretto.lab.commands import Statuses
 
 __all__ = ["Lab", "Statuses"]

@@ -1,10 +1,10 @@
-"""`Lab`: an emulated cluster on this machine, from its making to its removal.
+"""`Lab`: an emulated cluster on this machine, from its making to its removal; what this machine can emulate.
 
     with Lab(hosts=2, rate="100mbit", cpus=0.5) as lab:
         statuses = lab.run(["python", "train.py"])
 
-Brings the other rooms together: the network, the quotas, the processes. It needs root. Nothing that it made
-outlives the `with`, whatever happens inside; what a killed lab left, the next one sweeps.
+It needs root. Nothing that it made outlives the `with`, whatever happens inside; what a killed lab left, the
+next one sweeps.
 """
 
 from __future__ import annotations
@@ -16,22 +16,30 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from stretto.errors import StrettoError, UsageError
-from stretto.lab import enter, leftovers, network, quota, rates, tools
-from stretto.lab.names import LabOwner
-from stretto.lab.output import Printer
-from stretto.lab.signals import StopSignals, blocked, ending_by_exit
-from stretto.lab.wait import Statuses, signal_group, wait_for
+from stretto.lab import enter, network, quota
+from stretto.lab.commands import (
+    Printer,
+    Statuses,
+    StopSignals,
+    blocked,
+    ending_by_exit,
+    signal_group,
+    wait_for,
+)
+from stretto.lab.network import LabOwner
 
 MASTER_PORT = 29500  # torchrun's default; free in every lab, since each has its own network
-ALONE = "STRETTO_ALONE"  # as `stretto.backend.idle_class` reads it, which loads PyTorch
+ALONE = "STRETTO_ALONE"  # as `stretto.backend.gloo_adapter` reads it, which loads PyTorch
 _Target = int | IO[bytes] | None
 
 
+@dataclass(eq=False)
 class Lab:
     """Hosts on this machine, joined by links of a given rate.
 
@@ -44,36 +52,28 @@ class Lab:
     Raises UsageError for a wrong setting when made, StrettoError when entered on a machine that cannot do it.
     """
 
-    def __init__(
-        self,
-        hosts: int = 2,
-        rate: str = "unlimited",
-        cpus: float | None = None,
-        *,
-        delay_ms: float = 0.0,
-        pin: bool = False,
-        ranks_per_host: int = 1,
-    ) -> None:
-        cores = _usable_cores()
-        if not 1 <= hosts <= network.MAX_HOSTS:
-            raise UsageError(f"--hosts {hosts}: a lab has 1 to {network.MAX_HOSTS} hosts")
-        if cpus is not None and not quota.MIN_CPUS <= cpus <= len(cores):
+    hosts: int = 2
+    rate: str = "unlimited"
+    cpus: float | None = None
+    _: KW_ONLY
+    delay_ms: float = 0.0
+    pin: bool = False
+    ranks_per_host: int = 1
+
+    def __post_init__(self) -> None:
+        self.cores = _usable_cores()
+        if not 1 <= self.hosts <= network.MAX_HOSTS:
+            raise UsageError(f"--hosts {self.hosts}: a lab has 1 to {network.MAX_HOSTS} hosts")
+        if self.cpus is not None and not quota.MIN_CPUS <= self.cpus <= len(self.cores):
             raise UsageError(
-                f"--cpus {cpus:g}: a host has {quota.MIN_CPUS} processors at least and {len(cores)} at most, "
-                "as many as this machine gives; leave it out for no limit"
+                f"--cpus {self.cpus:g}: a host has {quota.MIN_CPUS} processors at least and "
+                f"{len(self.cores)} at most, as many as this machine gives; leave it out for no limit"
             )
-        if not 0 <= delay_ms <= 10_000:
-            raise UsageError(f"--delay {delay_ms:g}: give milliseconds, 0 to 10000")
-        if ranks_per_host < 1:
-            raise UsageError(f"--ranks-per-host {ranks_per_host}: a host has 1 rank or more")
-        self.hosts = hosts
-        self.ranks_per_host = ranks_per_host
-        self.rate = rate
-        self.cpus = cpus
-        self.delay_ms = delay_ms
-        self.pin = pin
-        self.cores = cores
-        self._rate_bits_per_s = rates.parse_rate(rate)
+        if not 0 <= self.delay_ms <= 10_000:
+            raise UsageError(f"--delay {self.delay_ms:g}: give milliseconds, 0 to 10000")
+        if self.ranks_per_host < 1:
+            raise UsageError(f"--ranks-per-host {self.ranks_per_host}: a host has 1 rank or more")
+        self._rate_bits_per_s = network.parse_rate(self.rate)
         self._owner: LabOwner | None = None
         self._controller = quota.find_controller()
         self._groups: list[Path] = []
@@ -82,10 +82,10 @@ class Lab:
         self._open = False
 
     def __enter__(self) -> Lab:
-        if lacking := tools.missing():
+        if lacking := network.missing():
             reasons = "\n".join(f"  {why}" for why in lacking)
             raise StrettoError(f"this machine cannot run the lab:\n{reasons}")
-        leftovers.sweep()
+        quota.sweep()
         with contextlib.ExitStack() as stack:
             stack.enter_context(ending_by_exit())
             stack.callback(self.close)
@@ -101,7 +101,7 @@ class Lab:
 
     def _build(self, owner: LabOwner) -> None:
         if self.cpus is not None and self._controller is None:
-            raise StrettoError(f"--cpus {self.cpus:g}: {quota.why_no_quota()}")
+            raise StrettoError(f"--cpus {self.cpus:g}: {quota.NO_QUOTA}")
         if self._controller is not None:
             self._groups = self._make_groups(owner, self._controller)
         network.build(owner, self.hosts)
@@ -142,7 +142,7 @@ class Lab:
                     signal_group(process, signal.SIGKILL)
             for name in [*map(owner.host, range(self.hosts)), owner.switch]:
                 try:
-                    leftovers.remove_host(name, self._controller)
+                    quota.remove_host(name, self._controller)
                 except StrettoError as error:
                     faults.append(str(error))
             for process in self._processes:
@@ -314,3 +314,39 @@ def _log_file(directory: Path, name: str) -> BinaryIO:
         return (directory / f"{name.replace(' ', '-')}.log").open("wb")
     except OSError as error:
         raise UsageError(f"--output {directory}: cannot write there: {error.strerror}") from error
+
+
+TRIED: Mapping[str, tuple[Mapping[str, Any], bool]] = {
+    # what: (settings of a lab that needs it, whether no lab can run without it)
+    "network namespaces": ({}, True),
+    "link rate (tbf)": ({"rate": "100mbit"}, True),
+    "delay (netem)": ({"delay_ms": 1.0}, False),
+    "processor quota": ({"cpus": 0.5}, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was tried. says: what was found; where it is missing, what to do. required: whether the
+    lab cannot run without it."""
+
+    what: str
+    ok: bool
+    says: str
+    required: bool = True
+
+
+def examine() -> Iterator[Finding]:
+    """Try one thing after the other; stops at what nothing else can do without."""
+    lacking = network.missing()
+    yield Finding("root, ip, tc", not lacking, "; ".join(lacking) or str(network.find_tool("ip")))
+    if lacking:
+        return
+    if swept := quota.sweep():
+        yield Finding("leftovers", True, f"removed what killed labs left: {', '.join(swept)}")
+    for what, (settings, required) in TRIED.items():
+        try:
+            with Lab(hosts=2, **settings):
+                yield Finding(what, True, "works", required)
+        except StrettoError as error:
+            yield Finding(what, False, str(error), required)

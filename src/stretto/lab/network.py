@@ -5,17 +5,193 @@
     lab0 (10.77.0.2) ==== veth pair ==== h1 --+-- br0
 
 Both ends of each pair carry a token bucket: the host's end limits what the host sends, the switch's end
-what it receives. The machine's own namespace is not touched: pairs are made inside the switch's.
+what it receives. The machine's own namespace is not touched: pairs are made inside the switch's. iproute2's
+own commands do it: they are what a user types to look into a running lab.
+
+A namespace is called `stretto-<pid>-<start>-<serial>-<part>`: the owner's process id, the time it started (in
+clock ticks since boot, so that a reused id is not taken for the owner), the number of the lab in that
+process, and `sw` for the switch or `h0`, `h1`, ... for the hosts. So leftovers of dead owners are known.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.errors import StrettoError
-from stretto.lab.names import LabOwner
-from stretto.lab.rates import MTU_BYTES, Bucket
-from stretto.lab.tools import run_tool
+from stretto.errors import StrettoError, UsageError
+
+_NAME = re.compile(r"^stretto-(\d+)-(\d+)-(\d+)-(sw|h\d+)$")
+_serials = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class LabOwner:
+    """The process that a lab belongs to, and which of its labs."""
+
+    pid: int
+    start_ticks: int
+    serial: int
+
+    @staticmethod
+    def mine() -> LabOwner:
+        """A fresh owner for one lab of this process."""
+        pid = os.getpid()
+        ticks = start_ticks(pid)
+        assert ticks is not None, "this process is in /proc"
+        return LabOwner(pid, ticks, next(_serials))
+
+    @staticmethod
+    def parse(name: str) -> LabOwner | None:
+        """The owner that a name carries; None if the name is not of a lab."""
+        match = _NAME.match(name)
+        return LabOwner(int(match[1]), int(match[2]), int(match[3])) if match else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the very process that made the lab still runs."""
+        return start_ticks(self.pid) == self.start_ticks
+
+    @property
+    def switch(self) -> str:
+        """Name of the namespace that holds the bridge."""
+        return f"stretto-{self.pid}-{self.start_ticks}-{self.serial}-sw"
+
+    def host(self, index: int) -> str:
+        """Name of a host's namespace and of its control group."""
+        return f"stretto-{self.pid}-{self.start_ticks}-{self.serial}-h{index}"
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None if it is gone or a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses and may hold blanks and parentheses itself.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+# Root's programs are often not on the PATH of a shell that `su` or `docker exec` opened.
+_SYSTEM_DIRS = ("/usr/sbin", "/sbin", "/usr/bin", "/bin")
+_TIMEOUT_S = 30.0  # assumed: netlink answers in milliseconds; longer means that the kernel is stuck
+
+INSTALL = "install iproute2 (`apt install iproute2`, `dnf install iproute-tc`)"
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a program on PATH or in the system directories; None if it is in neither."""
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(_SYSTEM_DIRS))
+
+
+def missing() -> list[str]:
+    """What this machine lacks to run a lab at all, each with what to do; empty if nothing."""
+    if sys.platform != "linux":
+        return [f"network namespaces exist only on Linux, and this is {sys.platform}: use a Linux machine"]
+    lacking = []
+    if os.geteuid() != 0:
+        lacking.append("the lab needs root to make network namespaces: run it with sudo, or as root")
+    lacking += [f"`{tool}` is not installed: {INSTALL}" for tool in ("ip", "tc") if find_tool(tool) is None]
+    return lacking
+
+
+def run_tool(name: str, arguments: Sequence[str], batch: Sequence[str] = ()) -> str:
+    """Run `ip` or `tc` to its end and return what it printed. `batch` holds command lines for `-batch -`.
+    Raises StrettoError with the command and the tool's own words when it fails."""
+    path = find_tool(name)
+    if path is None:
+        raise StrettoError(f"`{name}` is not installed: {INSTALL}")
+    try:
+        done = subprocess.run(
+            [path, *arguments],
+            input="".join(f"{line}\n" for line in batch),
+            text=True,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise StrettoError(
+            f"`{name} {' '.join(arguments)}` gave no answer in {_TIMEOUT_S:.0f} s: is the machine overloaded?"
+        ) from None
+    if done.returncode != 0:
+        said = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        hint = ""
+        if "Operation not permitted" in said or "Permission denied" in said:
+            hint = " (root in a container needs more rights: start it with --privileged)"
+        doing = "; ".join(batch) if batch else " ".join(arguments)
+        raise StrettoError(f"`{name}` failed: {said}{hint}\n  while doing: {doing}")
+    return done.stdout
+
+
+# Jumbo frames, as training clusters use them: 99 % of the nominal rate is payload (1500 B: 95.6 %).
+MTU_BYTES = 9000
+
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_RATE = re.compile(r"^\s*(\d{1,12}(?:\.\d{1,12})?)\s*([a-zA-Z]+)\s*$")
+
+# A sender's packets must fit the bucket whole, else the kernel cuts each; and the bucket must be small: what
+# it holds crosses an idle link at once. Kernel time for 128 MiB each way at 1 Gbit/s, on Linux 6.18: 0.3 s
+# so, 0.5 s with packets of 64 KiB that are cut, 4.4 s without segmentation offload and frames of 1500 B.
+# Two segments of a 9000 B link with the 320 B and a little that Linux keeps free for headers.
+_GSO_MIN_BYTES = 2 * MTU_BYTES + 512
+_GSO_MAX_BYTES = 65536  # Linux's own limit for legacy TCP packets
+_BURST_S = 0.25e-3  # measured: enough that timers do not starve 1 Gbit/s (97 % without, 99 % with it)
+# Longer than the sum of what a few senders can have in flight (4 MiB each by Linux's default), so that
+# the switch queues and does not drop: the lab emulates a link that is slow, not one that loses packets.
+QUEUE_BYTES = 64 << 20
+
+
+def parse_rate(text: str) -> int | None:
+    """Bits per second of a rate such as `100mbit` (kbit, mbit, gbit as in tc); None for `unlimited`. Raises
+    UsageError for anything else, and for 0."""
+    if text.strip().lower() == "unlimited":
+        return None
+    match = _RATE.match(text)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        hint = ""
+        if match is not None and match[2].lower().endswith("bps"):
+            hint = "; tc reads bps as bytes per second, which is why the lab takes bits only"
+        raise UsageError(
+            f"--rate {text!r}: expected a number and kbit, mbit or gbit (100mbit), or `unlimited`{hint}"
+        )
+    rate_bits_per_s = round(float(match[1]) * unit)
+    if rate_bits_per_s < 1000:
+        raise UsageError(f"--rate {text!r}: the slowest link is 1kbit; for no limit say `unlimited`")
+    return rate_bits_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Settings of `tbf` and of the link's packets, for one rate."""
+
+    rate_bits_per_s: int
+    burst_bytes: int
+    """What an idle link lets through at once."""
+    gso_max_bytes: int
+    """The largest packet that TCP may hand to the link; it fits the bucket."""
+
+    @staticmethod
+    def of(rate_bits_per_s: int) -> Bucket:
+        """The bucket for a rate in bits per second."""
+        timer_bytes = math.ceil(rate_bits_per_s * _BURST_S / 8)
+        gso_bytes = min(max(timer_bytes, _GSO_MIN_BYTES), _GSO_MAX_BYTES)
+        # tc keeps the bucket as a time in ticks of 64 ns; the margin covers its rounding.
+        return Bucket(rate_bits_per_s, max(timer_bytes, gso_bytes + 512), gso_bytes)
+
+    def tbf(self) -> str:
+        """The words that `tc` takes after `tbf`."""
+        return f"rate {self.rate_bits_per_s}bit burst {self.burst_bytes} limit {QUEUE_BYTES}"
+
 
 NETNS_DIR = Path("/run/netns")  # where iproute2 mounts named namespaces
 INTERFACE = "lab0"  # not eth0: /sys still shows the machine's own devices, and the two must not be mixed up
@@ -43,10 +219,8 @@ def address(host: int) -> str:
 
 
 def build(owner: LabOwner, hosts: int) -> None:
-    """Make the switch and `hosts` hosts, with links that are up and not shaped.
-
-    Raises StrettoError when the kernel refuses; what was made until then is for `remove`.
-    """
+    """Make the switch and `hosts` hosts, with links that are up and not shaped. Raises StrettoError when the
+    kernel refuses; what was made until then is for `remove`."""
     switch = owner.switch
     run_tool("ip", ["netns", "add", switch])
     lines = [
@@ -81,10 +255,8 @@ def build(owner: LabOwner, hosts: int) -> None:
 
 
 def shape(owner: LabOwner, hosts: int, rate_bits_per_s: int | None, delay_ms: float = 0.0) -> None:
-    """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`.
-
-    The delay is at the switch's end alone, so that each packet meets it once on its way.
-    """
+    """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`, at the switch's
+    end alone, so that each packet meets it once."""
     bucket = None if rate_bits_per_s is None else Bucket.of(rate_bits_per_s)
     ports = [f"h{host}" for host in range(hosts)]
     for name, devices, late_ms in (

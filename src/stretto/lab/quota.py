@@ -1,25 +1,31 @@
-"""Processors: one control group for each host, by the `cpu` controller of version 1 or 2.
-
-Within a group its processes are weighed against each other, and the group as a whole against other hosts.
+"""Processors: one control group for each host, by the `cpu` controller of version 1 or 2; ends of processes.
 
 A host with `cpus=0.5` may run for 5 ms in each period of 10 ms. The kernel's default period of 100 ms would
-stop a process for up to 50 ms at a time, longer than many a collective takes; 10 ms is what the design fixes.
-Writes only below the controller's mount.
+stop a process for up to 50 ms at a time, longer than many a collective takes. What dead labs left is removed:
+only names of labs are touched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError
-from stretto.lab.names import LabOwner
+from stretto.lab import network, quota
+from stretto.lab.network import LabOwner
 from stretto.processor.control_groups import MOUNTS
 
 PERIOD_US = 10_000
+NO_QUOTA = (
+    "no `cpu` control group controller is mounted: mount one (`mount -t cgroup -o cpu cgroup "
+    "/sys/fs/cgroup/cpu`), or boot with the unified hierarchy, or leave --cpus out"
+)
 MIN_CPUS = 0.1  # the kernel takes no quota below 1 ms
 _REMOVE_S = 5.0  # assumed: a killed process leaves its group within milliseconds
 
@@ -43,19 +49,9 @@ def find_controller() -> CpuController | None:
     return CpuController(MOUNTS, 2) if "cpu" in _words(MOUNTS / "cgroup.controllers") else None
 
 
-def why_no_quota() -> str:
-    """What to say to the user when there is no controller."""
-    return (
-        "no `cpu` control group controller is mounted: mount one (`mount -t cgroup -o cpu cgroup "
-        "/sys/fs/cgroup/cpu`), or boot with the unified hierarchy, or leave --cpus out"
-    )
-
-
 def make_group(controller: CpuController, name: str, cpus: float | None) -> Path:
     """Make a group limited to `cpus` processors (None: no limit); returns the file that takes process ids.
-
-    Raises StrettoError when the kernel refuses.
-    """
+    Raises StrettoError when the kernel refuses."""
     group = controller.group(name)
     try:
         if controller.version == 2 and "cpu" not in _words(controller.root / "cgroup.subtree_control"):
@@ -113,3 +109,48 @@ def _words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:
         return []
+
+
+_KILL_S = 5.0  # assumed: SIGKILL takes milliseconds unless a process sits in a broken device
+
+
+def processes_in(namespace: str) -> list[int]:
+    """Ids of the processes whose network is the named namespace; empty if there is none of that name."""
+    if namespace not in network.namespaces():
+        return []
+    return [int(word) for word in network.run_tool("ip", ["netns", "pids", namespace]).split()]
+
+
+def kill_all(find: Callable[[], list[int]], what: str) -> None:
+    """SIGKILL what `find` returns until it returns nothing: a killed process may have had children. Raises
+    StrettoError if some are still there after 5 s."""
+    deadline = time.monotonic() + _KILL_S
+    while pids := [pid for pid in find() if pid != os.getpid()]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise StrettoError(f"processes {pids} in {what} do not end, not even by SIGKILL")
+        time.sleep(0.005)
+
+
+def remove_host(namespace: str, controller: quota.CpuController | None) -> None:
+    """End what runs in a host or a switch, and remove its namespace and control group, where they exist."""
+    kill_all(lambda: processes_in(namespace), namespace)
+    group: Path | None = controller.group(namespace) if controller else None
+    if group is not None and group.exists():
+        result = group
+        # A program may have left the namespace (a lab in a lab) and still be in the group.
+        kill_all(lambda: quota.members(result), str(result))
+        quota.remove_group(result)
+    network.remove(namespace)
+
+
+def sweep() -> list[str]:
+    """Remove what labs left whose owner is dead (killed with SIGKILL); returns the names removed."""
+    controller = quota.find_controller()
+    names = {*network.namespaces(), *(group.name for group in quota.lab_groups(controller))}
+    dead = sorted(name for name in names if (owner := LabOwner.parse(name)) is not None and not owner.alive)
+    for name in dead:
+        remove_host(name, controller)
+    return dead

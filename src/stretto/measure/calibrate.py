@@ -26,14 +26,11 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
 from stretto.ir.program import Job, Op
 from stretto.measure.local_processes import measure_between
-from stretto.measure.measure_collectives import Measured, host, measure_collectives
+from stretto.measure.measure_collectives import Measured, host, measure_collectives, tell
 from stretto.measure.messages import measure_links
-from stretto.measure.sweep import sweep_ops
-from stretto.measure.time_collectives import tell
-from stretto.measure.time_ops import Specs, distinct_ops, time_op
-from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
-from stretto.price.op_times import Timing
-from stretto.price.wanted import WantedCollective, wanted_collectives
+from stretto.measure.time_ops import Specs, distinct_ops, sweep_ops, time_op
+from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, Timing
+from stretto.price.shared import WantedCollective, wanted_collectives
 
 NOISY = 0.25
 """A spread of rounds above this is told: the machine did other work. Measured on two shared cores, the faster
@@ -100,9 +97,8 @@ def calibrate_ops(outcome: Outcome, jobs: Iterable[Job], device: torch.device, p
 def calibrate_communication(
     outcome: Outcome, jobs: Sequence[Job], device: torch.device, progress: Progress
 ) -> None:
-    """Steps 2 and 3: between the running ranks, or processes started for it when there is one alone.
-
-    jobs: what their collectives move is measured before other sizes."""
+    """Steps 2 and 3: between the running ranks, or processes started for it when there is one alone. What the
+    collectives of `jobs` move is measured before other sizes."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _between_ranks(outcome, jobs, device, progress)
     else:
@@ -126,7 +122,6 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
 def _missing(
     outcome: Outcome, jobs: Sequence[Job], axis: str, members: int, stride: int
 ) -> list[WantedCollective]:
-    """What a run before this has not measured."""
     known = {(one.kind, one.members, one.stride) for one in outcome.calibration.collectives}
     return [
         WantedCollective(axis, kind, _sizes(kind, jobs), "float32")

@@ -12,7 +12,6 @@ file.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from typing import Any
 
 import torch
 
-from stretto.backend.idle_class import lanes_first
-from stretto.processor.products import products_on
-from stretto.processor.quota import quota_share
+from stretto.backend.gloo_adapter import lanes_first
+from stretto.measure.stopwatch import repeats
+from stretto.processor.quota import products_on, quota_share
 
 FLIGHT_S = 0.1
 """How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""
@@ -38,15 +37,8 @@ as long as a flight."""
 UNDER_QUOTA = 4.0
 """Times as long for both under a quota. Assumed: tens of its periods, which are 10 to 100 ms long."""
 
-LEAST_REPEATS, MOST_REPEATS = 3, 5
-"""The median of as many measurements is taken: as many as it takes until the figure is steady."""
-
-STEADY = 0.05
-"""A loss is steady when its standard error is at most this part of the time that the collective takes alone.
-Assumed: costs of a step are off by more."""
-
-STEADY_SHARE = 0.02
-"""The same for a share of an accelerator's speed."""
+REPEATS = 4
+"""The median of as many measurements is taken. Assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,46 +55,28 @@ def compute_loss(
     start: Callable[[], Any],
     alone_us: float,
     meet: Callable[[], None],
-    most: Callable[[float], float],
     device: torch.device,
 ) -> Loss:
-    """What this rank's compute loses to a collective, or to whatever else is under way.
-
-    start: begins the collective and returns its handle, which has `wait()`; alone_us: how long it takes from
-    that call on when nothing else runs, the same number on all ranks; meet: brings the ranks together; most:
-    the greatest of what they say, so that all stop at the same time. What the transport does before the call
-    returns is a loss like any other. What a wait has left to do is left out.
-    """
+    """What this rank's compute loses to a collective, or to whatever else is under way. start: begins the
+    collective and returns its handle, which has `wait()`; alone_us: how long it takes from that call on when
+    nothing else runs, the same number on all ranks; meet: brings the ranks together. What a wait has left to
+    do is left out."""
     longer = UNDER_QUOTA if quota_share() < 1.0 else 1.0
-    count = max(2, min(MOST_COLLECTIVES, math.ceil(longer * FLIGHT_S * 1e6 / max(alone_us, 1.0))))
+    count = repeats(alone_us, longer * FLIGHT_S * 1e6, 2, MOST_COLLECTIVES)
     product = products_on(device)
     with torch.no_grad():
         if device.type != "cpu":
-            slowdowns: list[float] = []
-            while not _steady(slowdowns, STEADY_SHARE, most):
-                slowdowns.append(_slowdown(start, count, alone_us, product, meet, device))
+            slowdowns = [_slowdown(start, count, alone_us, product, meet, device) for _ in range(REPEATS)]
             return Loss(0.0, min(1.0, max(0.0, statistics.median(slowdowns))))
-        losses: list[float] = []
-        starts: list[float] = []
+        lost: list[tuple[float, float]] = []
         before = _alone(product, meet, longer * ALONE_S)
-        while not _steady(losses, STEADY * alone_us, most):
+        for _ in range(REPEATS):
             flight = _flight(start, count, product, meet)
             after = _alone(product, meet, longer * ALONE_S)
-            lost_us, start_us = _lost(flight, count, before, after)
-            losses.append(lost_us)
-            starts.append(start_us)
+            lost.append(_lost(flight, count, before, after))
             before = after
-        return Loss(max(0.0, statistics.median(losses)), 0.0, statistics.median(starts))
-
-
-def _steady(found: list[float], error: float, most: Callable[[float], float]) -> bool:
-    """Whether what every rank has found is enough: its standard error is at most `error`, or it is as many as
-    are ever taken."""
-    if len(found) < LEAST_REPEATS:
-        return False
-    if len(found) >= MOST_REPEATS:
-        return True
-    return most(statistics.stdev(found) / math.sqrt(len(found)) / error) <= 1.0
+        loss_us, start_us = map(statistics.median, zip(*lost, strict=True))
+        return Loss(max(0.0, loss_us), 0.0, start_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +130,6 @@ def _flight(
 
 
 def _alone(product: Callable[[], None], meet: Callable[[], None], seconds: float) -> _Stretch:
-    """Work while all ranks do nothing but compute."""
     meet()
     with lanes_first():
         product()
@@ -177,7 +150,6 @@ def _slowdown(
     meet: Callable[[], None],
     device: torch.device,
 ) -> float:
-    """Share of compute speed lost while collectives are in flight on an accelerator."""
 
     def timed(products: int, collectives: int) -> float:
         meet()

@@ -25,8 +25,7 @@ from stretto.errors import StrettoError
 from stretto.ir.mesh import Mesh
 from stretto.measure.measure_collectives import Measured, measure_collectives
 from stretto.measure.messages import FoundLink, measure_links
-from stretto.price.roofline import scaled
-from stretto.price.wanted import WantedCollective
+from stretto.price.shared import WantedCollective, scaled
 
 MOST_PROCESSES = 8
 """More are not started: each needs memory for the framework. Larger axes are scaled from what these show."""
@@ -46,12 +45,9 @@ def measure_between(
     mesh: Mesh, wanted: Sequence[WantedCollective], link: bool, timeout_s: float = TIMEOUT_S
 ) -> Between:
     """Messages between two processes (if `link`), and the collectives that are wanted, between processes.
-
-    mesh: axes beside pp; when it has more than `MOST_PROCESSES` ranks, its largest axes are halved until
-    it fits, and times are scaled as a ring's are (`scaled`); their source says so.
-
-    Raises StrettoError when the processes cannot be started or fail.
-    """
+    mesh: axes beside pp; when it has more than `MOST_PROCESSES` ranks, its largest axes are halved until it
+    fits, and times are scaled as a ring's are; their source says so. Raises StrettoError when the processes
+    cannot be started or fail."""
     small = fitting(mesh)
     world = max(small.world, 2 if link else 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +76,6 @@ def fitting(mesh: Mesh) -> Mesh:
 
 
 def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
-    """Run this module once for each rank, and wait until all have ended."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,7 +113,6 @@ def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
 
 
 def _measure(asked: Path, told: Path) -> None:
-    """One of the processes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")

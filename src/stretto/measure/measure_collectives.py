@@ -2,42 +2,156 @@
 
     1. A process group for every group of an axis. All groups work at once, as they do in a step, so links and
        processors that they share are shared here.
-    2. Each size several times in a row (`measure.time_collectives`). The sizes give a `Curve`.
+    2. Each size several times in a row. The sizes give a `Curve`.
     3. What it takes on the thread that computes, on processors: its wait when it is done, and the first look
        at its result; the wait's part is in step 2's time too, and taken off. Its start, and what else compute
        loses to it (`measure.contention`). All at the least size and at one that stays in flight for a while.
     4. All ranks take the median over groups, so they hold equal costs.
 
-`torch.distributed` is used as it is: the transport that will carry the plan's collectives. On Gloo the start
-returns at once and a thread of its own does the work.
+On Gloo the start returns at once and a thread of its own does the work.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from stretto.backend import collectives, gloo_adapter
-from stretto.backend.idle_class import keeping_core
-from stretto.errors import UsageError
+from stretto.backend.device_time import synchronise
+from stretto.backend.gloo_adapter import keeping_core, lanes_first
 from stretto.files.say import unheard
 from stretto.ir.axes import PIPELINE
-from stretto.ir.collectives import KINDS, PRICED
+from stretto.ir.collectives import KINDS
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.measure.contention import compute_loss
-from stretto.measure.time_collectives import agree_median, meet, tell, timed, timed_end
-from stretto.price.calls import Calls, line_through
-from stretto.price.sharing import sharing
-from stretto.price.wanted import WantedCollective, elements
+from stretto.measure.stopwatch import repeats
+from stretto.price.calibration import Calls, line_through
+from stretto.price.shared import WantedCollective, elements, sharing
+from stretto.processor.quota import products_on, quota_share
+
+ROUNDS = 12
+"""Counted rounds of a size after two for warmth, when they take long."""
+
+MOST_ROUNDS = 30
+"""Of a size whose rounds are short."""
+
+ROUNDS_US = 100_000.0
+"""Rounds of a size go on for this long, within the limits above."""
+
+KEPT = 0.9
+"""Part of the rounds that count, the faster ones: what is beyond was other work on the machine. Assumed."""
+
+CALL_ROUNDS = 6
+"""Counted rounds of the wait for a collective that is done, after two for warmth."""
+
+SURELY_US = 2_000.0
+"""A collective is surely done after twice its time alone and this. Assumed."""
+
+_Told = TypeVar("_Told")
+
+
+def tell(value: _Told) -> list[_Told]:
+    """What every running rank says, by rank; of a process alone, what it says itself."""
+    told = [value]
+    if dist.is_initialized():
+        told *= dist.get_world_size()
+        dist.all_gather_object(told, value)
+    return told
+
+
+def agree_median(value: float) -> float:
+    return float(statistics.median(tell(value)))
+
+
+def meet(device: torch.device) -> None:
+    """Bring all ranks together."""
+    if device.type == "cuda":
+        # A barrier of its own would pick a device by rank; the sum of one number keeps to this one.
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+    else:
+        dist.barrier()
+
+
+def timed_end(start: Callable[[], Any], result: torch.Tensor, alone_us: float) -> tuple[float, float]:
+    """(wait, finish): microseconds on the thread that computes, of the wait for a collective that compute has
+    hidden, and with it how much longer its result is read for the first time than for the second. The
+    thread's time is counted: what a transport's own threads take is a loss (`measure.contention`)."""
+    compute = products_on(result.device)
+    copy = torch.empty_like(result)
+    rounds: list[tuple[float, float]] = []
+    with torch.no_grad(), lanes_first():
+        for _ in range(CALL_ROUNDS + 2):
+            work = start()
+            end_ns = time.perf_counter_ns() + (2.0 * alone_us + SURELY_US) * 1e3
+            while time.perf_counter_ns() < end_ns:
+                compute()
+            at = [time.thread_time_ns()]
+            work.wait()
+            at.append(time.thread_time_ns())
+            for _ in range(2):
+                copy.copy_(result)
+                at.append(time.thread_time_ns())
+            wait, first, second = (1e-3 * (end - begin) / quota_share() for begin, end in pairwise(at))
+            rounds.append((wait, first - second))
+    wait_us, read_us = (max(0.0, agree_median(statistics.median(of))) for of in zip(*rounds[2:], strict=True))
+    return wait_us, wait_us + read_us
+
+
+def timed(
+    start: Callable[[], Any], group: dist.ProcessGroup, device: torch.device
+) -> tuple[float, float, float]:
+    """(microseconds of one collective from its call on, of that call, spread), equal on all ranks: the median
+    of groups. One follows the other: what an idle link lets through at once is not counted on."""
+    took: list[tuple[float, float]] = []
+
+    def one() -> float:
+        begin = time.perf_counter_ns()
+        work = start()
+        started = time.perf_counter_ns()
+        work.wait()
+        synchronise(device)
+        took.append(((time.perf_counter_ns() - begin) / 1000.0, (started - begin) / 1000.0))
+        return took[-1][0]
+
+    meet(device)
+    with lanes_first() if device.type == "cpu" else nullcontext():
+        one()
+        warm_us = max(tell(one()))
+        one()
+        took.clear()
+        for _ in range(repeats(warm_us, ROUNDS_US, ROUNDS, MOST_ROUNDS)):
+            one()
+    by_group: dict[tuple[int, ...], list[list[tuple[float, float]]]] = {}
+    for ranks, rounds in tell((dist.get_process_group_ranks(group), took)):
+        by_group.setdefault(tuple(ranks), []).append(rounds)
+    whole_us, start_us, spread = zip(*map(counted, by_group.values()), strict=True)
+    return statistics.median(whole_us), statistics.median(start_us), max(spread)
+
+
+def counted(members: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float, float]:
+    """(whole, start, spread) of one group from its members' (whole, start) of each round: the whole is that
+    of the member that comes last and has not waited for others, the start a mean; over the fastest rounds."""
+    rounds = sorted(
+        (min(whole for whole, _ in each), statistics.fmean(start for _, start in each))
+        for each in zip(*members, strict=True)
+    )
+    wholes, starts = zip(*rounds[: max(1, round(KEPT * len(rounds)))], strict=True)
+    whole_us = statistics.fmean(wholes)
+    return whole_us, statistics.fmean(starts), (max(wholes) - min(wholes)) / whole_us
+
 
 BUDGET_US = 4_000_000.0
 """Time for one kind on one axis; when it is gone, no further size is begun (the asked ones come first)."""
@@ -53,10 +167,8 @@ measurements differ by. Measured with Gloo: 4 to 8 ms for each megabyte, and som
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One kind of collective on one axis.
-
-    spread: of rounds at the worst size, the range of those that count over their mean.
-    """
+    """One kind of collective on one axis. spread: of rounds at the worst size, the range of those that count
+    over their mean."""
 
     cost: CollectiveCost
     calls: Calls
@@ -66,11 +178,9 @@ class Measured:
 def measure_collectives(
     mesh: Mesh, wanted: Sequence[WantedCollective], device: torch.device, say: Callable[[str], None] = unheard
 ) -> dict[tuple[str, str], Measured]:
-    """Measure `wanted` on the axes of `mesh`; all ranks of the mesh call it with equal arguments.
-
-    Returns (axis, kind) -> cost, equal on all ranks. Takes one to two seconds for each, up to about six on
-    slow links. say: takes a line for each.
-    """
+    """Measure `wanted` on the axes of `mesh`; all ranks call it with equal arguments, and get equal (axis,
+    kind) -> cost. Takes one to two seconds for each, up to about six on slow links. say: takes a line for
+    each."""
     result: dict[tuple[str, str], Measured] = {}
     groups: dict[str, dist.ProcessGroup] = {}
     try:
@@ -89,11 +199,8 @@ def measure_collectives(
 
 
 def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """Axes whose collectives use one network card (`cost.sharing`); all ranks must call it.
-
-    They leave the host: a host is told by its boot and its network namespace, so that processes of one
-    machine share none, and hosts emulated on it are told apart.
-    """
+    """Axes whose collectives use one network card: they leave the host, which is known by its boot and its
+    network namespace. All ranks must call it."""
     hosts = tell(host())
 
     def leaves(axis: str) -> bool:
@@ -108,12 +215,7 @@ def collective_call(
     kind: str, nbytes: int, dtype: str, members: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, Callable[[], Any], torch.Tensor]:
     """(bytes of the whole tensor, a function that starts the collective and returns its handle, what the
-    collective writes).
-
-    Raises UsageError for a kind that cannot be measured.
-    """
-    if kind not in PRICED:
-        raise UsageError(f"cannot measure a collective {kind!r}: {', '.join(PRICED)}")
+    collective writes)."""
     row = KINDS[kind]
     count = elements(nbytes, dtype, members)
     how = row.reductions[0] if row.reductions else ""
@@ -166,7 +268,7 @@ def _measure(
             wait_us, finish_us = timed_end(start, result, alone_us)
             waits.append((nbytes, wait_us))
             finishes.append((nbytes, finish_us))
-        loss = compute_loss(start, alone_us, lambda: meet(device), lambda mine: max(tell(mine)), device)
+        loss = compute_loss(start, alone_us, lambda: meet(device), device)
         losses.append((nbytes, agree_median(loss.processor_us)))
         if device.type == "cpu":
             starts.append((nbytes, agree_median(loss.start_us)))
@@ -186,11 +288,8 @@ def _measure(
 
 
 def ends_of(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Step 3: the least size, and the one at which what each byte takes is measured. samples: (bytes,
-    microseconds).
-
-    On a slow link all sizes of use may take long; the least of them it is then.
-    """
+    """Step 3: of (bytes, microseconds), the least size, and the one at which what each byte takes is
+    measured. On a slow link all sizes of use may take long; the least of them it is then."""
     use = [sample for sample in samples if sample[0] >= OF_USE] or samples
     fits = [sample for sample in use if sample[1] <= CONTENTION_US]
     return sorted({min(samples), max(fits) if fits else min(use)})

@@ -14,7 +14,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
@@ -32,23 +32,19 @@ from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import job_text
 from stretto.measure.local_processes import Between, measure_between
-from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes
+from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes, tell
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, device_name, profile
 from stretto.measure.running import Running, costs_again, running
-from stretto.measure.time_collectives import tell
-from stretto.price.calls import calls_us
-from stretto.price.peak import named_peak
-from stretto.price.roofline import ACTION_US
-from stretto.price.wanted import wanted_collectives
+from stretto.price.calibration import calls_us
+from stretto.price.devices import named_peak
+from stretto.price.shared import ACTION_US, wanted_collectives
 from stretto.processor.quota import agreed_quota
 
 
 def measured_costs(job: Job, schedule: Schedule) -> Costs:
-    """Measure the job's ops, messages and collectives.
-
-    Raises UsageError when ranks were started but cannot talk, or there is no device of the job's kind.
-    """
+    """Measure the job's ops, messages and collectives. Raises UsageError when ranks were started but cannot
+    talk, or there is no device of the job's kind."""
     return Measuring((job,), (schedule,)).costs_of(job)
 
 
@@ -63,31 +59,23 @@ class _Communication:
     processor: Processor | None = None
 
 
+@dataclass
 class Measuring:
     """Costs of a step in several forms on the same ranks: communication is measured once, for all of them,
-    the ops of each when it is asked for."""
+    the ops of each when it is asked for. schedules: where each one's stages are. kept: where costs are that
+    were measured before. say: takes lines of what is being measured."""
 
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        schedules: Sequence[Schedule],
-        kept: Kept | None = None,
-        say: Say = unheard,
-    ) -> None:
-        """schedules: where each one's stages are. kept: where costs are found that were measured before, and
-        kept. say: takes lines of what is being measured."""
-        self._jobs = jobs
-        self._schedules = schedules
-        self._ranks = schedules[0].ranks
-        self._kept = kept
-        self._say = say
-        self._texts: list[str] = []
-        self._communication: _Communication | None = None
+    _jobs: Sequence[Job]
+    _schedules: Sequence[Schedule]
+    _kept: Kept | None = None
+    _say: Say = unheard
+    _texts: list[str] = field(default_factory=list)
+    _communication: _Communication | None = None
 
     def costs_of(self, job: Job) -> Costs:
         """As `measured_costs`. job: one of the jobs. All ranks ask for the same, in the same order."""
         device = device_of(job)
-        mesh = job.mesh(self._ranks)
+        mesh = job.mesh(self._schedules[0].ranks)
         ranks = running(mesh.world, device)
         self._refuse_unjoined()
 
@@ -123,12 +111,11 @@ class Measuring:
             )
 
     def _between(self, mesh: Mesh) -> _Communication:
-        """Between processes that are started for it."""
         wanted = wanted_collectives(*self._jobs)
         between = Between()
-        if self._ranks > 1 or wanted:
+        if self._schedules[0].ranks > 1 or wanted:
             self._say("measuring communication between processes")
-            between = measure_between(mesh, wanted, link=self._ranks > 1)
+            between = measure_between(mesh, wanted, link=self._schedules[0].ranks > 1)
         link = NO_LINK if between.link is None else between.link.link
         return _Communication({}, link, between.collectives)
 
@@ -144,14 +131,13 @@ class Measuring:
         mine = profile(job, device, stages, mine)
         source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
         costs = _costs(job, _merged(tell(dict(mine.op_us))), self._communication, source)
-        by_clock = skew_of(tell(stretches(job, {index: of.shares for index, of in mine.rounds.items()})))
-        by_thread = skew_of(
-            tell(stretches(job, {index: of.thread_shares for index, of in mine.rounds.items()}))
+        by_clock, by_thread = (
+            skew_of(tell(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()})))
+            for name in ("shares", "thread_shares")
         )
         return with_skew(costs, by_clock, by_thread)
 
     def _running(self, mesh: Mesh, device: torch.device) -> _Communication:
-        """Between the ranks of the plan."""
         self._say("measuring messages")
         pairs = sorted(
             {
@@ -187,10 +173,8 @@ def device_of(job: Job) -> torch.device:
 
 
 def memory_here(job: Job) -> int | None:
-    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors.
-
-    Raises UsageError when this machine has no device of the job's kind.
-    """
+    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors. Raises
+    UsageError when this machine has no device of the job's kind."""
     device = device_of(job)
     if device.type != "cuda":
         return None
@@ -233,8 +217,7 @@ def stretches(
     job: Job, shares_of: Mapping[int, Mapping[str, Sequence[float]]]
 ) -> dict[int, list[list[float]]]:
     """Stage -> the stretches of its programs between waits for collectives, where its ranks meet: what each
-    took, by round, in microseconds. shares_of: by stage and op, the same; empty where it
-    was not taken. Sums of a plan's job are no program of a microbatch, and are not timed here."""
+    took, by round, in microseconds. shares_of: by stage and op, the same. Sums are not timed here."""
     result: dict[int, list[list[float]]] = {}
     for index, shares in shares_of.items():
         result[index] = []
@@ -249,13 +232,10 @@ def stretches(
 
 
 def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
-    """How much longer the slowest rank of a place computes than its ranks do on average, as a share.
-
-    ranks: what `stretches` says of each; ranks that hold a stage did the same round at one time. Whole
-    programs would show less: what hinders one rank in one stretch hinders the other in the next. Whole
-    rounds in which something else had a rank's processor do not count (`profile.STOLEN`); a single short
-    stretch may be many times as long by a quota's stop. 0 where no two ranks share a stage.
-    """
+    """How much longer the slowest of the ranks that share a stage computes than they do on average, as a
+    share. ranks: what `stretches` says of each. Full programs would show less: what hinders one rank in one
+    stretch hinders the other in the next. Rounds in which something else had a rank's processor do not count
+    (`profile.STOLEN`)."""
     by_stage: dict[int, list[Sequence[Sequence[float]]]] = defaultdict(list)
     for rank in ranks:
         for stage, of in rank.items():
@@ -289,11 +269,7 @@ def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int
 
 def typical_link(links: list[Link]) -> Link:
     """The median of each figure of links that do equal work."""
-    return Link(
-        statistics.median(link.latency_us for link in links),
-        statistics.median(link.bytes_per_us for link in links),
-        statistics.median(link.processor_us_per_mb for link in links),
-        links[0].source,
-        statistics.median(link.start_us for link in links),
-        statistics.median(link.processor_us for link in links),
+    figures = ("latency_us", "bytes_per_us", "processor_us_per_mb", "start_us", "processor_us")
+    return replace(
+        links[0], **{name: statistics.median(getattr(link, name) for link in links) for name in figures}
     )

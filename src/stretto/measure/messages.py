@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from stretto.backend.collectives import Exchange
 from stretto.backend.device_time import synchronise
-from stretto.backend.gloo_adapter import calm_loops
-from stretto.backend.idle_class import keeping_core
+from stretto.backend.gloo_adapter import calm_loops, keeping_core
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Link
 from stretto.ir.mesh import Mesh
 from stretto.measure.contention import compute_loss
-from stretto.price.calls import line_through
+from stretto.measure.stopwatch import repeats
+from stretto.price.calibration import line_through
 
 SIZES = (4, 65_536, 262_144, 1_048_576)
 """Bytes of the probes: an empty message, and around an activation's size."""
@@ -83,12 +83,9 @@ class FoundLink:
 def measure_links(
     pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
 ) -> dict[tuple[int, int], FoundLink]:
-    """Links of (sender, receiver) pairs of places; every rank must call it with the same pairs.
-
-    mesh: how ranks are laid out, when there are axes beside pp; a pair of places is then measured between
-    all pairs of ranks that are there at once, as a step uses it. Returns what this rank found as a sender, by
-    places. Both directions of a pair are assumed equal in what they take from the processor.
-    """
+    """Links of (sender, receiver) pairs of pipeline ranks; every rank must call it with the same pairs. mesh:
+    how ranks are laid out, when there are axes beside pp; a pair is then measured between all its ranks at
+    once. Returns what this rank measured as a sender. Both directions take the same from the processor."""
     rank = dist.get_rank()
     mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)
@@ -122,7 +119,6 @@ in microseconds, spread."""
 
 
 def _send(receiver: int, device: torch.device) -> OneWay:
-    """Steps 1 and 2 on the sender."""
     answer = torch.zeros(1, device=device)
     points: list[tuple[int, float]] = []
     follows = MORE
@@ -142,7 +138,7 @@ def _send(receiver: int, device: torch.device) -> OneWay:
             dist.recv(answer, receiver)
             synchronise(device)
             times.append((time.perf_counter_ns() - start) / 1000.0)
-            count = int(max(ROUNDS, min(MOST_ROUNDS, ROUNDS_US / times[0])))
+            count = repeats(times[0], ROUNDS_US, ROUNDS, MOST_ROUNDS)
         ascending = sorted(times[1:])
         fast = int(QUARTER * len(ascending)) if points else 0  # nothing lends to the empty one
         points.append((size, ascending[fast]))
@@ -170,7 +166,6 @@ def _each_adds(one_us: float, burst_us: float, latency_us: float) -> float:
 
 
 def _answer(sender: int, device: torch.device) -> None:
-    """Steps 1 and 2 on the receiver."""
     empty = torch.zeros(1, device=device)
     for size in SIZES:
         payload = torch.zeros(size // 4, device=device)
@@ -202,26 +197,22 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
 
 
 def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> tuple[float, float]:
-    """Step 3, on both ends: microseconds of compute lost to a message, and for each 10**6 bytes, the mean of
-    both ends; 0 on an accelerator, whose links copy. one_way: what the sender has found; None on the
-    receiver."""
+    """Step 3, on both ends: microseconds of compute lost to a message, and for each 10**6 bytes; 0 on an
+    accelerator, whose links copy. one_way: what the sender has measured; None on the receiver."""
     if device.type != "cpu":
         return 0.0, 0.0
-
-    def most(mine: float) -> float:
-        # As the other end gets to know it, so that both decide alike.
-        return max(_swap(mine, peer), float(torch.tensor(mine)))
 
     losses: list[tuple[int, float]] = []
     for nbytes in STREAMED_BYTES:
         alone_us = 0.0 if one_way is None else one_way[0] + one_way[2] + nbytes / one_way[1]
+        alone_us = float(torch.tensor(alone_us))  # as the peer gets it: both repeat equally often
         out, into = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
 
         def start(out: torch.Tensor = out, into: torch.Tensor = into) -> Exchange:
             with keeping_core():
                 return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), most, device)
+        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), device)
         # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
         loss_us = (result.processor_us + result.start_us) / 2
         losses.append((nbytes, (loss_us + _swap(loss_us, peer)) / 2))

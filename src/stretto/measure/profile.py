@@ -1,23 +1,21 @@
 """Op times of a job's programs, measured on the device that will run them.
 
-    1. Inputs are made up from their specs: small random numbers, the real shapes and layouts. Integers of the
-       batch name rows of the embedding that they reach, others what the ops that read them take them for
-       (`ir.integers`), or they are zeros, a valid index into anything. Equal tokens would all read and add to
-       one row, and a router would send them all to the same experts: so a norm's weights, too, are about one,
-       and not about zero.
+    1. Inputs are made up from their specs: small random numbers, the real shapes and layouts. Integers say
+       what they say in a step (`ir.integers`), or they are zeros. A norm's weights are about one: about
+       zero, a router would send all tokens to the same experts.
     2. F, I and W of a stage run one after the other, op by op with a clock around each, several times.
     3. The same programs run without clocks inside; the op times are scaled so that each program's sum is
-       that time. So an op's share comes from 2, a program's time from 3, the clock's cost from neither.
-       Rounds of several visits count together, so that one bad moment of the machine does not decide.
+       that time. Rounds of several visits count together, so that one bad moment does not decide.
     4. Stages whose ops are equal (target, arguments' specs) are measured once.
-    5. Communication ops make and give on buffers only (`cost.stand_ins`); waits are counted as nothing.
+    5. A collective's start makes the buffer of its result (an all-reduce works in place, so it copies), its
+       wait gives that on, and counts as nothing. `axis.*` ops give the values of the rank at coordinate 0.
     6. Gradients are added up as the runtime adds them: a product that is a gradient and nothing else is added
        while it is multiplied, which takes less than a product and a sum.
     7. Under a quota (`stretto.processor`) an op's share is its thread's time: the clock has stops in it.
     8. On an accelerator all clocks are events. The device is first kept busy for as long as the host takes to
-       queue a phase, so that no op waits for its launch, as in a step where the host is ahead. A phase takes
-       what the device takes, or the host where it needs longer to queue it.
-Touches no file but the kernel's, and no network. Ops run under `no_grad`, as in the runtime.
+       queue a phase, so that no op waits for its launch, as in a step where the host is ahead.
+
+Ops run under `no_grad`, as in the runtime.
 """
 
 from __future__ import annotations
@@ -27,22 +25,50 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from stretto.backend.dispatch_adapter import add_product
+from stretto.backend.dispatch_adapter import add_product, resolve
 from stretto.backend.process_memory import keep_freed_memory
 from stretto.ir.action import Phase
+from stretto.ir.collectives import BY_TARGET, How, Kind
 from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.gradients import Addend, addends
 from stretto.ir.integers import Says, what_integers_say
 from stretto.ir.leaf_rows import rows_named
 from stretto.ir.prices import signature, specs_of
-from stretto.ir.program import WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
-from stretto.measure.fake_collectives import function_of
-from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch
-from stretto.price.roofline import FREE
+from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
+from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch, repeats
+from stretto.price.shared import FREE
+
+
+def function_of(target: str, device: torch.device) -> Callable[..., Any]:
+    """The function that stands for an op: the dispatcher's own, or one of these."""
+    if target in BY_TARGET:
+        return partial(_started, BY_TARGET[target])
+    result: dict[str, Callable[..., Any]] = {
+        GETITEM: lambda parts, index: parts[index],
+        WAIT: lambda started: started,
+        INDEX: lambda axis, size: torch.zeros((), dtype=torch.int64, device=device),
+        CHUNK: lambda x, dim, axis, size: x.narrow(dim, 0, x.shape[dim] // size),
+    }
+    return result[target] if target in result else resolve(target)
+
+
+def _started(kind: Kind, x: torch.Tensor, *how_axis_size: Any) -> torch.Tensor:
+    if kind.in_place:
+        return x.clone(memory_format=torch.contiguous_format)
+    how: How = how_axis_size[0] if kind.says_how else ""
+    shape = kind.shape(x.shape, how_axis_size[-1], how)
+    assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
+    made = x.new_empty(shape)
+    if not x.is_floating_point() and x.numel():
+        flat = x.flatten()
+        made.view(-1).copy_(flat.repeat(math.ceil(made.numel() / x.numel()))[: made.numel()])
+    return made
+
 
 ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
@@ -81,13 +107,9 @@ def profile(
     before: Profile | None = None,
     least_rounds: int = ROUNDS,
 ) -> Profile:
-    """Measure the ops of `stages` (all by default) on `device`.
-
-    before: of the same job, stages and device, some time ago; its rounds count as much as the new ones.
-    least_rounds: that count, after one for warmth; more of short programs.
-
-    Memory: the parameters, saved values and gradients of one microbatch of one stage at a time.
-    """
+    """Measure the ops of `stages` (all by default) on `device`, with the memory of one microbatch of one
+    stage at a time. before: of the same job, stages and device; its rounds count as much as the new ones.
+    least_rounds: that count, after one for warmth; more of short programs."""
     if device.type == "cpu":
         keep_freed_memory()  # as the step does
     op_us: dict[tuple[int, str], float] = {}
@@ -152,9 +174,8 @@ def _measure(
 def _rounds(round_us: float, least: int) -> int:
     """How many rounds of that length a visit has; least: of those that are neither short nor long."""
     if round_us >= LEAST_ROUND_US:
-        enough = ENOUGH_US / round_us
-        return int(max(min(least, FEWEST_ROUNDS), min(least, enough)))
-    return int(min(MOST_ROUNDS, least * LEAST_ROUND_US / max(round_us, 1.0)))
+        return repeats(round_us, ENOUGH_US, min(least, FEWEST_ROUNDS), least)
+    return repeats(round_us, least * LEAST_ROUND_US, 1, MOST_ROUNDS)
 
 
 def _makes_nothing(op: Op) -> bool:
@@ -307,11 +328,9 @@ def _run(
     clock: Stopwatch,
     rounds: Rounds | None,
 ) -> dict[Phase, float]:
-    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase.
-
-    Values are dropped after their last use and gradients are added to a sum, as the runtime does, because
-    fresh memory costs time. rounds: where the op times go; None to run without clocks inside.
-    """
+    """Steps 2, 3, 7 and 8: one microbatch through F, I and W; microseconds of each phase. Values are dropped
+    after their last use, as in the runtime. rounds: where the op times go; None to run without clocks
+    inside."""
     values: dict[str, Any] = dict(given)
     result: dict[Phase, float] = {}
     for phase in PHASES:

@@ -21,8 +21,7 @@ from stretto.errors import UsageError
 from stretto.files.kept import Kept, ago, code_digest, key_of
 from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
-from stretto.measure.measure_collectives import host
-from stretto.measure.time_collectives import tell
+from stretto.measure.measure_collectives import host, tell
 from stretto.measure.time_ops import machine_of
 from stretto.processor.quota import quota_share
 
@@ -119,7 +118,6 @@ def costs_again(
 
 
 def _found(kept: Kept, key: str) -> str | None:
-    """The text of costs that can be read."""
     entry = kept.find(COSTS, key, MOST_AGE_S)
     if entry is None:
         return None

@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 
@@ -36,14 +35,6 @@ class Rounds:
     shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     thread_shares: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     totals: dict[Phase, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-
-class Stopwatch(Protocol):
-    def begin(self, phase: Phase) -> None: ...
-
-    def op(self, name: str) -> None: ...
-
-    def end(self, rounds: Rounds | None) -> float: ...
 
 
 class HostStopwatch:
@@ -72,11 +63,8 @@ class HostStopwatch:
 
 
 class DeviceStopwatch:
-    """Events on the stream that computes, behind work that lets the host get ahead.
-
-    The first runs of a phase tell how long the host takes to queue it, without such work: where the device
-    has too much to do its queue fills, and the host waits, too.
-    """
+    """Events on the stream that computes, behind work that lets the host get ahead. The first runs of a phase
+    show how long the host takes to queue it, without such work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,3 +99,11 @@ class DeviceStopwatch:
 
     def _mark(self) -> torch.cuda.Event:
         return mark(torch.cuda.current_stream(self._device))
+
+
+Stopwatch = HostStopwatch | DeviceStopwatch
+
+
+def repeats(once_us: float, enough_us: float, least: int, most: int) -> int:
+    """How often to repeat what takes `once_us`: for about `enough_us`, within the limits."""
+    return int(min(most, max(least, enough_us / max(once_us, 0.1))))

@@ -20,12 +20,10 @@ from typing import Protocol
 from stretto.ir.plan import Plan
 from stretto.order.depend import Node, WindowGraph
 from stretto.order.rank_window import RankWindow
-from stretto.simulating.cards import Cards
-from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives
-from stretto.simulating.compute_lane import ComputeLane
+from stretto.simulating.compute_lane import ComputeLane, Straggler
 from stretto.simulating.network import Network
-from stretto.simulating.straggler import Straggler
 
 
 class Flight(Protocol):

@@ -3,7 +3,7 @@
 1. A rank's compute lane does one op after another. A subclass chooses the next: the most urgent
    (`order.list_scheduler`), or the next of a given order (`GivenOrder`).
 2. What ranks share, and how long things take, is in `order.resources`.
-3. A wait for a collective waits for the slowest rank of the pipeline rank too (`simulating.straggler`).
+3. A wait for a collective waits for the slowest rank of the pipeline rank too (`simulating.compute_lane`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from stretto.order.depend import Node, Role, WindowGraph
 from stretto.order.rank_window import RankWindow, make_rank_window
 from stretto.order.resources import Flight, Resources, WindowResources
 from stretto.order.storages import WindowMemory
-from stretto.simulating.clock import Moment
+from stretto.simulating.cards import Moment
 
 STALL_WEIGHT = 0.01
 """What a microsecond of a lane's stall for a collective counts beside a microsecond of the step. Measured on

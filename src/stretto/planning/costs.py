@@ -14,9 +14,8 @@ from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.measure.measured import Measuring, memory_here
 from stretto.price.alike import ListedPricer
-from stretto.price.cluster import Description, describe, described
+from stretto.price.cluster import Cluster, Description, describe, described
 from stretto.price.cluster_file import Hardware
-from stretto.price.flat import Cluster
 
 
 def costs_of(job: Job, schedule: Schedule, cluster: str | Description) -> Costs:

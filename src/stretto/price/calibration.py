@@ -7,22 +7,93 @@
     links        `LinkTiming`
 
 `stride` is the distance between the ranks of a group (1 for neighbours, as those of the innermost axis);
-`hosts` how many hosts it spans. `back` is a link's other direction, from the higher rank to the lower. Reads
-and writes the one file; `stretto.price.priced` prices jobs from it.
+`hosts` how many hosts it spans. `stretto.price.priced` prices jobs from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from stretto.files.codec import UNWRITTEN, Amount, Fits, Natural
+from stretto.files.codec import UNWRITTEN, Amount, Codec, Fits, Natural, rounded
 from stretto.files.typed_file import TypedFile
 from stretto.ir.collectives import PRICED
-from stretto.ir.costs import CollectiveCost, Link
-from stretto.price.calls import Calls
-from stretto.price.op_times import CODEC, Machine, Timing
+from stretto.ir.costs import BYTES_PER_MB, CollectiveCost, Link
+from stretto.ir.program import WAIT, Job
+
+CODEC = Codec({float: rounded(4)})
+"""Of what is measured: more digits are noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """A measured op. spread: range of the faster half of the rounds over their mean; flops, nbytes: its
+    arithmetic, and the bytes that it reads and writes."""
+
+    us: Amount
+    spread: Amount
+    flops: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What op times belong to. kind: as `Job.device` says it."""
+
+    device: str
+    torch: str
+    threads: int
+    kind: Annotated[str, Fits(lambda kind: kind in ("cpu", "cuda"), "cpu or cuda")] = "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.device}, PyTorch {self.torch}, {self.threads} thread{'s' if self.threads != 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """start_us, start_us_per_mb: of the call that starts a collective; finish_us, finish_us_per_mb: of the
+    wait for one that is done. Microseconds, and microseconds for each 10**6 bytes of the whole tensor."""
+
+    start_us: Amount
+    start_us_per_mb: Amount = 0.0
+    finish_us_per_mb: Amount = 0.0
+    finish_us: Amount = 0.0
+
+    def starting_us(self, nbytes: float) -> float:
+        """What the call that starts takes, in microseconds, for a whole tensor of `nbytes`."""
+        return self.start_us + self.start_us_per_mb * nbytes / BYTES_PER_MB
+
+    def finishing_us(self, nbytes: float) -> float:
+        """What is left to do when it is done, in microseconds, for a whole tensor of `nbytes`."""
+        return self.finish_us + self.finish_us_per_mb * nbytes / BYTES_PER_MB
+
+
+def line_through(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(microseconds whatever the size, microseconds a megabyte) from (bytes, microseconds): a line through
+    the least and the most bytes, never falling."""
+    (least, low_us), (most, high_us) = min(samples), max(samples)
+    per_byte = max(0.0, high_us - low_us) / (most - least) if most > least else 0.0
+    return max(0.0, low_us - per_byte * least), per_byte * BYTES_PER_MB
+
+
+def calls_us(job: Job, calls: Mapping[tuple[str, str], Calls]) -> dict[tuple[int, str], float]:
+    """(stage, op name) -> microseconds on the compute lane, for every op that starts a collective or waits
+    for one. calls: by (axis, kind); collectives that it does not name are left out."""
+    result: dict[tuple[int, str], float] = {}
+    for stage in job.stages:
+        ops = [op for made in stage.ops.values() for op in made]
+        asked = {op.name: op.collective for op in ops if op.collective is not None}
+        for op in ops:
+            collective = asked.get(op.uses[0]) if op.target == WAIT and op.uses else op.collective
+            known = calls.get((collective.axis, collective.kind)) if collective is not None else None
+            if collective is None or known is None:
+                continue
+            waits, nbytes = op.target == WAIT, collective.nbytes
+            result[stage.index, op.name] = known.finishing_us(nbytes) if waits else known.starting_us(nbytes)
+    return result
+
 
 Kind = Annotated[str, Fits(lambda kind: kind in PRICED, f"one of {', '.join(PRICED)}")]
 
@@ -43,9 +114,8 @@ class GroupTiming:
 
 @dataclass(frozen=True, slots=True)
 class LinkTiming:
-    """Messages between ranks `stride` apart, from the lower to the higher. back: from the higher to the
-    lower; None where the two were not told apart. spread: the noise of the worse direction
-    (`messages.FoundLink`)."""
+    """Messages between ranks `stride` apart, from the lower to the higher. back: the other way; None where
+    the two are not known apart. spread: the noise of the worse direction."""
 
     stride: Natural
     hosts: Natural

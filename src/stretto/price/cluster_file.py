@@ -37,10 +37,9 @@ from stretto.ir.collectives import SEND
 from stretto.ir.costs import LEAST_RATE, CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.limits import MOST_RANKS
-from stretto.price.collectives import PROTOCOLS, CollectiveModel, collective_curve
+from stretto.price.collectives import PROTOCOLS, CollectiveModel, Fabric, Group, axis_group, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
-from stretto.price.efficiency import Matmul, Roof, op_us
-from stretto.price.fabric import Fabric, Group, axis_group
+from stretto.price.efficiency import Roof
 from stretto.price.nccl_tests import read_nccl_tests
 
 _NAME = re.compile(r"(?P<device>.+)x(?P<count>[1-9][0-9]*)")
@@ -124,10 +123,8 @@ class ClusterFile(_Strict):
 
 @dataclass(frozen=True)
 class Hardware:
-    """Equal accelerators in equal nodes, and what things cost on them.
-
-    measured: collectives as benchmarks gave them, by (kind, group size); `text` is what a file says of it.
-    """
+    """Equal accelerators in equal nodes, and what things cost on them. measured: collectives as benchmarks
+    gave them, by (kind, group size); `text` is what a file says of it."""
 
     name: str
     device: Device
@@ -156,10 +153,6 @@ class Hardware:
         """Memory of a device."""
         return self.device.memory_bytes
 
-    def op_us(self, flops: float, bytes_moved: float, dims: Matmul | None = None) -> float:
-        """Microseconds of an op on the device, its launch not counted; see `efficiency.op_us`."""
-        return op_us(flops, bytes_moved, dims, self.roof)
-
     def group(self, mesh: Mapping[str, int], axis: str) -> Group:
         """Where the groups of an axis lie; mesh: axis sizes, outermost first. Raises UsageError."""
         return axis_group(mesh, axis, self.fabric.node_devices)
@@ -171,7 +164,7 @@ class Hardware:
         known = curve == self.measured.get((kind, group.size))
         where = f"{group.per_node} on each of {group.nodes} nodes" if group.nodes > 1 else "in one node"
         told = "measured by nccl-tests" if known else f"model of {self.name}"
-        return CollectiveCost(curve, 0.0, self.device.slowdown, f"{told}: {axis} {where}")
+        return CollectiveCost(curve, 0.0, self.device.number("slowdown"), f"{told}: {axis} {where}")
 
     def place_link(self, mesh: Mapping[str, int], sender: int, receiver: int) -> Link:
         """What a message between two pipeline places costs; mesh: axis sizes with pp outermost."""
@@ -206,7 +199,6 @@ def named_cluster(name: str) -> Hardware:
 
 
 def _unknown(name: str) -> str:
-    """What a name that is no cluster's lacks."""
     device, _, count = name.rpartition("x")
     if name in devices() or (device in devices() and not count):
         return "its count is missing"

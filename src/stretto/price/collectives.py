@@ -1,8 +1,9 @@
 """How long a collective takes on a fabric: rings, trees, reductions in the switch, direct exchange.
 
-Terms. `nbytes` is the full tensor: what is reduced (all_reduce), the gathered result (all_gather), the input
-(reduce_scatter, broadcast, send), one rank's input (all_to_all). Bus rate: what a link carries; a ring of n
-moves (n-1)/n of the tensor over every link, and twice that to reduce and gather.
+Terms. A fabric: links within a node and network cards between nodes. `nbytes` is the full tensor: what is
+reduced (all_reduce), the gathered result (all_gather), the input (reduce_scatter, broadcast, send), one
+rank's input (all_to_all). Bus rate: what a link carries; a ring of n moves (n-1)/n of the tensor over every
+link, and twice that to reduce and gather.
 
     1. An algorithm says how many steps its longest chain has within nodes and between them, and how many
        bytes its busiest link carries.
@@ -12,7 +13,7 @@ moves (n-1)/n of the tensor over every link, and twice that to reduce and gather
     3. The library takes the fastest, so the time is the lowest of the lines, as a `Curve`.
 
 The form follows NCCL's own tuning model (latency by algorithm, protocol and hop; bus rate by protocol) and
-Thakur et al. 2005 (IJHPCA 19) for the step counts. Touches no file and no device.
+Thakur et al. 2005 (IJHPCA 19) for the step counts.
 """
 
 from __future__ import annotations
@@ -21,10 +22,98 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
+from stretto.errors import UsageError
 from stretto.ir.collectives import KINDS, Kind
 from stretto.ir.curve import Curve
-from stretto.price.fabric import Fabric, Group, Topology
+
+
+class Topology(StrEnum):
+    """How the devices of a node are joined."""
+
+    SWITCH = "switch"
+    """Every device reaches every other at its full rate (NVSwitch)."""
+    MESH = "mesh"
+    """A link of its own for each pair: two devices alone have one link's rate (MI300X, 910B)."""
+    CUBE_MESH = "cube-mesh"
+    """Links between some pairs only; rings of a group exist or not by its size (V100)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Links of a cluster of equal nodes. Rates are one direction's, in bytes per microsecond.
+
+    node_devices: devices that the fast links join; device_bytes_per_us: all fast links of a device
+    together; peer_bytes_per_us: one device to one other; nic_bytes_per_us: a device's share of its node's
+    network cards; link_efficiency, nic_efficiency: what a collective library reaches of these;
+    in_switch: bus rate of a reduction in the switch over `device_bytes_per_us`, 0 where there is none;
+    ring_bytes_per_us: (devices of a node, bus rate that they were measured to reach), for topologies that no
+    formula tells.
+    """
+
+    node_devices: int
+    topology: Topology
+    device_bytes_per_us: float
+    peer_bytes_per_us: float
+    nic_bytes_per_us: float
+    link_efficiency: float
+    nic_efficiency: float
+    in_switch: float = 0.0
+    ring_bytes_per_us: tuple[tuple[int, float], ...] = ()
+
+    def bus_bytes_per_us(self, size: int) -> float:
+        """Bus rate of a ring (switch) or a direct exchange (mesh) of `size` devices of one node."""
+        if self.topology is Topology.MESH:
+            return self.peer_bytes_per_us * (size - 1) * self.link_efficiency
+        for known, rate in sorted(self.ring_bytes_per_us):
+            if known >= size:
+                return rate
+        return self.device_bytes_per_us * self.link_efficiency
+
+    def pair_bytes_per_us(self) -> float:
+        """Rate between two devices of one node."""
+        return self.peer_bytes_per_us * self.link_efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Where the members of a communicator lie: `per_node` of them on each of `nodes` nodes. node_groups:
+    groups of the same axis that a node carries; each has its own members' share of the network cards."""
+
+    per_node: int
+    nodes: int
+    node_groups: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.per_node * self.nodes
+
+    @property
+    def is_dense(self) -> bool:
+        """One group fills its nodes or lies within one: what a benchmark of so many devices measures."""
+        return self.nodes == 1 or self.node_groups == 1
+
+
+def axis_group(mesh: Mapping[str, int], axis: str, node_devices: int) -> Group:
+    """Where a group of `axis` lies when ranks fill nodes in order. mesh: axis sizes, outermost first. The
+    members of a group are an inner stride s apart, so a node of d devices holds d/s of them, and s groups
+    side by side. Groups that would straddle nodes unevenly (3 ranks on nodes of 8) are taken as on smaller
+    nodes that they fill evenly. Raises UsageError for an axis that the mesh does not have."""
+    if axis not in mesh:
+        raise UsageError(f"the mesh has no axis {axis!r}; it has {', '.join(mesh)}")
+    names = list(mesh)
+    stride = math.prod(mesh[name] for name in names[names.index(axis) + 1 :])
+    size = mesh[axis]
+    here = min(node_devices, math.prod(mesh.values()))
+    block = math.gcd(here, stride * size)
+    if block == stride * size:
+        per_node = size
+    elif block % stride == 0:
+        per_node = block // stride
+    else:
+        per_node = 1
+    return Group(per_node, size // per_node, max(1, here // per_node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +156,8 @@ class _Route:
 
 @functools.lru_cache(maxsize=4096)
 def collective_curve(kind: str, group: Group, fabric: Fabric) -> Curve:
-    """Microseconds over bytes of a collective that has its links for itself. This is what a plan carries.
-
-    A group of one takes no time; otherwise the time is finite and positive, grows with the bytes, and is the
-    latency alone for 0 bytes.
-    """
+    """Microseconds over bytes of a collective that has its links for itself, as a plan carries it. A group of
+    one takes no time; otherwise the time is positive and grows with the bytes."""
     if group.size == 1:
         return Curve(((0.0, 0.0),))
     return Curve.lowest(
@@ -145,10 +231,8 @@ def _routes(kind: Kind, group: Group, fabric: Fabric) -> list[_Route]:
 
 @dataclass(frozen=True)
 class CollectiveModel:
-    """The fabric's times, with measured ones in their place where a benchmark gave them.
-
-    measured: curves by (kind, group size), of dense groups: those that fill their nodes.
-    """
+    """The fabric's times, or measured ones by (kind, group size), of dense groups: those that fill their
+    nodes."""
 
     fabric: Fabric
     measured: Mapping[tuple[str, int], Curve]

@@ -1,12 +1,15 @@
 """How long an op takes on a device: a roofline whose roofs depend on the op's shape.
 
-    matmul     whole tiles run on all cores at once, so a product of few tiles, or of one tile more than
-               fills the cores, takes as long as the next full wave (NVIDIA, "Matrix Multiplication
-               Background", tile and wave quantization); a tile's loop over k has a prologue, so short k
-               is slower; never faster than the operands' traffic.
-    otherwise  bytes moved at the part of the memory's rate that such kernels reach.
-    every op   a kernel has a shortest time, and the host needs time to launch it. Launches run ahead of the
-               device, so a run of ops takes the longer of both sums: `run_us`.
+    matmul       whole tiles run on all cores at once, so a product of few tiles, or of one tile more than
+                 fills the cores, takes as long as the next full wave (NVIDIA, "Matrix Multiplication
+                 Background", tile and wave quantization); a tile's loop over k has a prologue, so short k
+                 is slower; never faster than the operands' traffic
+    attention    forward two products, backward five (Dao et al. 2022, arXiv 2205.14135, algorithm 4); causal
+                 kernels pass over tiles above the diagonal. What each kernel reaches is a device's figure
+    convolution  implicit matrix products (Chetlur et al., arXiv 1410.0759); with groups, none
+    otherwise    bytes moved at the part of the memory's rate that such kernels reach
+    every op     a kernel has a shortest time, and the host needs time to launch it. Launches run ahead of the
+                 device, so a run of ops takes the longer of both sums: `run_us`
 
 Touches no device: numbers in, microseconds out.
 """
@@ -14,8 +17,12 @@ Touches no device: numbers in, microseconds out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+
+from stretto.ir.prices import Specs
+from stretto.ir.program import Op, Ref, TensorSpec
 
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
 """Rows and columns of a matmul's tile and the part of the peak it can reach against the largest: smaller
@@ -28,14 +35,7 @@ ALIGNMENT = 8
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What a device reaches of its sheet.
-
-    matmul: part of the peak that a large product reaches; k_ramp: k at which a tile's prologue takes as long
-    as its loop; memory: part of the memory rate that streaming kernels reach; kernel_us: shortest time of a
-    kernel; launch_us: time of the host for one op; unaligned: what is left of `matmul` where a dim is no
-    multiple of 8, so that rows of half precision do not begin at 16 bytes; grouped: what is left of it for
-    one kernel of products of groups of rows; flash, efficient, cudnn: part of a product's rate that kernels
-    of attention reach in half precision (FlashAttention 2, the memory-efficient one, cuDNN's)."""
+    """What a device reaches of its sheet; `stretto.price.cluster_file.Figures` says what each is."""
 
     matmul: float
     k_ramp: float
@@ -93,12 +93,9 @@ def matmul_us(dims: Matmul, nbytes: float, roof: Roof) -> float:
 
 
 def op_us(flops: float, bytes_moved: float, dims: Matmul | None, roof: Roof) -> float:
-    """Microseconds of one op on the device alone, its launch not counted.
-
-    flops: arithmetic (taken from `dims` where they are given); bytes_moved: what the op reads and writes of
-    the device's memory; dims: of a matmul, batched or not; None for all other ops. An op with flops and no
-    dims (a convolution, fused attention) runs at the matmul rate without quantisation.
-    """
+    """Microseconds of one op on the device alone, its launch not counted. flops: taken from `dims` where they
+    are given; bytes_moved: what the op reads and writes of the device's memory; dims: of a matmul, else None.
+    An op with flops and no dims runs at the matmul rate without quantisation."""
     if dims is not None:
         return matmul_us(dims, bytes_moved, roof)
     reach = roof.efficiency
@@ -112,10 +109,8 @@ def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
 
 
 def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
-    """The product that an op computes, None for one that is no matmul.
-
-    target: its name, such as `aten.addmm.default`; shapes: of its tensor arguments, in order.
-    """
+    """The product that an op (`aten.addmm.default`) computes on tensors of these shapes, None for one that is
+    no matmul."""
     name = target.removeprefix("aten.").removeprefix("stretto_moe.").split(".", 1)[0]
     if name in ("addmm", "baddbmm"):
         shapes = shapes[1:]  # the first is added
@@ -132,3 +127,103 @@ def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
         (rows, m), (_, n), (groups,) = shapes[:3]
         return Matmul(m, n, -(-rows // groups), groups, grouped=True)
     return None
+
+
+BACKWARD_PRODUCTS = 5
+
+BACKWARD_PART = 0.8
+"""Rate of a backward's products over that of the forward's, in half precision. Measured on one H100, PyTorch
+2.11, 16,384 tokens of 16 heads in sequences of 1,024 to 8,192: 0.76 to 0.82, of all three kernels."""
+
+TILE = 256
+"""Tokens of a tile: a causal kernel takes as long as this many more tokens that are seen. Fitted to the same:
+without a mask over causal, 1.6 at 1,024 tokens, 1.9 at 8,192."""
+
+
+def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, float] | None:
+    """(one product, how many of its size) of a fused attention, None for other ops."""
+    if "scaled_dot_product" not in op.target:
+        return None
+    backward = "_backward" in op.target
+    tensors = [arg.name for arg in op.args if isinstance(arg, Ref)]
+    query, key = (specs[name].shape for name in (tensors[1:3] if backward else tensors[:2]))
+    batch = 1
+    for size in query[:-2]:
+        batch *= size
+    S, T = query[-2], key[-2]
+    count = float(BACKWARD_PRODUCTS if backward else 2)
+    # The last query sees the last key, in all kernels that take fewer queries than keys.
+    seen = min(1.0, max(0.0, 1.0 - (S - TILE) / (2.0 * T))) if _is_causal(op) else 1.0
+    return Matmul(S, T, query[-1], batch), count * seen
+
+
+def kernel_part(op: Op, reach: Efficiency) -> float:
+    """What part of a product's rate the kernel of a fused attention reaches on a device. In float32 none
+    falls behind products."""
+    kernels = {"_flash_": reach.flash, "_efficient_": reach.efficient, "_cudnn_": reach.cudnn}
+    part = next((part for name, part in kernels.items() if name in op.target), None)
+    dtype = next((spec.dtype for spec in op.outputs if spec is not None), "")
+    if part is None or dtype not in ("bfloat16", "float16"):
+        return 1.0
+    return part * BACKWARD_PART if "_backward" in op.target else part
+
+
+def _is_causal(op: Op) -> bool:
+    given = dict(op.kwargs).get("is_causal")
+    if given is not None:
+        return bool(given)
+    at = _argument(op.target, "is_causal")
+    return at is not None and at < len(op.args) and op.args[at] is True
+
+
+@cache
+def _argument(target: str, name: str) -> int | None:
+    from stretto.backend.dispatch_adapter import resolve  # here, as it loads PyTorch
+
+    schema = getattr(resolve(target), "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    return names.index(name) if name in names else None
+
+
+FORWARD = "aten.convolution.default"
+BACKWARD = "aten.convolution_backward.default"
+
+
+def convolution_products(op: Op, specs: Specs) -> tuple[Matmul, ...] | None:
+    """The products that a convolution computes, of the backward those of the gradients that it is asked for;
+    None for other ops and for one with groups. The forward of a transposed one is the gradient of the input
+    of a plain one."""
+    # (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups), and backward
+    # (grad_output, input, weight, bias_sizes, stride, ..., groups, output_mask)
+    if op.target == FORWARD:
+        source, weight = op.args[:2]
+        transposed, groups, wanted = op.args[6], op.args[8], None
+        result = op.outputs[0].shape if op.outputs[0] is not None else None
+    elif op.target == BACKWARD:
+        gradient, source, weight = op.args[:3]
+        transposed, groups, wanted = op.args[7], op.args[9], op.args[10]
+        result = specs[gradient.name].shape if isinstance(gradient, Ref) and gradient.name in specs else None
+    else:
+        return None
+    if groups != 1 or result is None or not isinstance(source, Ref) or not isinstance(weight, Ref):
+        return None
+    if source.name not in specs or weight.name not in specs:
+        return None
+    small, large = specs[source.name].shape, result
+    kernel = specs[weight.name].shape
+    if not transposed:
+        small, large = large, small
+    # In both kinds the weight's first dim goes with the side that has one place for each run of the kernel.
+    runs = small[0] * math.prod(small[2:])
+    channels, summed = kernel[0], math.prod(kernel[1:])
+    gathering = Matmul(runs, channels, summed)
+    places = large[0] * math.prod(large[2:])
+    spreading = Matmul(places, kernel[1], max(1, round(gathering.flops / 2 / places / kernel[1])))
+    if wanted is None:
+        return (spreading,) if transposed else (gathering,)
+    found = []
+    if isinstance(wanted, tuple) and wanted[0]:
+        found.append(gathering if transposed else spreading)
+    if isinstance(wanted, tuple) and wanted[1]:
+        found.append(Matmul(channels, summed, runs))
+    return tuple(found)

@@ -28,7 +28,7 @@ from stretto.ir.curve import Curve
 
 PROGRAMS = {kind.benchmark: name for name, kind in KINDS.items() if kind.benchmark}
 """Names of the test programs, `<name>_perf`; `size` is the full tensor in all of them, as in
-`cost.collectives`."""
+`price.collectives`."""
 
 _PREFIX = re.compile(r"^\[\d+,\d+\]<std(?:out|err)>:\s?")
 _RANK = re.compile(r"^#\s+Rank\s+(\d+)\s.*\bPid\b.*\bdevice\b")
@@ -38,8 +38,6 @@ _NEW_RUN = re.compile(r"^#\s*(nThread\s|Using devices|Collective test starting)"
 
 @dataclass
 class _Run:
-    """One run: where it begins, how many ranks it has, which program it is, its rows."""
-
     line: int
     kind: str | None = None
     ranks: int = 0
@@ -48,18 +46,13 @@ class _Run:
     """(bytes, us, algorithm rate, bus rate)"""
 
 
-def read_nccl_tests(path: str | Path, kind: str | None = None) -> dict[tuple[str, int], Curve]:
-    """Curves by (kind, group size): microseconds over the bytes of the full tensor.
-
-    Out-of-place times count; in-place ones where a row has no other. Repeated sizes count by the fastest.
-    kind: what a text measures that names no program (older nccl-tests print only the table); without it
-    the columns and rates decide where they can.
-
-    Raises UsageError that names the file, the line, and what was expected.
-    """
+def read_nccl_tests(path: str | Path) -> dict[tuple[str, int], Curve]:
+    """Curves by (kind, group size): microseconds over the bytes of the full tensor. Out-of-place times count,
+    in-place ones where a row has no other, of repeated sizes the fastest. Where a text names no program, the
+    rates decide where they can. Raises UsageError that names the file, the line, and what was expected."""
     path = Path(path)
     try:
-        return _curves(path, kind)
+        return _curves(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -68,11 +61,10 @@ def read_nccl_tests(path: str | Path, kind: str | None = None) -> dict[tuple[str
         ) from None
 
 
-def _curves(path: Path, kind: str | None) -> dict[tuple[str, int], Curve]:
+def _curves(path: Path) -> dict[tuple[str, int], Curve]:
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: is no file; give an output of nccl-tests")
     text = path.read_text(encoding="utf-8-sig", errors="replace")
-    given = kind
     runs = _json_runs(path, text) if text.lstrip().startswith("{") else _text_runs(path, text)
     samples: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for run in runs:
@@ -83,7 +75,7 @@ def _curves(path: Path, kind: str | None) -> dict[tuple[str, int], Curve]:
                 f"{path}:{run.line}: this run lists {run.ranks or 'no'} ranks; expected lines such as "
                 "'#  Rank  0 Group  0 Pid 1234 on host device  0 ...' for 2 or more"
             )
-        key = (given or run.kind or _guess(path, run), run.ranks)
+        key = (run.kind or _guess(path, run), run.ranks)
         samples[key] += [(nbytes, us) for nbytes, us, _, _ in run.rows]
     if not samples:
         raise UsageError(

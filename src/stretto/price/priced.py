@@ -23,14 +23,10 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import Priced, Specs, price_list, specs_of, traffic_bytes
 from stretto.ir.program import Job, Op
 from stretto.price.alike import AlikePricer
-from stretto.price.calibration import Calibration, GroupTiming, LinkTiming
-from stretto.price.calls import Calls
-from stretto.price.op_times import Timing
-from stretto.price.peak import named_peak
+from stretto.price.calibration import Calibration, Calls, GroupTiming, LinkTiming, Timing
+from stretto.price.devices import named_peak
 from stretto.price.profiler_trace import trace_key
-from stretto.price.roofline import ACTION_US, FREE, scaled
-from stretto.price.sharing import sharing
-from stretto.price.wanted import wanted_collectives
+from stretto.price.shared import ACTION_US, FREE, scaled, sharing, wanted_collectives
 
 
 class CalibratedPricer(AlikePricer):
@@ -95,10 +91,8 @@ def calibrated_pricer(job: Job, schedule: Schedule, calibration: Calibration) ->
 
 def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Costs:
     """The costs of a job by a calibration; `source` counts how op times are known, `op_how` says it of each.
-
-    Raises UsageError when the calibration is of another kind of device than the job was captured for, and
-    when it knows no collectives or messages and the job needs them.
-    """
+    Raises UsageError when the calibration is of another kind of device, or lacks collectives or messages that
+    the job needs."""
     if calibration.machine.kind != job.device:
         raise UsageError(
             f"{calibration.name} is of a {calibration.machine.kind} device ({calibration.machine.device}), "

@@ -76,10 +76,8 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """A trace's ops, and what they ran on.
-
-    Raises UsageError when the file is no trace, or was recorded without shapes.
-    """
+    """A trace's ops, and what they ran on. Raises UsageError when the file is no trace, or was recorded
+    without shapes."""
     events, device = _events(Path(path))
     try:
         return _trace(path, events, device)
@@ -129,10 +127,8 @@ def _key(name: str, dtype: str, shapes: Iterable[Sequence[int]]) -> str:
 
 
 def _inputs(dims: Sequence[Any], types: Sequence[Any]) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Shapes of the tensors among an event's inputs, those in lists too, and the first's dtype.
-
-    A number's dims are empty, and so are those of a tensor of one number, which is left out with it.
-    """
+    """Shapes of the tensors among an event's inputs, those in lists too, and the first's dtype. Dims of
+    numbers and of tensors of one number are empty, and left out."""
     shapes: list[tuple[int, ...]] = []
     dtype = ""
     for at, shape in enumerate(dims):

@@ -1,20 +1,17 @@
 """What a rank under a quota has of its processor, period by period: how fast its compute lane goes
-(`simulating.compute_lane.Speed`).
-
-Knows neither clock nor lane. The contract:
+(`simulating.compute_lane.Steady`), and the least time that work takes, by which bounds go.
 
 1. In each period a rank has `share` of it in processor time. While some is left, its lane runs with `speed`
    of a processor, less what transfers take; then it is stopped until the next period. So a lane that waited
    for something else has time left, and computes faster.
 2. Transfers take theirs whether or not the lane runs. What they take when nothing is left is a debt, which
    the next period pays. Time that is left over at the end of a period is lost.
-3. Periods begin with the step, on all ranks alike: ranks that share a place go on together, and are stopped
-   together. In truth each is stopped in its own time, which brings them apart (`behind_us`).
+3. Periods begin with the step, on all ranks: ranks that share a pipeline rank are stopped together. In truth
+   each is stopped in its own time, which brings them apart (`behind_us`).
 
-Whole periods are summed in closed form. Walks are no faster for it, but where transfers take nearly all that
-a rank has, work may go on for millions of periods, and one by one they would take minutes. A lane that works
-on, with `left` at the start of a period, runs for left / speed; in what remains of the period, transfers run
-into debt by `taken` of it. So the next period begins with
+Whole periods are summed in closed form: where transfers take nearly all that a rank has, work may go on for
+millions of periods. A lane that works on, with `left` at the start of a period, runs for left / speed; in
+what remains of the period, transfers run into debt by `taken` of it. So the next period begins with
 
     left' = share * period - (period - left / speed) * taken,
 
@@ -22,6 +19,11 @@ which is linear in `left`: a geometric series.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stretto.ir.processor import Processor
 
@@ -142,5 +144,32 @@ class Budget:
         return ratio, (self._whole_us - self._period_us * taken) / (1.0 - ratio)
 
     def _speed(self, load: float) -> float:
-        """Of work, while there is time left."""
         return (self._rate - load * self._share) / self._share
+
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How much of its ops' times a compute lane may do in any stretch of time T, in microseconds: at most
+    `fastest` times T, and at most T + `ahead_us`."""
+
+    fastest: float = 1.0
+    ahead_us: float = 0.0
+
+    @staticmethod
+    def of(processor: Processor | None) -> Pace:
+        """That of a plan's ranks; steady on accelerators."""
+        if processor is None:
+            return STEADY
+        return Pace(processor.fastest, 2.0 * (1.0 - processor.share) * processor.period_us)
+
+    def least_us(self, work_us: Array) -> Array:
+        """The least time in which so much is done. Superadditive, and grows no faster than the work: of a
+        stretch that is known to take so long, the time of one of its ops may be taken off."""
+        return np.maximum(work_us / self.fastest, work_us - self.ahead_us)
+
+
+STEADY = Pace()
+"""A lane that does a microsecond's work in a microsecond, always."""

@@ -45,7 +45,6 @@ def _place(proc: Path, mounts: Path) -> tuple[Path, str]:
 
 
 def _limit(group: Path) -> tuple[float, float] | None:
-    """What one group may have."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

@@ -1,11 +1,9 @@
 """The quota under which running ranks compute, and how fast they are while it lasts.
 
-    1. What each rank's control group says (`stretto.processor.control_groups`); the tightest counts for all.
-    2. Its speed: ranks rest for a while and then compute for a part of what they may, again and again, each
-       in its own time. A rank that has a core for itself then has a whole processor; one whose neighbours are
-       allowed the rest of its core shares it with those that happen to compute.
-
-Touches no file but the kernel's, and no network.
+1. What each rank's control group says (`stretto.processor.control_groups`); the tightest counts for all.
+2. Its speed: ranks rest for a while and then compute for a part of what they may, again and again, each
+   in its own time. A rank that has a core for itself then has a whole processor; one whose neighbours are
+   allowed the rest of its core shares it with those that happen to compute.
 """
 
 from __future__ import annotations
@@ -13,15 +11,40 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from stretto.backend.idle_class import lanes_first
+from stretto.backend.gloo_adapter import lanes_first
 from stretto.ir.processor import Processor
 from stretto.processor.control_groups import own_share, processor_quota
-from stretto.processor.products import products_on
+
+SIDE = {"cpu": 192, "cuda": 4096}
+"""Rows and columns of the products: short on a processor, so that the end of a collective is seen soon;
+large enough to fill an accelerator."""
+
+WEIGHTS_BYTES = 16 * 2**20
+"""The products on a processor read as many bytes in turn, as a step reads weights: what a transport copies
+takes caches and memory from them, and what they read takes caches from the transport; products of one small
+matrix would notice neither. Assumed."""
+
+
+def products_on(device: torch.device) -> Callable[[], None]:
+    """A function that computes one product; call it under `no_grad`."""
+    side = SIDE.get(device.type, SIDE["cuda"])
+    count = WEIGHTS_BYTES // (4 * side * side) if device.type == "cpu" else 1
+    factors = cycle([torch.full((side, side), 0.01, device=device) for _ in range(count)])
+    product = torch.empty((side, side), device=device)
+
+    def compute() -> None:
+        factor = next(factors)
+        torch.mm(factor, factor, out=product)
+
+    return compute
+
 
 BURSTS = 40
 """Rests and bursts that are measured. Assumed: they take half a second with a period of 10 ms."""
@@ -40,10 +63,8 @@ def quota_share() -> float:
 
 
 def agreed_quota(device: torch.device) -> Processor | None:
-    """The quota under which all ranks compute, equal on all of them; every running rank calls it.
-
-    None when one of them has none that holds back the threads that it computes with.
-    """
+    """The quota under which all ranks compute, equal on all of them; every running rank calls it. None when
+    one of them has none that limits the threads that it computes with."""
     result = processor_quota() if device.type == "cpu" else None
     share = quota_share()
     mine = (result[0], share) if result is not None and share < 1.0 else None

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stretto.bounds.words import format_us
+from stretto.bounds.step import format_us
 
 KIB = 1024
 

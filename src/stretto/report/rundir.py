@@ -25,7 +25,7 @@ from stretto.ir.timeline import Timeline
 from stretto.report.files import FIGURES, OBSERVED, PlanFigures
 from stretto.report.files import FILE as TIMELINE
 from stretto.simulating import predict, simulate
-from stretto.simulating.predict import accounts_of
+from stretto.simulating.engine import accounts_of
 from stretto.verifying import verify
 
 SUMMARY = "summary.json"

@@ -34,7 +34,7 @@ from stretto.ir.plan import Communicator, Plan
 from stretto.ir.timeline import Span
 from stretto.runtime.record import idle_spans
 from stretto.runtime.transport import Handle, Pending, not_open
-from stretto.simulating.clock import Moment
+from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
 from stretto.verifying.trace import EventKind

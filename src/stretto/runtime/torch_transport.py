@@ -14,7 +14,7 @@ A rank whose connection breaks or stays silent is named, except in a collective,
 3. No lane comes to be later: what starts on a lane that was not opened is refused.
 4. Gloo's threads of lanes do not take the core of one that has what they need
    (`stretto.backend.gloo_adapter`); during a step the thread that computes gives way to them
-   (`stretto.backend.idle_class`).
+   (`stretto.backend.gloo_adapter`).
 5. A buffer that a transfer reads or writes is kept by its handle until it was waited for.
 """
 
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.backend import collectives, gloo_adapter
-from stretto.backend.idle_class import keeping_core, lanes_first
+from stretto.backend.gloo_adapter import keeping_core, lanes_first
 from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.collectives import ALL_REDUCE, How
 from stretto.ir.mesh import Mesh

@@ -1,24 +1,94 @@
-"""What is in flight: how fast it goes, and which share of processors it takes.
+"""The clock of the simulation, and what is in flight: how fast it goes, which share of processors it takes.
 
-Knows places and times; nothing of edges, ops or instructions. The contract:
+Events at one time happen in the order in which they were put in, so that equal plans give equal timelines;
+those that choose between what has come by then happen when all others have. Transfers:
 
 1. A transfer takes `busy_us` at full rate, and then `latency_us`, which keeps nothing busy.
-2. A place has one network card, which serves each direction on its own. Of k transfers that use a direction
-   at the same time, each gets an equal share, 1/k of the rate; one that uses several directions goes at the
-   least of its shares. What one cannot use is not given to the others. Shares change at once
+2. A pipeline rank has one network card, which serves each direction on its own. Of k transfers that use a
+   direction at the same time, each gets an equal share, 1/k of the rate; one that uses several directions
+   goes at the least of its shares. What one cannot use is not given to the others. Shares change at once
    when a transfer begins or ends.
 3. While it is in flight, a transfer takes `processor` times its rate, and `slowdown`, of the compute lanes
-   of its places. So the processor time it takes in all does not depend on its rate; slowdown, which is a
-   share of the device that it holds, does.
+   of its ranks. So the processor time it takes in all does not depend on its rate; slowdown, which is a
+   share of the device that it uses, does.
 4. Transfers that use no card have links of their own, and full rate.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stretto.simulating.clock import Clock
+
+class Clock:
+    """A queue of events; `now_us` is the time of the event that is happening."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self._events: list[tuple[float, bool, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def at(self, time_us: float, event: Callable[[], None]) -> None:
+        """Let `event` happen at `time_us`, which must not lie in the past."""
+        heapq.heappush(self._events, (time_us, False, self._count, event))
+        self._count += 1
+
+    def choose(self, event: Callable[[], None]) -> None:
+        """Let `event` happen now, when everything else that happens now has."""
+        heapq.heappush(self._events, (self.now_us, True, self._count, event))
+        self._count += 1
+
+    def run(self) -> None:
+        """Let events happen until none is left."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """Let the next event happen; False when there is none."""
+        if not self._events:
+            return False
+        self.now_us, _, _, event = heapq.heappop(self._events)
+        event()
+        return True
+
+    def skip(self, time_us: float) -> bool:
+        """Let it be `time_us`, if nothing happens until then; whether it is."""
+        if self._events and self._events[0][0] <= time_us:
+            return False
+        self.now_us = time_us
+        return True
+
+    def advance(self, time_us: float) -> None:
+        """Let the events up to `time_us` happen; then it is that time, or stays what it was if that is
+        later. What is chosen at that time waits: something may come yet."""
+        while self._events and self._events[0][:2] <= (time_us, False):
+            self.step()
+        self.now_us = max(self.now_us, time_us)
+
+
+class Moment:
+    """Something that happens once. `begun_us`: since when it has been under way (None: not yet)."""
+
+    __slots__ = ("_waiters", "begun_us", "happened")
+
+    def __init__(self) -> None:
+        self.begun_us: float | None = None
+        self.happened = False
+        self._waiters: list[Callable[[], None]] = []
+
+    def then(self, resume: Callable[[], None]) -> None:
+        """Call `resume` when the moment happens; it must not have happened yet."""
+        assert not self.happened
+        self._waiters.append(resume)
+
+    def happen(self, clock: Clock) -> None:
+        """Let the moment happen now; those who wait go on as events of this time."""
+        self.happened = True
+        for resume in self._waiters:
+            clock.at(clock.now_us, resume)
+        self._waiters.clear()
+
 
 LoadChange = Callable[[int, float, float], None]
 """(place, what is given back of its processor, what is taken instead)."""
@@ -34,10 +104,8 @@ def nothing() -> None:
 @dataclass(slots=True, eq=False)
 class Transfer:
     """One message or collective in flight. `leave` is called after busy_us, `arrive` latency_us later.
-
     left_us: of busy_us, at the start and at `since_us`; until_arrival: processors are given back with the
-    arrival, not when the transfer leaves.
-    """
+    arrival, not when the transfer leaves."""
 
     left_us: float
     latency_us: float
@@ -55,10 +123,8 @@ class Transfer:
 
 
 class Cards:
-    """All transfers that are in flight.
-
-    alone: messages alone use cards, and they take turns; there is nothing to share.
-    """
+    """All transfers that are in flight. alone: messages alone use cards, and they take turns; there is
+    nothing to share."""
 
     def __init__(self, clock: Clock, change_load: LoadChange, alone: bool) -> None:
         self._clock = clock
@@ -119,7 +185,6 @@ class Cards:
             transfer.arrive()
 
     def _load(self, transfer: Transfer, load: float) -> None:
-        """Step 3."""
         was, transfer.load = transfer.load, load
         if load != was:
             for place in transfer.places:

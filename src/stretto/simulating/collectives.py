@@ -21,8 +21,7 @@ from stretto.ir.action import ONCE, Phase
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, SpanKind
 from stretto.ir.transfers import CollectiveTime
-from stretto.simulating.cards import Cards, Transfer, nothing
-from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.cards import Cards, Clock, Moment, Transfer, nothing
 from stretto.simulating.windows import Call
 
 
@@ -66,11 +65,9 @@ class Collectives:
         self._cards = cards
         self._spans = spans
         self._shared = set(plan.costs.shared)
-        self._lanes: dict[tuple[str, int], Lane] = {}
+        self._lanes: dict[tuple[str, int], Lane] = defaultdict(Lane)
         self._joined: dict[str, list[RunningCollective]] = defaultdict(list)
         self._started: Counter[tuple[str, int]] = Counter()
-
-    # --- step 1 -------------------------------------------------------------------------------------
 
     def start(self, call: Call, place: int, microbatch: int) -> RunningCollective:
         """An op of a window starts a collective, or its place's part of one, now."""
@@ -80,7 +77,7 @@ class Collectives:
         if call.places and number < len(joined):
             made = joined[number]
         else:
-            lane = self._lane(call.axis, 0 if call.places else place)
+            lane = self._lanes[call.axis, 0 if call.places else place]
             places = call.places or (place,)
             made = RunningCollective(lane, call.axis, call.name, places, call.nbytes, call.time, set(places))
             if microbatch != ONCE:
@@ -92,17 +89,7 @@ class Collectives:
             self._ready(made)
         return made
 
-    def _lane(self, communicator: str, place: int) -> Lane:
-        key = (communicator, place)
-        result = self._lanes.get(key)
-        if result is None:
-            result = self._lanes[key] = Lane()
-        return result
-
-    # --- steps 2 and 3 ------------------------------------------------------------------------------
-
     def _ready(self, collective: RunningCollective) -> None:
-        """All members have started it."""
         collective.done.begun_us = self._clock.now_us
         if collective.lane.busy:
             collective.lane.waiting.append(collective)

@@ -1,48 +1,134 @@
-"""A compute lane: one piece of work at a time, at the speed that transfers leave it.
-
-Knows the clock; nothing of ops or windows. The contract:
+"""A compute lane: one piece of work at a time, at the speed that transfers leave it; and its accounts.
 
 1. While transfers take shares of its rank's processor, it goes slower by these shares (at least 0 is left);
    a lane that is idle loses nothing.
 2. Work is counted in the time that it takes a lane that never waits. A lane does as much of it in any time as
-   its `Speed` says. On an accelerator that is `Steady`; on a processor under a quota it is
-   `stretto.processor.budget`, the one place where the simulation meets what only processors do.
+   its speed says. On an accelerator that is `Steady`; on a processor under a quota it is
+   `stretto.processor.budget`.
+3. Ranks that share a pipeline rank are walked as one. Each stretch of work puts the slowest further behind,
+   by `Costs.skew` of it. At a wait for a collective the others wait for it, less what the collective has
+   been done for; then it is behind by that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import replace
 
+from stretto.ir.action import Action
 from stretto.ir.costs import Costs
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind
 from stretto.processor.budget import DONE_US, Budget
-from stretto.simulating.clock import Clock
+from stretto.simulating.cards import Clock
 
 
-class Speed(Protocol):
-    """How much work a lane does. load: the share that transfers take of a lane that never waits."""
+class Straggler:
+    """By how much the slowest rank of one place is behind."""
 
-    def run(self, since_us: float, now_us: float, load: float, working: bool) -> float:
-        """A stretch of time has passed since the last call; returns the work that was done in it."""
+    __slots__ = ("_behind_us", "_skew")
 
-    def end(self, now_us: float, work_us: float, load: float) -> float | None:
-        """When work that goes on from now is done, if the load stays; None if never."""
+    def __init__(self, skew: float) -> None:
+        self._skew = skew
+        self._behind_us = 0.0
 
-    def behind_us(self) -> float:
-        """By how much more the slowest rank of the place is behind than `Costs.skew` of the work says, for
-        what was done since the last call."""
+    def work(self, work_us: float, behind_us: float = 0.0) -> None:
+        """The place has worked for so long. behind_us: what brings the slowest rank behind beside that."""
+        self._behind_us += self._skew * work_us + behind_us
+
+    def late_us(self, slack_us: float) -> float:
+        """How long a wait would be for the slowest rank. slack_us: since when the collective is done."""
+        return max(0.0, self._behind_us - slack_us)
+
+    def meet(self, slack_us: float) -> float:
+        """The ranks wait for such a collective; how long they do so for the slowest."""
+        late_us = self.late_us(slack_us)
+        self._behind_us = min(self._behind_us, slack_us)
+        return late_us
+
+
+class Accounts:
+    """Spans of the compute lane, and steps of memory, of one rank. action_end_us: when the last work of the
+    action that is being extended ended."""
+
+    def __init__(self, rank: int, spans: list[Span], bytes_held: int) -> None:
+        self._rank = rank
+        self._spans = spans
+        self.peak_bytes = bytes_held
+        self.steps: list[tuple[float, int]] = [(0.0, bytes_held)]
+        # The compute span that is being extended: its action and its start.
+        self._action: Action | None = None
+        self._action_start_us = 0.0
+        self.action_end_us = 0.0
+        self._stood = -1
+
+    def extend(self, action: Action, start_us: float) -> None:
+        """Work of `action` begins."""
+        if self._action is not action:
+            self.flush()
+            self._action, self._action_start_us = action, start_us
+
+    def flush(self) -> None:
+        """Write the compute span that was being extended."""
+        action, self._action = self._action, None
+        if action is not None:
+            self._spans.append(
+                Span(
+                    self._rank,
+                    COMPUTE_LANE,
+                    SpanKind.COMPUTE,
+                    str(action),
+                    self._action_start_us,
+                    self.action_end_us,
+                    action.stage,
+                    action.phase,
+                    action.microbatch,
+                )
+            )
+
+    def stand(self, start_us: float, end_us: float, begun_us: float, name: str) -> None:
+        """The lane stood still; what it waited for was under way from `begun_us` on."""
+        begun_us = min(max(begun_us, start_us), end_us)
+        for kind, first, last in (
+            (SpanKind.BUBBLE, start_us, begun_us),
+            (SpanKind.EXPOSED, begun_us, end_us),
+        ):
+            if last > first:
+                self._stand(Span(self._rank, COMPUTE_LANE, kind, name, first, last))
+
+    def _stand(self, span: Span) -> None:
+        """Write a span, or make the last one longer that it goes on with."""
+        before = self._spans[self._stood] if self._stood >= 0 else None
+        if before is not None and (before.kind, before.name, before.end_us) == (
+            span.kind,
+            span.name,
+            span.start_us,
+        ):
+            self._spans[self._stood] = replace(before, end_us=span.end_us)
+            return
+        self._stood = len(self._spans)
+        self._spans.append(span)
+
+    def hold(self, time_us: float, held: int) -> None:
+        """So many bytes are held from now on."""
+        if held > self.peak_bytes:
+            self.peak_bytes = held
+        if self.steps[-1][1] != held:
+            self.steps.append((time_us, held))
 
 
 class Steady:
-    """A microsecond's work in a microsecond, less what transfers take."""
+    """A microsecond's work in a microsecond, less what transfers take. load: the share that they take."""
 
     def run(self, since_us: float, now_us: float, load: float, working: bool) -> float:
+        """A stretch of time has passed since the last call; returns the work that was done in it."""
         return (now_us - since_us) * (1.0 - load) if working else 0.0
 
     def end(self, now_us: float, work_us: float, load: float) -> float | None:
+        """When work that goes on from now is done, if the load stays; None if never."""
         return now_us + work_us / (1.0 - load) if load < 1.0 else None
 
     def behind_us(self) -> float:
+        """What brings the slowest rank behind beside `Costs.skew` of the work, since the last call."""
         return 0.0
 
 
@@ -58,7 +144,7 @@ class ComputeLane:
         """What the loads take together, as a share."""
         self._version = 0
         self._then: Callable[[], None] = lambda: None
-        self._speed: Speed = Steady() if costs.processor is None else Budget(costs.processor)
+        self._speed: Steady | Budget = Steady() if costs.processor is None else Budget(costs.processor)
 
     def work(self, work_us: float, then: Callable[[], None]) -> None:
         """Work from now on; `then` is called at its end. The lane must not be working."""
@@ -79,11 +165,10 @@ class ComputeLane:
             self._aim()
 
     def behind_us(self) -> float:
-        """As `Speed.behind_us`. While the lane does not work."""
+        """As `Steady.behind_us`. While the lane does not work."""
         return self._speed.behind_us()
 
     def _pass(self) -> None:
-        """Account for the time since the last change."""
         since_us, now_us = self._since_us, self._clock.now_us
         self._since_us = now_us
         self._left_us -= self._speed.run(since_us, now_us, self._load, self.working)

@@ -1,22 +1,20 @@
-"""The simulation: walks every rank's instructions, item by item, with no device.
+"""The simulation: walks every rank's instructions, item by item, with no device; and a plan's prediction.
 
-The contract:
-
-1. A rank of the plan is a place of the pipeline; ranks of the run that share it walk one order at one time,
-   and are simulated once. It has one compute lane, which walks the rank's instructions in order.
+1. A rank of the plan is a pipeline rank; ranks of the run that share it walk one order at one time, and are
+   simulated once. It has one compute lane, which walks the rank's instructions in order.
 2. `recv` posts a buffer, and takes no time. `run` walks a window: `action_us`, then its ops, each for its
-   cost. A `send` starts a message and takes no time; a `wait` stands until the message can be used. A
+   cost. A `send` starts a message and takes no time; a `wait` stalls until the message can be used. A
    value for a stage of the same rank is there as soon as it is made. As an op that starts a collective
-   begins, the collective goes to its lane; its `comm.wait` stands until it is done, and, of a microbatch's,
-   until the slowest of the ranks that share the place has done its part of it (`simulating.straggler`).
-3. `sent` stands until the message has left.
+   begins, the collective goes to its lane; its `comm.wait` stalls until it is done, and, of a microbatch's,
+   until the slowest of the ranks that share the pipeline rank has done its part of it.
+3. `sent` stalls until the message has left.
 4. How messages move is the contract of `simulating.network`, how collectives do of `simulating.collectives`,
-   what is shared of `simulating.cards`; what is held in memory is that of `simulating.memory`.
+   what is shared of `simulating.cards`; memory is that of `simulating.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares
    (`simulating.compute_lane`).
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
    under way (exposed), and the rest (bubble): waiting for what has not been started, or for the end of the
-   step (`simulating.accounts`).
+   step.
 7. When nothing can happen any more and a rank has instructions left, the plan is refused; the message says
    what every such rank waits for.
 """
@@ -24,19 +22,19 @@ The contract:
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 
+from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
 from stretto.ir.action import Action
+from stretto.ir.costs import Prediction
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
-from stretto.simulating.accounts import Accounts
-from stretto.simulating.cards import Cards
-from stretto.simulating.clock import Clock, Moment
+from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives, RunningCollective
-from stretto.simulating.compute_lane import ComputeLane
-from stretto.simulating.memory import RankMemory
+from stretto.simulating.compute_lane import Accounts, ComputeLane, Straggler
+from stretto.simulating.memory import RankMemory, memory_parts
 from stretto.simulating.network import Message, Network
-from stretto.simulating.straggler import Straggler
 from stretto.simulating.windows import Call, Control, ReadyWindow, Segment, make_ready
 
 Lane = Generator[float | Moment, None, None]
@@ -44,12 +42,9 @@ Lane = Generator[float | Moment, None, None]
 
 
 def simulate(plan: Plan) -> Timeline:
-    """Predict the timeline of a step of `plan`: spans, accounts and memory of every rank.
-
-    Times are microseconds from the step's common start, memory is bytes. By discrete events, as this module's
-    contract says. Raises PlanError when ranks wait for each other for ever, and for windows, ops or costs
-    that are missing.
-    """
+    """Predict the timeline of a step of `plan`: spans, accounts and memory of every rank, in microseconds
+    from the step's common start and bytes. Raises PlanError when ranks wait for each other for ever, and for
+    windows, ops or costs that are missing."""
     walk = Walk(plan)
     try:
         return walk.run()
@@ -83,7 +78,7 @@ class Walk:
             rank.resume()
 
     def stuck(self) -> list[str]:
-        """Where ranks stand, and for what; empty when all have ended."""
+        """Where ranks stall, and for what; empty when all have ended."""
         return [rank.stuck() for rank in self.ranks.values() if not rank.finished]
 
     def end(self, least_us: float = 0.0) -> float:
@@ -126,12 +121,10 @@ class Walk:
 
     def _change_load(self, rank: int, was: float, load: float) -> None:
         if rank in self.ranks:
-            self.ranks[rank].change_load(was, load)
+            self.ranks[rank].compute.change_load(was, load)
 
 
 class _Rank:
-    """One rank's compute lane."""
-
     def __init__(self, walk: Walk, index: int) -> None:
         costs = walk.plan.costs
         self._walk = walk
@@ -140,15 +133,13 @@ class _Rank:
         self._memory = RankMemory(walk.plan, index)
         self.accounts = Accounts(index, walk.spans, self._memory.bytes_held)
         self._started: dict[tuple[object, int], RunningCollective] = {}
-        self._compute = ComputeLane(walk.clock, costs)
+        self.compute = ComputeLane(walk.clock, costs)
         self._lane = self._walk_lane()
         self.finished = False
         self.end_us = 0.0
         self._at: Instruction | None = None
         self._waits_for: Message | RunningCollective | str = ""
         self._straggler = Straggler(costs.skew)
-
-    # --- steps 1 to 3: the lane ---------------------------------------------------------------------
 
     def _walk_lane(self) -> Lane:
         network, memory = self._walk.network, self._memory
@@ -183,7 +174,7 @@ class _Rank:
             if work_us:
                 accounts.extend(actions[segment.part], start_us)
                 yield work_us
-                self._straggler.work(work_us, self._compute.behind_us())
+                self._straggler.work(work_us, self.compute.behind_us())
                 accounts.action_end_us = clock.now_us
             if change is not None:
                 held = memory.bytes_held
@@ -223,7 +214,6 @@ class _Rank:
             yield from self._wait(there, done.name, done)
 
     def _finish(self, started: RunningCollective | None, call: Call) -> Lane:
-        """A `comm.wait` whose collective is not done."""
         if started is None:
             # Only this lane could start it, so the wait can never end.
             name = f"collective {call.name}"
@@ -232,7 +222,6 @@ class _Rank:
             yield from self._wait(started.done, started.name, started)
 
     def _message(self, segment: Segment, microbatch: int) -> Lane:
-        """A window's send, or its wait for a message."""
         key = (segment.edge, microbatch)
         if segment.local:
             if segment.control is Control.SEND:
@@ -257,8 +246,6 @@ class _Rank:
         self.accounts.flush()
         self.accounts.stand(start_us, self._clock.now_us, start_us if begun_us is None else begun_us, name)
 
-    # --- step 5: work at the speed that transfers leave ---------------------------------------------
-
     def resume(self) -> None:
         """Let the lane go on until it works, stands or has ended."""
         request = next(self._lane, None)
@@ -269,17 +256,34 @@ class _Rank:
         elif isinstance(request, Moment):
             request.then(self.resume)
         else:
-            self._compute.work(request, self.resume)
-
-    def change_load(self, was: float, load: float) -> None:
-        """A transfer that took `was` of the processor takes `load` from now on."""
-        self._compute.change_load(was, load)
-
-    # --- step 7: nothing can happen any more --------------------------------------------------------
+            self.compute.work(request, self.resume)
 
     def stuck(self) -> str:
-        """Where the rank stands for ever, and what it waits for."""
         what = self._waits_for
         if isinstance(what, Message | RunningCollective):
             what = what.why_missing()
         return f"rank {self._index} stands at `{self._at}`: waits for {what}"
+
+
+def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:
+    """Take the simulated step of `plan` (or its `timeline`) and bound it; microseconds and bytes, lists by
+    rank. Raises PlanError for what `simulate` and `lower_bound` refuse."""
+    timeline = simulate(plan) if timeline is None else timeline
+    bound = lower_bound(plan.job, plan.schedule, plan.costs)
+    parts = memory_parts(plan, timeline.peak_bytes)
+    return replace(accounts_of(timeline), bound_us=bound.us, binds=bound.binds, memory=parts)
+
+
+def accounts_of(timeline: Timeline) -> Prediction:
+    """What a simulated timeline alone says of its plan; `bound_us` is 0, which is none."""
+    return Prediction(
+        step_us=timeline.step_us,
+        compute_us=timeline.by_rank(SpanKind.COMPUTE),
+        exposed_us=timeline.by_rank(SpanKind.EXPOSED),
+        bubble_us=timeline.by_rank(SpanKind.BUBBLE),
+        peak_bytes=timeline.peak_bytes,
+        bound_us=0.0,
+        binds="",
+        exposed_axis_us=timeline.exposed_axis_us(),
+        comm_axis_us=timeline.comm_axis_us(),
+    )

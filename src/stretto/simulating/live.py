@@ -15,8 +15,7 @@ from __future__ import annotations
 from stretto.errors import PlanError
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import WAIT
-from stretto.ir.timeline import Span
-from stretto.simulating.clock import Moment
+from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.engine import Walk
 from stretto.simulating.network import Message
@@ -24,77 +23,58 @@ from stretto.simulating.windows import Call, ReadyWindow, make_ready
 from stretto.verifying.trace import EventKind, ends_of, trace_of
 
 
-class Live:
-    """One step of `plan` with a real rank at a place of the pipeline. windows: see `ready_windows`.
-
-    Raises PlanError for windows, ops or costs that are missing.
-    """
+class Live(Walk):
+    """One step of `plan` with a real rank at a pipeline rank. windows: see `ready_windows`. Raises PlanError
+    for windows, ops or costs that are missing."""
 
     def __init__(self, plan: Plan, place: int, windows: dict[str, ReadyWindow] | None = None) -> None:
-        self._walk = Walk(plan, place, windows)
-        self._clock = self._walk.clock
+        super().__init__(plan, place, windows)
         self._place = place
 
     @property
     def now_us(self) -> float:
-        """The latest time that was told, or that a wait ended at."""
-        return self._clock.now_us
-
-    def begin(self) -> None:
-        """The step begins, at 0."""
-        self._walk.begin()
+        """The latest time that was reported, or that a wait ended at."""
+        return self.clock.now_us
 
     def advance(self, now_us: float) -> None:
         """Step 1."""
-        self._clock.advance(now_us)
-
-    # 2. What the real rank does.
+        self.clock.advance(now_us)
 
     def send(self, edge: int, microbatch: int) -> Message:
         """Start a message; `left` of what is returned happens when its buffer may go."""
-        self._walk.network.send(edge, microbatch)
-        return self._walk.network.message(edge, microbatch)
+        self.network.send(edge, microbatch)
+        return self.network.message(edge, microbatch)
 
     def post(self, edge: int, microbatch: int) -> Message:
         """Post a receive; `arrived` of what is returned happens when the message can be used."""
-        self._walk.network.post(edge, microbatch)
-        return self._walk.network.message(edge, microbatch)
+        self.network.post(edge, microbatch)
+        return self.network.message(edge, microbatch)
 
     def start(self, call: Call, microbatch: int) -> RunningCollective:
-        """Start a collective, or the rank's part of one that joins places."""
-        return self._walk.collectives.start(call, self._place, microbatch)
-
-    # 3. What it waits for.
+        """Start a collective, or the rank's part of one that joins pipeline ranks."""
+        return self.collectives.start(call, self._place, microbatch)
 
     def until(self, moment: Moment, what: str) -> float:
-        """Let events happen until `moment` does; returns when that is, in microseconds.
-
-        Raises PlanError when it never will, with what every other rank stands for.
-        """
+        """Let events happen until `moment` does; returns when that is, in microseconds. Raises PlanError when
+        it never will, with what every other rank waits for."""
         while not moment.happened:
-            if not self._clock.step():
+            if not self.clock.step():
                 fault = f"rank {self._place} stands for ever: waits for {what}"
-                raise PlanError("the plan stops", [fault, *self._walk.stuck()])
-        return self._clock.now_us
+                raise PlanError("the plan stops", [fault, *self.stuck()])
+        return self.clock.now_us
 
-    def end(self, now_us: float) -> float:
+    def end(self, least_us: float = 0.0) -> float:
         """The real rank has ended: the others go on to their ends. Returns when the last of all ended."""
-        self._clock.advance(now_us)
-        self._clock.run()
-        stuck = self._walk.stuck()
-        if stuck:
+        self.clock.advance(least_us)
+        self.clock.run()
+        if stuck := self.stuck():
             raise PlanError("the plan stops: ranks wait for each other for ever", stuck)
-        return self._walk.end(now_us)
-
-    @property
-    def spans(self) -> list[Span]:
-        """The other ranks' spans, and the real one's messages and collectives."""
-        return self._walk.spans
+        return super().end(least_us)
 
     @property
     def peak_bytes(self) -> dict[int, int]:
         """The other ranks' peak memory."""
-        return {rank: result.accounts.peak_bytes for rank, result in self._walk.ranks.items()}
+        return {rank: result.accounts.peak_bytes for rank, result in self.ranks.items()}
 
 
 def ready_windows(plan: Plan) -> dict[str, ReadyWindow]:

@@ -135,8 +135,6 @@ class RankMemory:
         self._begun_grads: set[str] = set()
         self._cache: dict[tuple[object, ...], tuple[Change | None, ...]] = {}
 
-    # --- what exists, and who uses it (once a rank) ------------------------------------------------
-
     def _root(self, stage: int, name: str) -> Storage | None:
         """The storage that a value lies in; None for what is not counted."""
         key = (stage, name)
@@ -192,8 +190,6 @@ class RankMemory:
                 nbytes.append(0)
             nbytes[storage.group] += storage.nbytes
         return [MemoryGroup(*key, nbytes[index]) for key, index in index_of.items()]
-
-    # --- the walk ---------------------------------------------------------------------------------
 
     def post(self, edge: int) -> None:
         """Step 3: a receive is posted."""
@@ -272,7 +268,6 @@ class RankMemory:
         ends: frozenset[tuple[int, int]],
         first: set[str],
     ) -> tuple[Change | None, ...]:
-        """Steps 2 and 4 for one case of a window."""
         parts = ready.window.parts
         last_use: dict[tuple[int, int], tuple[int, int]] = {}
         for at, (item, op) in enumerate(zip(ready.window.items, ready.ops, strict=True)):

@@ -24,8 +24,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, SpanKind
 from stretto.ir.transfers import occupancy_us, processor_us
-from stretto.simulating.cards import Cards, Transfer
-from stretto.simulating.clock import Clock, Moment
+from stretto.simulating.cards import Cards, Clock, Moment, Transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +134,6 @@ class Network:
                 self._transfer(channel, channel.waiting.popleft())
 
     def _transfer(self, channel: Channel, message: Message) -> None:
-        """Steps 3 to 5."""
         link = self._costs.link(channel.sender, channel.receiver)
         start_us = self._clock.now_us
         busy_us = occupancy_us(link, message.nbytes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
@@ -48,13 +49,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Ops of one part that run one after another, and then perhaps a control.
-
-    first, last: the range of the window's items whose ops these are (`last` is one past the end).
-    edge: of the message that the control is about, else -1. local: the edge stays on the rank.
-    call: of the collective that the control is about, else None; the op that starts it, or waits for it, is
-    the next segment's first.
-    """
+    """Ops of one part that run one after another, and then perhaps a control. first, last: the range of the
+    window's items (`last` is one past the end). edge: of the message that the control is about, else -1;
+    local: it stays on the rank. call: of the collective that the control is about; the op that starts it, or
+    waits for it, is the next segment's first."""
 
     part: int
     first: int
@@ -69,10 +67,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReadyWindow:
-    """A window cut into segments. op_us[item]: the item's time on the compute lane, 0 for what is no op.
-
-    calls[item]: the collective that the item starts or waits for.
-    """
+    """A window cut into segments. By item: op_us, the time on the compute lane, 0 for what is no op; calls,
+    the collective that it starts or waits for."""
 
     window: Window
     segments: tuple[Segment, ...]
@@ -82,10 +78,8 @@ class ReadyWindow:
 
 
 def make_ready(plan: Plan, name: str) -> ReadyWindow:
-    """Cut the window `name` into segments.
-
-    Raises PlanError for an unknown window, op, cost or communicator, and for a wait for what no op starts.
-    """
+    """Cut the window `name` into segments. Raises PlanError for an unknown window, op, cost or communicator,
+    and for a wait for what no op starts."""
     window = plan.windows.get(name)
     if window is None:
         known = ", ".join(plan.windows)
@@ -163,17 +157,8 @@ def _segments(
     segments: list[Segment] = []
     first = 0
 
-    def close(
-        last: int,
-        control: Control = Control.NONE,
-        edge: int = -1,
-        control_part: int = 0,
-        local: bool = False,
-        call: Call | None = None,
-    ) -> None:
-        work_us = sum(op_us[first:last])
-        part = items[first].part
-        segments.append(Segment(part, first, last, work_us, control, edge, control_part, local, call))
+    def close(last: int, *control: Any, **more: Any) -> None:
+        segments.append(Segment(items[first].part, first, last, sum(op_us[first:last]), *control, **more))
 
     for at, item in enumerate(items):
         op = ops[at]

@@ -24,9 +24,8 @@ from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
 from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
-from stretto.price.cluster import Description, place_link, sum_cost
+from stretto.price.cluster import Cluster, Description, place_link, sum_cost
 from stretto.price.cluster_file import Hardware
-from stretto.price.flat import Cluster
 from stretto.schedule.families import make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
 from stretto.tune.block import BlockWork, TuneBlock

@@ -28,9 +28,8 @@ from stretto.config import TrainSettings
 from stretto.errors import PlanError, StrettoError
 from stretto.planning.brief import brief
 from stretto.planning.make_plan import plan
-from stretto.price.cluster import Description
+from stretto.price.cluster import Cluster, Description
 from stretto.price.cluster_file import Hardware
-from stretto.price.flat import Cluster
 from stretto.train.interrupt import SIGNALS
 from stretto.train.job import captures_of
 from stretto.tune.block import TuneBlock, block_of, shares_of
