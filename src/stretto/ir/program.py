@@ -46,13 +46,13 @@ from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.metrics import Metric
+from stretto.ir.parameters import DTYPE_BYTES as DTYPE_BYTES
 from stretto.ir.parameters import Buffer as Buffer
 from stretto.ir.parameters import Constant as Constant
 from stretto.ir.parameters import OptimizerKind as OptimizerKind
 from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
-from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
-from stretto.ir.tensor_spec import TensorSpec as TensorSpec
+from stretto.ir.parameters import TensorSpec as TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward; a job of forwards alone evaluates (`stretto.ir.forward`)."""
+        """Whether there is a backward; a job of forwards alone evaluates (`stretto.ir.forms`)."""
         return any(stage.ops[phase] for stage in self.stages for phase in (Phase.I, Phase.W))
 
     @property

@@ -23,7 +23,7 @@ which is linear in `left`: a geometric series.
 
 from __future__ import annotations
 
-from stretto.ir.processor import Processor
+from stretto.ir.costs import Processor
 
 DONE_US = 1e-6
 """Work, or time, of which no more than this is left is done: what sums of times in double precision may be

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.ir.processor import Processor
+from stretto.ir.costs import Processor
 
 Array = NDArray[np.float64]
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.backend.idle_class import lanes_first
-from stretto.ir.processor import Processor
+from stretto.ir.costs import Processor
 from stretto.processor.control_groups import own_share, processor_quota
 from stretto.processor.products import products_on
 
