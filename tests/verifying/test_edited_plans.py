@@ -114,26 +114,24 @@ def test_a_runner_proves_an_edited_plan(plans: dict[str, Data]) -> None:
 # What is proved.
 
 
-def twice(data: Data) -> None:
-    grads = data["job"]["parameters"][0]["grads"]
-    grads.append(grads[0])
+def first(data: Data) -> dict[str, Any]:
+    found: dict[str, Any] = data["job"]["parameters"][0]
+    return found
 
 
-def emptied(data: Data) -> None:
-    data["job"]["parameters"][0]["grads"] = []
+def setting(target: str, at: int, value: Any, *phases: str) -> Edit:
+    """Another target (1) or other results (4) of an op."""
+    return lambda data: op(data, target, *phases).__setitem__(at, value)
+
+
+def given(target: str, at: int, value: Any, *phases: str) -> Edit:
+    """Another argument of an op."""
+    return lambda data: op(data, target, *phases)[2].__setitem__(at, value)
 
 
 def emptied_part(data: Data) -> None:
     """Of a gradient that is a part of what a norm's backward makes."""
     next(p for p in data["job"]["parameters"] if p["name"] == "norms.1.bias")["grads"] = []
-
-
-def of_no_stage(data: Data) -> None:
-    data["job"]["parameters"][0]["stages"] = []
-
-
-def parameter_twice(data: Data) -> None:
-    data["job"]["parameters"].append(copy.deepcopy(data["job"]["parameters"][0]))
 
 
 def strides(data: Data) -> None:
@@ -143,26 +141,6 @@ def strides(data: Data) -> None:
 def expanded(data: Data) -> None:
     found = op(data, "aten.mm.default", "W")
     found[4] = [f"{found[4][0]}{{0,1}}"]
-
-
-def no_view(data: Data) -> None:
-    del op(data, "aten.t.default")[5]["alias"]
-
-
-def in_place(data: Data) -> None:
-    op(data, "aten.tanh.default")[1] = "aten.tanh_.default"
-
-
-def draws(data: Data) -> None:
-    extra(op(data, "aten.tanh.default"))["random"] = True
-
-
-def drawn_unsaid(data: Data) -> None:
-    op(data, "aten.tanh.default")[1] = "aten.rand_like.default"
-
-
-def highest(data: Data) -> None:
-    op(data, "comm.all_reduce", "F")[2][1] = "'max"
 
 
 def other_loss(data: Data) -> None:
@@ -204,14 +182,6 @@ def other_result(data: Data) -> None:
     next(op for op in ops_of(data, "W") if op[0] == "mm_3")[4] = ["float64[2,8]"]
 
 
-def other_dtype(data: Data) -> None:
-    op(data, "aten.tanh.default", "F")[4] = ["float32[4,8]"]
-
-
-def other_dim(data: Data) -> None:
-    op(data, "aten.sum.dim_IntList", "W")[2][1] = [7]
-
-
 def swapped_gradients(data: Data) -> None:
     named = {p["name"]: p for p in data["job"]["parameters"]}
     bias, weight = named["out.bias"], named["out.weight"]
@@ -228,25 +198,25 @@ def other_part(data: Data) -> None:
 @pytest.mark.parametrize(
     ("name", "edit", "answer"),
     [
-        ("chain", twice, "names 0 W .* twice"),
-        ("chain", emptied, "makes what nobody uses"),
-        ("chain", of_no_stage, "does not have the parameter|is not given"),
-        ("chain", parameter_twice, "names layers.0.weight twice"),
+        ("chain", lambda data: first(data)["grads"].append(first(data)["grads"][0]), "names 0 W .* twice"),
+        ("chain", lambda data: first(data)["grads"].clear(), "makes what nobody uses"),
+        ("chain", lambda data: first(data)["stages"].clear(), "does not have|is not given"),
+        ("chain", lambda data: data["job"]["parameters"].append(copy.deepcopy(first(data))), "twice"),
         ("chain", strides, "carries .*, but"),
         ("chain", expanded, "but the plan says"),
-        ("chain", no_view, r"aten.t.default is a view of param/.*, but the plan says that it is none"),
-        ("chain", in_place, "aten.tanh_.default, which is no op of a program: it writes into its arguments"),
-        ("chain", draws, "aten.tanh.default does not draw at random, but the plan says otherwise"),
-        ("chain", drawn_unsaid, "aten.rand_like.default draws at random, but the plan says otherwise"),
+        ("chain", lambda data: op(data, "aten.t.default")[5].pop("alias"), "view of param/.* it is none"),
+        ("chain", setting("aten.tanh.default", 1, "aten.tanh_.default"), "no op of a program: it writes"),
+        ("chain", lambda data: extra(op(data, "aten.tanh.default")).update(random=True), "does not draw"),
+        ("chain", setting("aten.tanh.default", 1, "aten.rand_like.default"), "draws at random"),
         ("chain", other_loss, "a loss is one floating-point number"),
         ("chain", swap, "stage 0, .* cannot take"),
         ("chain", lambda data: product(data)[2].pop(), "stage 0, .* cannot take"),
         ("chain", other_result, r"gives float64\[8,8\], but the plan says float64\[2,8\]"),
-        ("chain", other_dtype, r"aten.tanh.default .* gives float64\[4,8\], but"),
-        ("chain", other_dim, "aten.sum.dim_IntList cannot take"),
+        ("chain", setting("aten.tanh.default", 4, ["float32[4,8]"], "F"), r"gives float64\[4,8\], but"),
+        ("chain", given("aten.sum.dim_IntList", 1, [7], "W"), "aten.sum.dim_IntList cannot take"),
         ("chain", swapped_gradients, r"is float64\[2\], but the gradient of 'out.weight'"),
         ("counted", count_of_other_arguments, "job.count, .* cannot take"),
-        ("tensor parallel", highest, "takes the maximum of .* over tp ranks, which is no highest element"),
+        ("tensor parallel", given("comm.all_reduce", 1, "'max", "F"), "no highest element"),
         ("batch norm", emptied_part, "getitem makes what nobody uses"),
         ("batch norm", norm_flag, "its 'train' is False, and there it was True"),
         ("batch norm", statistics, "normalizes by running statistics, and is given none"),

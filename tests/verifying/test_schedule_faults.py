@@ -9,23 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import PlanError
-from stretto.ir.action import Schedule, parse_slot
+from stretto.ir.action import Schedule
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.verifying import Fault, schedule_faults, verify
+from tests.verifying.plans import hand_schedule
 
 
 def schedule(
     *orders: str, stages: int | None = None, microbatches: int = 2, ranks: tuple[int, ...] | None = None
 ) -> Schedule:
     """A schedule from tokens: one text a rank."""
-    stage_ranks = ranks if ranks is not None else tuple(range(len(orders)))
-    return Schedule(
-        "hand",
-        len(stage_ranks) if stages is None else stages,
-        microbatches,
-        stage_ranks,
-        tuple(tuple(parse_slot(token) for token in order.split()) for order in orders),
-    )
+    made = hand_schedule(tuple(range(len(orders))) if ranks is None else ranks, microbatches, *orders)
+    return made if stages is None else replace(made, stages=stages)
 
 
 GOOD = "1F0 1B0 1F1 1B1"

@@ -241,10 +241,7 @@ class Plan:
 
     def communicator(self, name: str) -> Communicator:
         """The communicator of that name. Raises KeyError."""
-        for communicator in self.communicators:
-            if communicator.name == name:
-                return communicator
-        raise KeyError(name)
+        return {communicator.name: communicator for communicator in self.communicators}[name]
 
     def rank_of(self, stage: int) -> int:
         return self.schedule.stage_ranks[stage]

@@ -325,10 +325,7 @@ class Job:
 
     def copy_of(self, coordinates: Mapping[str, int]) -> int:
         """Which of them the rank at these coordinates belongs to."""
-        number = 0
-        for axis in self.data_axes:
-            number = number * self.size(axis) + coordinates.get(axis, 0)
-        return number
+        return Mesh(tuple((axis, self.size(axis)) for axis in self.data_axes)).rank(coordinates)
 
     @property
     def pieces(self) -> int:
