@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.costs import Costs, Link
-from stretto.ir.gradients import PRODUCT
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
+from stretto.ir.storage import PRODUCT
 from stretto.planning.lower import lower
 
 WORK = "made_up.work.default"

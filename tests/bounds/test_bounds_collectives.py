@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
-from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.costs import CollectiveCost, Costs, Link, Processor
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
-from stretto.ir.processor import Processor
 from stretto.planning.pair import whole
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import peak_live

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stretto.capturing.trace import trace
-from stretto.ir.gradients import Addend, addends
 from stretto.ir.program import Job
+from stretto.ir.storage import Addend, addends
 from tests.capturing.zoo import EQUAL, mean_square, rows
 from tests.runtime.equality import assert_equal, evenly, job_of, lowered, plain, run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from dataclasses import fields, replace
 from pathlib import Path
@@ -74,32 +73,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["plan.json"]
 
 
-def test_save_writes_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
-    save_plan(odd_plan(), tmp_path / "link.json")
-    assert (tmp_path / "link.json").is_symlink()
-    assert (tmp_path / "real.json").read_text() == TEXT
-
-
-def test_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text("old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(
-        StrettoError, match=r"cannot write plan .*plan\.json: No space left on device\. Free space"
-    ):
-        save_plan(odd_plan(), path)
-    assert path.read_text() == "old"
-    assert os.listdir(tmp_path) == ["plan.json"]
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_device_that_is_full() -> None:
-    with pytest.raises(StrettoError, match="No space left"):
+    with pytest.raises(StrettoError, match=r"cannot write plan .* No space left"):
         save_plan(odd_plan(), "/dev/full")
     assert not Path("/dev/full").is_file()
 

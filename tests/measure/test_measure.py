@@ -22,11 +22,10 @@ from stretto.cli.ops import cost as cost_app
 from stretto.errors import StrettoError
 from stretto.files.typed_file import from_text
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost, Costs, Link
+from stretto.ir.costs import CollectiveCost, Costs, Link, Processor
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
-from stretto.ir.processor import Processor
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
 from stretto.measure import calibrate, measured, time_ops
 from stretto.measure.local_processes import MOST_PROCESSES, Between, fitting

@@ -12,10 +12,9 @@ import pytest
 from stretto.bounds.step import lower_bound
 from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase, Schedule
-from stretto.ir.costs import Costs
+from stretto.ir.costs import Costs, Processor
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
-from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Buffer, Job, OverlapMode, Stage
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import Role, forward_backward, list_order, make_graph, whole_step

@@ -15,8 +15,8 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
-from stretto.ir.gradients import addends
 from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.ir.storage import addends
 from stretto.passes import GRAPH_PASSES, ORDER, STEP_PASSES
 from stretto.passes.graph import Graph
 from stretto.passes.no_ops import dead_ops

@@ -13,8 +13,8 @@ from stretto.capturing.trace import trace
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
-from stretto.ir.gradients import addends
 from stretto.ir.program import Job
+from stretto.ir.storage import addends
 from stretto.ir.transfers import message_us, sum_time
 from stretto.measure import messages, profile
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss

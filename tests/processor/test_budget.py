@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.ir.processor import Processor
+from stretto.ir.costs import Processor
 from stretto.processor.budget import Budget
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import UsageError
-from stretto.ir.costs import NO_LINK, Costs
-from stretto.ir.processor import Processor
+from stretto.ir.costs import NO_LINK, Costs, Processor
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.processor.control_groups import own_share, processor_quota
 from stretto.simulating.cards import Clock

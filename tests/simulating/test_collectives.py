@@ -8,10 +8,9 @@ import pytest
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
-from stretto.ir.costs import CollectiveCost
+from stretto.ir.costs import CollectiveCost, Processor
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Item, ItemKind, Plan
-from stretto.ir.processor import Processor
 from stretto.ir.timeline import SpanKind
 from stretto.simulating import simulate
 from tests.simulating.test_engine import lane, message, schedule

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.ir.action import Phase
-from stretto.ir.plan import Instruction, Item, Plan
+from stretto.ir.plan import Communicator, Instruction, Item, Plan
 from stretto.ir.program import WAIT, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import summed_bytes
 
@@ -72,6 +72,21 @@ def parameter(name: str, **changes: Any) -> Edit:
 def job(**changes: Any) -> Edit:
     """Change the job."""
     return lambda plan: replace(plan, job=replace(plan.job, **changes))
+
+
+def schedule(**changes: Any) -> Edit:
+    """Change the schedule."""
+    return lambda plan: replace(plan, schedule=replace(plan.schedule, **changes))
+
+
+def costs(**changes: Any) -> Edit:
+    """Change the costs."""
+    return lambda plan: replace(plan, costs=replace(plan.costs, **changes))
+
+
+def communicators(*wanted: Communicator) -> Edit:
+    """Change the list of communicators."""
+    return lambda plan: replace(plan, communicators=wanted)
 
 
 def summing(plan: Plan, start: Op, groups: Sequence[str], lane: str = "") -> Op:

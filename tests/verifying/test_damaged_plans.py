@@ -14,6 +14,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.verifying import plan_faults, schedule_faults
 from stretto.verifying.memory import memory_faults
+from tests.ir.odd import DOCUMENT
 from tests.verifying.comm_plans import comm_job, comm_plan
 from tests.verifying.plans import BY_HAND, plan_of, rich_plan
 
@@ -21,10 +22,19 @@ COMM_JOBS = [
     comm_job(2, 2, (("tp", 2),)),
     comm_job(2, 2, (("dp", 2), ("tp", 2)), sequence=True, tied=True),
 ]
-DOCUMENTS = [json.loads(plan_to_text(rich_plan("zb-h1", 3, 2)))]
+DOCUMENTS = [DOCUMENT, json.loads(plan_to_text(rich_plan("zb-h1", 3, 2)))]
 DOCUMENTS += [json.loads(plan_to_text(plan_of(name, 0, 0))) for name in BY_HAND]
 DOCUMENTS += [json.loads(plan_to_text(comm_plan("1f1b", job))) for job in COMM_JOBS]
-PARTS = ("job", "schedule", "windows", "orders", "communicators")
+PARTS = ("job", "schedule", "windows", "orders", "communicators", "costs")
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.sampled_from(["", "%", "@", "'", "#", "0F0", "recv e0:", "run :0", "e1", "inf", "#9 h0", "wait e"]),
+    st.text(max_size=5),
+    st.sampled_from([[], {}, [[]]]),
+)
 
 
 def places(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -49,7 +59,7 @@ def damaged(draw: st.DrawFn) -> str:
             continue
         keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
         key, other = draw(st.sampled_from(keys)), draw(st.sampled_from(keys))
-        how = draw(st.sampled_from(["swap", "copy", "remove", "number", "double"]))
+        how = draw(st.sampled_from(["swap", "copy", "remove", "number", "double", "junk"]))
         if how == "swap":
             holder[key], holder[other] = holder[other], holder[key]
         elif how == "copy":
@@ -58,6 +68,8 @@ def damaged(draw: st.DrawFn) -> str:
             holder.insert(int(other), copy.deepcopy(holder[key]))
         elif how == "number" and isinstance(holder[key], int):
             holder[key] = draw(st.integers(-1, 4))
+        elif how == "junk":
+            holder[key] = draw(JUNK)
         elif how == "remove":
             del holder[key]
     return json.dumps(document)
@@ -70,17 +82,21 @@ def at(value: Any, path: tuple[str | int, ...]) -> Any:
 
 
 def read(text: str) -> Plan | None:
+    refusal = ""
     try:
-        return plan_from_text(text, edited=True)
-    except UsageError:
-        return None
+        return plan_from_text(text, "p.json", edited=True)
+    except UsageError as error:
+        refusal = str(error)
+    assert refusal.startswith("p.json")
+    return None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(damaged())
 def test_damaged_plans_are_proved_or_refused(text: str) -> None:
     plan = read(text)
     if plan is not None:
+        assert plan_from_text(plan_to_text(plan), edited=True) == plan
         faults = plan_faults(plan)
         assert all(str(fault) for fault in faults)
         assert all(str(fault) for fault in schedule_faults(plan.schedule))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import stretto
@@ -18,6 +19,7 @@ from stretto.cli.main import app
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.runtime import run_threads
 from stretto.verifying.placements import placement_faults
+from stretto.verifying.shapes import shape_faults
 from tests.clusters import cores
 from tests.verifying.edited_run import MADE, main, outcomes, wrong
 from tests.verifying.job_edits import EDITS, extra, ops_of
@@ -36,7 +38,7 @@ def made(name: str) -> Data:
 
 @pytest.fixture(scope="module")
 def plans() -> dict[str, Data]:
-    return {name: made(name) for name in ("chain", "tensor parallel", "batch norm", "counted")}
+    return {name: made(name) for name in ("chain", "tensor parallel", "batch norm", "counted", "dropout")}
 
 
 def op(data: Data, target: str, *phases: str) -> list[Any]:
@@ -58,9 +60,9 @@ def test_an_edited_program_is_read_only_by_who_says_so(plans: dict[str, Data], t
         stretto.load_plan(path)
     plan = stretto.load_plan(path, edited=True)
     stretto.verify(plan)
-    told = CliRunner().invoke(app, ["verify", str(path)])
-    assert isinstance(told.exception, stretto.UsageError)
-    assert "--edited on the command line, load_plan(path, edited=True)" in str(told.exception)
+    answer = CliRunner().invoke(app, ["verify", str(path)])
+    assert isinstance(answer.exception, stretto.UsageError)
+    assert "--edited on the command line, load_plan(path, edited=True)" in str(answer.exception)
     for command in (["verify"], ["simulate"], ["rehearse", "--rank", "0", "--steps", "1"]):
         assert CliRunner().invoke(app, [*command, str(path), "--edited"]).exit_code == 0
     plan.save(path)  # what was said once is not forgotten
@@ -112,26 +114,24 @@ def test_a_runner_proves_an_edited_plan(plans: dict[str, Data]) -> None:
 # What is proved.
 
 
-def twice(data: Data) -> None:
-    grads = data["job"]["parameters"][0]["grads"]
-    grads.append(grads[0])
+def first(data: Data) -> dict[str, Any]:
+    found: dict[str, Any] = data["job"]["parameters"][0]
+    return found
 
 
-def emptied(data: Data) -> None:
-    data["job"]["parameters"][0]["grads"] = []
+def setting(target: str, at: int, value: Any, *phases: str) -> Edit:
+    """Another target (1) or other results (4) of an op."""
+    return lambda data: op(data, target, *phases).__setitem__(at, value)
+
+
+def given(target: str, at: int, value: Any, *phases: str) -> Edit:
+    """Another argument of an op."""
+    return lambda data: op(data, target, *phases)[2].__setitem__(at, value)
 
 
 def emptied_part(data: Data) -> None:
     """Of a gradient that is a part of what a norm's backward makes."""
     next(p for p in data["job"]["parameters"] if p["name"] == "norms.1.bias")["grads"] = []
-
-
-def of_no_stage(data: Data) -> None:
-    data["job"]["parameters"][0]["stages"] = []
-
-
-def parameter_twice(data: Data) -> None:
-    data["job"]["parameters"].append(copy.deepcopy(data["job"]["parameters"][0]))
 
 
 def strides(data: Data) -> None:
@@ -141,26 +141,6 @@ def strides(data: Data) -> None:
 def expanded(data: Data) -> None:
     found = op(data, "aten.mm.default", "W")
     found[4] = [f"{found[4][0]}{{0,1}}"]
-
-
-def no_view(data: Data) -> None:
-    del op(data, "aten.t.default")[5]["alias"]
-
-
-def in_place(data: Data) -> None:
-    op(data, "aten.tanh.default")[1] = "aten.tanh_.default"
-
-
-def draws(data: Data) -> None:
-    extra(op(data, "aten.tanh.default"))["random"] = True
-
-
-def drawn_unsaid(data: Data) -> None:
-    op(data, "aten.tanh.default")[1] = "aten.rand_like.default"
-
-
-def highest(data: Data) -> None:
-    op(data, "comm.all_reduce", "F")[2][1] = "'max"
 
 
 def other_loss(data: Data) -> None:
@@ -186,6 +166,28 @@ def statistics(data: Data) -> None:
     found[2][5] = False
 
 
+def product(data: Data) -> list[Any]:
+    """The last layer's, whose matrix is not square: of its bias, its input and its weight."""
+    targets = "aten.addmm.default", "aten.mm.default"
+    found: list[Any] = [op for op in data["job"]["stages"][0]["ops"]["F"] if op[1] in targets][-1]
+    return found
+
+
+def swap(data: Data) -> None:
+    args = product(data)[2]
+    args[-1], args[-2] = args[-2], args[-1]
+
+
+def other_result(data: Data) -> None:
+    next(op for op in ops_of(data, "W") if op[0] == "mm_3")[4] = ["float64[2,8]"]
+
+
+def swapped_gradients(data: Data) -> None:
+    named = {p["name"]: p for p in data["job"]["parameters"]}
+    bias, weight = named["out.bias"], named["out.weight"]
+    bias["grads"], weight["grads"] = weight["grads"], bias["grads"]
+
+
 def other_part(data: Data) -> None:
     parts = [op for op in ops_of(data) if op[1] == "getitem"]
     first = next(one for one in parts if one[2][1] == 1)
@@ -194,31 +196,37 @@ def other_part(data: Data) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "edit", "told"),
+    ("name", "edit", "answer"),
     [
-        ("chain", twice, "names 0 W .* twice"),
-        ("chain", emptied, "makes what nobody uses"),
-        ("chain", of_no_stage, "does not have the parameter|is not given"),
-        ("chain", parameter_twice, "names layers.0.weight twice"),
+        ("chain", lambda data: first(data)["grads"].append(first(data)["grads"][0]), "names 0 W .* twice"),
+        ("chain", lambda data: first(data)["grads"].clear(), "makes what nobody uses"),
+        ("chain", lambda data: first(data)["stages"].clear(), "does not have|is not given"),
+        ("chain", lambda data: data["job"]["parameters"].append(copy.deepcopy(first(data))), "twice"),
         ("chain", strides, "carries .*, but"),
         ("chain", expanded, "but the plan says"),
-        ("chain", no_view, r"aten.t.default is a view of param/.*, but the plan says that it is none"),
-        ("chain", in_place, "aten.tanh_.default, which is no op of a program: it writes into its arguments"),
-        ("chain", draws, "aten.tanh.default does not draw at random, but the plan says otherwise"),
-        ("chain", drawn_unsaid, "aten.rand_like.default draws at random, but the plan says otherwise"),
+        ("chain", lambda data: op(data, "aten.t.default")[5].pop("alias"), "view of param/.* it is none"),
+        ("chain", setting("aten.tanh.default", 1, "aten.tanh_.default"), "no op of a program: it writes"),
+        ("chain", lambda data: extra(op(data, "aten.tanh.default")).update(random=True), "does not draw"),
+        ("chain", setting("aten.tanh.default", 1, "aten.rand_like.default"), "draws at random"),
         ("chain", other_loss, "a loss is one floating-point number"),
+        ("chain", swap, "stage 0, .* cannot take"),
+        ("chain", lambda data: product(data)[2].pop(), "stage 0, .* cannot take"),
+        ("chain", other_result, r"gives float64\[8,8\], but the plan says float64\[2,8\]"),
+        ("chain", setting("aten.tanh.default", 4, ["float32[4,8]"], "F"), r"gives float64\[4,8\], but"),
+        ("chain", given("aten.sum.dim_IntList", 1, [7], "W"), "aten.sum.dim_IntList cannot take"),
+        ("chain", swapped_gradients, r"is float64\[2\], but the gradient of 'out.weight'"),
         ("counted", count_of_other_arguments, "job.count, .* cannot take"),
-        ("tensor parallel", highest, "takes the maximum of .* over tp ranks, which is no highest element"),
+        ("tensor parallel", given("comm.all_reduce", 1, "'max", "F"), "no highest element"),
         ("batch norm", emptied_part, "getitem makes what nobody uses"),
         ("batch norm", norm_flag, "its 'train' is False, and there it was True"),
         ("batch norm", statistics, "normalizes by running statistics, and is given none"),
         ("batch norm", other_part, "takes part 1 of .*, as getitem_1 does"),
     ],
 )
-def test_what_is_proved_of_an_edited_plan(plans: dict[str, Data], name: str, edit: Edit, told: str) -> None:
+def test_what_is_proved_of_an_edited_plan(plans: dict[str, Data], name: str, edit: Edit, answer: str) -> None:
     data = copy.deepcopy(plans[name])
     edit(data)
-    with pytest.raises((stretto.PlanError, stretto.UsageError), match=told):
+    with pytest.raises((stretto.PlanError, stretto.UsageError), match=answer):
         stretto.verify(plan_from_text(json.dumps(data), edited=True))
 
 
@@ -228,8 +236,8 @@ def test_highest_elements_are_not_added_up(plans: dict[str, Data]) -> None:
     source = op(data, "comm.all_reduce", "F")[2][0].removeprefix("%")
     made = next(one for one in ops_of(data, "F") if one[0] == source)
     made[1:3] = ["aten.amax.default", [made[2][0], [0]]]
-    told = "; ".join(map(str, placement_faults(plan_from_text(json.dumps(data), edited=True))))
-    assert f"adds up {source} over tp ranks, which is each rank's highest element. Reduce it by max" in told
+    answer = "; ".join(map(str, placement_faults(plan_from_text(json.dumps(data), edited=True))))
+    assert f"adds up {source} over tp ranks, which is each rank's highest element. Reduce it by max" in answer
 
 
 def test_a_fault_is_said_without_a_traceback(plans: dict[str, Data]) -> None:
@@ -247,6 +255,14 @@ def test_a_fault_is_said_without_a_traceback(plans: dict[str, Data]) -> None:
     finally:
         log.removeHandler(handler)
     assert not said
+
+
+def test_sound_plans_have_no_fault_and_no_generator_is_drawn_from(plans: dict[str, Data]) -> None:
+    before = torch.get_rng_state()
+    for name in ("chain", "batch norm", "dropout"):
+        plan = plan_from_text(json.dumps(plans[name]))
+        assert shape_faults(plan) == []
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 # Files are not programs.
@@ -289,14 +305,14 @@ def test_a_plan_writes_no_file(plans: dict[str, Data], tmp_path: Path) -> None:
     data["digests"] = {}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
-    told = CliRunner().invoke(app, ["rehearse", str(path), "--rank", "0", "--edited"])
-    assert isinstance(told.exception, stretto.PlanError)
-    assert "aten.from_file.default, which is no op of a program" in str(told.exception)
+    answer = CliRunner().invoke(app, ["rehearse", str(path), "--rank", "0", "--edited"])
+    assert isinstance(answer.exception, stretto.PlanError)
+    assert "aten.from_file.default, which is no op of a program" in str(answer.exception)
     assert victim.read_bytes() == b"1" * 4096
 
 
 @pytest.mark.parametrize(
-    ("edit", "told"),
+    ("edit", "answer"),
     [
         (lambda job: job.update(axes=[["dp", 10**9]]), "ranks; at most 1,048,576 are planned for"),
         (
@@ -315,10 +331,10 @@ def test_a_plan_writes_no_file(plans: dict[str, Data], tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_bounded_where_a_plan_is_read(plans: dict[str, Data], edit: Edit, told: str) -> None:
+def test_what_is_bounded_where_a_plan_is_read(plans: dict[str, Data], edit: Edit, answer: str) -> None:
     data = copy.deepcopy(plans["chain"])
     edit(data["job"])
-    with pytest.raises(stretto.UsageError, match=told):
+    with pytest.raises(stretto.UsageError, match=answer):
         plan_from_text(json.dumps(data), edited=True)
 
 

@@ -4,7 +4,7 @@
        (`Layout.evaluating`).
     2. Find the cuts of the training job again. Their places are known by what reads parameters: both
        forwards read the same parameters in the same order, and the first such op of a stage begins it.
-    3. Cut there, and leave the backward out (`stretto.ir.forward`).
+    3. Cut there, and leave the backward out (`stretto.ir.forms`).
 
 So every rank evaluates with the parameters that it trains.
 """
@@ -25,7 +25,7 @@ from stretto.capturing.stages import cut
 from stretto.capturing.trace import PLAIN, trace
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
-from stretto.ir.forward import forward_only
+from stretto.ir.forms import forward_only
 from stretto.ir.program import Job, Op
 from stretto.parallelize.layout import Layout
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.collectives import ALL_REDUCE
-from stretto.ir.gathered import VIEW_OPS
+from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.placed_programs import placers_of
 from stretto.ir.placement import (
     LOCAL,

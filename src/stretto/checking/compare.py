@@ -190,7 +190,11 @@ def _compare(
             f"the plain model's loss is {value}: give a batch and weights with which it is finite"
         )
     forms = forms_of(job)
-    compared = [_form(one, plain, doubled, value, expected) for one in forms]
+    compared = []
+    for one in forms:
+        plan = make_plan(one, _costs(one), order="list")
+        own, differences = _differences(plan, plain, doubled, expected)
+        compared.append((own, [*differences, Difference("loss", abs(own - value) / max(abs(value), 1e-300))]))
     worst_loss, _ = max(compared, key=lambda one: _size(one[1][-1]))
     worst = [
         max(of_one, key=_size) for of_one in zip(*(differences for _, differences in compared), strict=True)
@@ -200,14 +204,6 @@ def _compare(
     *some, last = (number(one, differ) for one in forms)
     form_words = f"{', '.join(some)} and {last} {nouns(differ)}" if some else ""
     return Check(worst_loss, value, order, tolerance, parallel.world, evaluated, forms=form_words)
-
-
-def _form(
-    job: Job, model: nn.Module, batch: Any, value: float, expected: Mapping[str, Tensor | None]
-) -> tuple[float, list[Difference]]:
-    """Steps 3 and 4 of one form of the step: the loss, and the differences of gradients and, last, of it."""
-    own, differences = _differences(make_plan(job, _costs(job), order="list"), model, batch, expected)
-    return own, [*differences, Difference("loss", abs(own - value) / max(abs(value), 1e-300))]
 
 
 def _copied(model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ hand each other and what a lone rank makes up follow from the two.
 
 A program starts a kind by `comm.<name>(value, [how,] axis, size)`. A row's name is also the key to the call
 on `torch.distributed` (`stretto.backend.collectives.CALLS`), and its `cost` that to its curve in `Costs`. To
-add a kind: a row here, and that call. Touches nothing.
+add a kind: a row here, and that call.
 """
 
 from __future__ import annotations

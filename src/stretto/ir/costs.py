@@ -1,6 +1,7 @@
 """Costs: what ops, messages and collectives take; and what a simulation with them says of a plan.
 
-Numbers with their units and their sources; `stretto.price` and `stretto.measure` find them.
+Numbers with their units and their sources; `stretto.price` and `stretto.measure` find them. The section on
+processors that others share is absent on accelerators; `stretto.processor` says what follows from it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,39 @@ from typing import Annotated
 from stretto.files.codec import Amount, Fits, Share
 from stretto.ir.compared import against
 from stretto.ir.curve import Curve
-from stretto.ir.processor import Processor
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """A control group's quota on each rank: in every `period_us` a rank may compute for `share` of it, and is
+    stopped for the rest. Op times are those of a rank that never waits for anything else.
+
+    speed: what it has of a processor while that lasts, from `share` to 1: other ranks may compute on the same
+        cores.
+    skew: like `Costs.skew`, and beside it: how much longer the slowest of the ranks that share a place takes
+        than they do on average because they are stopped at different times. Of ranks that never wait; one
+        that has waited is stopped less.
+    """
+
+    period_us: float
+    share: float
+    speed: float = 1.0
+    skew: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.period_us > 0.0 and 0.0 < self.share < 1.0 and self.share <= self.speed <= 1.0):
+            raise ValueError(
+                "a quota has a period above 0, a share above 0 and below 1, and a speed from its share to 1, "
+                f"not {self.period_us} us, {self.share} and {self.speed}"
+            )
+        if not self.skew >= 0.0:
+            raise ValueError(f"a quota's skew is a share, 0 or more, not {self.skew}")
+
+    @property
+    def fastest(self) -> float:
+        """How many times as fast as its op times say a rank computes while the quota lasts."""
+        return self.speed / self.share
+
 
 BYTES_PER_MB = 10**6
 """The megabyte of all that is told for each of them."""
@@ -98,7 +131,7 @@ class Costs:
         (tensor-parallel peers on different hosts); others have links of their own.
     skew: how much longer the slowest of the ranks that share a place computes than they do on average, as a
         share: the others wait for it in their next collective.
-    processor: what only processors do that others share (`stretto.ir.processor`); None on accelerators.
+    processor: what only processors do that others share (`Processor`); None on accelerators.
     op_how[(stage, op name)]: how an op's time is known, in a word, where `source` does not say it for all
         (`stretto.price.priced`).
     peak: of one device; None where no sheet says, as of processors. Predictions do not use it.

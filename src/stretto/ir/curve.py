@@ -6,9 +6,11 @@ Knows nothing of collectives or devices; numbers and their text form only.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 MOST_BYTES = 1e18
 """Where lines that cross only further out count as never crossing: more than any memory holds."""
@@ -49,14 +51,8 @@ class Curve:
         points = self.points
         if nbytes <= points[0][0] or len(points) == 1:
             return points[0][1]
-        low, high = 0, len(points) - 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            if points[middle][0] <= nbytes:
-                low = middle
-            else:
-                high = middle
-        (x0, y0), (x1, y1) = points[low], points[high]
+        at = min(bisect_right(points, nbytes, key=itemgetter(0)), len(points) - 1)
+        (x0, y0), (x1, y1) = points[at - 1], points[at]
         if nbytes == x1:
             return y1  # exactly, where the line's arithmetic may be a rounding off
         us = y0 + (nbytes - x0) * ((y1 - y0) / (x1 - x0))

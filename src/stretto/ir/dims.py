@@ -11,15 +11,15 @@ A size of 1 that is repeated to fit another operand has no label (None): it is n
 
 Rules are about values, not about placements; `stretto.ir.placements` draws the conclusions. They are those of
 the ops' definitions, as DTensor's sharding strategies are (torch/distributed/tensor/_ops). An op that has no
-rule may still be computed on values that are whole and equal everywhere. Touches `stretto.ir` only.
+rule may still be computed on values that are whole and equal everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from stretto.ir import dims_attention, dims_moved
-from stretto.ir.dim_labels import Dims, broadcast, dim_of, each, labels_of, operands, together
+from stretto.ir import dim_rules
+from stretto.ir.dim_rules import Dims, broadcast, dim_of, each, labels_of, operands, together
 from stretto.ir.op_names import (
     ADDING,
     ALONG_ONE,
@@ -47,16 +47,6 @@ Rule = Callable[[Op, Sequence[TensorSpec]], "Dims | None"]
 
 def dims_of(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     """The op's rule; specs: of its `operands`. None for an op that has none."""
-    if op.target in POINTWISE:
-        return _pointwise(op, specs)
-    if op.target in REDUCTIONS:
-        return _reduction(op, specs)
-    if op.target in ALONG_ONE:
-        return _along_one(op, specs)
-    if op.target in ATTENTION:
-        return dims_attention.attention(op, specs)
-    if op.target in ATTENTION_BACKWARD:
-        return dims_attention.attention_backward(op, specs)
     rule = RULES.get(op.target)
     return None if rule is None else rule(op, specs)
 
@@ -200,29 +190,37 @@ RULES: dict[str, Rule] = {
     name: rule
     for text, rule in (
         (" ".join((*CONTRACTIONS, *ADDED_TO)), _product),
-        ("permute transpose.int t", dims_moved.permute),
-        ("slice.Tensor slice_backward flip roll tril triu constant_pad_nd", dims_moved.changed),
-        ("view_as_complex view_as_real", dims_moved.complex_view),
-        ("expand", dims_moved.expand),
-        ("repeat", dims_moved.repeat),
-        ("embedding", dims_moved.embedding),
-        ("embedding_dense_backward", dims_moved.embedding_backward),
-        ("index_select", dims_moved.index_select),
-        ("index.Tensor", dims_moved.index),
-        ("index_put _index_put_impl", dims_moved.index_put),
+        ("permute transpose.int t", dim_rules.permute),
+        ("slice.Tensor slice_backward flip roll tril triu constant_pad_nd", dim_rules.changed),
+        ("view_as_complex view_as_real", dim_rules.complex_view),
+        ("expand", dim_rules.expand),
+        ("repeat", dim_rules.repeat),
+        ("embedding", dim_rules.embedding),
+        ("embedding_dense_backward", dim_rules.embedding_backward),
+        ("index_select", dim_rules.index_select),
+        ("index.Tensor", dim_rules.index),
+        ("index_put _index_put_impl", dim_rules.index_put),
         (
             "index_fill.int_Scalar index_fill.int_Tensor index_add index_copy index_reduce",
-            dims_moved.into_rows,
+            dim_rules.into_rows,
         ),
-        (POOLS, dims_moved.image),
-        ("native_layer_norm _fused_rms_norm", dims_attention.norm),
-        ("native_layer_norm_backward _fused_rms_norm_backward", dims_attention.norm_backward),
-        ("nll_loss_forward nll_loss2d_forward", dims_attention.nll),
-        ("nll_loss_backward nll_loss2d_backward", dims_attention.nll_backward),
+        (POOLS, dim_rules.image),
+        ("native_layer_norm _fused_rms_norm", dim_rules.norm),
+        ("native_layer_norm_backward _fused_rms_norm_backward", dim_rules.norm_backward),
+        ("nll_loss_forward nll_loss2d_forward", dim_rules.nll),
+        ("nll_loss_backward nll_loss2d_backward", dim_rules.nll_backward),
     )
     for name in names(text)
 }
-RULES |= dict.fromkeys(GROUPED, _grouped)
+for targets, family_rule in (
+    (GROUPED, _grouped),
+    (ATTENTION_BACKWARD, dim_rules.attention_backward),
+    (ATTENTION, dim_rules.attention),
+    (ALONG_ONE, _along_one),
+    (REDUCTIONS, _reduction),
+    (POINTWISE, _pointwise),
+):
+    RULES |= dict.fromkeys(targets, family_rule)
 
 
 __all__ = ["Dims", "dims_of", "operands"]

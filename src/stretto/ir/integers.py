@@ -1,7 +1,6 @@
 """What an integer tensor says to the op that reads it: which rows of another operand, or where groups of rows
-end. What is made up in its place must say the like, else the op does other work than in a step.
-
-Touches `stretto.ir` only.
+end. What is made up in its place must say the like, else the op does other work than in a step. And which
+leaves of a batch name rows of an embedding.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from stretto.ir.action import Phase
 from stretto.ir.dims import GROUPED, OVER_ROWS
-from stretto.ir.program import Op, Ref, TensorSpec
+from stretto.ir.program import Job, Op, Ref, TensorSpec
 
 ROWS_OF = {"aten.embedding.default": (0, 1, 0)}
 """Op -> its argument with the rows, that which names them, and the dim."""
@@ -75,3 +75,38 @@ def _said(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Says]]
         held = args[1]
         grouped = isinstance(held, Ref) and held.name in specs and len(specs[held.name].shape) == 3
         yield named(2), Says(size(0, 0 if grouped or op.target == OVER_ROWS else 1), ends=True)
+
+
+EMBEDDING = "aten.embedding.default"
+
+OTHER_NUMBERS = ("cumsum", "cumprod", "add", "mul", "arange")
+"""Ops after which an integer is no row of an embedding any more: positions are counted from masks so."""
+
+
+def rows_named(job: Job) -> dict[str, int]:
+    """Leaf of the batch -> the rows of the smallest embedding that it picks from (on one rank), for leaves
+    that pick from any."""
+    shapes = {f"param/{p.name}": p.spec.shape for p in job.parameters}
+    leaf_of: dict[str, str] = {f"batch/{name}": name for name, _ in job.batch}
+    result: dict[str, int] = {}
+    # A leaf is shifted and cut in the stage that picks, or its part arrives from an earlier one.
+    for stage in job.stages:
+        for op in stage.ops[Phase.F]:
+            if op.target == EMBEDDING and len(op.args) > 1:
+                weight, index = op.args[0], op.args[1]
+                if isinstance(weight, Ref) and isinstance(index, Ref) and index.name in leaf_of:
+                    rows = shapes.get(weight.name, (2,))[0]
+                    leaf = leaf_of[index.name]
+                    result[leaf] = min(result.get(leaf, rows), rows)
+            elif _still_rows(op, leaf_of):
+                leaf_of[op.name] = next(leaf_of[name] for name in op.uses if name in leaf_of)
+    return result
+
+
+def _still_rows(op: Op, leaf_of: Mapping[str, str]) -> bool:
+    """Whether the op's result holds numbers of rows as one of its arguments does."""
+    made = op.outputs[0] if len(op.outputs) == 1 else None
+    if made is None or not made.dtype.startswith("int"):
+        return False
+    name = op.target.split(".")[1] if "." in op.target else op.target
+    return name not in OTHER_NUMBERS and any(used in leaf_of for used in op.uses)

@@ -1,5 +1,4 @@
-"""Names of the ops of PyTorch by what they do with the dims of their tensors (`stretto.ir.dims`). Touches
-nothing."""
+"""Names of the ops of PyTorch by what they do with the dims of their tensors (`stretto.ir.dims`)."""
 
 from __future__ import annotations
 

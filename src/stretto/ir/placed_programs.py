@@ -1,7 +1,7 @@
 """Places the ops of whole programs: what ranks along an axis hold of every value (`stretto.ir.placements`).
 
 Values cross stages either way, so each op is placed when its operands are known. An op that has no placement
-is reported, and what it makes counts as the rank's own. Touches `stretto.ir` only.
+is reported, and what it makes counts as the rank's own.
 """
 
 from __future__ import annotations

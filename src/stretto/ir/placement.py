@@ -1,8 +1,4 @@
-"""How tensor-parallel ranks hold one value, and where a slice lies among its elements
-(`stretto.ir.placements`).
-
-Touches `stretto.ir.program` only.
-"""
+"""How ranks keep one value, and where a slice lies among its elements (`stretto.ir.placements`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ make it several dims' at once, all are remembered until an op, or the model's ow
 
 Gathered values are put in order by a view, a permutation and a copy. `Placer(exact=False)` does not follow
 these: passes move and drop such copies (`passes.sequence_first`), and what they make is checked for what is
-equal, spread or added, not for the order of rows. Touches `stretto.ir` only.
+equal, spread or added, not for the order of rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,19 @@ from dataclasses import replace
 from typing import Any
 
 from stretto.ir.collectives import Kind
-from stretto.ir.dims import Dims, dims_of, operands
-from stretto.ir.gathered import KEEP_ORDER, VIEW_OPS, ordered, stacked
-from stretto.ir.placed_by_rule import EXPAND, whole, with_local, with_parts
+from stretto.ir.dims import dims_of, operands
+from stretto.ir.placed_by_rule import (
+    EXPAND,
+    KEEP_ORDER,
+    VIEW_OPS,
+    behind_one_another,
+    joined,
+    ordered,
+    stacked,
+    whole,
+    with_local,
+    with_parts,
+)
 from stretto.ir.placement import (
     EQUAL,
     LOCAL,
@@ -42,7 +52,6 @@ from stretto.ir.placement import (
     NeedsEqualError,
     Placement,
     RefusedError,
-    blocks_along,
     cuts_at,
     is_thin,
     of_whom,
@@ -178,8 +187,6 @@ class Placer:
             self._known[key] = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
         return self._known[key]
 
-    # --- communication ------------------------------------------------------------------------------------
-
     def _started(self, op: Op, specs: Mapping[str, TensorSpec]) -> Placement:
         source = op.args[0].name
         held, kind = self.of(source), op.kind
@@ -266,8 +273,6 @@ class Placer:
         dims = frozenset(range(0 if made is None else len(made.shape)))
         return Placement("equal", uniform=dims, zero=_is_zero(op))
 
-    # --- everything else ----------------------------------------------------------------------------------
-
     def _ruled(
         self,
         op: Op,
@@ -290,7 +295,7 @@ class Placer:
         if op.target == CAT:  # what is empty has no dims
             used = [k for k, spec in enumerate(specs) if spec.shape != (0,)]
             names, given, specs = ([values[k] for k in used] for values in (names, given, specs))  # type: ignore[assignment]
-        rule = _joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
+        rule = joined(op, specs) if op.target == CAT else dims_of(op, self._shared(op, given, specs))
         if op.target in SPLITS or (rule is None and op.target == "aten.slice.Tensor"):
             return (given[0],) * len(op.outputs)
         if any(p.kind == "local" for p in given):
@@ -307,7 +312,7 @@ class Placer:
                 f"{op.target} has no rule for a value that is {given[at]} ({names[at]})", (names[at],)
             )
         if any(p.kind == "part" for p in given):
-            along = _behind_one_another(rule, given, specs) if op.target == CAT else ()
+            along = behind_one_another(rule, given, specs) if op.target == CAT else ()
             try:
                 made = with_parts(op, rule, names, given, specs, self._backward, self._exact)
             except RefusedError:
@@ -380,20 +385,3 @@ class Placer:
                 operands(op),
             )
         return tuple(Placement("part", at) for at in result)
-
-
-def _joined(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    """The rule for a cat, of operands that have dims."""
-    labels = tuple(range(len(specs[0].shape)))
-    dim = (op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % len(labels)
-    together_all = (frozenset(range(len(specs))),)
-    return Dims((labels,) * len(specs), (labels,), whole=frozenset((dim,)), linear=together_all)
-
-
-def _behind_one_another(
-    rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
-) -> tuple[tuple[int, int], ...]:
-    """What a cat makes of slices along its own dim: blocks."""
-    (dim,) = rule.whole
-    blocks = blocks_along(dim, given, specs)
-    return () if blocks is None else ((dim, blocks),)

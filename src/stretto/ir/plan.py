@@ -34,15 +34,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
 
 VERSION = 20
-"""Of the plan file. 2 has axes beside pp: collectives, shards, buckets; 3 says what overlaps; 4 has skew and
-quotas, and what a collective takes of the processor whatever its size; 5 a quota's speed;
-6 how much slower compute is after waiting; 7 whether messages may be cut in parts; 8 a quota's skew; 9 how
-unsteady ranks' speeds are; 10 how each op's time is known; 11 what of a transfer's loss is slower ops;
-12 what links buffer; 13 counts, and leaves that every microbatch is given whole; 14 one section for what only
-processors do that others share, instead of that of 4 to 6, 8, 9, 11 and 12; 15 sums that start inside a
-window; 16 is written by the types of its parts, and sums are ops of a program that runs once a step; 17 has
-metrics; 18 says what a schedule was chosen from; 19 has a device's
-peak rate; 20 has the optimizer whose state a rank's memory holds, and digests of what is computed."""
+"""Of the plan file; files of other versions are refused."""
 
 
 class ItemKind(StrEnum):
@@ -249,10 +241,7 @@ class Plan:
 
     def communicator(self, name: str) -> Communicator:
         """The communicator of that name. Raises KeyError."""
-        for communicator in self.communicators:
-            if communicator.name == name:
-                return communicator
-        raise KeyError(name)
+        return {communicator.name: communicator for communicator in self.communicators}[name]
 
     def rank_of(self, stage: int) -> int:
         return self.schedule.stage_ranks[stage]

@@ -3,7 +3,6 @@
 A price follows from an op's target and its arguments, and from shapes, dtypes and layout of what it reads; in
 which stage the op is and what it is called do not matter. So a pass that makes an op never prices it: the
 list of the job that a pass gives is filled here, in one place. Who prices is for `stretto.price`.
-Touches `stretto.ir` only.
 """
 
 from __future__ import annotations

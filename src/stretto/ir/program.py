@@ -46,13 +46,13 @@ from stretto.ir.axes import BY_NAME, PIPELINE, OtherAxis, Sums, sums_of
 from stretto.ir.collectives import BY_TARGET, Collective, How, Kind
 from stretto.ir.mesh import Mesh
 from stretto.ir.metrics import Metric
+from stretto.ir.parameters import DTYPE_BYTES as DTYPE_BYTES
 from stretto.ir.parameters import Buffer as Buffer
 from stretto.ir.parameters import Constant as Constant
 from stretto.ir.parameters import OptimizerKind as OptimizerKind
 from stretto.ir.parameters import Parameter as Parameter
 from stretto.ir.parameters import Shard as Shard
-from stretto.ir.tensor_spec import DTYPE_BYTES as DTYPE_BYTES
-from stretto.ir.tensor_spec import TensorSpec as TensorSpec
+from stretto.ir.parameters import TensorSpec as TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +325,7 @@ class Job:
 
     def copy_of(self, coordinates: Mapping[str, int]) -> int:
         """Which of them the rank at these coordinates belongs to."""
-        number = 0
-        for axis in self.data_axes:
-            number = number * self.size(axis) + coordinates.get(axis, 0)
-        return number
+        return Mesh(tuple((axis, self.size(axis)) for axis in self.data_axes)).rank(coordinates)
 
     @property
     def pieces(self) -> int:
@@ -343,7 +340,7 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether there is a backward; a job of forwards alone evaluates (`stretto.ir.forward`)."""
+        """Whether there is a backward; a job of forwards alone evaluates (`stretto.ir.forms`)."""
         return any(stage.ops[phase] for stage in self.stages for phase in (Phase.I, Phase.W))
 
     @property

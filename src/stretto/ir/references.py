@@ -1,7 +1,7 @@
 """Names and numbers in a plan that point at nothing: stages, ranks, ops, edges, windows, tied parameters.
 
 Reading a plan file refuses them at once (with the JSON path); `stretto.verify` refuses them in plans that
-were never a file. After this check, every other look-up in a plan succeeds. Touches `stretto.ir` only.
+were never a file. After this check, every other look-up in a plan succeeds.
 """
 
 from __future__ import annotations

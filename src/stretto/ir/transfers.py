@@ -87,14 +87,6 @@ def slowest_link(costs: Costs, ranks: Sequence[int]) -> Link:
     )
 
 
-def all_reduce_us(link: Link, members: int, nbytes: int) -> float:
-    """A ring all-reduce: every rank sends and receives 2 (n - 1) / n of the bytes.
-
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
-    """
-    return link.latency_us + ALL_REDUCE.moved(members) * occupancy_us(link, nbytes)
-
-
 def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime:
     """A collective of an axis beside pp, of `nbytes` (of the whole tensor). Raises PlanError when the costs
     have none."""
@@ -107,13 +99,18 @@ def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime
 
 def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int) -> CollectiveTime:
     """The sum of a gradient of `nbytes` over places of the pipeline: by its curve when costs name one, else
-    a ring over the slowest link between the places."""
+    a ring over the slowest link between the places: every rank sends and receives 2 (n - 1) / n of the bytes.
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
+    """
     result = costs.collectives.get((communicator, SUM))
     if result is not None:
         return _time(result, nbytes)
     link = slowest_link(costs, places)
-    us = all_reduce_us(link, len(places), nbytes) if nbytes else message_us(link, 0)
-    lost_us = ALL_REDUCE.moved(len(places)) * processor_us(link, nbytes) if nbytes else 0.0
+    if not nbytes:
+        return CollectiveTime(message_us(link, 0), link.latency_us)
+    moved = ALL_REDUCE.moved(len(places))
+    us, lost_us = link.latency_us + moved * occupancy_us(link, nbytes), moved * processor_us(link, nbytes)
     return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0)
 
 

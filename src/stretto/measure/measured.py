@@ -25,10 +25,9 @@ from stretto.files.kept import Kept
 from stretto.files.say import Say, unheard
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
-from stretto.ir.costs import NO_LINK, Costs, Link
+from stretto.ir.costs import NO_LINK, Costs, Link, Processor
 from stretto.ir.flow import PHASES
 from stretto.ir.mesh import Mesh
-from stretto.ir.processor import Processor
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import job_text
 from stretto.measure.local_processes import Between, measure_between

@@ -35,11 +35,10 @@ from stretto.backend.process_memory import keep_freed_memory
 from stretto.ir.action import Phase
 from stretto.ir.collectives import BY_TARGET, How, Kind
 from stretto.ir.flow import PHASES, inputs_of, is_external
-from stretto.ir.gradients import Addend, addends
-from stretto.ir.integers import Says, what_integers_say
-from stretto.ir.leaf_rows import rows_named
+from stretto.ir.integers import Says, rows_named, what_integers_say
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
+from stretto.ir.storage import Addend, addends
 from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch, repeats
 from stretto.price.shared import FREE
 

@@ -42,7 +42,7 @@ from functools import partial
 
 from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.flow import PHASES, results_of
-from stretto.ir.gathered import KEEP_ORDER
+from stretto.ir.placed_by_rule import KEEP_ORDER
 from stretto.ir.prices import specs_of
 from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.parallelize.tensor import AXIS

@@ -3,7 +3,7 @@
 A matrix that is used several times, as by chunks of a sequence or slices of what experts get, has a product
 for each use, and the captured step adds them up: each sum writes and reads tensors of the parameter's size.
 The runtime adds the parts of a gradient where it is kept in any case, and a product while it is multiplied
-(`stretto.ir.gradients`): then nothing is left of the sums.
+(`stretto.ir.storage`): then nothing is left of the sums.
 
     1. A gradient that an addition makes, of two tensors of its shape and dtype, is taken apart, and so is
        what it adds, as long as nothing else reads it.
@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
-from stretto.ir.gradients import PRODUCTS
 from stretto.ir.program import Job, Op, Parameter, Ref
+from stretto.ir.storage import PRODUCTS
 
 ADD = "aten.add.Tensor"
 

@@ -9,7 +9,7 @@ from itertools import islice
 from stretto.ir.action import Phase
 from stretto.ir.dims import dims_of
 from stretto.ir.flow import PHASES
-from stretto.ir.gathered import VIEW_OPS
+from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Arg, Edge, Op, Ref, Stage, TensorSpec
 from stretto.passes.graph import Graph
 

@@ -36,7 +36,7 @@ steady state. Assumed."""
 def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
     """schedule: a family, the path of a CSV, or a schedule; the job's own wish by default.
 
-    A job of forwards only (`stretto.ir.forward`) has one possible order; a given Schedule tells only where
+    A job of forwards only (`stretto.ir.forms`) has one possible order; a given Schedule tells only where
     its stages are.
 
     Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the

@@ -22,8 +22,8 @@ BRIEF = 20
 """Steps walked to see whether one window a rank fits at all, where memory has a limit. Assumed."""
 
 MOST_ITEMS = 100_000
-"""Items of a step beyond which it is not searched as a whole. Measured on a Llama of 70 billion parameters over
-512 devices with 32 microbatches: its search took 12 GB, and longer than ten minutes."""
+"""Items of a step beyond which it is not searched as a whole. Measured on a Llama of 70 billion parameters
+over 512 devices with 32 microbatches: its search took 12 GB, and longer than ten minutes."""
 
 MORE_LIVE = (2, 1)
 """For every rank, how many live microbatches more than in the schedule's own order one window a rank may

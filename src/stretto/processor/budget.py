@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.ir.processor import Processor
+from stretto.ir.costs import Processor
 
 DONE_US = 1e-6
 """Work, or time, of which no more than this is left is done: what sums of times in double precision may be

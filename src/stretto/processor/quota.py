@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.backend.gloo_adapter import lanes_first
-from stretto.ir.processor import Processor
+from stretto.ir.costs import Processor
 from stretto.processor.control_groups import own_share, processor_quota
 
 SIDE = {"cpu": 192, "cuda": 4096}

@@ -29,9 +29,9 @@ from stretto.backend.dispatch_adapter import op_key, resolve
 from stretto.ir.action import Phase
 from stretto.ir.axes import TENSOR
 from stretto.ir.flow import PHASES, is_external, results_of
-from stretto.ir.gradients import addends
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, STEP_LOSS, WAIT, Arg, Const, Job, Op, Ref
+from stretto.ir.storage import addends
 from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.ir.leaf_rows import rows_named
+from stretto.ir.integers import rows_named
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline

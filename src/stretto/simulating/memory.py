@@ -11,7 +11,7 @@ Knows the rank's programs and windows; nothing of time but offsets within a wind
 4. A parameter's gradient exists from the first op that adds to it to the end of the step; the first
    contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
    added while it is multiplied has no bytes but those of a gradient that it begins
-   (`stretto.ir.gradients`).
+   (`stretto.ir.storage`).
 5. Gradients that are summed together are put into one tensor from the start to the wait, and so are those
    that only some ranks of an axis share (`Parameter.slots`); those of tied parameters become one before.
 
@@ -27,10 +27,9 @@ from dataclasses import dataclass, field
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
-from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import Plan
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
-from stretto.ir.storage import in_flight, makes, owner, reads
+from stretto.ir.storage import Addend, addends, in_flight, makes, owner, reads
 from stretto.simulating.windows import ReadyWindow
 
 Program = tuple[int, Phase]

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.backend.dispatch_adapter import draws
-from stretto.ir.dim_labels import SUMMED, Dims, broadcast, labels_of, results_along
+from stretto.ir.dim_rules import SUMMED, Dims, broadcast, labels_of, results_along
 from stretto.ir.dims import POOLS, dims_of
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.tensor import errors

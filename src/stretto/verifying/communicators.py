@@ -1,9 +1,11 @@
-"""Proves communicators: each that is needed is there once, along the right axes, with the right members.
+"""Proves communicators, and that costs and prediction are about this plan: they name its axes, communicators
+and ranks.
 
-Every rank creates them in the order of the plan's one list, so creation cannot differ between ranks; what can
-be wrong is a name, a member, an axis, or one that is used and not there. Needed are one for each pair of
-places and direction with messages, `loss` where ranks must be told it, one for each tied gradient, and one
-for each axis beside pp, whose groups are all the ranks that differ in that coordinate alone.
+Each communicator that is needed is there once, along the right axes, with the right members. Every rank
+creates them in the order of the plan's one list, so creation cannot differ between ranks. Needed are one for
+each pair of pipeline ranks and direction with messages, `loss` where ranks do not have all of it, one for
+each tied gradient, and one for each axis beside pp, whose groups are all the ranks that differ in that
+coordinate alone.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.ir.axes import PIPELINE
+from stretto.ir.collectives import PRICED
 from stretto.ir.plan import LOSS, Communicator, Plan
 from stretto.ir.transfers import tied_ranks
 from stretto.verifying.fault import Fault
@@ -42,34 +45,58 @@ def _needed(plan: Plan) -> dict[str, Communicator]:
     return result
 
 
-def communicator_faults(plan: Plan) -> list[Fault]:
+def communicator_faults(plan: Plan) -> Iterator[Fault]:
     """Every fault of communicators. References must be sound."""
-    return [Fault(None, f"communicator {name}", *result) for name, *result in _faults(plan)]
 
+    def fault(name: str, what: str, fix: str) -> Fault:
+        return Fault(None, f"communicator {name}", what, fix)
 
-def _faults(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """The name of a communicator, what is wrong, and what to do."""
     needed = _needed(plan)
     seen: set[str] = set()
     for communicator in plan.communicators:
         name = communicator.name
         want = needed.get(name, communicator)
         if name in seen:
-            yield name, "is there twice", "Remove one of them"
+            yield fault(name, "is there twice", "Remove one of them")
         seen.add(name)
         ranks, axes = list(communicator.ranks), list(communicator.axes)
         if communicator.ranks != want.ranks:
             what = f"joins ranks {ranks}, but its work is between ranks {list(want.ranks)}"
-            yield name, what, f"Give it the ranks {list(want.ranks)}"
+            yield fault(name, what, f"Give it the ranks {list(want.ranks)}")
         elif len(set(ranks)) < len(ranks):
-            yield name, f"has a rank twice: {ranks}", "Name each rank once"
+            yield fault(name, f"has a rank twice: {ranks}", "Name each rank once")
         if communicator.axes != want.axes:
             what = f"is along {', '.join(axes)}, but its work is along {', '.join(want.axes)}"
-            yield name, what, f"Give it the axes {list(want.axes)}"
+            yield fault(name, what, f"Give it the axes {list(want.axes)}")
         elif len(set(axes)) < len(axes):
-            yield name, f"names an axis twice: {axes}", "Name each axis once"
+            yield fault(name, f"names an axis twice: {axes}", "Name each axis once")
     for name, want in needed.items():
         if name not in seen:
             along = "" if want.axes == (PIPELINE,) else f" along {' and '.join(want.axes)}"
             what = f"missing, and ranks {list(want.ranks)}{along} need it"
-            yield name, what, "Add it to the list of communicators"
+            yield fault(name, what, "Add it to the list of communicators")
+
+
+def cost_faults(plan: Plan) -> Iterator[Fault]:
+    """Every fault of costs and prediction. References must be sound."""
+    axes = dict(plan.job.axes)
+    lanes = {communicator.name for communicator in plan.communicators} | axes.keys()
+    for name, kind in plan.costs.collectives:
+        where = f"costs of {kind} on {name}"
+        if name not in lanes:
+            yield Fault(None, where, f"there is no communicator {name}", "Remove them")
+        if kind not in PRICED:
+            yield Fault(None, where, f"there is no collective {kind}", f"Known are {', '.join(PRICED)}")
+    for axis in plan.costs.shared:
+        if axis not in axes:
+            yield Fault(None, "costs.shared", f"there is no axis {axis!r} beside pp", "Remove it")
+    if plan.prediction is not None:
+        for key in ("exposed_axis_us", "comm_axis_us"):
+            for axis, times in getattr(plan.prediction, key).items():
+                what = ""
+                if axis not in dict(plan.mesh.sizes):
+                    what = f"there is no axis {axis!r}"
+                elif len(times) != plan.ranks:
+                    what = f"has {len(times)} ranks for {axis}, but the plan has {plan.ranks}"
+                if what:
+                    yield Fault(None, f"prediction.{key}", what, "Predict the plan again")

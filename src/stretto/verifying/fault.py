@@ -1,4 +1,4 @@
-"""What a proof finds: a fault, with its place, its reason and its cure. Touches nothing."""
+"""What a proof finds: a fault, with its place, its reason and its cure."""
 
 from __future__ import annotations
 

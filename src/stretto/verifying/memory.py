@@ -8,7 +8,7 @@ instruction that starts them to the one that says that they are done. Counted, i
    wait for a gather or a scatter uses what is sent too (a reduction works in a copy, its result);
 3. a received value from the post of its receive; a sent value at least to its `sent`;
 4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
-   added while it is multiplied (`stretto.ir.gradients`) is nothing but the gradient that it begins;
+   added while it is multiplied (`stretto.ir.storage`) is nothing but the gradient that it begins;
 5. what gradients that are summed together, or among some ranks of an axis only, are put into, from the start
    to the wait, as the result of any op; those of tied parameters become one before.
 
@@ -22,10 +22,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from stretto.ir.flow import is_external
-from stretto.ir.gradients import Addend, addends
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT, Op, Parameter
-from stretto.ir.storage import in_flight, makes, owner, reads
+from stretto.ir.storage import Addend, addends, in_flight, makes, owner, reads
 from stretto.verifying.fault import Fault
 
 Storage = tuple[int, str]

@@ -5,30 +5,25 @@ the walk for deadlock, only if nothing else is wrong, because on other plans the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from stretto.ir.action import Action, Overlap, Slot
 from stretto.ir.plan import Plan
 from stretto.ir.references import broken_references
+from stretto.verifying.calls import repeat_faults, saved_faults
 from stretto.verifying.communication import communication_faults
-from stretto.verifying.communicators import communicator_faults
-from stretto.verifying.costs import cost_faults
-from stretto.verifying.deadlock import deadlock_faults
+from stretto.verifying.communicators import communicator_faults, cost_faults
 from stretto.verifying.fault import Fault
-from stretto.verifying.lifetimes import lifetime_faults
-from stretto.verifying.messages import message_faults
+from stretto.verifying.messages import deadlock_faults, message_faults
 from stretto.verifying.ops import op_faults
-from stretto.verifying.placements import placement_faults
-from stretto.verifying.repeats import repeat_faults
-from stretto.verifying.saved import saved_faults
+from stretto.verifying.placements import placement_faults, sharding_faults
 from stretto.verifying.schedule import action_faults
 from stretto.verifying.shapes import shape_faults
-from stretto.verifying.sharding import sharding_faults
 from stretto.verifying.sums import sum_faults
-from stretto.verifying.windows import window_faults
+from stretto.verifying.windows import lifetime_faults, window_faults
 
-PROOFS = (
+PROOFS: tuple[Callable[[Plan], Iterable[Fault]], ...] = (
     op_faults,
     shape_faults,
     sharding_faults,

@@ -12,7 +12,7 @@ and no elements, and what it gives is compared with what the plan says.
     4. A view has the strides that its source gives it. Of other values kernels choose them, but none has
        several elements in one place, which could not be added to.
 
-Communication is for `stretto.verifying.communication`. Touches `stretto.ir`, and PyTorch's ops.
+Communication is for `stretto.verifying.communication`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from stretto.backend.dispatch_adapter import refused
 from stretto.ir.action import Phase
 from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs
-from stretto.ir.gradients import is_expanded
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
 from stretto.ir.program import CHUNK, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
+from stretto.ir.storage import is_expanded
 from stretto.verifying.fake_adapter import no_elements
 from stretto.verifying.fault import Fault
 
@@ -108,13 +108,15 @@ def _trouble(op: Op, specs: Specs, device: str) -> str:
     if made is None or len(made) != len(op.outputs):
         return ""
     for at, (result, said) in enumerate(zip(made, op.outputs, strict=True)):
-        if said is not None and result is None:
+        if said is None:
+            continue
+        if result is None:
             return f"{op.target} of {told} gives nothing as part {at}, but the plan says {_brief(said)}"
-        if said is not None and result is not None and at:
+        if at:
             result = replace(result, dtype=said.dtype)  # of statistics, kernels choose what they compute in
-        if said is not None and result is not None and not _alike(result, said):
+        if not _alike(result, said):
             return f"{op.target} of {told} gives {_brief(result)}, but the plan says {_brief(said)}"
-        if said is not None and result is not None and said.numel:
+        if said.numel:
             view = op.alias is not None
             if _laid_out(result) != _laid_out(said) if view else is_expanded(said) > is_expanded(result):
                 return f"{op.target} of {told} gives {result}, but the plan says {said}"

@@ -1,12 +1,16 @@
-"""Proves that a backward belongs to the forward whose saved results it reads.
+"""Proves that an op fits the earlier op that it continues: one that it computes again, and one whose saved
+results it reads.
 
-A kernel that works back through a norm, a pool or attention takes the statistics, places or sums that the
-forward's kernel has left, and trusts that they are of the shape and meaning that its other arguments say.
-With the flag of another norm it reads past their end.
+Repeats: `Op.repeats` names an op of F, and the op that has it does the same to the same values: target,
+results and all arguments are equal, where an argument may also be what repeats the original's. A random op
+draws the numbers of the op that it repeats; with another name it would draw others, and the backward would
+belong to another forward.
 
-So where `X_backward` reads a part of what X has made, all arguments that both functions take by one name are
-the same: numbers, flags and lists equal, tensors there in both or in none, and of one shape. And the flags of
-an op by itself fit what it is given, and what it makes.
+Saved results: a kernel that works back through a norm, a pool or attention takes the statistics, places or
+sums that the forward's kernel has left, and trusts that they are of the shape and meaning that its other
+arguments say. So where `X_backward` reads a part of what X has made, all arguments that both functions take
+by one name are the same: numbers, flags and lists equal, tensors there in both or in none, and of one shape.
+And the flags of an op by itself fit what it is given, and what it makes.
 """
 
 from __future__ import annotations
@@ -15,11 +19,60 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stretto.backend.dispatch_adapter import named, overload
+from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, specs_of
-from stretto.ir.program import GETITEM, Op, Ref, Stage
+from stretto.ir.program import GETITEM, Arg, Op, Ref, Stage
 from stretto.verifying.fault import Fault
+
+
+def repeat_faults(plan: Plan) -> Iterator[Fault]:
+    """Every fault of repeated ops. References must be sound."""
+    for stage in plan.job.stages:
+        yield from _repeated(plan, stage)
+
+
+def _repeated(plan: Plan, stage: Stage) -> Iterator[Fault]:
+    made = {op.name: op for op in stage.ops[Phase.F]}
+    again = {op.name: op.repeats for phase in PHASES[1:] for op in stage.ops[phase] if op.repeats}
+    repeating = [(phase, op) for phase in PHASES for op in stage.ops[phase] if op.repeats]
+    for phase, op in repeating:
+        fix = "Name the op of F that it computes again, or none"
+        if phase is Phase.F:
+            what, fix = "but stands in F itself", "Take it out of F"
+        elif op.repeats not in made:
+            what = f"which stage {stage.index} does not have in F"
+        else:
+            difference = _differs(made[op.repeats], op, again)
+            what = f"but {difference}" if difference else ""
+        if what:
+            where = f"stage {stage.index}{phase}, {op.name}"
+            yield Fault(plan.rank_of(stage.index), where, f"repeats {op.repeats}, {what}", fix)
+
+
+def _differs(first: Op, op: Op, again: dict[str, str]) -> str:
+    """In words, how a repeated op differs from the first; "" if it does not."""
+    if op.target != first.target:
+        return f"is {op.target} instead of {first.target}"
+    if op.outputs != first.outputs:
+        return f"gives {', '.join(map(str, op.outputs))} instead of {', '.join(map(str, first.outputs))}"
+    if op.random != first.random:
+        return f"{'draws' if op.random else 'does not draw'} at random"
+
+    def same(old: Arg, new: Arg) -> bool:
+        if isinstance(old, tuple) and isinstance(new, tuple):
+            return len(old) == len(new) and all(map(same, old, new))
+        if isinstance(old, Ref) and isinstance(new, Ref):
+            return new.name == old.name or again.get(new.name) == old.name
+        return type(old) is type(new) and repr(old) == repr(
+            new
+        )  # NaN is not equal to itself, and 0.0 is to -0.0
+
+    if not same((first.args, first.kwargs), (op.args, op.kwargs)):
+        return "is given other arguments"
+    return ""
+
 
 SAME = {"train": "training"}
 """Names of a backward's arguments that are another in the forward."""
