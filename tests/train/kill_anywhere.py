@@ -37,8 +37,8 @@ from stretto.report.rundir import SUMMARY
 from stretto.saving.tensors import stored_in
 from stretto.train.checkpoint import read_tensors
 from stretto.train.checkpoint_files import latest_in
+from stretto.train.failure import process_state
 from stretto.train.results import METRICS
-from stretto.train.watch import process_state
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = ("moe_text", "gpt_text")

@@ -29,7 +29,7 @@ from stretto.models.weight_files import weights_folder
 from stretto.train import trainer
 from stretto.train.data import prepare_data
 from stretto.train.export import GENERATION, export
-from stretto.train.layout import refuse_early
+from stretto.train.job import refuse_early
 from stretto.train.tokenizer import END_OF_TEXT, given_tokenizer, learn
 
 transformers = pytest.importorskip("transformers")

@@ -9,13 +9,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.clusters import cores
 from tests.forks import Fork, run_forks
 
+import stretto
 from stretto.config import load_settings
+from stretto.ir.program import Job
+from stretto.simulating import predict
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
@@ -66,6 +71,14 @@ keep = 9
 run_dir = "{run}"
 trace_steps = 2
 """
+
+
+def described(job: Job, cluster: str, op_us: float = 1e-3, **_: object) -> stretto.Plan:
+    """As `stretto.plan`, for a machine that nobody measures, whose ops take `op_us` each."""
+    assert cluster == "local"
+    made = stretto.plan(job, cores(), order="list")
+    made = replace(made, costs=replace(made.costs, op_us=dict.fromkeys(made.costs.op_us, op_us)))
+    return replace(made, prediction=predict(made))
 
 
 def write_text(folder: Path) -> Path:

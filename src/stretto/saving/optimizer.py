@@ -204,7 +204,7 @@ def install(
     runner: Runner,
     optimizer: Optimizer,
     tensors: dict[str, torch.Tensor],
-    table: OptimizerTable | None,
+    table: OptimizerTable,
     options: Sequence[Options | None],
 ) -> None:
     """Give the optimizer its state and options, by PyTorch's own `load_state_dict`."""
@@ -212,7 +212,7 @@ def install(
     for full, tensor in tensors.items():
         name, key = _name_and_key(full)
         state.setdefault(name, {})[key] = tensor
-    for name, values in (table.numbers if table is not None else {}).items():
+    for name, values in table.numbers.items():
         state.setdefault(name, {}).update(values)
     names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
     packed = optimizer.state_dict()

@@ -10,16 +10,19 @@ which the folder is nothing.
     2. Each rank writes its file, takes the digest of each box, and all agree that they have.
     3. Rank 0 looks whether it sees every file complete, and writes the table.
 
-Reading goes by the table that is data (`stretto.saving.table`): a rank reads the boxes that meet its parts,
-and each must have its digest.
+Reading goes by `tensors.json`, which says the same as `.metadata` as data: where each box is, and its digest.
+Boxes of a tensor cover it once, so that what is allocated for one is bounded by bytes that are there. A rank
+reads the boxes that meet its parts.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,13 +38,67 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, UsageError
+from stretto.files.codec import Codec, Fits, TextLayout
+from stretto.files.typed_file import TypedFile
 from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.shards import Part
 from stretto.runtime.transport import Transport
-from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
+from stretto.saving.digests import (
+    ELSE,
+    TABLE,
+    Digest,
+    FileName,
+    UnusableError,
+    digest_of,
+    digest_of_next,
+    read_checked,
+    unusable,
+)
 from stretto.saving.folder import Writing
-from stretto.saving.table import DTYPES, FILE, METADATA, Box, StoredTensor, TensorTable, read_table
+
+METADATA = ".metadata"
+"""The table as PyTorch names it."""
+
+DTYPES = {
+    str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
+}
+
+Size = Annotated[int, Fits(lambda value: value >= 0, "a whole number from 0")]
+DtypeName = Annotated[str, Fits(lambda name: name in DTYPES, "the name of a dtype of PyTorch")]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a tensor: what `torch.save` wrote of it is in `file` from byte `start` on."""
+
+    offsets: tuple[Size, ...]
+    sizes: tuple[Size, ...]
+    file: FileName
+    start: Size
+    nbytes: Size
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A full tensor."""
+
+    shape: tuple[Size, ...]
+    dtype: DtypeName
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """tensors: name -> what is stored of it."""
+
+    tensors: Mapping[str, StoredTensor]
+
+
+_CODEC = Codec()
+_CODEC.row(Box, 6, TextLayout.ENTRY)
+FILE = TypedFile(TensorTable, "stretto-tensors", 1, "tensors", "Take another checkpoint", _CODEC)
 
 Parts = Mapping[str, Part]
 """Name in the checkpoint -> part."""
@@ -127,9 +184,42 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
 
 
 def stored_in(folder: Path) -> Mapping[str, StoredTensor]:
-    """The tensors of a folder, every file of which is complete. Raises UsageError."""
-    read_checked(folder, METADATA)  # of which nothing is read
-    return read_table(folder)
+    """The tensors of a checkpoint, every file of which is as long as it was. Raises UsageError."""
+    try:
+        read_checked(folder, METADATA)  # which is for PyTorch's own readers
+        table = FILE.from_text(read_checked(folder, TABLE).decode(), TABLE)
+    except UnusableError:
+        raise
+    except (UsageError, ValueError) as error:  # the latter of what is no text
+        raise unusable(folder, str(error)) from None
+    fault = next(_faults(folder, table.tensors), None)
+    if fault is not None:
+        raise unusable(folder, fault)
+    return table.tensors
+
+
+def _faults(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Boxes that do not cover their tensor; files that are absent or end too early."""
+    ends: dict[str, int] = {}
+    for name, one in tensors.items():
+        for box in one.boxes:
+            ends[box.file] = max(ends.get(box.file, 0), box.start + box.nbytes)
+            fits = len(box.offsets) == len(box.sizes) == len(one.shape) and all(
+                first + size <= full
+                for first, size, full in zip(box.offsets, box.sizes, one.shape, strict=True)
+            )
+            if not fits or prod(box.sizes) * DTYPES[one.dtype].itemsize > box.nbytes:
+                yield f"a box of {name} in {TABLE} is not one of its tensor"
+        if sum(prod(box.sizes) for box in one.boxes) != prod(one.shape):
+            yield f"the boxes of {name} in {TABLE} do not cover it"
+    for file, end in sorted(ends.items()):
+        try:
+            size = (folder / file).stat().st_size
+        except OSError:
+            yield f"{file} is not there"
+            continue
+        if size < end:
+            yield f"{file} has {size} bytes of {end}"
 
 
 def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None:
@@ -158,7 +248,7 @@ def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None
 def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
     file.seek(box.start)
     data = file.read(box.nbytes)
-    if box.digest and digest_of(data) != box.digest:
+    if digest_of(data) != box.digest:
         raise ValueError(f"{box.file} is not what was saved: the digest of a tensor in it differs")
     made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(made, torch.Tensor) or tuple(made.shape) != box.sizes or made.dtype != dtype:

@@ -9,14 +9,15 @@
 A single rank needs no process of its own.
 
     stretto train           ends its ranks (SIGTERM, after 30 s SIGKILL) when one fails or it gets a signal;
-      |  starts, watches    kills a rank that is stopped (`watch`); prints the one message
+      |  starts, watches    kills a rank that is stopped (`failure`); prints the one message
       v
-    rank 0 .. n-1           each watches the launcher (`watch`), beats for its neighbour (`peers`), records
+    rank 0 .. n-1           each watches the launcher (`failure`), beats for its neighbour (`peers`), records
                             its failure (`failure`), and ends at a signal (`interrupt`)
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
@@ -32,17 +33,23 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
+from stretto.errors import UsageError
 from stretto.files.say import Say, unheard
 from stretto.train.checkpoint_files import find, what_is_left
-from stretto.train.failure import LAUNCHER_PID, RECORDS_DIR, Cause, RankFailure, is_worker, recorded_failures
+from stretto.train.failure import (
+    LAUNCHER_PID,
+    RECORDS_DIR,
+    Cause,
+    RankFailure,
+    is_worker,
+    recorded_failures,
+    watching_ranks,
+)
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-from stretto.train.layout import layout_of_run, refuse_early
+from stretto.train.job import kept_by, layout_of_run, refuse_early
 from stretto.train.lock import folders_of, refuse_if_locked
-from stretto.train.metrics import check_tensorboard
 from stretto.train.progress import STARTED, Progress
-from stretto.train.reuse import kept_by
 from stretto.train.text_task import task_of
-from stretto.train.watch import watching_ranks
 from stretto.train.world import World, check_graph, crowding, device_for, device_note, threads
 
 RANKS_STUCK_S = 40.0
@@ -88,6 +95,14 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
             progress.stop()
             print("stretto: interrupted before the first step", file=sys.stderr)
             return error.status
+
+
+def check_tensorboard(wanted: bool) -> None:
+    """Raise UsageError, before anything is started, if TensorBoard was asked for and is not there."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
+        )
 
 
 def _work(settings: TrainSettings, progress: Progress | None) -> int:

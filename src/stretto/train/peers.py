@@ -2,7 +2,7 @@
 first.
 
 A process that is stopped keeps its connections open, and a rank may miss one that only followed another. Our
-own launcher sees both (`stretto.train.watch`); under torchrun or a batch system ranks find it out themselves.
+own launcher sees both (`stretto.train.failure`); under torchrun or a batch system ranks do it themselves.
 
     1. Each rank writes a beat with its phase every `BEAT_S`, from a thread of its own, since a step may take
        as long as it likes. It looks at the beats of the next rank, which is lost if they stop for

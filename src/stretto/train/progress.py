@@ -117,7 +117,7 @@ class Progress:
         """Show a step: on a terminal the live line, else a plain one for the first and every `log_every`
         steps.
 
-        line: as `stretto.train.metrics` writes it. exposed: share of the step, of the last that was gathered.
+        line: as `stretto.train.results` writes it. exposed: share of the step, of the last that was gathered.
         """
         if not self._shown:
             return

@@ -1,7 +1,8 @@
-"""What a run leaves in its folder beside metrics and checkpoints, and what is printed at its end; by rank 0.
+"""What a run leaves in its folder beside checkpoints, and what is printed at its end; by rank 0.
 
-The files: settings.json, plan.json, figures.json, simulated.json, measured.json, observed.json,
-trace.perfetto-trace, summary.json, report.html. `stretto report` reads them.
+The files: settings.json, plan.json, figures.json, simulated.json, metrics.jsonl (a line a step, which
+TensorBoard gets too), measured.json, observed.json, trace.perfetto-trace, summary.json, report.html.
+`stretto report` reads them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ import torch
 from rich.console import Console
 
 from stretto.config import TrainSettings
+from stretto.errors import StrettoError
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import write_file
 from stretto.ir.compared import SHOWN, against
-from stretto.ir.metrics import ObservedRun
+from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.ir.work import work_of
+from stretto.ir.work import Work, work_of
 from stretto.measure.measured import measured_costs
 from stretto.report.files import FIGURES, OBSERVED, PlanFigures
 from stretto.report.findings import stalls_grid
@@ -38,7 +41,6 @@ from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import earlier_in, set_aside
-from stretto.train.metrics import speed_line, writing
 from stretto.train.progress import duration
 from stretto.train.task import Task
 from stretto.train.world import World
@@ -53,6 +55,19 @@ BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", MET
 """What it has from its beginning."""
 LARGEST_SAMPLED_BYTES = 2 * 1000**3
 """A model above this is not built on one rank just for a report: it may not fit beside the stages."""
+
+
+NAMES = {
+    "loss": "loss/train",
+    "held_out_loss": "loss/held_out",
+    "lr": "optimizer/lr",
+    "grad_norm": "optimizer/grad_norm",
+    "tokens_per_s": "speed/tokens_per_s",
+    "tokens_per_s_per_device": "speed/tokens_per_s_per_device",
+    "mfu": "speed/mfu",
+    "exposed_fraction": "speed/exposed_fraction",
+}
+"""Key of a line -> name of the scalar in TensorBoard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +145,7 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     files = [("report", run_dir / REPORT)]
     if measured is not None:
         files.append(("trace", run_dir / TRACE))
-    files += [("plan", run_dir / "plan.json"), ("metrics", run_dir / "metrics.jsonl")]
+    files += [("plan", run_dir / "plan.json"), ("metrics", run_dir / METRICS)]
     if results.checkpoint is not None:
         files.append(("checkpoint", results.checkpoint))
     for what, path in files:
@@ -204,6 +219,17 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
 # Files.
 
 
+@contextmanager
+def writing(where: Path) -> Iterator[None]:
+    """Around work that writes in a run's folder: an error of the system becomes a StrettoError."""
+    try:
+        yield
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write {where}: {error.strerror}; free some space, or set output.run_dir elsewhere"
+        ) from None
+
+
 def is_finished(run_dir: Path, steps: int) -> bool:
     """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
     try:
@@ -274,3 +300,73 @@ def end_run(
             OBSERVED.save(seen, run_dir / SEEN)
         write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
         write_page(load_run(run_dir))
+
+
+# Lines of metrics.
+
+
+def observed_line(seen: Sequence[Observed]) -> dict[str, dict[str, list[float]]]:
+    """Metrics as a line has them, with six digits."""
+    line: dict[str, dict[str, list[float]]] = {}
+    for one in seen:
+        line.setdefault(one.module, {})[one.name] = [float(f"{value:.6g}") for value in one.mean]
+    return line
+
+
+def speed_line(unit: str, count: int, step_s: float, world: int, work: Work) -> dict[str, float]:
+    """How fast a step of `count` tokens, samples or the like (`unit`) was on `world` devices, the optimizer
+    included: in all, by device, and as MFU where the device's peak is known (`stretto.ir.work`)."""
+    per_s = count / step_s
+    line = {"step_s": step_s, f"{unit}_per_s": per_s, f"{unit}_per_s_per_device": per_s / world}
+    mfu = work.mfu(1e6 * step_s)
+    return line if mfu is None else {**line, "mfu": mfu}
+
+
+class Metrics:
+    """Writes metrics.jsonl in a run's folder. `write` and `close` are all that a step needs."""
+
+    def __init__(self, run_dir: Path, from_step: int, tensorboard: bool) -> None:
+        """from_step: steps done before this run; later lines of an earlier run are taken out.
+
+        Raises StrettoError when the file cannot be written.
+        """
+        self._path = run_dir / METRICS
+        with writing(self._path):
+            kept = _lines_up_to(self._path, from_step)
+            write_file(self._path, b"".join(line + b"\n" for line in kept))
+            self._file = self._path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=from_step + 1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line; it has `step`. Raises StrettoError when the disk is full."""
+        with writing(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for key, name in NAMES.items():
+                if key in line:
+                    self._board.add_scalar(name, line[key], line["step"])
+
+    def close(self) -> None:
+        """Close the files, also where they cannot be written to their ends, which raises StrettoError."""
+        with writing(self._path), self._file:
+            if self._board is not None:
+                self._board.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[bytes]:
+    """The complete lines of steps that are not to be done again."""
+    if step == 0 or not path.is_file():
+        return []
+    kept: list[bytes] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            if int(parse_json(line)["step"]) <= step:
+                kept.append(line)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            continue  # A run that was killed may have left half a line.
+    return kept

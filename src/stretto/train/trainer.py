@@ -47,22 +47,23 @@ from stretto.train.checkpoint_files import CheckpointState, find, latest_in, rea
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
-from stretto.train.layout import layout_of_run, move
+from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.lock import RunLock
-from stretto.train.metrics import Metrics, observed_line, speed_line
 from stretto.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from stretto.train.peers import Heartbeat
 from stretto.train.progress import Progress
 from stretto.train.results import (
+    Metrics,
     Results,
     begin_run,
     finish,
     is_finished,
+    observed_line,
     plan_that_holds,
     report_again,
     set_earlier_aside,
+    speed_line,
 )
-from stretto.train.reuse import kept_by
 from stretto.train.task import Task
 from stretto.train.text_task import task_of
 from stretto.train.world import World, device_note, leave

@@ -16,12 +16,11 @@ import torch
 
 from stretto.config import TrainSettings
 from stretto.train.checkpoint_files import what_is_left
-from stretto.train.failure import Cause, RankFailure, failure_of, record_failure
+from stretto.train.failure import Cause, RankFailure, failure_of, lost_words, record_failure
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.progress import Progress
 from stretto.train.trainer import Trainer
-from stretto.train.watch import lost_words
 from stretto.train.world import check_graph, check_size, device_for, environment, join, threads
 
 
