@@ -258,12 +258,6 @@ class ParallelSettings(Settings):
         return self
 
 
-TO_COME = {
-    "cp": "context parallelism",
-}
-"""Axes that users of other systems will ask for, and that this version does not have."""
-
-
 class Parallel(NamedArguments, ParallelSettings):
     """How the model and the batch are distributed over ranks: `stretto.Parallel(pp=2, microbatches=8)`.
 
@@ -274,9 +268,9 @@ class Parallel(NamedArguments, ParallelSettings):
     if not TYPE_CHECKING:  # as in `NamedArguments`
 
         def __init__(self, **given: Any) -> None:
-            for axis in TO_COME.keys() & given.keys():
+            if "cp" in given:
                 raise UsageError(
-                    f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is distributed over pp, "
+                    "Parallel(cp=...): context parallelism is to come; today a job is distributed over pp, "
                     "dp, ep and tp"
                 )
             super().__init__(**given)

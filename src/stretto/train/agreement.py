@@ -31,26 +31,14 @@ from stretto.train.task import Task
 from stretto.train.world import World
 
 OWN = (
-    "name",
-    "data.paths",
-    "data.cache_dir",
-    "model.pretrained",
-    "task.file",
-    "checkpoint.dir",
-    "checkpoint.resume",
-    "output.run_dir",
-    "training.threads_per_rank",
+    *("name", "data.paths", "data.cache_dir", "model.pretrained", "task.file"),
+    *("checkpoint.dir", "checkpoint.resume", "output.run_dir", "training.threads_per_rank"),
 )
 """Settings that each machine may have to itself: where things are, and how fast it computes. What is read
 there is compared instead."""
 UNREPORTED = (
-    "name",
-    "checkpoint",
-    "output",
-    "parallel",
-    "planning",
-    "training.steps",
-    "training.threads_per_rank",
+    *("name", "checkpoint", "output", "parallel", "planning"),
+    *("training.steps", "training.threads_per_rank"),
 )
 """What may change from run to run without changing what is learned, or is changed on purpose to go on."""
 

@@ -107,16 +107,12 @@ def find(path: Path) -> Path:
 
 def read_state(checkpoint: Path) -> CheckpointState:
     """The state that is beside the tensors. Raises UsageError for a file that is not one of ours."""
-    return FILE.from_text(_text(checkpoint, STATE), str(checkpoint / STATE))
+    return FILE.from_text(read_kept(checkpoint, STATE), str(checkpoint / STATE))
 
 
 def read_kept(checkpoint: Path, name: str = TOKENIZER) -> str:
-    """The file that is kept of the data: of text, the tokenizer's. Raises UsageError when it is absent or not
-    what was saved."""
-    return _text(checkpoint, name)
-
-
-def _text(checkpoint: Path, name: str) -> str:
+    """A file of text: by default what is kept of the data, the tokenizer. Raises UsageError when it is absent
+    or not what was saved."""
     try:
         return read_checked(checkpoint, name).decode()
     except UnicodeDecodeError as error:

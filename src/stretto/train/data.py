@@ -1,4 +1,4 @@
-"""From settings to data: text becomes tokens once, and is kept for the next run.
+"""From settings to data: text becomes tokens once, which are kept for the next run; and batches of them.
 
     1. list the files; their names, sizes and times, and the settings, name the cache
     2. if the cache is complete, go to 7
@@ -10,7 +10,8 @@
 
 The cache is a folder that is built once and then reused, by any number of processes at once. It is built
 beside its path and renamed, under a lock, so that what is there is complete. A manifest of sizes and
-checksums shows damage. Nothing is downloaded; text is read by `stretto.train.text`.
+checksums shows damage. Nothing is downloaded; text is read by `stretto.train.text`. A batch is a pure
+function of the seed and the step, so that resuming needs no state.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from stretto.files.parse import parse_json
 from stretto.files.say import Say, unheard
 from stretto.train import tokenizer as bpe
 from stretto.train.text import TextFile, documents, find_files
-from stretto.train.tokenizer import GivenTokenizer, learned
+from stretto.train.tokenizer import GivenTokenizer
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
@@ -154,13 +155,19 @@ def _build(
     train_chars = round(chars * (1 - fraction))
     if given is None:
         say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
-        tokenizer = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
-        given = learned(tokenizer)
-    else:
-        tokenizer = given.tokenizer
-    progress = _Progress(chars, say)
-    train = _write_tokens(folder / "train.npy", given, side(held_out=False), progress)
-    held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True), progress)
+        given = bpe.learned(bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size))
+    tokenizer = given.tokenizer
+    done_chars, said_s = 0, time.monotonic()
+
+    def done(more_chars: int) -> None:
+        nonlocal done_chars, said_s
+        done_chars += more_chars
+        if time.monotonic() - said_s >= PROGRESS_S:
+            said_s = time.monotonic()
+            say(f"tokens: {done_chars / 1e6:.1f} of {chars / 1e6:.1f} MB of text")
+
+    train = _write_tokens(folder / "train.npy", given, side(held_out=False), done)
+    held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True), done)
     if not len(train) or not len(held_out):
         raise UsageError(f"data.paths: the text, {chars} characters, is too short to hold out {fraction:.1%}")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -189,37 +196,23 @@ def _divide(text: str, fraction: float, by_document: bool) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-class _Progress:
-    """Says now and then how much of the text is done."""
-
-    def __init__(self, total_chars: int, say: Say) -> None:
-        self.total_chars, self.say = total_chars, say
-        self.done_chars = 0
-        self.said_s = time.monotonic()
-
-    def add(self, chars: int) -> None:
-        self.done_chars += chars
-        if time.monotonic() - self.said_s >= PROGRESS_S:
-            self.said_s = time.monotonic()
-            self.say(f"tokens: {self.done_chars / 1e6:.1f} of {self.total_chars / 1e6:.1f} MB of text")
-
-
-def _write_tokens(path: Path, given: GivenTokenizer, texts: Iterator[str], progress: _Progress) -> Tokens:
-    """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory."""
+def _write_tokens(
+    path: Path, given: GivenTokenizer, texts: Iterator[str], done: Callable[[int], None]
+) -> Tokens:
+    """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory. done:
+    gets how many characters they were."""
     dtype = bpe.token_dtype(bpe.count(given.tokenizer))
     count = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
-        header_bytes = file.tell()
         for chars, ids in bpe.encode(given.tokenizer, texts, given.begin, given.end):
             file.write(ids.tobytes())
             count += len(ids)
-            progress.add(chars)
-        # NumPy pads headers so that the first dim can grow in place.
+            done(chars)
+        # NumPy pads headers so that the first dim can grow in its line.
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
-        assert file.tell() == header_bytes
     if count == 0:
         return np.empty(0, dtype=dtype)  # There is nothing to map in such a file.
     tokens: Tokens = np.load(path, mmap_mode="r")
@@ -259,13 +252,22 @@ def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: 
             shutil.rmtree(partial, ignore_errors=True)  # Left by a process that was killed.
             partial.mkdir()
             build(partial)
-            _write_manifest(partial)
+            files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(partial.iterdir())}
+            (partial / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.release()
     except OSError as error:
-        raise _explained(error, cache_dir) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StrettoError(
+                f"{cache_dir}: the disk is full, and the tokens of the text cannot be kept there; "
+                "free some space, or set data.cache_dir to a folder on another disk"
+            ) from error
+        raise UsageError(
+            f"data.cache_dir: {cache_dir} cannot be used ({error.strerror or error}); set it to a folder "
+            "that you may write"
+        ) from error
     return target
 
 
@@ -293,29 +295,12 @@ def contents(folder: Path, names: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps([files[name] for name in names]).encode()).hexdigest()[:16]
 
 
-def _write_manifest(folder: Path) -> None:
-    files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
-
-
 def _checksum(path: Path) -> int:
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
             checksum = zlib.crc32(block, checksum)
     return checksum
-
-
-def _explained(error: OSError, cache_dir: Path) -> StrettoError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StrettoError(
-            f"{cache_dir}: the disk is full, and the tokens of the text cannot be kept there; "
-            "free some space, or set data.cache_dir to a folder on another disk"
-        )
-    return UsageError(
-        f"data.cache_dir: {cache_dir} cannot be used ({error.strerror or error}); set it to a folder that "
-        "you may write"
-    )
 
 
 # Batches.

@@ -12,7 +12,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,7 +132,15 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     measured, prediction = results.measured, results.plan.prediction
     # Files first: they are not lost where nobody reads what is printed any more.
     reported: list[str] = []
-    end_run(run_dir, measured, results.seen, _summary(results, _report(results, reported.append)))
+    summary = _summary(results, _report(results, reported.append))
+    with writing(run_dir):
+        if measured is not None:
+            measured.save(run_dir / "measured.json")
+            measured.save(run_dir / TRACE)
+        if results.seen is not None:
+            OBSERVED.save(results.seen, run_dir / SEEN)
+        write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        write_page(load_run(run_dir))
     say("")
     say(f"held-out loss {results.held_out_loss:.4f}{unit} after step {results.steps}{compared}")
     for line in reported:
@@ -140,7 +148,12 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     if measured is not None and prediction is not None:
         say("")
         Console().print(comparison_grid(prediction, measured).rich())
-    _print_seen(results)
+    if results.seen is not None and (loads := load_grid(results.seen)) is not None:
+        loads.print()
+        # Who waits for whom and why.
+        stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
+        if stalls is not None:
+            stalls.print()
     say("")
     files = [("report", run_dir / REPORT)]
     if measured is not None:
@@ -163,18 +176,6 @@ def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> Non
         say(f"the run had ended before its report: {run_dir / REPORT} is made now")
 
 
-def _print_seen(results: Results) -> None:
-    """Who waits for whom and why, where the model has experts."""
-    loads = None if results.seen is None else load_grid(results.seen)
-    if results.seen is None or loads is None:
-        return
-    measured = results.measured
-    stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
-    for grid in (loads, stalls):
-        if grid is not None:
-            grid.print()
-
-
 def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
     """What the task reports of the trained model, for the summary."""
     report = results.task.report
@@ -189,7 +190,7 @@ def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
         )
         return {}
     own = results.settings.task
-    model, _ = load_model(results.checkpoint, None if own is None else own.file)
+    model, _ = load_model(results.checkpoint, own and own.file)
     with torch.no_grad():
         return report(model, results.settings.run_dir, say)
 
@@ -288,20 +289,6 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
     simulate(plan).save(run_dir / "simulated.json")
 
 
-def end_run(
-    run_dir: Path, measured: Timeline | None, seen: ObservedRun | None, summary: dict[str, Any]
-) -> None:
-    """What is known after the last step, and the report. Raises StrettoError when it cannot be written."""
-    with writing(run_dir):
-        if measured is not None:
-            measured.save(run_dir / "measured.json")
-            measured.save(run_dir / TRACE)
-        if seen is not None:
-            OBSERVED.save(seen, run_dir / SEEN)
-        write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        write_page(load_run(run_dir))
-
-
 # Lines of metrics.
 
 
@@ -364,9 +351,8 @@ def _lines_up_to(path: Path, step: int) -> list[bytes]:
         return []
     kept: list[bytes] = []
     for line in path.read_bytes().splitlines():
-        try:
+        # A run that was killed may have left half a line.
+        with suppress(ArithmeticError, LookupError, TypeError, ValueError):
             if int(parse_json(line)["step"]) <= step:
                 kept.append(line)
-        except (ArithmeticError, LookupError, TypeError, ValueError):
-            continue  # A run that was killed may have left half a line.
     return kept

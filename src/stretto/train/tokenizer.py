@@ -109,37 +109,34 @@ def encode(
     dtype = token_dtype(count(tokenizer))
     before = np.array(begin, dtype=dtype)
     behind = np.array([tokenizer.token_to_id(END_OF_TEXT) if end is None else end], dtype=dtype)
-    group: list[str] = []
-    starts: set[int] = set()
-    ends: set[int] = set()
+    nothing = before[:0]
+
+    def ids_of(group: list[tuple[str, bool, bool]]) -> npt.NDArray[np.unsignedinteger]:
+        encodings = tokenizer.encode_batch_fast([piece for piece, _, _ in group], add_special_tokens=False)
+        return np.concatenate(
+            [
+                ids
+                for (_, begins, ends), encoding in zip(group, encodings, strict=True)
+                for ids in (
+                    before if begins else nothing,
+                    np.array(encoding.ids, dtype=dtype),
+                    behind if ends else nothing,
+                )
+            ]
+        )
+
+    group: list[tuple[str, bool, bool]] = []  # piece, whether its document begins and ends with it
     chars = 0
-
-    def flush() -> tuple[int, npt.NDArray[np.unsignedinteger]]:
-        parts: list[npt.NDArray[np.unsignedinteger]] = []
-        for number, encoding in enumerate(tokenizer.encode_batch_fast(group, add_special_tokens=False)):
-            if number in starts:
-                parts.append(before)
-            parts.append(np.array(encoding.ids, dtype=dtype))
-            if number in ends:
-                parts.append(behind)
-        return chars, np.concatenate(parts)
-
     for text in texts:
-        starts.add(len(group))
-        for piece in pieces(text):
-            group.append(piece)
+        cut = [*pieces(text)]
+        for number, piece in enumerate(cut):
+            group.append((piece, number == 0, number == len(cut) - 1))
             chars += len(piece)
             if chars >= GROUP_CHARS:
-                # The end of this document is not known yet: its last piece stays for the next group.
-                group, last = group[:-1], group[-1]
-                chars -= len(last)
-                if group:
-                    yield flush()
-                starts = {0} if len(group) in starts else set()
-                group, ends, chars = [last], set(), len(last)
-        ends.add(len(group) - 1)
+                yield chars, ids_of(group)
+                group, chars = [], 0
     if group:
-        yield flush()
+        yield chars, ids_of(group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,16 +112,10 @@ class Trainer:
             return None
         try:
             self._train(task)
-            plan = plan_that_holds(
-                self.runner.plan,
-                self.timelines,
-                self.settings.run_dir,
-                self.world.rank == 0,
-                self.progress.say,
-            )
+            first, run_dir = self.world.rank == 0, self.settings.run_dir
             results = Results(
                 settings=self.settings,
-                plan=plan,
+                plan=plan_that_holds(self.runner.plan, self.timelines, run_dir, first, self.progress.say),
                 task=task,
                 steps=self.step,
                 losses=tuple(self._losses),
@@ -251,8 +245,12 @@ class Trainer:
     def _is_finished(self, start: Checkpoint | None) -> bool:
         """Whether this very run has done all its steps and left its summary, as rank 0 sees it."""
         settings, steps = self.settings, self.settings.training.steps
-        own = start is not None and start[1].parent.absolute() == settings.checkpoint_dir.absolute()
-        done = own and start is not None and start[0].step >= steps and is_finished(settings.run_dir, steps)
+        done = (
+            start is not None
+            and start[1].parent.absolute() == settings.checkpoint_dir.absolute()
+            and start[0].step >= steps
+            and is_finished(settings.run_dir, steps)
+        )
         return self.world.all_gather(done)[0]
 
     def _find_checkpoint(self) -> Checkpoint | None:
@@ -298,11 +296,8 @@ class Trainer:
     def _one_step(self, batch: Any) -> tuple[float, float, float]:
         """Loss, learning rate and gradient norm of the next step, which is then done."""
         settings = self.settings
-        lost, size = self.runner.step(batch), self.clip()
-        loss, norm = (
-            float(lost),
-            float(size),
-        )  # asked for once both are queued: an accelerator goes on meanwhile
+        queued = self.runner.step(batch), self.clip()
+        loss, norm = map(float, queued)  # asked for once both are queued: an accelerator goes on meanwhile
         rate = learning_rate(settings.lr_schedule, settings.optimizer.lr, settings.training.steps, self.step)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise RunError(
@@ -370,17 +365,10 @@ class Trainer:
 
     def _save(self) -> None:
         settings = self.settings
-        state = CheckpointState(
-            self.step, self.runner.state.steps, self._task.vocab_size, settings.model_dump(mode="json")
-        )
-        checkpoint.save(
-            settings.checkpoint_dir,
-            state,
-            self._task.kept,
-            self.runner,
-            self.optimizer,
-            settings.checkpoint.keep,
-        )
+        draws, sizes = self.runner.state.steps, self._task.vocab_size
+        state = CheckpointState(self.step, draws, sizes, settings.model_dump(mode="json"))
+        folder, keep = settings.checkpoint_dir, settings.checkpoint.keep
+        checkpoint.save(folder, state, self._task.kept, self.runner, self.optimizer, keep)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:
