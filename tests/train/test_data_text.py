@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stretto.errors import UsageError
 from stretto.models.build import END_OF_TEXT_ID
-from stretto.train import tokenizer as bpe
+from stretto.train import text as bpe
 from stretto.train.text import documents, find_files, standard_library
 
 

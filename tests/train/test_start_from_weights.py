@@ -28,7 +28,7 @@ from stretto.models.weight_files import weights_folder
 from stretto.train.data import prepare_data
 from stretto.train.export import GENERATION, export
 from stretto.train.job import refuse_early
-from stretto.train.tokenizer import given_tokenizer, learn
+from stretto.train.text import given_tokenizer, learn
 
 transformers = pytest.importorskip("transformers")
 

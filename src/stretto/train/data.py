@@ -39,9 +39,8 @@ from stretto.errors import StrettoError, UsageError
 from stretto.files.kept import cache_dir
 from stretto.files.parse import parse_json
 from stretto.files.say import Say, unheard
-from stretto.train import tokenizer as bpe
-from stretto.train.text import TextFile, documents, find_files
-from stretto.train.tokenizer import GivenTokenizer
+from stretto.train import text as bpe
+from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""

@@ -8,7 +8,6 @@ TensorBoard gets too), measured.json, observed.json, trace.perfetto-trace, summa
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from stretto.runtime.shards import full_spec
 from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
-from stretto.train.checkpoint_files import earlier_in, set_aside
+from stretto.train.checkpoint_files import keep_earlier, set_aside
 from stretto.train.progress import duration
 from stretto.train.task import Task
 from stretto.train.world import World
@@ -246,29 +245,15 @@ def set_earlier_aside(settings: TrainSettings, goes_on: bool, say: Callable[[str
     old = None if goes_on else set_aside(settings.checkpoint_dir)
     if old is not None:
         say(f"started anew; the checkpoints of an earlier run are now in {old}")
-    if goes_on:
-        back = settings.checkpoint.resume != "auto"  # to a step of the user's choice
-        kept = keep_earlier(settings.run_dir, RESULTS, (METRICS,) if back else ())
-    else:
-        kept = keep_earlier(settings.run_dir, (*RESULTS, *BEGINNING))
-    if kept is not None:
-        say(f"what an earlier run measured is now in {kept}")
-
-
-def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()) -> Path | None:
-    """Put what an earlier run left here into a folder of its own, before this one writes its own; None if it
-    left neither lines nor a summary. moved, copied: names in the folder. Raises StrettoError."""
-    old = [path for path in (run_dir / name for name in (*moved, *copied)) if path.exists()]
-    if not any(path.stat().st_size for path in old if path.name in (SUMMARY, METRICS)):
-        return None
-    with writing(run_dir):
-        place = earlier_in(run_dir)
-        for path in old:
-            if path.name in moved:
-                path.rename(place / path.name)
-            else:
-                shutil.copy2(path, place / path.name)
-    return place
+    back = goes_on and settings.checkpoint.resume != "auto"  # to a step of the user's choice
+    moved, copied = (
+        [path for path in (settings.run_dir / name for name in names) if path.exists()]
+        for names in (RESULTS if goes_on else (*RESULTS, *BEGINNING), (METRICS,) if back else ())
+    )
+    if not any(path.stat().st_size for path in (*moved, *copied) if path.name in (SUMMARY, METRICS)):
+        return  # it left neither lines nor a summary
+    with writing(settings.run_dir):
+        say(f"what an earlier run measured is now in {keep_earlier(settings.run_dir, moved, copied)}")
 
 
 def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:

@@ -18,7 +18,7 @@ from stretto.models.gpt import generate
 from stretto.train.checkpoint_files import TOKENIZER
 from stretto.train.data import TextData, prepare_data
 from stretto.train.task import Task, check_files, own_task
-from stretto.train.tokenizer import given_tokenizer
+from stretto.train.text import given_tokenizer
 
 if TYPE_CHECKING:
     from stretto.runtime import Runner
