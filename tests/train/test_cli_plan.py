@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import stretto
 from stretto.cli.main import app
 from stretto.errors import UsageError
-from stretto.train.progress import Progress
 
 
 def test_a_described_cluster_gives_the_same_file_each_time(tmp_path: Path) -> None:
@@ -38,21 +37,6 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(config), "-o", str(tmp_path / "plan.json")])
     assert result.exit_code == 0, result.output
     assert "measured on this processor, 1 thread" in result.output
-
-
-def test_what_is_found_again_is_told_above_the_line_that_is_drawn_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STRETTO_REUSE", "auto")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said: list[str] = []
-    monkeypatch.setattr(Progress, "say", lambda self, line: said.append(line))
-    config = write_settings(tmp_path)
-    for _ in range(2):
-        assert not said
-        result = CliRunner().invoke(app, ["plan", str(config)])
-        assert result.exit_code == 0, result.output
-    assert [line.partition(":")[0] for line in said] == ["costs", "plan"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import torch
 from tests.saving.pretrained import write_pretrained
 from tests.train.tiny import write_settings
 
-from stretto.cli.main import main
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
 from stretto.models.build import build_model
@@ -207,19 +206,6 @@ def test_no_thread_outlives_a_run_and_holds_what_it_trained() -> None:
         assert "signals" not in [thread.name for thread in threading.enumerate()]
     del held
     assert gone() is None
-
-
-def test_a_world_of_another_size_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setattr(sys, "argv", ["stretto", "train", str(write_settings(tmp_path, pp=2))])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "  loading PyTorch\n")
-    assert err.startswith("stretto: parallel.pp = 2 needs 2 ranks, but WORLD_SIZE is 3")
 
 
 def test_a_vocabulary_that_stays_whole_is_told_with_the_setting_that_pads_it(tmp_path: Path) -> None:

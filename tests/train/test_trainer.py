@@ -29,7 +29,6 @@ from stretto.train import checkpoint, launch
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.data import prepare_data
-from stretto.train.results import Metrics
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
@@ -193,30 +192,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(
         (damaged / name).write_text(text)
     with pytest.raises(StrettoError, match=f"step-000002.*{words}"):
         train(write_settings(folder, run="damaged"), f"checkpoint.resume={damaged}")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file on a full disk")
-def test_a_full_disk_under_the_metrics_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*arguments: Any) -> Metrics:
-        made = Metrics(*arguments)
-        made._file.close()
-        made._file = open("/dev/full", "w")  # noqa: SIM115
-        return made
-
-    monkeypatch.setattr("stretto.train.trainer.Metrics", full)
-    with pytest.raises(StrettoError, match=r"cannot write .*metrics\.jsonl: No space left"):
-        train(write_settings(folder, steps=2, run="lines"))
-
-
-def test_the_ranks_part_before_the_first_of_them_writes_a_sample(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would wait for it no longer than for a message."""
-    did: list[str] = []
-    monkeypatch.setattr("stretto.train.trainer.leave", lambda _: did.append("part"))
-    monkeypatch.setattr("stretto.train.trainer.finish", lambda *_: did.append("finish"))
-    train(write_settings(folder, steps=2, run="parted"))
-    assert did == ["part", "finish"]
 
 
 def test_a_loss_that_is_no_number_stops_the_run_before_it_spoils_the_weights(folder: Path) -> None:

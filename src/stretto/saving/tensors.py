@@ -22,10 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -100,6 +99,7 @@ _CODEC = Codec()
 _CODEC.row(Box, 6, TextLayout.ENTRY)
 FILE = TypedFile(TensorTable, "stretto-tensors", 1, "tensors", "Take another checkpoint", _CODEC)
 
+Slices = tuple[slice, ...]
 Parts = Mapping[str, Part]
 """Name in the checkpoint -> part."""
 
@@ -157,15 +157,7 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
         if not plan.items:
             return []
         with writing:
-            try:
-                future: Any = writer.write_data(plan, planner)
-                future.wait()
-                results: list[WriteResult] = future.value()
-                return _digested(folder, results)
-            except CheckpointException as error:
-                causes = [one[0] if isinstance(one, tuple) else one for one in error.failures.values()]
-                cause = next((one for one in causes if isinstance(one, BaseException)), error)
-            raise cause  # out here, where what led to it stays its context
+            return _digested(folder, writer.write_data(plan, planner).wait())
 
     results = transport.all_gather(together_slowly(transport, write_mine))
 
@@ -226,12 +218,19 @@ def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None
     """Fill the parts in place, whatever layout wrote the folder, which has them (`stored_in`). No rank waits
     for another. Raises StrettoError when it cannot be read, or has changed since it was written; parts may
     then have been filled."""
-    wanted: dict[str, dict[Box, list[tuple[torch.Tensor, tuple[int, ...]]]]] = {}
+    wanted: dict[str, dict[Box, list[tuple[torch.Tensor, Slices]]]] = {}
     for name, part in parts.items():
         for offsets, view in part.boxes:
             for box in stored[name].boxes:
-                if _common(box, offsets, view) is not None:
-                    wanted.setdefault(box.file, {}).setdefault(box, []).append((view, offsets))
+                common = [
+                    (max(one, other), min(one + size, other + length))
+                    for one, size, other, length in zip(
+                        box.offsets, box.sizes, offsets, view.shape, strict=True
+                    )
+                ]
+                if all(first < end for first, end in common):
+                    here = view[_within(common, offsets)], _within(common, box.offsets)
+                    wanted.setdefault(box.file, {}).setdefault(box, []).append(here)
     dtypes = {box: DTYPES[one.dtype] for one in stored.values() for box in one.boxes}
     try:
         with torch.no_grad():
@@ -239,8 +238,8 @@ def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None
                 with (folder / name).open("rb") as file:
                     for box in sorted(wanted[name], key=lambda box: box.start):
                         made = _load(file, box, dtypes[box])
-                        for view, offsets in wanted[name][box]:
-                            _fill(view, offsets, box, made)
+                        for view, slices in wanted[name][box]:
+                            view.copy_(made[slices])
     except Exception as error:
         raise unreadable(folder, error) from None
 
@@ -256,24 +255,8 @@ def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def _common(box: Box, offsets: tuple[int, ...], view: torch.Tensor) -> list[tuple[int, int]] | None:
-    """Where a stored box and a part's meet, in the full tensor: (first, end) by dim; None where they do
-    not."""
-    common = [
-        (max(one, other), min(one + size, other + length))
-        for one, size, other, length in zip(box.offsets, box.sizes, offsets, view.shape, strict=True)
-    ]
-    return common if all(first < end for first, end in common) else None
-
-
-def _fill(view: torch.Tensor, offsets: tuple[int, ...], box: Box, made: torch.Tensor) -> None:
-    common = _common(box, offsets, view)
-    assert common is not None
-
-    def place(origin: tuple[int, ...]) -> tuple[slice, ...]:
-        return tuple(slice(a - at, b - at) for (a, b), at in zip(common, origin, strict=True))
-
-    view[place(offsets)].copy_(made[place(box.offsets)])
+def _within(box: Sequence[tuple[int, int]], origin: Sequence[int]) -> Slices:
+    return tuple(slice(first - at, end - at) for (first, end), at in zip(box, origin, strict=True))
 
 
 def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) -> None:

@@ -104,7 +104,12 @@ def refuse_early(settings: TrainSettings) -> None:
             with without_values():
                 layout_of_run(own_task(settings.task, settings.training.seed).model(), settings, unheard)
         return
-    if settings.model.pretrained is not None and not _goes_on(settings):
+    resume = settings.checkpoint.resume
+    # Of a run that goes on, its checkpoint's weights count.
+    goes_on = resume not in ("auto", "never") or (
+        resume == "auto" and latest_in(settings.checkpoint_dir) is not None
+    )
+    if settings.model.pretrained is not None and not goes_on:
         with hollow():
             model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
         weights_of(model, weights_folder(settings.model.pretrained))
@@ -119,32 +124,17 @@ def refuse_early(settings: TrainSettings) -> None:
             check_attention(model, lambda: loss(model, tokens), layout.chunks)
 
 
-def _goes_on(settings: TrainSettings) -> bool:
-    """Whether there is a checkpoint, whose weights count."""
-    resume = settings.checkpoint.resume
-    return resume != "never" and (resume != "auto" or latest_in(settings.checkpoint_dir) is not None)
-
-
 def likely_vocab_size(settings: TrainSettings) -> int:
     """How many tokens to plan for: the model's own number, or as many as the tokenizer may have.
 
     The tokenizer itself would need the text; a text with too little for `data.vocab_size` tokens gives
     fewer, and a training run then plans for those. A model that is pretrained has its own number.
     """
-    if settings.task is None and settings.model.pretrained is not None:
-        return _rows(settings)
-    given = _rows(settings)
-    return min(given, settings.data.vocab_size) if given else settings.data.vocab_size
-
-
-def _rows(settings: TrainSettings) -> int:
-    """Rows of the embedding that the settings give; 0 where they leave it to the tokenizer."""
-    given = (
-        settings.model.config.get("vocab_size")
-        if isinstance(settings.model, HuggingFaceSettings)
-        else settings.model.vocab_size
-    )
-    return int(given or 0)
+    model, tokens = settings.model, settings.data.vocab_size
+    rows = model.config.get("vocab_size") if isinstance(model, HuggingFaceSettings) else model.vocab_size
+    if settings.task is None and model.pretrained is not None:
+        return int(rows or 0)
+    return min(int(rows), tokens) if rows else tokens
 
 
 def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> Layout:
@@ -155,8 +145,16 @@ def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> Layout
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         layout = layout_of(model, settings.parallel)
+    rows, size, padding = (
+        getattr(getattr(model, "config", None), "vocab_size", None),
+        settings.parallel.tp,
+        "",
+    )
+    if isinstance(rows, int):
+        key = "model.vocab_size" if isinstance(settings.model, DecoderSettings) else "model.config.vocab_size"
+        padding = f" ({key} = {-(-rows // size) * size})"  # pads the vocabulary
     for message in dict.fromkeys(str(warning.message) for warning in caught):
-        say(f"note: {message}{_padding(model, settings)}")
+        say(f"note: {message}{padding}")
     return layout
 
 
@@ -174,16 +172,6 @@ def move(model: nn.Module, plan: Plan, rank: int, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if f"{prefix}.{name}".lstrip(".") in buffers:
                 setattr(module, name, buffer.to(device))
-
-
-def _padding(model: nn.Module, settings: TrainSettings) -> str:
-    """The setting that pads the vocabulary."""
-    rows = getattr(getattr(model, "config", None), "vocab_size", None)
-    if not isinstance(rows, int):
-        return ""
-    size = settings.parallel.tp
-    key = "model.vocab_size" if isinstance(settings.model, DecoderSettings) else "model.config.vocab_size"
-    return f" ({key} = {-(-rows // size) * size})"
 
 
 def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:

@@ -70,11 +70,12 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     if not is_worker():
         refuse_if_locked(folders_of(settings))
     kept_by(settings)
-    if is_worker():
-        return _work(settings, progress)
-    if settings.parallel.world == 1:
-        refuse_early(settings)
-        return _work(settings, progress)
+    if is_worker() or settings.parallel.world == 1:
+        if not is_worker():
+            refuse_early(settings)
+        from stretto.train.worker import work  # loads what ranks need: their launcher does without
+
+        return work(settings, progress)
     progress = progress or Progress()
 
     def stuck(interrupted: Interrupted) -> None:
@@ -103,12 +104,6 @@ def check_tensorboard(wanted: bool) -> None:
         raise UsageError(
             "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
         )
-
-
-def _work(settings: TrainSettings, progress: Progress | None) -> int:
-    from stretto.train.worker import work  # loads what ranks need: their launcher does without
-
-    return work(settings, progress)
 
 
 def _check(settings: TrainSettings, say: Say) -> None:
