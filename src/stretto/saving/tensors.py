@@ -214,6 +214,7 @@ def _faults(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
             yield f"{file} has {size} bytes of {end}"
 
 
+@torch.no_grad()
 def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None:
     """Fill the parts in place, whatever layout wrote the folder, which has them (`stored_in`). No rank waits
     for another. Raises StrettoError when it cannot be read, or has changed since it was written; parts may
@@ -233,13 +234,12 @@ def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None
                     wanted.setdefault(box.file, {}).setdefault(box, []).append(here)
     dtypes = {box: DTYPES[one.dtype] for one in stored.values() for box in one.boxes}
     try:
-        with torch.no_grad():
-            for name in sorted(wanted):
-                with (folder / name).open("rb") as file:
-                    for box in sorted(wanted[name], key=lambda box: box.start):
-                        made = _load(file, box, dtypes[box])
-                        for view, slices in wanted[name][box]:
-                            view.copy_(made[slices])
+        for name in sorted(wanted):
+            with (folder / name).open("rb") as file:
+                for box in sorted(wanted[name], key=lambda box: box.start):
+                    made = _load(file, box, dtypes[box])
+                    for view, slices in wanted[name][box]:
+                        view.copy_(made[slices])
     except Exception as error:
         raise unreadable(folder, error) from None
 

@@ -145,14 +145,11 @@ def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> Layout
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         layout = layout_of(model, settings.parallel)
-    rows, size, padding = (
-        getattr(getattr(model, "config", None), "vocab_size", None),
-        settings.parallel.tp,
-        "",
-    )
+    padding, rows = "", getattr(getattr(model, "config", None), "vocab_size", None)
     if isinstance(rows, int):
         key = "model.vocab_size" if isinstance(settings.model, DecoderSettings) else "model.config.vocab_size"
-        padding = f" ({key} = {-(-rows // size) * size})"  # pads the vocabulary
+        size = settings.parallel.tp
+        padding = f" ({key} = {-(-rows // size) * size})"  # which pads the vocabulary
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         say(f"note: {message}{padding}")
     return layout
