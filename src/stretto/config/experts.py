@@ -24,7 +24,12 @@ def faults_of_experts(
         )
         return
     if isinstance(model, GPTSettings):
-        for key in ("ep", "ampipe_capacity", "ep_plan"):
+        if parallel.ep > 1:
+            yield (
+                f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: give "
+                "model.kind = 'moe', or ep = 1"
+            )
+        for key in ("ampipe_capacity", "ep_plan"):
             if getattr(parallel, key) != ParallelSettings.model_fields[key].default:
                 yield (
                     f"parallel.{key} = {getattr(parallel, key)!r} is about experts, which a model of kind "
