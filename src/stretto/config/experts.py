@@ -26,8 +26,8 @@ def faults_of_experts(
     if isinstance(model, GPTSettings):
         if parallel.ep > 1:
             yield (
-                f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: give "
-                "model.kind = 'moe', or ep = 1"
+                f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: "
+                "give model.kind = 'moe', or ep = 1"
             )
         for key in ("ampipe_capacity", "ep_plan"):
             if getattr(parallel, key) != ParallelSettings.model_fields[key].default:
