@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stretto.config.base import Settings
 from stretto.config.experts import faults_of_experts
 from stretto.config.model import DecoderSettings as DecoderSettings
 from stretto.config.model import GPTSettings as GPTSettings
@@ -28,7 +27,7 @@ from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.pretrained import complete
 from stretto.config.stage_text import read_stages
 from stretto.files.say import Say, unheard
-from stretto.files.settings_file import read_settings
+from stretto.files.settings_file import Settings, read_settings
 from stretto.ir.stage_maps import unknown_schedule
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
-from stretto.config.base import NamedArguments, Settings
 from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError, meant
+from stretto.files.settings_file import NamedArguments, Settings
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
 from stretto.ir.stage_maps import AUTO, is_own

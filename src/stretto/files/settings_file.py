@@ -1,4 +1,5 @@
-"""Reads a tree of settings from a TOML file and overrides, words its faults, and changes values of a file.
+"""Trees of settings: what their classes have in common, how one is read from a TOML file and overrides, how
+its faults are worded, and how values of a file are changed.
 
 Works on any pydantic tree; which settings there are is for `stretto.config`. It may read the one file
 that it is given.
@@ -8,13 +9,16 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, time
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import tomlkit
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from tomlkit.items import Table
 
@@ -23,6 +27,72 @@ from stretto.files.parse import parse_toml
 from stretto.files.typed_file import read_text
 
 Tree = TypeVar("Tree", bound=BaseModel)
+
+_FIRST_CLAUSE = re.compile(r"[.:;](?: |$)")
+
+
+class Settings(BaseModel):
+    """What all parts of the tree have in common: no unknown key, no change, no guessing of types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+if TYPE_CHECKING:
+    _ListedSettings = Settings  # pydantic's metaclass has no public name
+else:
+
+    class _ListedByFields(type(BaseModel)):
+        """The class of classes whose `help` lists their own properties, and nothing that pydantic adds."""
+
+        def __dir__(cls) -> list[str]:
+            own = [one for one in cls.__mro__ if issubclass(one, Settings)]
+            return [name for one in own for name, what in vars(one).items() if isinstance(what, property)]
+
+    class _ListedSettings(Settings, metaclass=_ListedByFields):
+        """Settings whose `help` lists what is their own."""
+
+
+class NamedArguments(_ListedSettings):
+    """Settings that code calls by name. `help` shows the fields with their defaults, and a wrong argument
+    raises UsageError that names it and what is allowed."""
+
+    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic shows it the fields
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                faults = "; ".join(line for _, line in _worded(type(self), error, "", {}))
+                raise UsageError(f"{type(self).__name__}: {faults}") from None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Describe the fields in the class's documentation, and leave their checks out of its signature."""
+        fields = cls.model_fields.items()
+        cls.__doc__ = "\n".join([cleandoc(cls.__doc__ or ""), "", *(_row(*one) for one in fields)])
+        cls.__signature__ = Signature(
+            [
+                Parameter(
+                    name,
+                    Parameter.KEYWORD_ONLY,
+                    default=Parameter.empty if field.is_required() else field.default,
+                )
+                for name, field in fields
+            ]
+        )
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    """A field, its default, the first clause of what it is, and the words that it may be."""
+    default = "(required)" if field.is_required() else f"= {field.default!r}"
+    text = _FIRST_CLAUSE.split(" ".join((field.description or "").split()), maxsplit=1)[0]
+    if get_origin(field.annotation) is Literal:
+        text += f": {', '.join(map(repr, get_args(field.annotation)))}"
+    lines = textwrap.wrap(text, 70)
+    starts = [f"{name} {default}", *[""] * len(lines)]
+    return "\n".join(f"{start:35} {line}" for start, line in zip(starts, lines, strict=False))
 
 
 def read_settings(
@@ -147,11 +217,6 @@ def _parse_value(text: str) -> Any:
     if parsed.keys() != {"value"} or isinstance(parsed["value"], date | time):
         return text.strip()
     return parsed["value"]
-
-
-def refusal(what: str, kind: type[BaseModel], error: ValidationError) -> UsageError:
-    """A wrong argument of a settings class that code calls by itself: what, which key, what to do."""
-    return UsageError(f"{what}: {'; '.join(line for _, line in _worded(kind, error, '', {}))}")
 
 
 def _within(key: str, name: str) -> bool:

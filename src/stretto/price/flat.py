@@ -13,8 +13,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stretto.config.base import NamedArguments
 from stretto.files.codec import MOST
+from stretto.files.settings_file import NamedArguments
 from stretto.ir.costs import LEAST_RATE, Costs, Link, Peak
 from stretto.ir.prices import Priced, Pricer, Specs, price_list, traffic_bytes
 from stretto.ir.program import Job, Op
