@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tests.train.tiny import train, write_settings
+from tests.train.tiny import LLAMA, train, write_settings
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -25,18 +25,6 @@ from stretto.models.pretrained import load_gpt, save_gpt
 from stretto.saving import digests
 from stretto.train.checkpoint import load_model
 from stretto.train.export import export
-
-LLAMA = """
-kind = "huggingface"
-architecture = "LlamaForCausalLM"
-
-[model.config]
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 2
-tie_word_embeddings = true
-"""
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +69,7 @@ def test_a_gpt_with_experts_comes_back(tmp_path: Path) -> None:
 
 def test_a_llama_is_read_by_transformers(folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    path = write_settings(folder, steps=3, run="llama")
-    text = path.read_text()
-    begin, end = text.index("kind ="), text.index("[data]")
-    path.write_text(text[:begin] + LLAMA.lstrip() + "\n" + text[end:])
-    train(path)
+    train(write_settings(folder, steps=3, run="llama", table=LLAMA))
     output = folder / "llama-out"
     trained = load_model(export(folder / "llama", output))[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(output)

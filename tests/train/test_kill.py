@@ -18,10 +18,7 @@ import pytest
 from tests.runtime.launch import launch
 from tests.train.tiny import ranks_of, run_ranks, start, steps_of, write_settings
 
-from stretto.config import load_settings
 from stretto.train.lock import LOCK
-from stretto.train.trainer import Trainer
-from stretto.train.world import World
 
 STEPS, EVERY = 90, 18
 
@@ -89,17 +86,6 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
     assert (status, err) == (0, "")
     assert "resumed from" in out
     assert bits_of(folder / "killed") == bits_of(undisturbed)
-
-
-@pytest.mark.slow
-def test_another_split_goes_on_from_the_same_checkpoint(folder: Path, undisturbed: Path) -> None:
-    config = write_settings(folder, pp=1, steps=STEPS, every=EVERY, run="alone")
-    made = undisturbed / "checkpoints" / f"step-{STEPS - EVERY:06d}"
-    Trainer(load_settings(config, [f"checkpoint.resume={made}"]), World()).run()
-    expected, found = steps_of(undisturbed), steps_of(folder / "alone")
-    assert sorted(found) == list(range(STEPS - EVERY + 1, STEPS + 1))
-    for step, line in found.items():
-        assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-6)
 
 
 def test_ranks_that_see_other_folders_are_told_before_they_train(folder: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.runtime.launch import launch
-from tests.train.test_export import LLAMA
-from tests.train.tiny import steps_of, train, write_settings
+from tests.train.tiny import GPT, LLAMA, steps_of, train, write_settings
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from stretto.capturing import capture
@@ -32,10 +31,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 """Continuous integration trains over tp in its main job."""
 
 MODELS = {
-    "gpt": 'kind = "gpt"\nlayers = 2\nhidden = 32\nheads = 2\ncontext = 16\ntie_embeddings = true\n',
-    "drop": 'kind = "gpt"\nlayers = 2\nhidden = 32\nheads = 2\ncontext = 16\ndropout = 0.1\n',
-    "moe": 'kind = "moe"\nlayers = 2\nhidden = 32\nheads = 2\ncontext = 16\nexperts = 4\n'
-    "expert_ratio = 1.0\ncapacity_factor = 0.0\n",
+    "gpt": GPT.replace("dropout = 0.1", "tie_embeddings = true"),
+    "drop": GPT,
+    "moe": GPT.replace('"gpt"', '"moe"').replace("dropout = 0.1", "experts = 4")
+    + "expert_ratio = 1.0\ncapacity_factor = 0.0\n",
     "llama": LLAMA,
     "two heads of keys": LLAMA.replace("num_attention_heads = 2", "num_attention_heads = 4")
     + "num_key_value_heads = 2\n",
@@ -93,17 +92,12 @@ RUNS = {
 
 def write(folder: Path, name: str) -> None:
     run = RUNS[name]
-    path = write_settings(folder, run=name, steps=run.steps, every=HALF)
-    text = path.read_text().replace("pp = 1\nmicrobatches = 2", run.layout)
-    begin, end = text.index("kind ="), text.index("[data]")
-    vocabulary = "vocab_size = 302\n"
-    model = MODELS[run.model].lstrip()
     # Of a GPT it is a setting of its own, of a model of transformers the last table is its configuration.
-    text = text[:begin] + model + vocabulary + text[end:]
+    table = MODELS[run.model] + "vocab_size = 302\n"
+    path = write_settings(folder, run=name, steps=run.steps, every=HALF, table=table, layout=run.layout)
     if run.source:
-        source = checkpoint(folder, run.source, HALF)
-        text = text.replace("keep = 9", f'keep = 9\nresume = "{source}"')
-    path.write_text(text)
+        resume = f'keep = 9\nresume = "{checkpoint(folder, run.source, HALF)}"'
+        path.write_text(path.read_text().replace("keep = 9", resume))
 
 
 def checkpoint(folder: Path, name: str, step: int) -> Path:

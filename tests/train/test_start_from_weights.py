@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.saving.pretrained import write_pretrained
-from tests.train.tiny import steps_of, train, write_text
+from tests.train.tiny import steps_of, train, write_settings, write_text
 
 from stretto.config import HuggingFaceSettings, MoESettings, load_settings
 from stretto.config.pretrained import OWN
@@ -35,46 +35,11 @@ transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-5
 """Relative, of losses in float32 whose sums are grouped otherwise."""
 
-SETTINGS = """
-[model]
-pretrained = "{pretrained}"
-{model}
 
-[data]
-paths = ["{folder}/text"]
-cache_dir = "{folder}/cache"
-sequence_length = 16
-held_out_fraction = 0.1
-
-[parallel]
-{layout}
-microbatches = 2
-
-[training]
-steps = 2
-global_batch = 4
-eval_every = 0
-eval_batches = 2
-sample_tokens = 4
-threads_per_rank = 1
-
-[checkpoint]
-every_steps = 1
-
-[output]
-run_dir = "{folder}/{run}"
-trace_steps = 1
-"""
-
-
-def write(
-    folder: Path, pretrained: Path | str, *, run: str = "run", model: str = "", layout: str = ""
-) -> Path:
-    if not (folder / "text").exists():
-        write_text(folder / "text")
-    path = folder / f"{run}.toml"
-    values = {"folder": folder, "pretrained": pretrained, "run": run, "model": model, "layout": layout}
-    path.write_text(SETTINGS.format(**values), encoding="utf-8")
+def write(folder: Path, pretrained: Path | str, *, run: str = "run", model: str = "") -> Path:
+    table = f'pretrained = "{pretrained}"\n{model}'
+    path = write_settings(folder, steps=2, every=1, run=run, table=table)
+    path.write_text(path.read_text().replace("vocab_size = 300\n", ""), encoding="utf-8")
     return path
 
 

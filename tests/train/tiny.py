@@ -30,14 +30,29 @@ WORDS = (
     "the quick brown fox jumps over a lazy dog while seven wizards brew potions of amber beneath old stars"
 )
 
-SETTINGS = """
-[model]
+GPT = """
 kind = "gpt"
 layers = 2
 hidden = 32
 heads = 2
 context = 16
 dropout = 0.1
+"""
+LLAMA = """
+kind = "huggingface"
+architecture = "LlamaForCausalLM"
+
+[model.config]
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+tie_word_embeddings = true
+"""
+
+SETTINGS = """
+[model]
+{table}
 {model}
 
 [data]
@@ -48,8 +63,7 @@ vocab_size = 300
 held_out_fraction = 0.1
 
 [parallel]
-pp = {pp}
-microbatches = 2
+{layout}
 
 [optimizer]
 lr = 3e-3
@@ -93,15 +107,25 @@ def write_text(folder: Path) -> Path:
 
 
 def write_settings(
-    folder: Path, *, pp: int = 1, steps: int = 10, every: int = 5, run: str = "run", model: str = ""
+    folder: Path,
+    *,
+    pp: int = 1,
+    steps: int = 10,
+    every: int = 5,
+    run: str = "run",
+    table: str = GPT,
+    model: str = "",
+    layout: str = "",
 ) -> Path:
-    """A settings file in `folder`, whose run goes to `folder/run`; the text is made beside it."""
+    """A settings file in `folder`, whose run goes to `folder/run`; the text is made beside it. table, model:
+    of the model, and more of it. layout: in place of that of `pp`."""
     text = folder / "text"
     if not text.exists():
         write_text(text)
     path = folder / f"{run}.toml"
-    values = {"text": text, "cache": folder / "cache", "run": folder / run}
-    path.write_text(SETTINGS.format(pp=pp, steps=steps, every=every, model=model, **values), encoding="utf-8")
+    values = {"text": text, "cache": folder / "cache", "run": folder / run, "table": table, "model": model}
+    values["layout"] = layout or f"pp = {pp}\nmicrobatches = 2"
+    path.write_text(SETTINGS.format(steps=steps, every=every, **values), encoding="utf-8")
     return path
 
 
