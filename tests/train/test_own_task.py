@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.clusters import cores
 from tests.train import tiny
-from tests.train.tiny import run, run_ranks, steps_of
+from tests.train.tiny import run, run_ranks, steps_of, write_settings
 from typer.testing import CliRunner
 
 from stretto.checking.compare import Check
@@ -30,34 +30,25 @@ from stretto.train.world import World
 
 FILE = Path(__file__).with_name("own_task.py")
 
-SETTINGS = """
+TASK = """
 [task]
 file = "{file}"
 config = {{ width = 8 }}
-[parallel]
-pp = {pp}
-microbatches = 2
-{split}
-[optimizer]
-lr = 1e-2
-weight_decay = 0.0
-[training]
-steps = {steps}
-global_batch = 16
-eval_every = 0
-threads_per_rank = 1
-[checkpoint]
-every_steps = 20
-[output]
-run_dir = "{run}"
-trace_steps = 1
 """
 
 
 def write(folder: Path, *, pp: int = 1, steps: int = 60, run: str = "run", file: Path = FILE) -> Path:
     split = 'split = ["middle"]' if pp == 2 else ""
-    path = folder / f"{run}.toml"
-    path.write_text(SETTINGS.format(file=file, pp=pp, steps=steps, run=folder / run, split=split))
+    layout = f"pp = {pp}\nmicrobatches = 2\n{split}"
+    path = write_settings(folder, steps=steps, every=20, run=run, layout=layout)
+    text = path.read_text()
+    text = TASK.format(file=file) + text[text.index("[parallel]") :]
+    for one, other in (
+        ("lr = 3e-3", "lr = 1e-2\nweight_decay = 0.0"),
+        ("global_batch = 4", "global_batch = 16"),
+    ):
+        text = text.replace(one, other)
+    path.write_text(text)
     return path
 
 

@@ -223,10 +223,7 @@ def test_tensorboard_that_is_not_there_is_refused_before_anything_starts(
 
 def test_replayed_steps_have_no_timeline(folder: Path) -> None:
     """What is traced then is the last step that was walked, once; and no step's log has another's share."""
-    settings = load_settings(
-        write_settings(folder, steps=4, every=0, run="replayed"), ("output.trace_steps=2",)
-    )
-    trainer = Trainer(settings, World())
+    trainer = Trainer(load_settings(write_settings(folder, steps=4, run="replayed")), World())
     walked = Timeline("measured", 1, 5.0, (), (0,))
     trainer.runner = SimpleNamespace(replayed=True, timeline=lambda: walked)  # type: ignore[assignment]
     for step in range(1, 5):
