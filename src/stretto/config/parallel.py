@@ -193,21 +193,16 @@ class ParallelSettings(Settings):
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
-        unused = (
-            ("ep_plan", self.ep == 1 and self.ampipe_degree == 1, "modules of experts", "ep = 2 or more"),
-            ("ep_buffer", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
-            ("ep_overflow", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
-            (
-                "ampipe_capacity",
-                self.ampipe_degree == 1,
-                "chunks of the sequence",
-                "ampipe_degree = 2 or more",
-            ),
-        )
-        for key, idle, what, wanted in unused:
+        sent, uncut = "what expert-parallel ranks send each other", self.ampipe_degree == 1
+        for key, idle, what, wanted in (
+            ("ep_plan", self.ep == 1 and uncut, "modules of experts", "ep"),
+            ("ep_buffer", self.ep == 1, sent, "ep"),
+            ("ep_overflow", self.ep == 1, sent, "ep"),
+            ("ampipe_capacity", uncut, "chunks of the sequence", "ampipe_degree"),
+        ):
             given = getattr(self, key)
             if idle and given != type(self).model_fields[key].default:
-                raise ValueError(f"{key} = {given!r} is about {what}; give {wanted}, or drop it")
+                raise ValueError(f"{key} = {given!r} is about {what}; give {wanted} = 2 or more, or drop it")
         if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
             what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
             raise ValueError(

@@ -86,12 +86,7 @@ def find_saved(place: Path, runner: Runner) -> Path:
         for candidate in (place, folder.old_of(place)):
             if is_saved(candidate):
                 return candidate
-        if not place.exists():
-            what = "does not exist"
-        elif (place / METADATA).is_file() or not place.is_dir():
-            what = f"is no checkpoint of stretto.save: it has no {REST}"
-        else:
-            what = "holds no whole checkpoint"
+        what = "holds no whole checkpoint" if place.exists() else "does not exist"
         raise UsageError(f"{place} {what}: name the folder that was given to stretto.save")
 
     return together(runner.transport, find)
@@ -121,11 +116,8 @@ def write(
     runner.model.synchronise()
 
     def owned_and_table() -> tuple[dict[str, Part], states.OptimizerTable | None]:  # step 1
-        if (
-            first
-            and place.exists()
-            and not (place.is_dir() and (is_saved(place) or not any(place.iterdir())))
-        ):
+        may_go = not place.exists() or (place.is_dir() and (is_saved(place) or not any(place.iterdir())))
+        if first and not may_go:
             raise UsageError(f"{place} exists and is no checkpoint: name another folder, or remove it")
         owned = runner.tensors.owned_parts()
         if optimizer is None:
@@ -194,12 +186,15 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             states.state_of(runner, optimizer)  # refuses one over what is not the runner's
             if rest.table is None:
                 raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
-            stored_states = [
-                (name, one.shape, DTYPES[one.dtype])
-                for name, one in stored.items()
-                if name.startswith("optimizer.")
-            ]
-            made = states.new_tensors(runner, optimizer, stored_states)
+            made = states.new_tensors(
+                runner,
+                optimizer,
+                [
+                    (n, one.shape, DTYPES[one.dtype])
+                    for n, one in stored.items()
+                    if n.startswith("optimizer.")
+                ],
+            )
             groups = [None] * len(optimizer.param_groups)
             if options:
                 groups = states.options_for(runner, optimizer, rest.table)

@@ -105,11 +105,11 @@ def _difference(views: Sequence[RankView], task: Task) -> str:
         keys = {**first.settings, **other.settings}
         differing = [key for key in keys if first.settings.get(key) != other.settings.get(key)]
         if differing:
-            key = differing[0]
+            mine, its = (view.settings.get(differing[0]) for view in (first, other))
             more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
             return (
-                f"{key} = {other.settings.get(key)!r} on rank {rank}, but {first.settings.get(key)!r} on "
-                f"rank 0{more}: start all ranks with the same settings"
+                f"{differing[0]} = {its!r} on rank {rank}, but {mine!r} on rank 0{more}: start all ranks "
+                "with the same settings"
             )
         if other.tokens != first.tokens:
             return (

@@ -177,19 +177,14 @@ def explain(
         when = f" after step {step}" if step is not None else ""
         why = "; if nobody did that, the machine may have run out of memory" if name == "SIGKILL" else ""
         others = "the other rank was" if settings.parallel.world == 2 else "the others were"
-        return (
-            1,
-            f"stretto: rank {killed[0]} was lost{when}: {name} ended it{why}; {others} stopped. {rest}",
-        )
+        cause = f"rank {killed[0]} was lost{when}: {name} ended it{why}; {others} stopped"
+        return 1, f"stretto: {cause}. {rest}"
     for failure in failures:
         if failure.cause in (Cause.REFUSED, Cause.CRASHED):
             prefix = "stretto: " if failure.cause is Cause.REFUSED else ""
             return failure.status, prefix + failure.message
     if silent:
-        return (
-            1,
-            f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}",
-        )
+        return 1, f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}"
     if failures:
         first = failures[0]
         words = first.message

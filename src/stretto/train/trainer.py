@@ -254,7 +254,6 @@ class Trainer:
         return self.world.all_gather(done)[0]
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """Step 3: which checkpoint to go on from, as this rank sees the folder."""
         resume = self.settings.checkpoint.resume
         if resume == "never":
             return None
@@ -339,12 +338,10 @@ class Trainer:
             line["observed"] = observed_line(seen)
 
     def _dropped(self) -> str:
-        """What the last evaluation dropped, in words for the log."""
         words = "" if self._seen is None else dropped_words(self._seen.evaluation)
         return f" ({words})" if words else ""
 
     def _usual_step_s(self) -> float:
-        """The median of the last steps, which a pause does not disturb."""
         return statistics.median(self._step_s[-20:])
 
     def _held_out(self) -> float:
