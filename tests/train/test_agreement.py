@@ -10,6 +10,7 @@ import pytest
 from tests.train.tiny import WORDS, run, run_ranks, write_settings
 
 from stretto.saving import digests
+from stretto.train.lock import LOCK
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +56,13 @@ def test_two_ranks_refuse_what_differs_between_them(
     assert [status for status, _, _ in ended] == ([2, 2] if words else [0, 0]), err
     assert err.count("stretto: ") == bool(words), err
     assert all(word in err for word in words), err
+
+
+def test_ranks_with_disks_of_their_own_are_refused(folder: Path) -> None:
+    config = write_settings(folder, pp=2, steps=4, every=2, run="apart")
+    ended = run_ranks(["train", config], ["train", config, "--set", f"output.run_dir={folder / 'apart-1'}"])
+    err = "".join(err for _, _, err in ended)
+    assert [status for status, _, _ in ended] == [2, 2], err
+    assert err.count("the ranks do not share the folder of checkpoints") == 1
+    for run_dir in (folder / "apart", folder / "apart-1"):
+        assert not [path for path in run_dir.rglob("*") if path.is_file() and path.name != LOCK]

@@ -131,15 +131,12 @@ def test_merges_are_learned_and_the_same_text_gives_the_same() -> None:
     tokenizer = bpe.learn(LINES, 400)
     assert tokenizer.get_vocab_size() <= 400
     assert len(tokenizer.encode(LINES[0]).ids) < len(LINES[0]) / 2
+    assert (bpe.token_dtype(65_536), bpe.token_dtype(65_537)) == (np.uint16, np.uint32)
     assert tokenizer.to_str() == bpe.learn(LINES, 400).to_str()
     assert bpe.parse(tokenizer.to_str()).encode("<|endoftext|>").ids == tokenizer.encode("<|endoftext|>").ids
-
-
-def test_each_document_ends_with_the_end_of_text() -> None:
-    tokenizer = bpe.learn(LINES, 400)
     assert tokenizer.token_to_id(bpe.END_OF_TEXT) == END_OF_TEXT_ID == 0
     one, two = tokenizer.encode(LINES[0]).ids, tokenizer.encode(LINES[1]).ids
-    assert ids_of(tokenizer, LINES[:2]) == [*one, 0, *two, 0]
+    assert ids_of(tokenizer, LINES[:2]) == [*one, 0, *two, 0], "each document ends with the end of text"
 
 
 def test_groups_and_pieces_change_nothing_but_the_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +176,3 @@ def test_a_sample_is_spread_evenly_over_the_text(monkeypatch: pytest.MonkeyPatch
     assert len(taken) in (10, 11)
     assert {b - a for a, b in pairwise(taken)} <= {10, 11}
     assert list(bpe.sample(["short"], 5)) == ["short"]
-
-
-def test_ids_take_two_bytes_where_they_fit() -> None:
-    assert bpe.token_dtype(65_536) == np.uint16
-    assert bpe.token_dtype(65_537) == np.uint32

@@ -214,13 +214,3 @@ def test_other_exceptions_of_destructors_are_reported(monkeypatch: pytest.Monkey
         dying = Dying(fail)
         del dying
     assert errors == [KeyError]
-
-
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
-def test_a_run_under_nohup_outlives_its_terminal(handler: signal.Handlers) -> None:
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
-        with Interrupts(lambda _: None):
-            assert (signal.getsignal(signal.SIGHUP) is handler) == (handler is signal.SIG_IGN)
-    finally:
-        signal.signal(signal.SIGHUP, before)

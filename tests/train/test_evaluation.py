@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.errors import CaptureError, PlanError
-from stretto.files.kept import Kept
 from stretto.ir.action import Phase
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
@@ -113,25 +111,6 @@ def test_copies_evaluate_one_model(layout: dict[str, Any]) -> None:
         own.load_state_dict(values)
         losses = [next_token_loss(own.eval(), part) for one in batches() for part in one.chunk(2)]
         assert found == pytest.approx(float(torch.stack(losses).mean().detach()), rel=1e-12)
-
-
-def test_ranks_that_are_threads_look_for_nothing(tmp_path: Path) -> None:
-    """Each would look for itself, and one that finds leaves the others to measure without it."""
-    model = GPT(CONFIG, seed=1)
-    copies = [copy.deepcopy(model) for _ in range(2)]
-    parallel = stretto.Parallel(dp=2)
-    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
-
-    def work(runner: stretto.Runner) -> float:
-        mine = copies[runner.rank]
-        evaluation = stretto.Evaluation(
-            runner, mine, batch(0), next_token_loss, parallel=parallel, order="list", kept=Kept(tmp_path)
-        )
-        return evaluation.loss([batch(1)])
-
-    first, second = stretto.run_threads(plan, lambda rank: copies[rank], work)
-    assert first == second
-    assert not [*tmp_path.iterdir()]
 
 
 def test_what_it_refuses() -> None:

@@ -18,8 +18,6 @@ import pytest
 from tests.runtime.launch import launch
 from tests.train.tiny import ranks_of, run_ranks, start, steps_of, write_settings
 
-from stretto.train.lock import LOCK
-
 STEPS, EVERY = 90, 18
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
@@ -86,16 +84,6 @@ def test_killing_a_rank_ends_the_run_with_its_name_and_resuming_changes_no_bit(
     assert (status, err) == (0, "")
     assert "resumed from" in out
     assert bits_of(folder / "killed") == bits_of(undisturbed)
-
-
-def test_ranks_that_see_other_folders_are_told_before_they_train(folder: Path) -> None:
-    config = write_settings(folder, pp=2, steps=4, every=2, run="apart")
-    outputs = launch(2, "tests.train.apart", str(config), statuses=(2,))
-    said = "".join(outputs)
-    assert said.count("the ranks do not share the folder of checkpoints") == 1
-    assert "Set checkpoint.dir" in said
-    for at in (folder / "apart", folder / "apart-1"):
-        assert not [path for path in at.rglob("*") if path.is_file() and path.name != LOCK]
 
 
 PHASES: dict[str, Callable[[Path], bool]] = {

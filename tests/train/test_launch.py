@@ -87,9 +87,13 @@ def test_a_launcher_under_nohup_outlives_its_terminal(
     try:
         with launch._environment(settings, tmp_path, 0.0):
             taken = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGHUP")
+        with Interrupts(lambda _: None):
+            ours = signal.getsignal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert ("SIGHUP" not in taken) == (handler is signal.SIG_IGN)
+    ignored = handler is signal.SIG_IGN
+    assert ("SIGHUP" not in taken) == ignored
+    assert (ours is signal.SIG_IGN) == ignored
 
 
 def test_what_ends_a_rank_is_known(settings: TrainSettings) -> None:
