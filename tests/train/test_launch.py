@@ -20,7 +20,7 @@ from tests.train.tiny import write_settings
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import LostRankError, StrettoError, UsageError
 from stretto.models.build import build_model
-from stretto.train import launch, worker
+from stretto.train import launch
 from stretto.train.failure import Cause, RankFailure, failure_of, record_failure, recorded_failures
 from stretto.train.interrupt import Interrupted, Interrupts
 from stretto.train.job import layout_of_run
@@ -129,14 +129,14 @@ def test_a_rank_that_is_stopped_while_it_says_what_it_misses_still_says_it(
         raise RuntimeError("[gloo] Connection closed by peer")
 
     monkeypatch.setenv("STRETTO_RECORDS_DIR", str(tmp_path))
-    monkeypatch.setattr(worker, "environment", lambda: World(0, 2, 2))
-    monkeypatch.setattr(worker, "join", lambda world: world)
+    monkeypatch.setattr(launch, "environment", lambda: World(0, 2, 2))
+    monkeypatch.setattr(launch, "join", lambda world: world)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.setattr(room, name, stopped)
     monkeypatch.setattr(Trainer, "run", missed)
     with pytest.raises(SystemExit):
-        worker.work(settings)
+        launch.work(settings)
     assert [one.rank for one in recorded_failures(tmp_path)] == [0]
 
 
@@ -156,12 +156,12 @@ def test_a_rank_ends_even_where_nothing_can_be_written(
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as caught:
-        worker._end(trainer, failure(1, Cause.REFUSED, 1.0, "no such thing", 2))
+        launch._end(trainer, failure(1, Cause.REFUSED, 1.0, "no such thing", 2))
     assert caught.value.code == 2
     assert capsys.readouterr().err == "stretto: no such thing\n"
     monkeypatch.setattr(sys, "stderr", Closed())
     with pytest.raises(SystemExit):
-        worker._end(trainer, failure(1, Cause.INTERRUPTED, 1.0))
+        launch._end(trainer, failure(1, Cause.INTERRUPTED, 1.0))
 
 
 def test_the_launcher_waits_for_ranks_that_end_only_when_they_are_stuck(
