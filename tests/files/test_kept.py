@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,19 +94,6 @@ def test_a_folder_that_cannot_be_written_is_noted_and_nothing_else(tmp_path: Pat
     kept.keep("plan", "a", "text")
     assert [str(tmp_path / "file") in line for line in said] == [True]
     assert kept.find("plan", "a") is None
-
-
-def test_writers_at_the_same_time_leave_one_whole(tmp_path: Path) -> None:
-    texts = [letter * 100_000 for letter in "abcd"]
-    threads = [threading.Thread(target=Kept(tmp_path).keep, args=("plan", "k", text)) for text in texts]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        found = Kept(tmp_path).find("plan", "k")
-        assert found is None or found.text in texts
-    found = Kept(tmp_path).find("plan", "k")
-    assert found is not None
-    assert found.text in texts
 
 
 def test_keys_differ_where_one_part_ends_elsewhere() -> None:

@@ -26,7 +26,6 @@ from stretto.models.gpt import next_token_loss
 from stretto.report.files import FIGURES
 from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
-from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.data import prepare_data
 from stretto.train.trainer import Trainer
@@ -162,17 +161,6 @@ def whole(folder: Path) -> Path:
     newest = latest_in(train(write_settings(folder, steps=2, run="undamaged")).settings.checkpoint_dir)
     assert newest is not None
     return newest
-
-
-def test_an_interruption_while_a_checkpoint_is_read_stays_one(
-    whole: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "load", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        load_model(whole)
 
 
 @pytest.mark.parametrize(

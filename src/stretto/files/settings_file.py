@@ -143,7 +143,9 @@ def _worded(
         # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
         lines.setdefault((place, start), []).append(rest)
     return [
-        (place, line) for (place, start), rests in lines.items() for line in _join(start, rests).split("\n")
+        (place, f"{start}: {line}" if start else line)  # a fault between tables has several lines
+        for (place, start), rests in lines.items()
+        for line in ", or ".join(rests).split("\n")
     ]
 
 
@@ -279,7 +281,9 @@ def _explain(
             return f"{key} = {value!r}", f"is no setting of kind {own}, but of {others}; drop it"
         return f"{key} = {value!r}", f"there is no such setting; {_nearest(root, holder, key)}"
     if what == "missing":
-        return key, f"is missing; {_meaning(holder, key)}"
+        field = holder.model_fields.get(key.rpartition(".")[2])
+        text = " ".join((field.description or "").split()) if field is not None else ""
+        return key, f"is missing; it is: {text}" if text else "is missing; give it a value"
     if what in ("union_tag_invalid", "union_tag_not_found"):
         given = f"{key}.kind = {context['tag']!r}" if "tag" in context else f"{key}.kind is missing"
         tags = [tag for one in _members(root, key) for tag in _tags(one)]
@@ -288,20 +292,10 @@ def _explain(
         return f"{key} = {value!r}", f"expected a table, [{key}]"
     if what == "value_error":
         return key, str(context["error"])
-    message = _message(fault)
-    return f"{key} = {value!r}", message[0].lower() + message[1:] + _near_word(holder, key, fault)
-
-
-def _message(fault: ErrorDetails) -> str:
-    """Pydantic's words; but a list is what TOML calls a tuple, and what code may give as well."""
-    return re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
-
-
-def _near_word(holder: type[BaseModel], key: str, fault: ErrorDetails) -> str:
-    """Of a word that is not one of the field's: the nearest that is."""
-    if fault["type"] != "literal_error":
-        return ""
-    return meant(fault["input"], _words(_annotation(holder, key.rpartition(".")[2])), "; {}")
+    # A list is what TOML calls a tuple, and what code may give as well.
+    message = re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
+    words = _words(_annotation(holder, key.rpartition(".")[2])) if what == "literal_error" else ()
+    return f"{key} = {value!r}", message[0].lower() + message[1:] + meant(value, words, "; {}")
 
 
 def _words(annotation: Any) -> Iterator[str]:
@@ -311,12 +305,6 @@ def _words(annotation: Any) -> Iterator[str]:
     else:
         for argument in get_args(annotation):
             yield from _words(argument)
-
-
-def _join(start: str, rests: list[str]) -> str:
-    """One fault's text; a fault between tables has a line for each."""
-    begin = f"{start}: " if start else ""
-    return "\n".join(f"{begin}{line}" for line in ", or ".join(rests).split("\n"))
 
 
 def _members(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
@@ -334,12 +322,6 @@ def _other_kinds(root: type[BaseModel], holder: type[BaseModel], key: str) -> li
     return [
         repr(tag) for one in members if one is not holder and leaf in one.model_fields for tag in _tags(one)
     ]
-
-
-def _meaning(holder: type[BaseModel], key: str) -> str:
-    field = holder.model_fields.get(key.rpartition(".")[2])
-    text = " ".join((field.description or "").split()) if field is not None else ""
-    return f"it is: {text}" if text else "give it a value"
 
 
 def _nearest(root: type[BaseModel], holder: type[BaseModel], key: str) -> str:
