@@ -189,7 +189,7 @@ def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
         )
         return {}
     own = results.settings.task
-    model, _ = load_model(results.checkpoint, own and own.file)
+    model, _ = load_model(results.checkpoint, None if own is None else own.file)
     with torch.no_grad():
         return report(model, results.settings.run_dir, say)
 
