@@ -1,4 +1,4 @@
-"""`stretto train` as a user meets it: options, progress on a terminal, memory."""
+"""`stretto train` and `stretto plan` as a user meets them: options, progress on a terminal, memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tests.clusters import cores_file
 from tests.train.tiny import steps_of, write_settings
 from typer.testing import CliRunner
 
+import stretto
 from stretto.cli.main import app
 from stretto.config import load_settings
 from stretto.errors import UsageError
@@ -112,3 +114,48 @@ def test_memory_stays_flat_over_five_hundred_steps(tmp_path: Path) -> None:
     trainer.run()
     warm, end = resident_bytes[100], resident_bytes[600]
     assert end - warm < 4 * 2**20, f"{(end - warm) / 2**20:.1f} MiB more after 500 steps"
+
+
+# `stretto plan`.
+
+
+def test_a_described_cluster_gives_the_same_file_each_time(tmp_path: Path) -> None:
+    config = write_settings(tmp_path)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(cores_file(link_gbps=0.0125, latency_us=50.0))
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        command = ["plan", str(config), "-o", str(file), "--cluster", str(cluster), "--set", "parallel.pp=2"]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        assert "predicted step" in result.output
+        assert not (tmp_path / "cache").exists(), "a tokenizer that is not there yet is not needed"
+    assert files[0].read_bytes() == files[1].read_bytes()
+    plan = stretto.load_plan(files[0])
+    stretto.verify(plan)
+    assert plan.ranks == 2
+    assert plan.costs.default_link.bytes_per_us == 12.5
+
+
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    config = write_settings(tmp_path)
+    result = CliRunner().invoke(app, ["plan", str(config), "-o", str(tmp_path / "plan.json")])
+    assert result.exit_code == 0, result.output
+    assert "measured on this processor, 1 thread" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["give a cluster file"]),
+        ("latency_us = [", ["is not TOML"]),
+        ("latencyus = 3\n", ["cluster.toml", "latencyus", "latency_us"]),
+    ],
+)
+def test_a_wrong_cluster_is_refused_with_its_file(tmp_path: Path, text: str | None, words: list[str]) -> None:
+    config, cluster = write_settings(tmp_path), tmp_path / "cluster.toml"
+    if text is not None:
+        cluster.write_text(text)
+    error = CliRunner().invoke(app, ["plan", str(config), "--cluster", str(cluster)]).exception
+    assert isinstance(error, UsageError)
+    assert all(word in str(error) for word in words)
