@@ -112,6 +112,11 @@ def test_ages_are_words() -> None:
 # One file.
 
 
+def full_disk(_descriptor: int) -> None:
+    """In place of `os.fsync`, where a disk that is full fails at the latest."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 @pytest.mark.parametrize("data", ["déjà vu\n", b"\x00\xff"])
 def test_what_is_written_is_there(tmp_path: Path, data: str | bytes) -> None:
     write_file(tmp_path / "a", data)
@@ -122,9 +127,6 @@ def test_what_is_written_is_there(tmp_path: Path, data: str | bytes) -> None:
 def test_a_failure_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full_disk(_descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     path = tmp_path / "a"
     path.write_text("old")
     monkeypatch.setattr(os, "fsync", full_disk)
