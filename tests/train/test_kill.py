@@ -36,7 +36,7 @@ def undisturbed(folder: Path) -> Path:
     return folder / "straight"
 
 
-def until(done: Callable[[], bool], within_s: float = 120.0, every_s: float = 0.05) -> None:
+def until(done: Callable[[], bool], within_s: float = 240.0, every_s: float = 0.05) -> None:
     until_s = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < until_s
