@@ -58,7 +58,7 @@ from stretto.train.job import kept_by, layout_of_run, refuse_early
 from stretto.train.lock import folders_of, refuse_if_locked
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.progress import STARTED, Progress
-from stretto.train.text_task import task_of
+from stretto.train.task import task_of
 from stretto.train.world import (
     World,
     check_graph,

@@ -64,8 +64,7 @@ from stretto.train.results import (
     set_earlier_aside,
     speed_line,
 )
-from stretto.train.task import Task
-from stretto.train.text_task import task_of
+from stretto.train.task import Task, task_of
 from stretto.train.world import World, device_note, leave
 
 
