@@ -116,8 +116,8 @@ def write(
     runner.model.synchronise()
 
     def owned_and_table() -> tuple[dict[str, Part], states.OptimizerTable | None]:  # step 1
-        may_go = not place.exists() or (place.is_dir() and (is_saved(place) or not any(place.iterdir())))
-        if first and not may_go:
+        is_free = not first or not place.exists() or is_saved(place)
+        if not is_free and not (place.is_dir() and not any(place.iterdir())):
             raise UsageError(f"{place} exists and is no checkpoint: name another folder, or remove it")
         owned = runner.tensors.owned_parts()
         if optimizer is None:
@@ -186,15 +186,9 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
             states.state_of(runner, optimizer)  # refuses one over what is not the runner's
             if rest.table is None:
                 raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
-            made = states.new_tensors(
-                runner,
-                optimizer,
-                [
-                    (n, one.shape, DTYPES[one.dtype])
-                    for n, one in stored.items()
-                    if n.startswith("optimizer.")
-                ],
-            )
+            of_states = {name: one for name, one in stored.items() if name.startswith("optimizer.")}
+            described = [(name, one.shape, DTYPES[one.dtype]) for name, one in of_states.items()]
+            made = states.new_tensors(runner, optimizer, described)
             groups = [None] * len(optimizer.param_groups)
             if options:
                 groups = states.options_for(runner, optimizer, rest.table)
