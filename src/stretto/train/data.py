@@ -47,7 +47,7 @@ CACHE_FORMAT = 1
 MIN_HELD_OUT_DOCUMENTS = 8
 """With fewer than this to hold out, documents are too coarse: their ends are held out instead."""
 FILES = ("tokenizer.json", "train.npy", "held_out.npy")
-"""What a run reads."""
+"""What a run reads; data is equal where these are, wherever they are kept."""
 PROGRESS_S = 2.0
 """Seconds between two lines of progress."""
 MANIFEST = "manifest.json"
@@ -101,6 +101,7 @@ def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None 
     train = np.load(folder / "train.npy", mmap_mode="r")
     held_out = np.load(folder / "held_out.npy", mmap_mode="r")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
     length = settings.sequence_length
     say(
         f"data: {summary['documents']:,} documents, {len(train):,} tokens to train on and {len(held_out):,} "
@@ -111,7 +112,7 @@ def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None 
         train=TokenDataset(train, length, settings.seed, "the text to train on"),
         held_out=TokenDataset(held_out, length, 0, "the held-out text"),
         folder=folder,
-        digest=contents(folder, FILES),
+        digest=hashlib.sha256(json.dumps([manifest[name] for name in FILES]).encode()).hexdigest()[:16],
         unigram_entropy_nats=float(summary["unigram_entropy_nats"]),
     )
 
@@ -286,12 +287,6 @@ def fault(folder: Path) -> str | None:
     except (ValueError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return None
-
-
-def contents(folder: Path, names: Sequence[str]) -> str:
-    """A digest of what is in these files of a built folder, by its manifest; equal wherever it is."""
-    files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
-    return hashlib.sha256(json.dumps([files[name] for name in names]).encode()).hexdigest()[:16]
 
 
 def _checksum(path: Path) -> int:

@@ -310,7 +310,7 @@ class GivenTokenizer:
 
 
 def learned(tokenizer: Tokenizer) -> GivenTokenizer:
-    """One that was learned here (`train.tokenizer`)."""
+    """One that `learn` made."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
     return GivenTokenizer(tokenizer, (), end)
