@@ -373,11 +373,15 @@ class Counted(nn.Linear):
         self.seen = state["seen"]
 
 
+def with_counted() -> Chain:
+    model = Chain()
+    model.layers[1] = Counted(8, 8).double()
+    return model
+
+
 def test_extra_state_of_the_model_is_kept(tmp_path: Path) -> None:
     def run_each(work: Callable[[Runner, Counted], Any], **layout: Any) -> list[Any]:
-        models = [Chain(), Chain(), Chain()]
-        for one in models:
-            one.layers[1] = Counted(8, 8).double()
+        models = [with_counted() for _ in range(3)]
         job = stretto.capture(models.pop(), rows(), mean_square, stretto.Parallel(**layout, microbatches=2))
         counted = [one.get_submodule("layers.1") for one in models]
         return stretto.run_threads(

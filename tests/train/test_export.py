@@ -37,7 +37,7 @@ def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
     train(path)
     output = folder / "gpt-out"
     with pytest.raises(UsageError, match="no whole checkpoint"):
-        export(folder / "nothing", output)
+        export(folder / "text", output)
     result = CliRunner().invoke(app, ["export", str(folder / "gpt"), "-o", str(output)])
     assert "step-000003" in result.output
     with pytest.raises(UsageError, match="not an empty folder"):

@@ -138,7 +138,7 @@ def test_a_rank_that_is_stopped_while_it_says_what_it_misses_still_says_it(
     monkeypatch.setattr(room, name, stopped)
     monkeypatch.setattr(Trainer, "run", missed)
     with pytest.raises(SystemExit):
-        launch.work(settings)
+        launch._work(settings)
     assert [one.rank for one in recorded_failures(tmp_path)] == [0]
 
 

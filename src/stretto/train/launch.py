@@ -95,7 +95,7 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     if is_worker() or settings.parallel.world == 1:
         if not is_worker():
             refuse_early(settings)
-        return work(settings, progress)
+        return _work(settings, progress)
     progress = progress or Progress()
 
     def stuck(interrupted: Interrupted) -> None:
@@ -241,7 +241,7 @@ def _environment(settings: TrainSettings, records: Path, started_at_s: float) ->
 # A rank.
 
 
-def work(settings: TrainSettings, progress: Progress | None = None) -> int:
+def _work(settings: TrainSettings, progress: Progress | None = None) -> int:
     """Train as the rank that the environment names, or as a single rank. Returns the exit status.
 
     A single rank raises errors as they are. One of several ends its process here when it fails: connections
