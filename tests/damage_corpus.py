@@ -187,7 +187,7 @@ def resealed(folder: Path) -> None:
         table.write_text(json.dumps(data))
     except Exception:
         pass  # it is the table that is damaged
-    names = [path.name for path in folder.iterdir() if path.suffix != digests.TENSORS and path != seals]
+    names = [path.name for path in folder.iterdir() if path.suffix != ".distcp" and path != seals]
     seals.write_bytes(digests.sealed({name: (folder / name).read_bytes() for name in names}))
 
 

@@ -16,8 +16,7 @@ import torch
 
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.runtime.launch import REPOSITORY, launch
-from tests.train.test_export import LLAMA
-from tests.train.tiny import environment, run, steps_of, write_settings
+from tests.train.tiny import LLAMA, environment, run, steps_of, write_settings
 
 transformers = pytest.importorskip("transformers")
 
@@ -31,9 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama with its tokenizer, and answers.jsonl beside it."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "answers.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    path = write_settings(folder, steps=1, run="llama")
-    text = path.read_text()
-    path.write_text(text[: text.index("kind =")] + LLAMA.lstrip() + "\n" + text[text.index("[data]") :])
+    path = write_settings(folder, steps=1, run="llama", table=LLAMA)
     assert run("train", path)[0] == 0
     status, _, err = run("export", folder / "llama", "-o", folder / "source")
     assert status == 0, err

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stretto.price.cluster import Cluster
     from stretto.runtime import Runner, run_threads
     from stretto.runtime.rehearse import Rehearsal, rehearse
-    from stretto.saving import load, save
+    from stretto.saving.face import load, save
     from stretto.schedule.families import make_schedule
     from stretto.schedule.families import register as register_schedule
     from stretto.simulating import simulate
@@ -101,7 +101,7 @@ _HOMES = {
     "UsageError": "stretto.errors",
     "capture": "stretto.capturing",
     "check": "stretto.checking",
-    "load": "stretto.saving",
+    "load": "stretto.saving.face",
     "load_plan": "stretto.ir.serialize",
     "load_settings": "stretto.config",
     "local": "stretto.tensor.face",
@@ -114,7 +114,7 @@ _HOMES = {
     "reshard": "stretto.tensor.face",
     "reshard_all": "stretto.tensor.face",
     "run_threads": "stretto.runtime",
-    "save": "stretto.saving",
+    "save": "stretto.saving.face",
     "shard": "stretto.tensor.face",
     "simulate": "stretto.simulating",
     "verify": "stretto.verifying",

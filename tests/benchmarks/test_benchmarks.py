@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks import moe_described
 from stretto.errors import StrettoError, UsageError
-from tests.files.test_whole_file import full_disk
+from tests.files.test_kept import full_disk
 
 ROOT = Path(__file__).parents[2]
 

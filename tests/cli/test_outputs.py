@@ -22,7 +22,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.simulating import predict
 from tests.cli.test_convert_command import FLAGS
-from tests.files.test_whole_file import full_disk
+from tests.files.test_kept import full_disk
 from tests.simulating.test_engine import ONE_F_ONE_B
 from tests.synthetic import make_plan
 

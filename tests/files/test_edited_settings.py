@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def test_values_change_and_comments_stay() -> None:
     assert made == TEXT.replace("pp = 4  # ranks", "pp = 8  # ranks").replace(
         "]\n\n#", "]\ndp = 2\ntp = 3\n\n#"
     ).replace("global_batch = 16\n", "")
+    for value, wanted in ((None, {"pp": 4}), ("auto", {"pp": 4, "split": "auto"})):
+        assert parse_toml(edited(TEXT, {"parallel.split": value}))["parallel"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -52,12 +55,6 @@ def test_forms(text: str, wanted: dict[str, Any]) -> None:
     assert parse_toml(edited(text, {"parallel.pp": 2})) == wanted
 
 
-@pytest.mark.parametrize("value", [None, "auto"])
-def test_a_value_of_several_lines_is_replaced_or_goes(value: str | None) -> None:
-    wanted = {"pp": 4} if value is None else {"pp": 4, "split": value}
-    assert parse_toml(edited(TEXT, {"parallel.split": value}))["parallel"] == wanted
-
-
 def test_every_example_can_be_edited() -> None:
     for path in (Path(__file__).parents[2] / "examples").glob("*.toml"):
         text = path.read_text(encoding="utf-8")
@@ -65,6 +62,4 @@ def test_every_example_can_be_edited() -> None:
         wanted.setdefault("parallel", {})["pp"] = 64
         made = edited(text, {"parallel.pp": 64})
         assert parse_toml(made) == wanted
-        assert [line for line in text.splitlines() if line.startswith("#")] == [
-            line for line in made.splitlines() if line.startswith("#")
-        ]
+        assert re.findall("^#.*", made, re.MULTILINE) == re.findall("^#.*", text, re.MULTILINE)

@@ -1,7 +1,8 @@
-"""Files of others: numbers of hundreds of digits and deep nesting are refused in words, by every reader."""
+"""Files of others: byte-order marks are read over, large numbers and deep nesting are refused."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,19 +11,28 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto.config import load_settings
+from stretto.cli.walks import _read
+from stretto.config import TaskSettings, load_settings
 from stretto.files.parse import LARGEST, parse_json, parse_toml
-from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.models.pretrained import load_gpt
+from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text
+from stretto.models.gpt import GPT, GPTConfig
+from stretto.models.pretrained import load_gpt, save_gpt
 from stretto.price.calibration import load_calibration
+from stretto.price.cluster import describe
 from stretto.price.cluster_file import load_cluster
 from stretto.price.nccl_tests import read_nccl_tests
 from stretto.price.profiler_trace import read_trace
 from stretto.report.files import load_timeline
 from stretto.schedule.csv import read_csv
+from stretto.schedule.families import make_schedule
 from stretto.train.checkpoint_files import read_state
+from stretto.train.task import own_task
+from stretto.train.text import documents, find_files
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.clusters import cores
+from tests.clusters import cores, cores_file
+from tests.price.test_nccl_tests import NEW
+from tests.synthetic import make_plan
+from tests.train.own_task import task
 
 DIGITS = "9" * 400
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -41,30 +51,20 @@ def test_the_largest() -> None:
     assert parse_toml(f"key = {LARGEST}") == {"key": LARGEST}
 
 
-def plan_text() -> str:
-    job = stretto.capture(Chain(), rows(), mean_square, stretto.Parallel(pp=2, microbatches=2))
-    return plan_to_text(stretto.plan(job, cores(), order="list"))
-
-
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], Any]]:
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    found = [leaf for key, item in items for leaf in leaves(item, (*path, key))]
-    return found or [(path, value)]
+    return [leaf for key, item in items for leaf in leaves(item, (*path, key))] or [path]
 
 
 def test_a_plan_with_either_anywhere() -> None:
-    """One place of each kind: positions in lists count as one."""
-    text = plan_text()
-    kinds = {
-        tuple(0 if isinstance(k, int) else k for k in path): path for path, _ in leaves(json.loads(text))
-    }
-    for path in kinds.values():
+    """One leaf of each kind: positions in lists count as one."""
+    job = stretto.capture(Chain(), rows(), mean_square, stretto.Parallel(pp=2, microbatches=2))
+    text = plan_to_text(stretto.plan(job, cores(), order="list"))
+    kinds = {tuple(0 if isinstance(k, int) else k for k in path): path for path in leaves(json.loads(text))}
+    for *path, last in kinds.values():
         for trouble in (DIGITS, "[" * 1000 + "]" * 1000, "[" * 900 + "]" * 900):
             data = json.loads(text)
-            place = data
-            for key in path[:-1]:
-                place = place[key]
-            place[path[-1]] = "HERE"
+            functools.reduce(lambda below, key: below[key], path, data)[last] = "HERE"
             with pytest.raises(stretto.StrettoError):
                 stretto.verify(plan_from_text(json.dumps(data).replace('"HERE"', trouble)))
 
@@ -93,3 +93,48 @@ def test_files_with_either(
         read(path)
     assert str(tmp_path) in str(caught.value)
     assert len(str(caught.value)) < 6000
+
+
+# Byte-order marks.
+
+
+def plan_in(folder: Path) -> None:
+    make_plan(make_schedule("1f1b", 2, 2)).save(folder / "plan.json")
+
+
+def gpt_in(folder: Path) -> None:
+    save_gpt(GPT(GPTConfig(vocab_size=11, layers=1, hidden=8, heads=2, context=4)), folder)
+
+
+Read = Callable[[Path], Any]
+FILES: dict[str, tuple[str | Callable[[Path], None], Read]] = {
+    "run.toml": ("[training]\nsteps = 7\n", load_settings),
+    "cluster.toml": (cores_file(), lambda path: describe(str(path))),
+    "task.py": (
+        Path(str(task.__code__.co_filename)).read_text(encoding="utf-8"),
+        lambda path: own_task(TaskSettings(file=str(path), config={"width": 4}), 0).unit,
+    ),
+    "mine.csv": ("0F0,0B0\n1F0,1B0\n", lambda path: (read_csv(path), _read(path))),
+    "plan.json": (plan_in, load_plan),
+    "a.txt": ("words", lambda path: [*documents(find_files([str(path)]), "text", print)]),
+    "b.jsonl": (
+        json.dumps({"text": "more"}),
+        lambda path: [*documents(find_files([str(path)]), "text", print)],
+    ),
+    "config.json": (gpt_in, lambda path: load_gpt(path.parent).config),
+    "nccl.txt": (NEW, read_nccl_tests),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_marked_file_is_read_as_the_plain_one(name: str, tmp_path: Path) -> None:
+    content, read = FILES[name]
+    path = tmp_path / name
+    if isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    else:
+        content(tmp_path)
+    plain = read(path)
+    path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert path.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert read(path) == plain

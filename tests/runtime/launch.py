@@ -14,7 +14,13 @@ TIMEOUT_S = 240.0
 """Longer than any launch of these tests takes on two busy cores."""
 
 
-def launch(ranks: int, program: str | Path, *arguments: str, statuses: tuple[int, ...] = (0,)) -> list[str]:
+def launch(
+    ranks: int,
+    program: str | Path,
+    *arguments: str,
+    statuses: tuple[int, ...] = (0,),
+    within_s: float = TIMEOUT_S,
+) -> list[str]:
     """Run a program, a module by name or a file, as `ranks` processes; returns what each printed.
 
     All processes are gone when it returns. Fails unless every exit status is among `statuses`.
@@ -29,7 +35,7 @@ def launch(ranks: int, program: str | Path, *arguments: str, statuses: tuple[int
             Fork(str(program), arguments, {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}, str(file))
             for rank, file in enumerate(files)
         ]
-        ended = run_forks(forks, TIMEOUT_S)
+        ended = run_forks(forks, within_s)
         outputs = [file.read_text() for file in files]
     for rank, status in enumerate(ended.statuses):
         assert status in statuses, f"rank {rank} ended with {status}:\n{outputs[rank]}"

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from stretto.train import tokenizer as bpe
+from stretto.train import text as bpe
 from tests.runtime.equality import from_transformers
 from tests.train.tiny import WORDS
 

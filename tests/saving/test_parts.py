@@ -74,32 +74,25 @@ def held(how: str, size: int, at: int) -> torch.Tensor:
     return part_of(value(), parameter_of(how, size), job_of(size), {"tp": at}).clone()
 
 
-@pytest.mark.parametrize("how", SHARDS)
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_boxes_of_all_ranks_lie_where_the_whole_has_them(how: str, size: int) -> None:
-    whole = torch.full(WHOLE, -1.0)
-    for at in range(size):
-        for offsets, view in part(how, size, at, held(how, size, at)).boxes:
-            place = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
-            assert (whole[place] == -1).all(), "two ranks hold the same"
-            whole[place] = view
-    assert torch.equal(whole, value())
-
-
-@pytest.mark.parametrize("how", SHARED)
-def test_the_boxes_of_ranks_that_share_a_part_lie_in_one_place(how: str) -> None:
-    parameter, size = parameter_of(how, 4), 4
-    assert full_spec(job_of(size), parameter).shape == WHOLE
+@pytest.mark.parametrize(
+    ("how", "size"), [*((how, size) for how in SHARDS for size in (1, 2, 4)), *((how, 4) for how in SHARED)]
+)
+def test_the_boxes_of_all_ranks_lie_where_the_full_tensor_has_them(how: str, size: int) -> None:
+    copies = {**SHARDS, **SHARED}[how].copies
+    for first in range(copies):
+        full = torch.full(WHOLE, -1.0)
+        for at in range(first, size, copies):
+            for offsets, view in part(how, size, at, held(how, size, at)).boxes:
+                box = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
+                assert (full[box] == -1).all(), "two ranks have the same"
+                full[box] = view
+        assert torch.equal(full, value())
     parts = [held(how, size, at) for at in range(size)]
-    assert all(torch.equal(join(parts, parameter, job_of(size), copy), value()) for copy in range(2))
-    for at in range(size):
-        first = at - at % SHARED[how].copies
-        assert torch.equal(parts[at], parts[first])
-        found, there = (part(how, size, rank, parts[rank]).boxes for rank in (at, first))
-        assert [offsets for offsets, _ in found] == [offsets for offsets, _ in there]
-        for offsets, view in found:
-            place = tuple(slice(o, o + n) for o, n in zip(offsets, view.shape, strict=True))
-            assert torch.equal(value()[place], view)
+    assert full_spec(job_of(size), parameter_of(how, size)).shape == WHOLE
+    assert all(
+        torch.equal(join(parts, parameter_of(how, size), job_of(size), copy), value())
+        for copy in range(copies)
+    )
 
 
 @pytest.mark.parametrize("how", SHARDS)
@@ -115,9 +108,9 @@ def test_another_layout_finds_its_part(tmp_path: Path, how: str, wrote: int, rea
         assert torch.equal(mine, held(how, reads, at))
         assert step == 7
     for read in (read_tensors, lambda folder, values: load(values, checkpoint_id=folder, no_dist=True)):
-        whole = torch.zeros(WHOLE)
-        read(tmp_path, {"x": whole})  # the latter as PyTorch alone does
-        assert torch.equal(whole, value())
+        full = torch.zeros(WHOLE)
+        read(tmp_path, {"x": full})  # the latter as PyTorch alone does
+        assert torch.equal(full, value())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128, torch.bool, torch.float8_e4m3fn])

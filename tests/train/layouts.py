@@ -11,20 +11,12 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.clusters import cores
+from tests.train.tiny import described
 
-import stretto
 from stretto.config import load_settings
-from stretto.ir.program import Job
 from stretto.train import trainer as trainer_room
 from stretto.train.trainer import Trainer
 from stretto.train.world import environment, join, leave
-
-
-def described(job: Job, cluster: str, **_: object) -> stretto.Plan:
-    """As `stretto.plan`, for a machine that nobody looks at."""
-    assert cluster == "local"
-    return stretto.plan(job, cores())
 
 
 def check_copies(trainer: Trainer) -> int:
@@ -47,7 +39,7 @@ def check_copies(trainer: Trainer) -> int:
 def main(folder: Path, runs: list[str]) -> None:
     """Every rank trains every run."""
     torch.set_num_threads(1)
-    trainer_room.make_plan = described  # type: ignore[assignment]
+    trainer_room.make_plan = described
     trainer_room.leave = lambda _: None  # the processes stay together for the next run
     world = join(environment())
     for run in runs:

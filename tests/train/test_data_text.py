@@ -1,14 +1,21 @@
-"""Text: the right files in the same order, the documents in them, and faults with file and line."""
+"""Text: the right files in the same order, the documents in them, faults with file and line; and its tokens,
+from which every text comes back exactly."""
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stretto.errors import UsageError
+from stretto.models.build import END_OF_TEXT_ID
+from stretto.train import text as bpe
 from stretto.train.text import documents, find_files, standard_library
 
 
@@ -36,6 +43,10 @@ def test_a_folder_is_walked_in_order_without_hidden_files(tmp_path: Path) -> Non
     assert read(tmp_path) == ["a/b/c.py", "a/z.txt", "b.md"]
     # A file that is found twice is read once.
     assert read(tmp_path, tmp_path / "b.md", tmp_path / "a") == ["a/b/c.py", "a/z.txt", "b.md"]
+    for path, word in ((tmp_path / "gone", "gone does not exist"), (tmp_path / ".git" / "refs", "no file")):
+        (tmp_path / ".git" / "refs").mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match=word):
+            read(path)
 
 
 def test_files_that_are_not_text_are_left_out_of_a_folder_and_refused_by_name(tmp_path: Path) -> None:
@@ -46,17 +57,9 @@ def test_files_that_are_not_text_are_left_out_of_a_folder_and_refused_by_name(tm
     assert read(tmp_path, say=said) == ["çà et là"]
     assert len(said) == 1
     assert said[0].startswith("left out 2 of 3 files that are not UTF-8 text")
-    with pytest.raises(UsageError, match=r"latin\.txt is not UTF-8 text \(byte 3 is not UTF-8\)"):
-        read(tmp_path / "latin.txt")
-    with pytest.raises(UsageError, match=r"binary\.txt is not UTF-8 text \(a zero byte at byte 2\)"):
-        read(tmp_path / "binary.txt")
-
-
-def test_paths_that_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\.paths: .*gone does not exist"):
-        find_files([str(tmp_path / "gone")])
-    with pytest.raises(UsageError, match=r"data\.paths: there is no file in "):
-        find_files([str(tmp_path)])
+    for name, where in (("latin.txt", "byte 3"), ("binary.txt", "zero byte at byte 2")):
+        with pytest.raises(UsageError, match=f"{name} is not UTF-8 text .*{where}"):
+            read(tmp_path / name)
 
 
 def test_a_jsonl_has_a_document_a_line(tmp_path: Path) -> None:
@@ -71,19 +74,16 @@ def test_a_jsonl_has_a_document_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"text": ', r"rows\.jsonl:2: is not JSON"),
-        (
-            '{"body": "x", "id": 3}',
-            r"rows\.jsonl:2: there is no text in the field 'text' \(there is: 'body', 'id'\)",
-        ),
-        ('{"text": 3}', r"rows\.jsonl:2: there is no text in the field 'text'.*set data\.text_field"),
-        ("[1]", r"rows\.jsonl:2: there is no text in the field 'text' \(there is: list\)"),
+        ('{"text": ', "is not JSON"),
+        ('{"body": "x", "id": 3}', r"'text' \(there is: 'body', 'id'\)"),
+        ('{"text": 3}', "'text'.*data.text_field"),
+        ("[1]", r"\(there is: list\)"),
     ],
 )
 def test_a_wrong_line_of_a_jsonl_is_named(tmp_path: Path, line: str, expected: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
-    with pytest.raises(UsageError, match=expected):
+    with pytest.raises(UsageError, match=f"rows.jsonl:2: .*{expected}"):
         read(path)
 
 
@@ -94,21 +94,85 @@ def test_a_parquet_has_a_document_a_row(tmp_path: Path) -> None:
     texts = [f"text {row} é" for row in range(3000)]
     parquet.write_table(pyarrow.table({"body": [*texts, None, ""], "id": range(3002)}), path)
     assert read(path, field="body") == texts
-    with pytest.raises(
-        UsageError, match=r"no column of text 'text' \(there is: body \(string\), id \(int64\)\)"
-    ):
-        read(path)
-    with pytest.raises(UsageError, match="no column of text 'id'"):
-        read(path, field="id")
+    for field, words in (("text", r"body \(string\), id \(int64\)"), ("id", "no column of text")):
+        with pytest.raises(UsageError, match=words):
+            read(path, field=field)
     path.write_bytes(b"not parquet at all")
-    with pytest.raises(UsageError, match=r"rows\.parquet cannot be read as parquet"):
+    with pytest.raises(UsageError, match="as parquet"):
         read(path)
 
 
-def test_without_pyarrow_the_user_is_told_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_pyarrow_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError, match=r"pip install 'stretto\[parquet\]'"):
         read(tmp_path / "rows.parquet")
+
+
+# Tokens.
+
+LINES = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(200)]
+
+
+def ids_of(tokenizer: bpe.Tokenizer, texts: list[str]) -> list[int]:
+    return np.concatenate([ids for _, ids in bpe.encode(tokenizer, texts)]).tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text())
+def test_any_text_is_encoded_and_decoded_exactly(text: str) -> None:
+    tokenizer = bpe.learn(["some text"], 300)
+    text += "<|endoftext|>"
+    assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    assert 0 not in tokenizer.encode(text).ids
+
+
+def test_merges_are_learned_and_the_same_text_gives_the_same() -> None:
+    tokenizer = bpe.learn(LINES, 400)
+    assert tokenizer.get_vocab_size() <= 400
+    assert len(tokenizer.encode(LINES[0]).ids) < len(LINES[0]) / 2
+    assert (bpe.token_dtype(65_536), bpe.token_dtype(65_537)) == (np.uint16, np.uint32)
+    assert tokenizer.to_str() == bpe.learn(LINES, 400).to_str()
+    assert bpe.parse(tokenizer.to_str()).encode("<|endoftext|>").ids == tokenizer.encode("<|endoftext|>").ids
+    assert tokenizer.token_to_id(bpe.END_OF_TEXT) == END_OF_TEXT_ID == 0
+    one, two = tokenizer.encode(LINES[0]).ids, tokenizer.encode(LINES[1]).ids
+    assert ids_of(tokenizer, LINES[:2]) == [*one, 0, *two, 0], "each document ends with the end of text"
+
+
+def test_groups_and_pieces_change_nothing_but_the_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = bpe.learn(LINES, 400)
+    documents = ["".join(LINES[:7]), LINES[7], "".join(LINES[8:60]), "x" * 1000, LINES[61]]
+    whole = ids_of(tokenizer, documents)
+    assert list(bpe.pieces("x" * 9)) == ["x" * 9]
+    monkeypatch.setattr(bpe, "PIECE_CHARS", 10)
+    assert list(bpe.pieces("ab\ncdef\nghijk\nl")) == ["ab\ncdef\n", "ghijk\nl"]
+    assert list(bpe.pieces("x" * 25)) == ["x" * 10, "x" * 10, "x" * 5]
+    monkeypatch.setattr(bpe, "PIECE_CHARS", 100)
+    monkeypatch.setattr(bpe, "GROUP_CHARS", 350)
+    groups = list(bpe.encode(tokenizer, documents))
+    assert len(groups) > 5
+    assert sum(chars for chars, _ in groups) == sum(map(len, documents))
+    ids = np.concatenate([ids for _, ids in groups]).tolist()
+    assert [tokenizer.decode(part) for part in split_at_end(ids)] == documents
+    assert [tokenizer.decode(part) for part in split_at_end(whole)] == documents
+
+
+def split_at_end(ids: list[int]) -> list[list[int]]:
+    documents: list[list[int]] = [[]]
+    for token in ids:
+        if token == 0:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    assert documents.pop() == []
+    return documents
+
+
+def test_a_sample_is_spread_evenly_over_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bpe, "SAMPLE_BLOCK_CHARS", 10)
+    monkeypatch.setattr(bpe, "SAMPLE_CHARS", 100)
+    texts = [f"{number:010}" for number in range(100)]
+    taken = [int(block) for block in bpe.sample(texts, 1000)]
+    assert len(taken) in (10, 11)
+    assert {b - a for a, b in pairwise(taken)} <= {10, 11}
+    assert list(bpe.sample(["short"], 5)) == ["short"]

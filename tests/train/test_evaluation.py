@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import nn
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.errors import CaptureError, PlanError
-from stretto.files.kept import Kept
 from stretto.ir.action import Phase
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
@@ -115,56 +113,23 @@ def test_copies_evaluate_one_model(layout: dict[str, Any]) -> None:
         assert found == pytest.approx(float(torch.stack(losses).mean().detach()), rel=1e-12)
 
 
-def test_ranks_that_are_threads_look_for_nothing(tmp_path: Path) -> None:
-    """Each would look for itself, and one that finds leaves the others to measure without it."""
-    model = GPT(CONFIG, seed=1)
-    copies = [copy.deepcopy(model) for _ in range(2)]
-    parallel = stretto.Parallel(dp=2)
-    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
-
-    def work(runner: stretto.Runner) -> float:
-        mine = copies[runner.rank]
-        evaluation = stretto.Evaluation(
-            runner, mine, batch(0), next_token_loss, parallel=parallel, order="list", kept=Kept(tmp_path)
-        )
-        return evaluation.loss([batch(1)])
-
-    first, second = stretto.run_threads(plan, lambda rank: copies[rank], work)
-    assert first == second
-    assert not [*tmp_path.iterdir()]
-
-
 def test_what_it_refuses() -> None:
     model = GPT(CONFIG, seed=1)
-    parallel = stretto.Parallel(tp=2)
-    plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
 
-    def without(runner: stretto.Runner) -> None:
-        stretto.Evaluation(runner, model, batch(0), next_token_loss)
-
-    with pytest.raises(stretto.UsageError, match="give the parallel= that its training was captured with"):
-        stretto.run_threads(plan, lambda _: copy.deepcopy(model), without)
-    alone = stretto.plan(stretto.capture(model, batch(0), next_token_loss, stretto.Parallel()), CLUSTER)
-
-    def empty(runner: stretto.Runner) -> None:
+    def without_parallel(runner: stretto.Runner) -> None:
         stretto.Evaluation(runner, model, batch(0), next_token_loss).loss([])
 
-    with pytest.raises(stretto.UsageError, match="of one batch or more: none was given"):
-        stretto.run_threads(alone, lambda _: model, empty)
+    for parallel, words in ((stretto.Parallel(tp=2), "parallel="), (stretto.Parallel(), "none was given")):
+        plan = stretto.plan(stretto.capture(model, batch(0), next_token_loss, parallel), CLUSTER)
+        with pytest.raises(stretto.UsageError, match=words):
+            stretto.run_threads(plan, lambda _: copy.deepcopy(model), without_parallel)
 
 
-def test_a_job_that_trains_is_refused_without_its_backward() -> None:
-    job = stretto.capture(
-        GPT(CONFIG, seed=1), batch(0), next_token_loss, stretto.Parallel(pp=2, microbatches=2)
-    )
-    with pytest.raises(PlanError, match="no backward of microbatches 0, 1"):
+def test_a_forward_plan_needs_every_forward_and_a_training_plan_its_backward() -> None:
+    parallel = stretto.Parallel(pp=2, microbatches=2)
+    job = stretto.capture(GPT(CONFIG, seed=1), batch(0), next_token_loss, parallel)
+    with pytest.raises(PlanError, match="no backward"):
         make_plan(job, stretto.plan(job, CLUSTER).costs, schedule=forward_schedule(2, 2))
-
-
-def test_a_forward_plan_needs_every_forward() -> None:
-    job = stretto.capture(
-        GPT(CONFIG, seed=1), batch(0), next_token_loss, stretto.Parallel(pp=2, microbatches=2)
-    )
     forward = capture_evaluation(GPT(CONFIG, seed=1), batch(0), next_token_loss, job)
     assert (forward.trains, job.trains) == (False, True)
     assert not any(op.random for stage in forward.stages for op in stage.ops[Phase.F])

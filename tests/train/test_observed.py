@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.train.tiny import ranks_of, run, write_settings
+from tests.train.tiny import run, write_settings
 
 from stretto.report.files import OBSERVED
 from stretto.report.load import loads_of
@@ -39,14 +39,8 @@ def test_a_run_shows_loads_and_does_not_end_with_an_evaluation(tmp_path: Path) -
     assert [load.steps for load in loads_of(observed.all)] == [12, 12]
     assert [load.steps for load in loads_of(observed.evaluation)] == [2, 2]
     assert all(1.0 <= (load.buffer or 0.0) <= 2.0 for load in loads_of(observed.all))
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "Load by expert, steps 11 to 12" in page
-    assert "Who waits for whom" in page
+    assert "Who waits for whom" in (tmp_path / "run" / "report.html").read_text()
     assert load_run(tmp_path / "run").observed == observed
-
-    status, out, err = run("report", tmp_path / "run")
-    assert status == 0, err
-    assert "Load by expert" in out
 
 
 @pytest.mark.slow
@@ -56,9 +50,7 @@ def test_a_buffer_that_is_too_small_ends_the_run_with_what_would_do(tmp_path: Pa
     status, _, err = run("train", config, *changes)
     assert status == 1
     assert err.count("\n") == 1
-    assert "the most over all layers and ranks of this step" in err
     assert "or give ep_overflow = 'drop'" in err
-    assert ranks_of(config) == {}
     would_do = err[err.index("give ep_buffer = ") + len("give ") :].split(" or more")[0].replace(" ", "")
     assert 1.0 < float(would_do.partition("=")[2]) <= 2.0
     assert run("train", config, *changes, "parallel.ep_overflow=drop")[::2] == (0, "")

@@ -12,8 +12,7 @@ import pytest
 import torch
 from tests.clusters import cores
 from tests.train import tiny
-from tests.train.own_task import task
-from tests.train.tiny import run, run_ranks, steps_of
+from tests.train.tiny import run, run_ranks, steps_of, write_settings
 from typer.testing import CliRunner
 
 from stretto.checking.compare import Check
@@ -31,34 +30,25 @@ from stretto.train.world import World
 
 FILE = Path(__file__).with_name("own_task.py")
 
-SETTINGS = """
+TASK = """
 [task]
 file = "{file}"
 config = {{ width = 8 }}
-[parallel]
-pp = {pp}
-microbatches = 2
-{split}
-[optimizer]
-lr = 1e-2
-weight_decay = 0.0
-[training]
-steps = {steps}
-global_batch = 16
-eval_every = 0
-threads_per_rank = 1
-[checkpoint]
-every_steps = 20
-[output]
-run_dir = "{run}"
-trace_steps = 1
 """
 
 
 def write(folder: Path, *, pp: int = 1, steps: int = 60, run: str = "run", file: Path = FILE) -> Path:
     split = 'split = ["middle"]' if pp == 2 else ""
-    path = folder / f"{run}.toml"
-    path.write_text(SETTINGS.format(file=file, pp=pp, steps=steps, run=folder / run, split=split))
+    layout = f"pp = {pp}\nmicrobatches = 2\n{split}"
+    path = write_settings(folder, steps=steps, every=20, run=run, layout=layout)
+    text = path.read_text()
+    text = TASK.format(file=file) + text[text.index("[parallel]") :]
+    for one, other in (
+        ("lr = 3e-3", "lr = 1e-2\nweight_decay = 0.0"),
+        ("global_batch = 4", "global_batch = 16"),
+    ):
+        text = text.replace(one, other)
+    path.write_text(text)
     return path
 
 
@@ -85,14 +75,13 @@ def test_two_ranks_train_it_over_the_border_that_its_skip_crosses(tmp_path: Path
 def test_the_report_is_of_the_trained_model_and_a_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight, path = train(write(tmp_path, steps=40, run="straight")), write(tmp_path, steps=40)
-    train(path, "training.steps=20", "lr_schedule.kind=constant")
-    again = train(path, "lr_schedule.kind=constant")
+    constant, path = "lr_schedule.kind=constant", write(tmp_path, steps=40)
+    straight = train(write(tmp_path, steps=40, run="straight"), constant)
+    train(path, "training.steps=20", constant)
+    again = train(path, constant)
     assert "resumed from" in capsys.readouterr().out
-    other = train(write(tmp_path, steps=40, run="constant"), "lr_schedule.kind=constant")
-    assert [s["loss"] for s in steps_of(again.run_dir).values()] == [
-        s["loss"] for s in steps_of(other.run_dir).values()
-    ]
+    one, other = ([s["loss"] for s in steps_of(run.run_dir).values()] for run in (again, straight))
+    assert one == other
     model, _ = load_model(straight.checkpoint_dir / "step-000040", str(FILE))
     told = json.loads((straight.run_dir / "summary.json").read_text())["four_ones"]
     assert float(model(torch.ones(1, 4))) == told
@@ -102,9 +91,7 @@ def test_the_report_is_of_the_trained_model_and_a_run_goes_on(
     changed.write_text(FILE.read_text() + "\n# other data\n")
     with pytest.raises(UsageError, match=r"what task.file makes has changed|task.file differs"):
         train(path, "training.steps=50", f"task.file={changed}")
-    with pytest.raises(
-        UsageError, match=r"is of a task of one's own .*, whose model is a \w+, and .*stretto.load"
-    ):
+    with pytest.raises(UsageError, match=r"stretto\.load"):
         export(straight.run_dir, tmp_path / "out", str(FILE))
 
 
@@ -115,9 +102,7 @@ def test_a_checkpoint_names_no_program(tmp_path: Path) -> None:
     run = train(write(tmp_path, steps=2, file=file)).run_dir
     file.write_text(f"{FILE.read_text()}\nPath({str(ran)!r}).touch()\n")
     for read in (lambda: export(run, tmp_path / "out"), lambda: load_model(find(run))):
-        with pytest.raises(
-            UsageError, match=r"task of one's own, .* a program .* with --task FILE, if you trus"
-        ):
+        with pytest.raises(UsageError, match="--task FILE"):
             read()
     command = CliRunner().invoke(app, ["export", str(run), "-o", str(tmp_path / "out")])
     assert isinstance(command.exception, UsageError)
@@ -135,25 +120,27 @@ def test_it_is_planned_and_checked_as_text_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "words"),
     [
-        (None, r"cannot be read \(No such file or directory\): give a file of Python"),
+        (None, "No such file"),
         ("x = 1", r"defines no function task\(config, seed\)"),
-        ("def task(config, seed): return 3", r"is to return a stretto.train.task.Task, and returned 3"),
+        ("def task(config, seed): return 3", "returned 3"),
         (
             "def task(config, seed):\n    return config['depth']",
-            r"line 2: task\(config, seed\) failed with task.config = \{\}: KeyError: 'depth'",
+            r"line 2: .* task.config = \{\}: KeyError: 'depth'",
         ),
-        ("import torch\nwidth = layers * 4", "line 2: NameError: name 'layers' is not defined"),
-        ("import no_such_package", "cannot import what it needs: No module named 'no_such_package'"),
+        ("import torch\nwidth = layers * 4", "line 2: NameError"),
+        ("import no_such_package", "cannot import .*no_such_package"),
         ("def task(:", "line 1: "),
+        ("import sys\nsys.exit(0)\n", "line 2: .*SystemExit: 0"),
+        ("import sys\ntask = lambda config, seed: sys.exit(0)\n", "line 2: .*SystemExit: 0"),
     ],
 )
-def test_files_that_give_no_task_are_refused(tmp_path: Path, code: str | None, told: str) -> None:
+def test_files_that_give_no_task_are_refused(tmp_path: Path, code: str | None, words: str) -> None:
     path = tmp_path / "mine.py"
     if code is not None:
         path.write_text(code)
-    with pytest.raises(UsageError, match=f"task.file = '.*mine.py'.*{told}"):
+    with pytest.raises(UsageError, match=f"task.file = '.*mine.py'.*{words}"):
         own_task(TaskSettings(file=str(path)), 0)
 
 
@@ -167,15 +154,8 @@ def test_an_example_says_what_to_install(example: str, monkeypatch: pytest.Monke
 def test_settings_of_text_do_not_go_with_it(tmp_path: Path) -> None:
     path = write(tmp_path)
     path.write_text(path.read_text() + "\n[model]\nlayers = 3\n[data]\nvocab_size = 300\n")
-    with pytest.raises(
-        UsageError, match=r"(?s)model is of text, and .* take out \[model\].*take out \[data\]"
-    ):
+    with pytest.raises(UsageError, match=r"(?s)take out \[model\].*take out \[data\]"):
         load_settings(path)
-
-
-def test_a_task_is_the_same_each_time() -> None:
-    one, other = (task({"width": 8}, 3).model().state_dict() for _ in range(2))
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 BROKEN = """
@@ -217,7 +197,7 @@ def task(config, seed):
 
 @pytest.mark.parametrize("how", ["key", "exit"])
 @pytest.mark.parametrize("where", ["model", "train", "held_out", "report"])
-def test_an_error_of_its_own_code_is_told_by_file_function_and_line(
+def test_an_error_of_its_own_code_is_reported_by_file_function_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, how: str
 ) -> None:
     file = tmp_path / "broken.py"
@@ -238,7 +218,7 @@ def test_an_error_of_its_own_code_is_told_by_file_function_and_line(
     assert "stretto/train" not in said.replace(str(file), ""), "the user's part of the traceback alone"
 
 
-def test_an_error_of_its_loss_is_told_by_the_line(tmp_path: Path) -> None:
+def test_an_error_of_its_loss_is_reported_by_the_line(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(BROKEN)
     settings = load_settings(
@@ -253,7 +233,7 @@ def test_an_error_of_its_loss_is_told_by_the_line(tmp_path: Path) -> None:
             assert not thread.is_alive(), "nothing is shown of a run that has ended"
 
 
-def test_one_of_its_ranks_says_it_for_all(tmp_path: Path) -> None:
+def test_one_of_its_ranks_reports_it_for_all(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(BROKEN.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))"))
     path = write(tmp_path, steps=1, file=file)
@@ -261,15 +241,4 @@ def test_one_of_its_ranks_says_it_for_all(tmp_path: Path) -> None:
     status, _, err = run("train", path, "--set", change, "--set", "parallel.dp=2")
     assert status == 1, err
     assert err.splitlines()[-1] == "KeyError: 'none'"
-    assert "held_out() in" in err
-    assert err.count("ended with") == 1
-
-
-@pytest.mark.parametrize("at", ["the file", "the function"])
-def test_a_task_that_ends_the_program_says_so(tmp_path: Path, at: str) -> None:
-    file = tmp_path / "ends.py"
-    file.write_text(
-        "import sys\n" + ("sys.exit(0)\n" if at == "the file" else "task = lambda c, s: sys.exit(0)\n")
-    )
-    with pytest.raises(UsageError, match=r"ends\.py', line 2: .*SystemExit: 0"):
-        own_task(TaskSettings(file=str(file)), 0)
+    assert err.count("held_out() in") == err.count("ended with") == 1

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tests.saving.pretrained import write_pretrained
-from tests.train.layouts import described
-from tests.train.tiny import steps_of, train, write_text
+from tests.train.tiny import steps_of, train, write_settings, write_text
 
 from stretto.config import HuggingFaceSettings, MoESettings, load_settings
 from stretto.config.pretrained import OWN
@@ -26,64 +25,22 @@ from stretto.models.gpt import next_token_loss
 from stretto.models.moe import MoEConfig, MoEGPT
 from stretto.models.pretrained import KINDS, load_gpt, save_gpt
 from stretto.models.weight_files import weights_folder
-from stretto.train import trainer
 from stretto.train.data import prepare_data
 from stretto.train.export import GENERATION, export
-from stretto.train.layout import refuse_early
-from stretto.train.tokenizer import END_OF_TEXT, given_tokenizer, learn
+from stretto.train.job import refuse_early
+from stretto.train.text import given_tokenizer, learn
 
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
 """Relative, of losses in float32 whose sums are grouped otherwise."""
 
-SETTINGS = """
-[model]
-pretrained = "{pretrained}"
-{model}
 
-[data]
-paths = ["{folder}/text"]
-cache_dir = "{folder}/cache"
-sequence_length = 16
-held_out_fraction = 0.1
-
-[parallel]
-{layout}
-microbatches = 2
-
-[training]
-steps = 2
-global_batch = 4
-eval_every = 0
-eval_batches = 2
-sample_tokens = 4
-threads_per_rank = 1
-
-[checkpoint]
-every_steps = 1
-
-[output]
-run_dir = "{folder}/{run}"
-trace_steps = 1
-"""
-
-
-def write(
-    folder: Path, pretrained: Path | str, *, run: str = "run", model: str = "", layout: str = ""
-) -> Path:
-    if not (folder / "text").exists():
-        write_text(folder / "text")
-    path = folder / f"{run}.toml"
-    values = {"folder": folder, "pretrained": pretrained, "run": run, "model": model, "layout": layout}
-    path.write_text(SETTINGS.format(**values), encoding="utf-8")
+def write(folder: Path, pretrained: Path | str, *, run: str = "run", model: str = "") -> Path:
+    table = f'pretrained = "{pretrained}"\n{model}'
+    path = write_settings(folder, steps=2, every=1, run=run, table=table)
+    path.write_text(path.read_text().replace("vocab_size = 300\n", ""), encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def described_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody measures this machine."""
-    monkeypatch.setattr(trainer, "make_plan", described)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +59,7 @@ def loss_of_transformers(folder: Path, tokens: torch.Tensor) -> float:
     return float(model(input_ids=tokens, labels=tokens).loss.detach())
 
 
-def test_a_run_starts_from_weights_goes_on_without_them_and_is_exported(
-    llama: Path, tmp_path: Path, described_machine: None
-) -> None:
+def test_a_run_starts_from_weights_goes_on_without_them_and_is_exported(llama: Path, tmp_path: Path) -> None:
     source = shutil.copytree(llama, tmp_path / "llama")
     generation = '{"eos_token_id": [0, 7], "temperature": 0.6}'
     (source / GENERATION).write_text(generation)
@@ -121,12 +76,9 @@ def test_a_run_starts_from_weights_goes_on_without_them_and_is_exported(
     before, after = (transformers.AutoTokenizer.from_pretrained(one) for one in (source, output))
     assert after.chat_template == before.chat_template
     assert (output / GENERATION).read_text() == generation
-    assert after("seven wizards")["input_ids"] == before("seven wizards")["input_ids"]
 
     other = shutil.copytree(source, tmp_path / "other")
-    with pytest.raises(
-        UsageError, match=r"model\.pretrained = .*other', but the checkpoint .* or start anew"
-    ):
+    with pytest.raises(UsageError, match="other', but the checkpoint"):
         train(path, f"model.pretrained={other}")
 
     # A checkpoint wins over weights, which need not be there any more; nor need they be to export.
@@ -161,7 +113,7 @@ def test_text_becomes_what_the_models_own_tokenizer_makes_of_it(llama: Path, tmp
 
 
 @pytest.mark.slow
-def test_an_own_mixture_that_was_exported_is_trained_on(tmp_path: Path, described_machine: None) -> None:
+def test_an_own_mixture_that_was_exported_is_trained_on(tmp_path: Path) -> None:
     source = tmp_path / "moe"
     source.mkdir()
     write_text(tmp_path / "text")
@@ -195,41 +147,34 @@ def test_settings_get_the_shape_from_the_folder(llama: Path, tmp_path: Path) -> 
     model = load_settings(write(tmp_path, llama, model="config = { attention_dropout = 0.1 }")).model
     assert isinstance(model, HuggingFaceSettings)
     assert model.architecture == "LlamaForCausalLM"
-    assert {
-        **model.config,
-        "num_hidden_layers": 2,
-        "attention_dropout": 0.1,
-        "eos_token_id": 0,
-    } == model.config
+    shape = {"num_hidden_layers": 2, "attention_dropout": 0.1, "eos_token_id": 0}
+    assert model.config.items() >= shape.items()
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "words"),
     [
-        (
-            "model.kind=gpt",
-            r"model\.kind = 'gpt', but model\.pretrained = .* of a model with kind = 'hugg.*: drop it",
-        ),
-        ("model.architecture=GPT2LMHeadModel", r"model with architecture = 'LlamaForCausalLM': drop it"),
-        ("model.layers=2", r"model\.layers = 2: is no setting of kind 'huggingface'"),
-        ("data.vocab_size=500", r"data\.vocab_size = 500 is of a tokenizer that is learned, .* drop it"),
-        ("data.sequence_length=65", r"must not be above model\.config\.max_position_embeddings = 64"),
-        ("model.pretrained=./llamas", r"'\./llamas' does not exist \(seen from .*name a folder of weights"),
-        ("model.pretrained=a/b/c", r"'a/b/c' does not exist"),
-        ("model.pretrained=exampels", r"did you mean examples\? name a folder that `save_pretrained` wrote"),
-        ("model.pretrained=nobody/none", r"'nobody/none': transformers finds no configuration: .* the Hub"),
-        ("model.pretrained=3", r"model\.pretrained = 3: input should be a valid string"),
-        ("model.pretrained={text}", r"has no config\.json: name a folder"),
-        ("model.config.hiden_size=9", r"model\.config\.hiden_size: LlamaConfig has no such setting"),
-        ("model.config.hidden_size=64", r"embed_tokens\.weight is \[310, 32\], and the model's \[310, 64\]"),
+        ("model.kind=gpt", "kind = 'hugg"),
+        ("model.architecture=GPT2LMHeadModel", "'LlamaForCausalLM': drop it"),
+        ("model.layers=2", "no setting of kind 'huggingface'"),
+        ("data.vocab_size=500", "tokenizer that is learned"),
+        ("data.sequence_length=65", "max_position_embeddings = 64"),
+        ("model.pretrained=./llamas", "'./llamas' does not exist"),
+        ("model.pretrained=a/b/c", "'a/b/c' does not exist"),
+        ("model.pretrained=exampels", "did you mean examples"),
+        ("model.pretrained=nobody/none", "'nobody/none': .* the Hub"),
+        ("model.pretrained=3", "valid string"),
+        ("model.pretrained={text}", "no config.json"),
+        ("model.config.hiden_size=9", "hiden_size: LlamaConfig"),
+        ("model.config.hidden_size=64", r"\[310, 32\], .* \[310, 64\]"),
     ],
 )
 def test_what_does_not_fit_the_folder_is_refused_before_text_is_read(
-    llama: Path, tmp_path: Path, change: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    llama: Path, tmp_path: Path, change: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = write(tmp_path, llama)
-    with pytest.raises(UsageError, match=expected):
+    with pytest.raises(UsageError, match=words):
         refuse_early(load_settings(path, [change.format(text=tmp_path / "text")]))
 
 
@@ -258,32 +203,27 @@ def test_a_name_of_the_hub_is_taken_from_its_cache(
         weights_folder("someone/small")
 
 
-def test_quantised_and_other_models_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_other_models_and_tokenizers_are_refused(llama: Path, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(llama)
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path / "fp8")
-    with pytest.raises(UsageError, match="its weights are quantised"):
-        load_settings(write(tmp_path, tmp_path / "fp8"))
     transformers.ViTConfig().save_pretrained(tmp_path / "vit")
-    with pytest.raises(UsageError, match="is a 'vit', of which transformers has no causal language model"):
-        load_settings(write(tmp_path, tmp_path / "vit"))
-
-
-def test_tokenizers_that_do_not_fit_are_refused(llama: Path, tmp_path: Path) -> None:
+    for name, words in (("fp8", "quantised"), ("vit", "is a 'vit'")):
+        with pytest.raises(UsageError, match=words):
+            load_settings(write(tmp_path, tmp_path / name))
     source = shutil.copytree(llama, tmp_path / "llama")
-    path = write(tmp_path, source)
+    model = load_settings(write(tmp_path, source)).model
     tokenizer = transformers.AutoTokenizer.from_pretrained(source)
     tokenizer.add_tokens([f"<more {n}>" for n in range(10)])
     tokenizer.save_pretrained(source)
-    with pytest.raises(UsageError, match="tokenizer has 311 tokens, and its model has an embedding of 310"):
-        given_tokenizer(load_settings(path).model)
+    with pytest.raises(UsageError, match=r"311 tokens, .* 310"):
+        given_tokenizer(model)
     kind: Any = transformers.PreTrainedTokenizerFast
     kind(tokenizer_object=learn(["some text"], 300)).save_pretrained(source)
     (source / "special_tokens_map.json").unlink(missing_ok=True)
-    with pytest.raises(UsageError, match="its tokenizer has no eos_token"):
-        given_tokenizer(load_settings(path).model)
+    with pytest.raises(UsageError, match="no eos_token"):
+        given_tokenizer(model)
     for file in source.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(UsageError, match="transformers finds no fast tokenizer"):
-        given_tokenizer(load_settings(path).model)
-    assert END_OF_TEXT in tokenizer.get_vocab()
+    with pytest.raises(UsageError, match="no fast tokenizer"):
+        given_tokenizer(model)

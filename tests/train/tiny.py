@@ -9,13 +9,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.clusters import cores
 from tests.forks import Fork, run_forks
 
+import stretto
 from stretto.config import load_settings
+from stretto.ir.program import Job
+from stretto.simulating import predict
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
@@ -25,14 +30,29 @@ WORDS = (
     "the quick brown fox jumps over a lazy dog while seven wizards brew potions of amber beneath old stars"
 )
 
-SETTINGS = """
-[model]
+GPT = """
 kind = "gpt"
 layers = 2
 hidden = 32
 heads = 2
 context = 16
 dropout = 0.1
+"""
+LLAMA = """
+kind = "huggingface"
+architecture = "LlamaForCausalLM"
+
+[model.config]
+hidden_size = 32
+intermediate_size = 64
+num_hidden_layers = 2
+num_attention_heads = 2
+tie_word_embeddings = true
+"""
+
+SETTINGS = """
+[model]
+{table}
 {model}
 
 [data]
@@ -43,8 +63,7 @@ vocab_size = 300
 held_out_fraction = 0.1
 
 [parallel]
-pp = {pp}
-microbatches = 2
+{layout}
 
 [optimizer]
 lr = 3e-3
@@ -68,6 +87,14 @@ trace_steps = 2
 """
 
 
+def described(job: Job, cluster: str, op_us: float = 1e-3, **_: object) -> stretto.Plan:
+    """As `stretto.plan`, for a machine that nobody measures, whose ops take `op_us` each."""
+    assert cluster == "local"
+    made = stretto.plan(job, cores(), order="list")
+    made = replace(made, costs=replace(made.costs, op_us=dict.fromkeys(made.costs.op_us, op_us)))
+    return replace(made, prediction=predict(made))
+
+
 def write_text(folder: Path) -> Path:
     """Some documents of a few words, the same each time."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,15 +107,25 @@ def write_text(folder: Path) -> Path:
 
 
 def write_settings(
-    folder: Path, *, pp: int = 1, steps: int = 10, every: int = 5, run: str = "run", model: str = ""
+    folder: Path,
+    *,
+    pp: int = 1,
+    steps: int = 10,
+    every: int = 5,
+    run: str = "run",
+    table: str = GPT,
+    model: str = "",
+    layout: str = "",
 ) -> Path:
-    """A settings file in `folder`, whose run goes to `folder/run`; the text is made beside it."""
+    """A settings file in `folder`, whose run goes to `folder/run`; the text is made beside it. table, model:
+    of the model, and more of it. layout: in place of that of `pp`."""
     text = folder / "text"
     if not text.exists():
         write_text(text)
     path = folder / f"{run}.toml"
-    values = {"text": text, "cache": folder / "cache", "run": folder / run}
-    path.write_text(SETTINGS.format(pp=pp, steps=steps, every=every, model=model, **values), encoding="utf-8")
+    values = {"text": text, "cache": folder / "cache", "run": folder / run, "table": table, "model": model}
+    values["layout"] = layout or f"pp = {pp}\nmicrobatches = 2"
+    path.write_text(SETTINGS.format(steps=steps, every=every, **values), encoding="utf-8")
     return path
 
 

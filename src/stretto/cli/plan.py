@@ -111,8 +111,7 @@ def make(
     import torch
 
     from stretto.order.policies import policy_of
-    from stretto.train.job import device_of, trained
-    from stretto.train.reuse import kept_by
+    from stretto.train.job import device_of, kept_by, trained
     from stretto.train.world import threads
 
     # As in training: the measured times are those of as many threads.

@@ -13,8 +13,8 @@ import typer
 from stretto.cli.common import RENEW, Changes, Config, Fresh, command
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import UsageError
+from stretto.train.failure import watch_launcher
 from stretto.train.progress import Progress
-from stretto.train.watch import watch_launcher
 
 
 @command

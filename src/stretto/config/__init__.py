@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from stretto.config.base import Settings
 from stretto.config.experts import faults_of_experts
 from stretto.config.model import DecoderSettings as DecoderSettings
 from stretto.config.model import GPTSettings as GPTSettings
@@ -28,7 +27,7 @@ from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.pretrained import complete
 from stretto.config.stage_text import read_stages
 from stretto.files.say import Say, unheard
-from stretto.files.settings_file import read_settings
+from stretto.files.settings_file import Settings, read_settings
 from stretto.ir.stage_maps import unknown_schedule
 
 
@@ -253,7 +252,6 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             f"parallel.virtual_stages = {parallel.virtual_stages} of each of parallel.pp = {parallel.pp} "
             f"ranks are more than model.layers = {layers}: give {layers // parallel.pp} or less",
         ),
-        *_faults_of_stages(settings),
         (
             training.global_batch % pieces,
             f"training.global_batch = {training.global_batch} must be a multiple of "
@@ -266,6 +264,19 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         ),
     )
     faults = [fault for wrong, fault in checked if wrong]
+    text = parallel.split
+    if (
+        isinstance(text, str)
+        and text != "auto"
+        and settings.task is None
+        and isinstance(model, DecoderSettings)
+    ):
+        stages_of_text = read_stages(text)
+        if stages_of_text.layers != model.layers:
+            faults.append(
+                f"parallel.split = {text!r} has {stages_of_text.layers} layers, but model.layers = "
+                f"{model.layers}: write {stages_of_text.with_layers(model.layers).text!r}"
+            )
     # A task's file may register families of its own, and is read later.
     unknown = unknown_schedule(parallel.schedule) if settings.task is None else ""
     if unknown:
@@ -290,23 +301,6 @@ def _fitting(settings: TrainSettings) -> str:
     most = min(parallel.microbatches, batch // parallel.dp)
     fewer = next(count for count in range(most, 0, -1) if batch // parallel.dp % count == 0)
     return f"parallel.microbatches = {fewer}, or {batches}"
-
-
-def _faults_of_stages(settings: TrainSettings) -> list[tuple[bool, str]]:
-    """Whether a text of stages has other layers than the model, as far as the settings show."""
-    text, model = settings.parallel.split, settings.model
-    if text == "auto" or not isinstance(text, str) or settings.task is not None:
-        return []
-    if not isinstance(model, DecoderSettings):
-        return []
-    stages = read_stages(text)
-    return [
-        (
-            stages.layers != model.layers,
-            f"parallel.split = {text!r} has {stages.layers} layers, but model.layers = {model.layers}: write "
-            f"{stages.with_layers(model.layers).text!r}",
-        )
-    ]
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = (), begin: Say = unheard) -> TrainSettings:

@@ -24,25 +24,21 @@ def faults_of_experts(
         )
         return
     if isinstance(model, GPTSettings):
-        yield from _of_dense(parallel)
+        if parallel.ep > 1:
+            yield (
+                f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: "
+                "give model.kind = 'moe', or ep = 1"
+            )
+        for key in ("ampipe_capacity", "ep_plan"):
+            if getattr(parallel, key) != ParallelSettings.model_fields[key].default:
+                yield (
+                    f"parallel.{key} = {getattr(parallel, key)!r} is about experts, which a model of kind "
+                    "'gpt' does not have: drop it, or give model.kind = 'moe'"
+                )
     elif isinstance(model, MoESettings):
         yield from _of_sharing(model, parallel)
         yield from _of_words(model, parallel)
         yield from _of_slots(model, parallel, degree, length, max(rows, 1))
-
-
-def _of_dense(parallel: ParallelSettings) -> Iterator[str]:
-    if parallel.ep > 1:
-        yield (
-            f"parallel.ep = {parallel.ep} shares experts, which a model of kind 'gpt' does not have: give "
-            "model.kind = 'moe', or ep = 1"
-        )
-    for key in ("ampipe_capacity", "ep_plan"):
-        if getattr(parallel, key) != ParallelSettings.model_fields[key].default:
-            yield (
-                f"parallel.{key} = {getattr(parallel, key)!r} is about experts, which a model of kind 'gpt' "
-                "does not have: drop it, or give model.kind = 'moe'"
-            )
 
 
 def _of_sharing(model: MoESettings, parallel: ParallelSettings) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from stretto.config.base import Settings
+from stretto.files.settings_file import Settings
 from stretto.ir.limits import MOST_LAYERS
 
 

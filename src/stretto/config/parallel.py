@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
 
-from stretto.config.base import NamedArguments, Settings
 from stretto.config.stage_text import read_stages
 from stretto.errors import UsageError, meant
+from stretto.files.settings_file import NamedArguments, Settings
 from stretto.ir.action import Schedule
 from stretto.ir.limits import MOST_ACTIONS, MOST_MICROBATCHES, MOST_RANKS, MOST_STAGES
 from stretto.ir.stage_maps import AUTO, is_own
@@ -193,21 +193,16 @@ class ParallelSettings(Settings):
         if self.ep == 1 and (self.pipe_experts or self.pipe_experts_multi_data > 1):
             what = "pipe_experts" if self.pipe_experts else "pipe_experts_multi_data"
             raise ValueError(f"{what} cuts what expert-parallel ranks send; give ep = 2 or more, or drop it")
-        unused = (
-            ("ep_plan", self.ep == 1 and self.ampipe_degree == 1, "modules of experts", "ep = 2 or more"),
-            ("ep_buffer", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
-            ("ep_overflow", self.ep == 1, "what expert-parallel ranks send each other", "ep = 2 or more"),
-            (
-                "ampipe_capacity",
-                self.ampipe_degree == 1,
-                "chunks of the sequence",
-                "ampipe_degree = 2 or more",
-            ),
-        )
-        for key, idle, what, wanted in unused:
+        sent, uncut = "what expert-parallel ranks send each other", self.ampipe_degree == 1
+        for key, idle, what, wanted in (
+            ("ep_plan", self.ep == 1 and uncut, "modules of experts", "ep"),
+            ("ep_buffer", self.ep == 1, sent, "ep"),
+            ("ep_overflow", self.ep == 1, sent, "ep"),
+            ("ampipe_capacity", uncut, "chunks of the sequence", "ampipe_degree"),
+        ):
             given = getattr(self, key)
             if idle and given != type(self).model_fields[key].default:
-                raise ValueError(f"{key} = {given!r} is about {what}; give {wanted}, or drop it")
+                raise ValueError(f"{key} = {given!r} is about {what}; give {wanted} = 2 or more, or drop it")
         if self.tp == 1 and (self.sequence_parallel or self.tp_plan is not None):
             what = "sequence_parallel" if self.sequence_parallel else "tp_plan"
             raise ValueError(
@@ -258,12 +253,6 @@ class ParallelSettings(Settings):
         return self
 
 
-TO_COME = {
-    "cp": "context parallelism",
-}
-"""Axes that users of other systems will ask for, and that this version does not have."""
-
-
 class Parallel(NamedArguments, ParallelSettings):
     """How the model and the batch are distributed over ranks: `stretto.Parallel(pp=2, microbatches=8)`.
 
@@ -274,9 +263,9 @@ class Parallel(NamedArguments, ParallelSettings):
     if not TYPE_CHECKING:  # as in `NamedArguments`
 
         def __init__(self, **given: Any) -> None:
-            for axis in TO_COME.keys() & given.keys():
+            if "cp" in given:
                 raise UsageError(
-                    f"Parallel({axis}=...): {TO_COME[axis]} is to come; today a job is distributed over pp, "
+                    "Parallel(cp=...): context parallelism is to come; today a job is distributed over pp, "
                     "dp, ep and tp"
                 )
             super().__init__(**given)

@@ -22,7 +22,7 @@ CONFIG = "config.json"
 FREE = frozenset({"dropout", "capacity_factor", "aux_weight", "z_weight"})
 """Settings of own models that may differ from those which weights were trained with."""
 NOT_OF_THE_MODEL = frozenset(
-    {
+    [
         "_name_or_path",
         "architectures",
         "auto_map",
@@ -30,7 +30,7 @@ NOT_OF_THE_MODEL = frozenset(
         "model_type",
         "torch_dtype",
         "transformers_version",
-    }
+    ]
 )
 """Keys of a config.json that its settings have otherwise, or that say how it was written."""
 WRITTEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
@@ -134,8 +134,9 @@ def settings_of(source: str, what: str) -> dict[str, Any]:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever a file of others, or the network, makes of it
         near = near_path(source, "{} ") if not Path(source).exists() else ""
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UsageError(
-            f"{what}: transformers finds no configuration: {_in_short(error)}; {near}name a folder that "
+            f"{what}: transformers finds no configuration: {line}; {near}name a folder that "
             "`save_pretrained` wrote, or a model of the Hub that is in the cache or can be reached"
         ) from None
     if getattr(config, "quantization_config", None) is not None:
@@ -161,11 +162,6 @@ def settings_of(source: str, what: str) -> dict[str, Any]:
         "architecture": kind.__name__,
         "config": {key: value for key, value in values.items() if key not in dropped},
     }
-
-
-def _in_short(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
 
 
 def unknown_keys(kind: Any, given: Mapping[str, Any]) -> list[str]:

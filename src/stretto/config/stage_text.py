@@ -44,9 +44,8 @@ class Stages:
     @property
     def text(self) -> str:
         """The stages as a text of long words."""
-        return "|".join(
-            ",".join(word if n == 1 else f"{word}*{n}" for word, n in _counted(words)) for words in self.of
-        )
+        counted = [[(word, len([*same])) for word, same in groupby(words)] for words in self.of]
+        return "|".join(",".join(word if n == 1 else f"{word}*{n}" for word, n in words) for words in counted)
 
     def with_layers(self, count: int) -> Stages:
         """The nearest that has so many layers: added where fewest are, taken away where most are."""
@@ -77,8 +76,8 @@ def of_counts(layers: Sequence[int], *, embedding: int = 0, loss: int | None = N
 def read_stages(text: str) -> Stages:
     """Read a text. Raises ValueError that quotes it, names what is wrong, and what to write."""
     try:
-        items = _items(deque(_TOKEN.findall(text)), inside=False)
-        stages = Stages(tuple(tuple(group) for group in _cut(items)))
+        items = " ".join(_items(deque(_TOKEN.findall(text)), inside=False))
+        stages = Stages(tuple(tuple(group.split()) for group in items.split("|")))
         _check(stages)
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
@@ -87,12 +86,8 @@ def read_stages(text: str) -> Stages:
     return stages
 
 
-def _counted(words: Sequence[str]) -> list[tuple[str, int]]:
-    return [(word, len(list(same))) for word, same in groupby(words)]
-
-
 def _items(tokens: deque[str], inside: bool) -> list[str]:
-    """The words and bars up to the end, or to the closing parenthesis, which are taken from the tokens."""
+    """The words and bars up to the end, or to the closing parenthesis."""
     groups: list[list[str]] = []
     while tokens:
         token = tokens.popleft()
@@ -130,16 +125,6 @@ def _words(token: str) -> list[str]:
     near = difflib.get_close_matches(token.lower(), WORDS, n=1)
     hint = f"did you mean {WORDS[near[0]]}?" if near else f"known are {_KNOWN}"
     raise ValueError(f"{token!r} is no word of a stage; {hint}")
-
-
-def _cut(items: Sequence[str]) -> list[list[str]]:
-    stages: list[list[str]] = [[]]
-    for item in items:
-        if item == "|":
-            stages.append([])
-        else:
-            stages[-1].append(item)
-    return stages
 
 
 def _check(stages: Stages) -> None:

@@ -101,16 +101,14 @@ class Kept:
         path = self._path(kind, key)
         try:
             head, _, text = path.read_bytes().partition(b"\n")
-        except OSError:
-            return None
-        try:
             stamp = parse_json(head)
             age_s = time.time() - float(stamp["made_at_s"])
-            intact = stamp["sha256"] == hashlib.sha256(text).hexdigest()
+            if stamp["sha256"] != hashlib.sha256(text).hexdigest():
+                raise ValueError("another text")
             entry = KeptEntry(text.decode(), age_s)
+        except OSError:
+            return None
         except (ArithmeticError, LookupError, TypeError, ValueError):
-            intact = False
-        if not intact:
             self.drop(kind, key)
             return None
         with suppress(OSError):

@@ -1,4 +1,5 @@
-"""Reads a tree of settings from a TOML file and overrides, words its faults, and changes values of a file.
+"""Trees of settings: what their classes have in common, how one is read from a TOML file and overrides, how
+its faults are worded, and how values of a file are changed.
 
 Works on any pydantic tree; which settings there are is for `stretto.config`. It may read the one file
 that it is given.
@@ -8,13 +9,16 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date, time
+from inspect import Parameter, Signature, cleandoc
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import tomlkit
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from tomlkit.items import Table
 
@@ -23,6 +27,72 @@ from stretto.files.parse import parse_toml
 from stretto.files.typed_file import read_text
 
 Tree = TypeVar("Tree", bound=BaseModel)
+
+_FIRST_CLAUSE = re.compile(r"[.:;](?: |$)")
+
+
+class Settings(BaseModel):
+    """What all parts of the tree have in common: no unknown key, no change, no guessing of types."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+if TYPE_CHECKING:
+    _ListedSettings = Settings  # pydantic's metaclass has no public name
+else:
+
+    class _ListedByFields(type(BaseModel)):
+        """The class of classes whose `help` lists their own properties, and nothing that pydantic adds."""
+
+        def __dir__(cls) -> list[str]:
+            own = [one for one in cls.__mro__ if issubclass(one, Settings)]
+            return [name for one in own for name, what in vars(one).items() if isinstance(what, property)]
+
+    class _ListedSettings(Settings, metaclass=_ListedByFields):
+        """Settings whose `help` lists what is their own."""
+
+
+class NamedArguments(_ListedSettings):
+    """Settings that code calls by name. `help` shows the fields with their defaults, and a wrong argument
+    raises UsageError that names it and what is allowed."""
+
+    if not TYPE_CHECKING:  # else a type checker would take any argument: pydantic shows it the fields
+
+        def __init__(self, **given: Any) -> None:
+            try:
+                super().__init__(**given)
+            except ValidationError as error:
+                faults = "; ".join(line for _, line in _worded(type(self), error, "", {}))
+                raise UsageError(f"{type(self).__name__}: {faults}") from None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Describe the fields in the class's documentation, and leave their checks out of its signature."""
+        fields = cls.model_fields.items()
+        cls.__doc__ = "\n".join([cleandoc(cls.__doc__ or ""), "", *(_row(*one) for one in fields)])
+        cls.__signature__ = Signature(
+            [
+                Parameter(
+                    name,
+                    Parameter.KEYWORD_ONLY,
+                    default=Parameter.empty if field.is_required() else field.default,
+                )
+                for name, field in fields
+            ]
+        )
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    """A field, its default, the first clause of what it is, and the words that it may be."""
+    default = "(required)" if field.is_required() else f"= {field.default!r}"
+    text = _FIRST_CLAUSE.split(" ".join((field.description or "").split()), maxsplit=1)[0]
+    if get_origin(field.annotation) is Literal:
+        text += f": {', '.join(map(repr, get_args(field.annotation)))}"
+    lines = textwrap.wrap(text, 70)
+    starts = [f"{name} {default}", *[""] * len(lines)]
+    return "\n".join(f"{start:35} {line}" for start, line in zip(starts, lines, strict=False))
 
 
 def read_settings(
@@ -73,7 +143,9 @@ def _worded(
         # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
         lines.setdefault((place, start), []).append(rest)
     return [
-        (place, line) for (place, start), rests in lines.items() for line in _join(start, rests).split("\n")
+        (place, f"{start}: {line}" if start else line)  # a fault between tables has several lines
+        for (place, start), rests in lines.items()
+        for line in ", or ".join(rests).split("\n")
     ]
 
 
@@ -149,11 +221,6 @@ def _parse_value(text: str) -> Any:
     return parsed["value"]
 
 
-def refusal(what: str, kind: type[BaseModel], error: ValidationError) -> UsageError:
-    """A wrong argument of a settings class that code calls by itself: what, which key, what to do."""
-    return UsageError(f"{what}: {'; '.join(line for _, line in _worded(kind, error, '', {}))}")
-
-
 def _within(key: str, name: str) -> bool:
     return key == name or key.startswith(name + ".")
 
@@ -214,7 +281,9 @@ def _explain(
             return f"{key} = {value!r}", f"is no setting of kind {own}, but of {others}; drop it"
         return f"{key} = {value!r}", f"there is no such setting; {_nearest(root, holder, key)}"
     if what == "missing":
-        return key, f"is missing; {_meaning(holder, key)}"
+        field = holder.model_fields.get(key.rpartition(".")[2])
+        text = " ".join((field.description or "").split()) if field is not None else ""
+        return key, f"is missing; it is: {text}" if text else "is missing; give it a value"
     if what in ("union_tag_invalid", "union_tag_not_found"):
         given = f"{key}.kind = {context['tag']!r}" if "tag" in context else f"{key}.kind is missing"
         tags = [tag for one in _members(root, key) for tag in _tags(one)]
@@ -223,20 +292,10 @@ def _explain(
         return f"{key} = {value!r}", f"expected a table, [{key}]"
     if what == "value_error":
         return key, str(context["error"])
-    message = _message(fault)
-    return f"{key} = {value!r}", message[0].lower() + message[1:] + _near_word(holder, key, fault)
-
-
-def _message(fault: ErrorDetails) -> str:
-    """Pydantic's words; but a list is what TOML calls a tuple, and what code may give as well."""
-    return re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
-
-
-def _near_word(holder: type[BaseModel], key: str, fault: ErrorDetails) -> str:
-    """Of a word that is not one of the field's: the nearest that is."""
-    if fault["type"] != "literal_error":
-        return ""
-    return meant(fault["input"], _words(_annotation(holder, key.rpartition(".")[2])), "; {}")
+    # A list is what TOML calls a tuple, and what code may give as well.
+    message = re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
+    words = _words(_annotation(holder, key.rpartition(".")[2])) if what == "literal_error" else ()
+    return f"{key} = {value!r}", message[0].lower() + message[1:] + meant(value, words, "; {}")
 
 
 def _words(annotation: Any) -> Iterator[str]:
@@ -246,12 +305,6 @@ def _words(annotation: Any) -> Iterator[str]:
     else:
         for argument in get_args(annotation):
             yield from _words(argument)
-
-
-def _join(start: str, rests: list[str]) -> str:
-    """One fault's text; a fault between tables has a line for each."""
-    begin = f"{start}: " if start else ""
-    return "\n".join(f"{begin}{line}" for line in ", or ".join(rests).split("\n"))
 
 
 def _members(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
@@ -269,12 +322,6 @@ def _other_kinds(root: type[BaseModel], holder: type[BaseModel], key: str) -> li
     return [
         repr(tag) for one in members if one is not holder and leaf in one.model_fields for tag in _tags(one)
     ]
-
-
-def _meaning(holder: type[BaseModel], key: str) -> str:
-    field = holder.model_fields.get(key.rpartition(".")[2])
-    text = " ".join((field.description or "").split()) if field is not None else ""
-    return f"it is: {text}" if text else "give it a value"
 
 
 def _nearest(root: type[BaseModel], holder: type[BaseModel], key: str) -> str:

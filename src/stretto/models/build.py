@@ -51,7 +51,7 @@ SAME = {
 """Other names of these."""
 
 END_OF_TEXT_ID = 0
-"""The token between documents, as `stretto.train.tokenizer` numbers it; architectures' own numbers for the
+"""The token between documents, as `stretto.train.text` numbers it; architectures' own numbers for the
 begin and the end of a text are those of other tokenizers."""
 
 

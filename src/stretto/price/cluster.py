@@ -16,10 +16,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from stretto.config.base import NamedArguments
 from stretto.errors import UsageError, near_path
 from stretto.files.codec import MOST
-from stretto.files.settings_file import read_toml
+from stretto.files.settings_file import NamedArguments, read_toml
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import ALL_REDUCE

@@ -3,7 +3,7 @@
     {"format": "stretto-digests", "version": 1, "files": {"rest.pt": "5f1d...", "state.json": "07ac..."}}
 
 It has every file that is read in full. Of the files of tensors a rank reads some boxes: each box has its
-digest in `tensors.json` (`stretto.saving.table`). Digests show damage, and not who wrote a checkpoint.
+digest in `tensors.json` (`stretto.saving.tensors`). Digests show damage, and not who wrote a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ ELSE = "take another checkpoint"
 BYTES = 16
 """Of a digest: two checkpoints of different content never share one by accident."""
 BLOCK_BYTES = 1 << 20
-TENSORS = ".distcp"
-"""How the files of tensors end, which are as large as the model."""
 
 FileName = Annotated[
     str,
@@ -37,7 +35,7 @@ FileName = Annotated[
 ]
 Digest = Annotated[
     str,
-    Fits(lambda one: len(one) in (0, 2 * BYTES), f"a digest of {2 * BYTES} digits, or none: it is not known"),
+    Fits(lambda one: len(one) == 2 * BYTES, f"a digest of {2 * BYTES} digits"),
 ]
 
 
@@ -70,24 +68,14 @@ def sealed(files: Mapping[str, bytes]) -> bytes:
     return FILE.to_text(Digests({name: digest_of(data) for name, data in files.items()})).encode()
 
 
-def is_sealed(folder: Path) -> bool:
-    """Whether a checkpoint has digests. Those of earlier versions have none, and cannot be checked."""
-    return (folder / NAME).exists() or (folder / TABLE).exists()
-
-
 def identity(folder: Path) -> str:
     """A digest that two checkpoints share only when they are equal. Raises UsageError for one that cannot be
     read."""
-    if is_sealed(folder):
-        return digest_of(_read(folder, NAME))
-    names = sorted(path.name for path in folder.iterdir() if path.suffix != TENSORS)
-    return digest_of(b"".join(digest_of(_read(folder, name)).encode() for name in names))
+    return digest_of(_read(folder, NAME))
 
 
 def read_checked(folder: Path, name: str) -> bytes:
     """A file of a checkpoint, as it was written. Raises UsageError where it is absent or has changed."""
-    if not is_sealed(folder):
-        return _read(folder, name)
     try:
         known = FILE.from_text(_read(folder, NAME).decode(), NAME).files
     except UnusableError:

@@ -1,7 +1,7 @@
 """`stretto.save` and `stretto.load`: a Runner, its optimizer and what the user adds, in one folder.
 
     <path>/.metadata, __0_0.distcp ...   full tensors under their names (`stretto.saving.tensors`)
-    <path>/tensors.json                  where each tensor is in them, as data (`stretto.saving.table`)
+    <path>/tensors.json                  where each tensor is in them, as data (`stretto.saving.tensors`)
     <path>/rest.pt                       the optimizer's options and numbers, the draws, what the user adds
     <path>/digests.json                  of these files but the tensors' (`stretto.saving.digests`)
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from stretto.runtime.all_or_none import on_first, together, together_slowly
 from stretto.runtime.shards import Part
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
-from stretto.saving.table import DTYPES, METADATA
+from stretto.saving.tensors import DTYPES, METADATA
 
 REST = "rest.pt"
 FORMAT, VERSION = "stretto saved", 1
@@ -86,12 +86,7 @@ def find_saved(place: Path, runner: Runner) -> Path:
         for candidate in (place, folder.old_of(place)):
             if is_saved(candidate):
                 return candidate
-        if not place.exists():
-            what = "does not exist"
-        elif (place / METADATA).is_file() or not place.is_dir():
-            what = f"is no checkpoint of stretto.save: it has no {REST}"
-        else:
-            what = "holds no whole checkpoint"
+        what = "holds no whole checkpoint" if place.exists() else "does not exist"
         raise UsageError(f"{place} {what}: name the folder that was given to stretto.save")
 
     return together(runner.transport, find)
@@ -121,11 +116,8 @@ def write(
     runner.model.synchronise()
 
     def owned_and_table() -> tuple[dict[str, Part], states.OptimizerTable | None]:  # step 1
-        if (
-            first
-            and place.exists()
-            and not (place.is_dir() and (is_saved(place) or not any(place.iterdir())))
-        ):
+        is_free = not first or not place.exists() or is_saved(place)
+        if not is_free and not (place.is_dir() and not any(place.iterdir())):
             raise UsageError(f"{place} exists and is no checkpoint: name another folder, or remove it")
         owned = runner.tensors.owned_parts()
         if optimizer is None:
@@ -192,16 +184,13 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
         groups: list[Any] = []
         if optimizer is not None:
             states.state_of(runner, optimizer)  # refuses one over what is not the runner's
-            if rest.table is None and rest.known:
+            if rest.table is None:
                 raise UsageError(f"{checkpoint} was saved without an optimizer: load without one")
-            stored_states = [
-                (name, one.shape, DTYPES[one.dtype])
-                for name, one in stored.items()
-                if name.startswith("optimizer.")
-            ]
-            made = states.new_tensors(runner, optimizer, stored_states)
+            of_states = {name: one for name, one in stored.items() if name.startswith("optimizer.")}
+            described = [(name, one.shape, DTYPES[one.dtype]) for name, one in of_states.items()]
+            made = states.new_tensors(runner, optimizer, described)
             groups = [None] * len(optimizer.param_groups)
-            if options and rest.table is not None:
+            if options:
                 groups = states.options_for(runner, optimizer, rest.table)
             state_parts = {name: part for name, (_, part) in made.items()}
             tensors.check_fit(checkpoint, state_parts, stored)
@@ -213,19 +202,17 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
     _same_everywhere(transport.all_gather(digests.identity(checkpoint)), checkpoint)
     runner.unfit = f"{checkpoint} was read in part: load a whole checkpoint"
     together_slowly(transport, read)
-    if optimizer is not None:
+    if optimizer is not None and (table := rest.table) is not None:
 
         def install() -> None:
             try:
-                states.install(runner, optimizer, made, rest.table, groups)
+                states.install(runner, optimizer, made, table, groups)
             except Exception as error:  # whatever the optimizer's class makes of a state that lacks something
                 raise tensors.unreadable(checkpoint, error) from None
 
         together(transport, install)
-        if rest.table is not None:
-            states.warn_of_differences(runner, optimizer, rest.table)
-    if rest.known:
-        runner.state.steps = rest.draws
+        states.warn_of_differences(runner, optimizer, table)
+    runner.state.steps = rest.draws
     runner.loaded()
 
     def set_extra_states() -> None:
@@ -242,13 +229,12 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """What is beside the tensors. known: whether the file is there at all."""
+    """What is beside the tensors."""
 
-    known: bool = False
-    table: states.OptimizerTable | None = None
-    draws: int = 0
-    extra: Any = None
-    model: dict[str, Any] = field(default_factory=dict)
+    table: states.OptimizerTable | None
+    draws: int
+    extra: Any
+    model: dict[str, Any]
 
 
 def _packed(table: states.OptimizerTable | None, draws: int, extra: Any, model: dict[str, Any]) -> bytes:
@@ -277,8 +263,6 @@ def _packed(table: states.OptimizerTable | None, draws: int, extra: Any, model: 
 
 def _unpacked(checkpoint: Path) -> _Rest:
     """The rest. Raises StrettoError."""
-    if not digests.is_sealed(checkpoint) and not (checkpoint / REST).exists():
-        return _Rest()  # checkpoints of `stretto train` from before had none
     content = digests.read_checked(checkpoint, REST)
     try:
         data = torch.load(io.BytesIO(content), weights_only=True)
@@ -288,7 +272,7 @@ def _unpacked(checkpoint: Path) -> _Rest:
                 f"Stretto reads {FORMAT!r}, version {VERSION}"
             )
         table = None if data["optimizer"] is None else states.OptimizerTable.of_data(data["optimizer"])
-        return _Rest(True, table, int(data["draws"]), data["extra"], dict(data.get("model", {})))
+        return _Rest(table, int(data["draws"]), data["extra"], dict(data.get("model", {})))
     except StrettoError:
         raise
     except Exception as error:

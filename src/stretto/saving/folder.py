@@ -161,14 +161,13 @@ class Writing:
 def is_full(error: BaseException) -> bool:
     """Whether a failure comes of a full disk. `torch.save` raises an error of its own while it handles the
     system's, without its number."""
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        number = error.errno if isinstance(error, OSError) else None
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
         # The text of what has no number; what has one may name a folder that is called so.
-        if number in FULL or (number is None and any(os.strerror(one) in str(error) for one in FULL)):
+        if number in FULL or (number is None and any(os.strerror(one) in str(cause) for one in FULL)):
             return True
-        error = error.__cause__ or error.__context__ or error
+        cause = cause.__cause__ or cause.__context__
     return False
 
 

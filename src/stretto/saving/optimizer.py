@@ -31,6 +31,9 @@ from stretto.runtime.shards import Part, full_spec
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how PyTorch computes, which the reading optimizer keeps: they change with device and layout."""
 
+MEMBERS = ("params", "param_names")
+"""What of a group is no option."""
+
 Options = dict[str, Any]
 
 
@@ -88,7 +91,7 @@ def state_of(runner: Runner, optimizer: Optimizer) -> OptimizerState:
     table = OptimizerTable(type(optimizer).__name__)
     tensors: dict[str, Part] = {}
     for group in optimizer.param_groups:
-        options = {key: copy.deepcopy(value) for key, value in group.items() if not _is_members(key)}
+        options = {key: copy.deepcopy(value) for key, value in group.items() if key not in MEMBERS}
         for tensor in group["params"]:
             parameter = mine.get(id(tensor))
             state = optimizer.state.get(tensor, {})
@@ -204,7 +207,7 @@ def install(
     runner: Runner,
     optimizer: Optimizer,
     tensors: dict[str, torch.Tensor],
-    table: OptimizerTable | None,
+    table: OptimizerTable,
     options: Sequence[Options | None],
 ) -> None:
     """Give the optimizer its state and options, by PyTorch's own `load_state_dict`."""
@@ -212,7 +215,7 @@ def install(
     for full, tensor in tensors.items():
         name, key = _name_and_key(full)
         state.setdefault(name, {})[key] = tensor
-    for name, values in (table.numbers if table is not None else {}).items():
+    for name, values in table.numbers.items():
         state.setdefault(name, {}).update(values)
     names = {id(tensor): name for name, (_, tensor) in _members(runner, optimizer).items()}
     packed = optimizer.state_dict()
@@ -232,16 +235,12 @@ def warn_of_differences(runner: Runner, optimizer: Optimizer, table: OptimizerTa
     gathered = runner.transport.all_gather(sorted(_members(runner, optimizer)))
     here = {name for names in gathered for name in names}
     lost, new = sorted(table.of.keys() - here), sorted(here - table.of.keys())
-    if runner.rank == 0:
-        if lost:
-            warnings.warn(
-                f"the saved state of {shown(lost)} was left: the optimizer has no such parameter",
-                stacklevel=4,
-            )
-        if new:
-            warnings.warn(
-                f"{shown(new)} begin without state: the saved optimizer had no such parameter", stacklevel=4
-            )
+    if lost and runner.rank == 0:
+        what = f"the saved state of {shown(lost)} was left: the optimizer has no such parameter"
+        warnings.warn(what, stacklevel=4)
+    if new and runner.rank == 0:
+        what = f"{shown(new)} begin without state: the saved optimizer had no such parameter"
+        warnings.warn(what, stacklevel=4)
 
 
 def _members(runner: Runner, optimizer: Optimizer) -> dict[str, tuple[Parameter, torch.Tensor]]:
@@ -259,21 +258,14 @@ def _name_and_key(full: str) -> tuple[str, str]:
     return name, key
 
 
-def _is_members(key: str) -> bool:
-    return key in ("params", "param_names")
-
-
 def _same(one: Any, two: Any) -> bool:
     """Equality of options, among which there may be tensors."""
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
+        return one.shape == two.shape and bool((one.cpu() == two.cpu()).all())
     if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
-        return (
-            isinstance(one, torch.Tensor)
-            and isinstance(two, torch.Tensor)
-            and one.shape == two.shape
-            and bool((one.cpu() == two.cpu()).all())
-        )
+        return False
     if isinstance(one, tuple | list) and isinstance(two, tuple | list):
         return len(one) == len(two) and all(map(_same, one, two))
     return bool(one == two)

@@ -10,19 +10,21 @@ which the folder is nothing.
     2. Each rank writes its file, takes the digest of each box, and all agree that they have.
     3. Rank 0 looks whether it sees every file complete, and writes the table.
 
-Reading goes by the table that is data (`stretto.saving.table`): a rank reads the boxes that meet its parts,
-and each must have its digest.
+Reading goes by `tensors.json`, which says the same as `.metadata` as data: where each box is, and its digest.
+Boxes of a tensor cover it once, so that what is allocated for one is bounded by bytes that are there. A rank
+reads the boxes that meet its parts.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, BinaryIO
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -35,14 +37,69 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, UsageError
+from stretto.files.codec import Codec, Fits, TextLayout
+from stretto.files.typed_file import TypedFile
 from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.shards import Part
 from stretto.runtime.transport import Transport
-from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
+from stretto.saving.digests import (
+    ELSE,
+    TABLE,
+    Digest,
+    FileName,
+    UnusableError,
+    digest_of,
+    digest_of_next,
+    read_checked,
+    unusable,
+)
 from stretto.saving.folder import Writing
-from stretto.saving.table import DTYPES, FILE, METADATA, Box, StoredTensor, TensorTable, read_table
 
+METADATA = ".metadata"
+"""The table as PyTorch names it."""
+
+DTYPES = {
+    str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
+}
+
+Size = Annotated[int, Fits(lambda value: value >= 0, "a whole number from 0")]
+DtypeName = Annotated[str, Fits(lambda name: name in DTYPES, "the name of a dtype of PyTorch")]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A box of a tensor: what `torch.save` wrote of it is in `file` from byte `start` on."""
+
+    offsets: tuple[Size, ...]
+    sizes: tuple[Size, ...]
+    file: FileName
+    start: Size
+    nbytes: Size
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A full tensor."""
+
+    shape: tuple[Size, ...]
+    dtype: DtypeName
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """tensors: name -> what is stored of it."""
+
+    tensors: Mapping[str, StoredTensor]
+
+
+_CODEC = Codec()
+_CODEC.row(Box, 6, TextLayout.ENTRY)
+FILE = TypedFile(TensorTable, "stretto-tensors", 1, "tensors", "Take another checkpoint", _CODEC)
+
+Slices = tuple[slice, ...]
 Parts = Mapping[str, Part]
 """Name in the checkpoint -> part."""
 
@@ -100,15 +157,7 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
         if not plan.items:
             return []
         with writing:
-            try:
-                future: Any = writer.write_data(plan, planner)
-                future.wait()
-                results: list[WriteResult] = future.value()
-                return _digested(folder, results)
-            except CheckpointException as error:
-                causes = [one[0] if isinstance(one, tuple) else one for one in error.failures.values()]
-                cause = next((one for one in causes if isinstance(one, BaseException)), error)
-            raise cause  # out here, where what led to it stays its context
+            return _digested(folder, writer.write_data(plan, planner).wait())
 
     results = transport.all_gather(together_slowly(transport, write_mine))
 
@@ -127,30 +176,70 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
 
 
 def stored_in(folder: Path) -> Mapping[str, StoredTensor]:
-    """The tensors of a folder, every file of which is complete. Raises UsageError."""
-    read_checked(folder, METADATA)  # of which nothing is read
-    return read_table(folder)
+    """The tensors of a checkpoint, every file of which is as long as it was. Raises UsageError."""
+    try:
+        read_checked(folder, METADATA)  # which is for PyTorch's own readers
+        table = FILE.from_text(read_checked(folder, TABLE).decode(), TABLE)
+    except UnusableError:
+        raise
+    except (UsageError, ValueError) as error:  # the latter of what is no text
+        raise unusable(folder, str(error)) from None
+    fault = next(_faults(folder, table.tensors), None)
+    if fault is not None:
+        raise unusable(folder, fault)
+    return table.tensors
 
 
+def _faults(folder: Path, tensors: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Boxes that do not cover their tensor; files that are absent or end too early."""
+    ends: dict[str, int] = {}
+    for name, one in tensors.items():
+        for box in one.boxes:
+            ends[box.file] = max(ends.get(box.file, 0), box.start + box.nbytes)
+            fits = len(box.offsets) == len(box.sizes) == len(one.shape) and all(
+                first + size <= full
+                for first, size, full in zip(box.offsets, box.sizes, one.shape, strict=True)
+            )
+            if not fits or prod(box.sizes) * DTYPES[one.dtype].itemsize > box.nbytes:
+                yield f"a box of {name} in {TABLE} is not one of its tensor"
+        if sum(prod(box.sizes) for box in one.boxes) != prod(one.shape):
+            yield f"the boxes of {name} in {TABLE} do not cover it"
+    for file, end in sorted(ends.items()):
+        try:
+            size = (folder / file).stat().st_size
+        except OSError:
+            yield f"{file} is not there"
+            continue
+        if size < end:
+            yield f"{file} has {size} bytes of {end}"
+
+
+@torch.no_grad()
 def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None:
     """Fill the parts in place, whatever layout wrote the folder, which has them (`stored_in`). No rank waits
     for another. Raises StrettoError when it cannot be read, or has changed since it was written; parts may
     then have been filled."""
-    wanted: dict[str, dict[Box, list[tuple[torch.Tensor, tuple[int, ...]]]]] = {}
+    wanted: dict[str, dict[Box, list[tuple[torch.Tensor, Slices]]]] = {}
     for name, part in parts.items():
         for offsets, view in part.boxes:
             for box in stored[name].boxes:
-                if _common(box, offsets, view) is not None:
-                    wanted.setdefault(box.file, {}).setdefault(box, []).append((view, offsets))
+                common = [
+                    (max(one, other), min(one + size, other + length))
+                    for one, size, other, length in zip(
+                        box.offsets, box.sizes, offsets, view.shape, strict=True
+                    )
+                ]
+                if all(first < end for first, end in common):
+                    here = view[_within(common, offsets)], _within(common, box.offsets)
+                    wanted.setdefault(box.file, {}).setdefault(box, []).append(here)
     dtypes = {box: DTYPES[one.dtype] for one in stored.values() for box in one.boxes}
     try:
-        with torch.no_grad():
-            for name in sorted(wanted):
-                with (folder / name).open("rb") as file:
-                    for box in sorted(wanted[name], key=lambda box: box.start):
-                        made = _load(file, box, dtypes[box])
-                        for view, offsets in wanted[name][box]:
-                            _fill(view, offsets, box, made)
+        for name in sorted(wanted):
+            with (folder / name).open("rb") as file:
+                for box in sorted(wanted[name], key=lambda box: box.start):
+                    made = _load(file, box, dtypes[box])
+                    for view, slices in wanted[name][box]:
+                        view.copy_(made[slices])
     except Exception as error:
         raise unreadable(folder, error) from None
 
@@ -158,7 +247,7 @@ def read(folder: Path, stored: Mapping[str, StoredTensor], parts: Parts) -> None
 def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
     file.seek(box.start)
     data = file.read(box.nbytes)
-    if box.digest and digest_of(data) != box.digest:
+    if digest_of(data) != box.digest:
         raise ValueError(f"{box.file} is not what was saved: the digest of a tensor in it differs")
     made = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(made, torch.Tensor) or tuple(made.shape) != box.sizes or made.dtype != dtype:
@@ -166,24 +255,8 @@ def _load(file: BinaryIO, box: Box, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def _common(box: Box, offsets: tuple[int, ...], view: torch.Tensor) -> list[tuple[int, int]] | None:
-    """Where a stored box and a part's meet, in the full tensor: (first, end) by dim; None where they do
-    not."""
-    common = [
-        (max(one, other), min(one + size, other + length))
-        for one, size, other, length in zip(box.offsets, box.sizes, offsets, view.shape, strict=True)
-    ]
-    return common if all(first < end for first, end in common) else None
-
-
-def _fill(view: torch.Tensor, offsets: tuple[int, ...], box: Box, made: torch.Tensor) -> None:
-    common = _common(box, offsets, view)
-    assert common is not None
-
-    def place(origin: tuple[int, ...]) -> tuple[slice, ...]:
-        return tuple(slice(a - at, b - at) for (a, b), at in zip(common, origin, strict=True))
-
-    view[place(offsets)].copy_(made[place(box.offsets)])
+def _within(box: Sequence[tuple[int, int]], origin: Sequence[int]) -> Slices:
+    return tuple(slice(first - at, end - at) for (first, end), at in zip(box, origin, strict=True))
 
 
 def check_fit(folder: Path, parts: Parts, stored: Mapping[str, StoredTensor]) -> None:

@@ -31,26 +31,14 @@ from stretto.train.task import Task
 from stretto.train.world import World
 
 OWN = (
-    "name",
-    "data.paths",
-    "data.cache_dir",
-    "model.pretrained",
-    "task.file",
-    "checkpoint.dir",
-    "checkpoint.resume",
-    "output.run_dir",
-    "training.threads_per_rank",
+    *("name", "data.paths", "data.cache_dir", "model.pretrained", "task.file"),
+    *("checkpoint.dir", "checkpoint.resume", "output.run_dir", "training.threads_per_rank"),
 )
 """Settings that each machine may have to itself: where things are, and how fast it computes. What is read
 there is compared instead."""
 UNREPORTED = (
-    "name",
-    "checkpoint",
-    "output",
-    "parallel",
-    "planning",
-    "training.steps",
-    "training.threads_per_rank",
+    *("name", "checkpoint", "output", "parallel", "planning"),
+    *("training.steps", "training.threads_per_rank"),
 )
 """What may change from run to run without changing what is learned, or is changed on purpose to go on."""
 
@@ -117,11 +105,11 @@ def _difference(views: Sequence[RankView], task: Task) -> str:
         keys = {**first.settings, **other.settings}
         differing = [key for key in keys if first.settings.get(key) != other.settings.get(key)]
         if differing:
-            key = differing[0]
+            mine, its = (view.settings.get(differing[0]) for view in (first, other))
             more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
             return (
-                f"{key} = {other.settings.get(key)!r} on rank {rank}, but {first.settings.get(key)!r} on "
-                f"rank 0{more}: start all ranks with the same settings"
+                f"{differing[0]} = {its!r} on rank {rank}, but {mine!r} on rank 0{more}: start all ranks "
+                "with the same settings"
             )
         if other.tokens != first.tokens:
             return (

@@ -94,33 +94,27 @@ FEW = 2**20
 """Elements that are never too many."""
 
 
-def check_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> None:
-    """Whether a checkpoint is of a model of these tensors, which may be without values. Raises StrettoError
-    for one that cannot be read, that has other shapes under their names, or little of them."""
+def read_tensors(
+    checkpoint: Path, values: Mapping[str, torch.Tensor], check_only: bool = False
+) -> dict[str, torch.Tensor]:
+    """Fill `values` in place with what the checkpoint has under their names; returns those that it does not
+    have. check_only: read nothing, and refuse a checkpoint that has little of the values, which may be on
+    "meta". Raises StrettoError for one that cannot be read, or has other shapes under their names."""
     try:
         stored = tensors.stored_in(checkpoint)
         known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
+        absent = {name: tensor for name, tensor in values.items() if name not in known}
         tensors.check_fit(checkpoint, known, stored)
-        there = sum(values[name].numel() for name in known)
-        absent = {name: one.numel() for name, one in values.items() if name not in known}
-        if sum(absent.values()) > MOST_ABSENT * there + FEW:
-            largest = max(absent, key=lambda name: absent[name])
+        if not check_only:
+            tensors.read(checkpoint, stored, known)
+        elif sum(one.numel() for one in absent.values()) > FEW + MOST_ABSENT * sum(
+            values[name].numel() for name in known
+        ):
+            largest = max(absent, key=lambda name: absent[name].numel())
             raise StrettoError(f"{checkpoint} lacks most of its model, such as {largest}; {ELSE}")
     except StrettoError as error:
         raise _in_a_run(error) from None
-
-
-def read_tensors(checkpoint: Path, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Fill `values` in place with what the checkpoint has under their names; returns those that it does not
-    have. Raises StrettoError."""
-    try:
-        stored = tensors.stored_in(checkpoint)
-        known = {name: Part.all_of(tensor) for name, tensor in values.items() if name in stored}
-        tensors.check_fit(checkpoint, known, stored)
-        tensors.read(checkpoint, stored, known)
-    except StrettoError as error:
-        raise _in_a_run(error) from None
-    return {name: tensor for name, tensor in values.items() if name not in known}
+    return absent
 
 
 def settings_of(state: CheckpointState, checkpoint: Path) -> TrainSettings:
@@ -153,7 +147,7 @@ def load_model(checkpoint: Path, task_file: str | None = None) -> tuple[nn.Modul
     else:
         make = partial(build_model, settings.model, state.vocab_size, seed)
     with torch.device("meta"):
-        check_tensors(checkpoint, _tensors_of(make()))
+        read_tensors(checkpoint, _tensors_of(make()), check_only=True)
     model = make()
     tensors, saved = _tensors_of(model), model.state_dict()
     # What no stage uses is not in the checkpoint; it has the value that it had at the start.

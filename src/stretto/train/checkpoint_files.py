@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,16 +108,12 @@ def find(path: Path) -> Path:
 
 def read_state(checkpoint: Path) -> CheckpointState:
     """The state that is beside the tensors. Raises UsageError for a file that is not one of ours."""
-    return FILE.from_text(_text(checkpoint, STATE), str(checkpoint / STATE))
+    return FILE.from_text(read_kept(checkpoint, STATE), str(checkpoint / STATE))
 
 
 def read_kept(checkpoint: Path, name: str = TOKENIZER) -> str:
-    """The file that is kept of the data: of text, the tokenizer's. Raises UsageError when it is absent or not
-    what was saved."""
-    return _text(checkpoint, name)
-
-
-def _text(checkpoint: Path, name: str) -> str:
+    """A file of text: by default what is kept of the data, the tokenizer. Raises UsageError when it is absent
+    or not what was saved."""
     try:
         return read_checked(checkpoint, name).decode()
     except UnicodeDecodeError as error:
@@ -160,23 +157,27 @@ def set_aside(folder: Path) -> Path | None:
 
     A run that starts anew would otherwise mix its steps with theirs. Raises StrettoError.
     """
-    old = checkpoints_in(folder)
-    if not old:
-        return None
     try:
-        place = earlier_in(folder)
-        for path in old:
-            path.rename(place / path.name)
-        (folder / LATEST).unlink(missing_ok=True)
+        kept = keep_earlier(folder, checkpoints_in(folder))
+        if kept is not None:
+            (folder / LATEST).unlink(missing_ok=True)
     except OSError as error:
         raise StrettoError(f"cannot set aside the checkpoints in {folder}: {error.strerror}") from None
-    return place
+    return kept
 
 
-def earlier_in(folder: Path) -> Path:
-    """Make the next of the folders `earlier-1`, `earlier-2`, ... in a folder. Raises OSError."""
+def keep_earlier(folder: Path, moved: Sequence[Path], copied: Sequence[Path] = ()) -> Path | None:
+    """Put what an earlier run left in a folder into the next of `earlier-1`, `earlier-2`, ...; None for
+    nothing. Raises OSError."""
+    if not moved and not copied:
+        return None
     number = 1
     while (folder / f"earlier-{number}").exists():
         number += 1
-    (folder / f"earlier-{number}").mkdir()
-    return folder / f"earlier-{number}"
+    kept = folder / f"earlier-{number}"
+    kept.mkdir()
+    for path in moved:
+        path.rename(kept / path.name)
+    for path in copied:
+        shutil.copy2(path, kept / path.name)
+    return kept

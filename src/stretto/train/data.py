@@ -1,4 +1,4 @@
-"""From settings to data: text becomes tokens once, and is kept for the next run.
+"""From settings to data: text becomes tokens once, which are kept for the next run; and batches of them.
 
     1. list the files; their names, sizes and times, and the settings, name the cache
     2. if the cache is complete, go to 7
@@ -10,7 +10,8 @@
 
 The cache is a folder that is built once and then reused, by any number of processes at once. It is built
 beside its path and renamed, under a lock, so that what is there is complete. A manifest of sizes and
-checksums shows damage. Nothing is downloaded; text is read by `stretto.train.text`.
+checksums shows damage. Nothing is downloaded; text is read by `stretto.train.text`. A batch is a pure
+function of the seed and the step, so that resuming needs no state.
 """
 
 from __future__ import annotations
@@ -26,31 +27,40 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import tokenizers
+import torch
 from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from stretto.config import DataSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.files.kept import cache_dir
 from stretto.files.parse import parse_json
 from stretto.files.say import Say, unheard
-from stretto.train import tokenizer as bpe
-from stretto.train.dataset import TokenDataset, Tokens, unigram_entropy
-from stretto.train.text import TextFile, documents, find_files
-from stretto.train.tokenizer import GivenTokenizer, learned
+from stretto.train import text as bpe
+from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
 MIN_HELD_OUT_DOCUMENTS = 8
 """With fewer than this to hold out, documents are too coarse: their ends are held out instead."""
 FILES = ("tokenizer.json", "train.npy", "held_out.npy")
-"""What a run reads."""
+"""What a run reads; data is equal where these are, wherever they are kept."""
 PROGRESS_S = 2.0
 """Seconds between two lines of progress."""
 MANIFEST = "manifest.json"
 READ_BYTES = 1 << 20
 """How much is read at once for a checksum."""
+
+
+Tokens = npt.NDArray[np.unsignedinteger]
+"""Token ids in one dim, in memory or mapped from a file."""
+
+
+ROUNDS = 6
+"""Four rounds look random for wide numbers (Luby and Rackoff); small ones are given two more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None 
     train = np.load(folder / "train.npy", mmap_mode="r")
     held_out = np.load(folder / "held_out.npy", mmap_mode="r")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
     length = settings.sequence_length
     say(
         f"data: {summary['documents']:,} documents, {len(train):,} tokens to train on and {len(held_out):,} "
@@ -101,7 +112,7 @@ def prepare_data(settings: DataSettings, say: Say, given: GivenTokenizer | None 
         train=TokenDataset(train, length, settings.seed, "the text to train on"),
         held_out=TokenDataset(held_out, length, 0, "the held-out text"),
         folder=folder,
-        digest=contents(folder, FILES),
+        digest=hashlib.sha256(json.dumps([manifest[name] for name in FILES]).encode()).hexdigest()[:16],
         unigram_entropy_nats=float(summary["unigram_entropy_nats"]),
     )
 
@@ -144,13 +155,19 @@ def _build(
     train_chars = round(chars * (1 - fraction))
     if given is None:
         say(f"learning {settings.vocab_size:,} tokens from {min(bpe.SAMPLE_CHARS, train_chars) / 1e6:.1f} MB")
-        tokenizer = bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size)
-        given = learned(tokenizer)
-    else:
-        tokenizer = given.tokenizer
-    progress = _Progress(chars, say)
-    train = _write_tokens(folder / "train.npy", given, side(held_out=False), progress)
-    held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True), progress)
+        given = bpe.learned(bpe.learn(bpe.sample(side(held_out=False), train_chars), settings.vocab_size))
+    tokenizer = given.tokenizer
+    done_chars, said_s = 0, time.monotonic()
+
+    def done(more_chars: int) -> None:
+        nonlocal done_chars, said_s
+        done_chars += more_chars
+        if time.monotonic() - said_s >= PROGRESS_S:
+            said_s = time.monotonic()
+            say(f"tokens: {done_chars / 1e6:.1f} of {chars / 1e6:.1f} MB of text")
+
+    train = _write_tokens(folder / "train.npy", given, side(held_out=False), done)
+    held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True), done)
     if not len(train) or not len(held_out):
         raise UsageError(f"data.paths: the text, {chars} characters, is too short to hold out {fraction:.1%}")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
@@ -179,37 +196,23 @@ def _divide(text: str, fraction: float, by_document: bool) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-class _Progress:
-    """Says now and then how much of the text is done."""
-
-    def __init__(self, total_chars: int, say: Say) -> None:
-        self.total_chars, self.say = total_chars, say
-        self.done_chars = 0
-        self.said_s = time.monotonic()
-
-    def add(self, chars: int) -> None:
-        self.done_chars += chars
-        if time.monotonic() - self.said_s >= PROGRESS_S:
-            self.said_s = time.monotonic()
-            self.say(f"tokens: {self.done_chars / 1e6:.1f} of {self.total_chars / 1e6:.1f} MB of text")
-
-
-def _write_tokens(path: Path, given: GivenTokenizer, texts: Iterator[str], progress: _Progress) -> Tokens:
-    """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory."""
+def _write_tokens(
+    path: Path, given: GivenTokenizer, texts: Iterator[str], done: Callable[[int], None]
+) -> Tokens:
+    """Write the tokens of `texts` as a .npy, group by group, and map it; it may be larger than memory. done:
+    gets how many characters they were."""
     dtype = bpe.token_dtype(bpe.count(given.tokenizer))
     count = 0
     with path.open("wb") as file:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (0,)})
-        header_bytes = file.tell()
         for chars, ids in bpe.encode(given.tokenizer, texts, given.begin, given.end):
             file.write(ids.tobytes())
             count += len(ids)
-            progress.add(chars)
-        # NumPy pads headers so that the first dim can grow in place.
+            done(chars)
+        # NumPy pads headers so that the first dim can grow in its line.
         file.seek(0)
         np.lib.format.write_array_header_1_0(file, {**header, "shape": (count,)})
-        assert file.tell() == header_bytes
     if count == 0:
         return np.empty(0, dtype=dtype)  # There is nothing to map in such a file.
     tokens: Tokens = np.load(path, mmap_mode="r")
@@ -249,13 +252,22 @@ def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: 
             shutil.rmtree(partial, ignore_errors=True)  # Left by a process that was killed.
             partial.mkdir()
             build(partial)
-            _write_manifest(partial)
+            files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(partial.iterdir())}
+            (partial / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             lock.release()
     except OSError as error:
-        raise _explained(error, cache_dir) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StrettoError(
+                f"{cache_dir}: the disk is full, and the tokens of the text cannot be kept there; "
+                "free some space, or set data.cache_dir to a folder on another disk"
+            ) from error
+        raise UsageError(
+            f"data.cache_dir: {cache_dir} cannot be used ({error.strerror or error}); set it to a folder "
+            "that you may write"
+        ) from error
     return target
 
 
@@ -277,17 +289,6 @@ def fault(folder: Path) -> str | None:
     return None
 
 
-def contents(folder: Path, names: Sequence[str]) -> str:
-    """A digest of what is in these files of a built folder, by its manifest; equal wherever it is."""
-    files = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
-    return hashlib.sha256(json.dumps([files[name] for name in names]).encode()).hexdigest()[:16]
-
-
-def _write_manifest(folder: Path) -> None:
-    files = {path.name: (path.stat().st_size, _checksum(path)) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8")
-
-
 def _checksum(path: Path) -> int:
     checksum = 0
     with path.open("rb") as file:
@@ -296,13 +297,101 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-def _explained(error: OSError, cache_dir: Path) -> StrettoError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StrettoError(
-            f"{cache_dir}: the disk is full, and the tokens of the text cannot be kept there; "
-            "free some space, or set data.cache_dir to a folder on another disk"
-        )
-    return UsageError(
-        f"data.cache_dir: {cache_dir} cannot be used ({error.strerror or error}); set it to a folder that "
-        "you may write"
-    )
+# Batches.
+
+
+class TokenDataset:
+    """Windows of `sequence_length + 1` tokens, visited in an order that the seed decides.
+
+    Window i begins at token i * sequence_length: each token but the first is predicted in exactly one
+    window. Every window is visited once before any is visited again, in another order each time.
+    """
+
+    def __init__(self, tokens: Tokens, sequence_length: int, seed: int, what: str = "the text") -> None:
+        """Raises UsageError when `tokens`, called `what` in the message, do not fill one window."""
+        if len(tokens) < sequence_length + 1:
+            raise UsageError(
+                f"data.paths: {what} has {len(tokens)} tokens, and a sequence of data.sequence_length = "
+                f"{sequence_length} needs {sequence_length + 1}; give more text, or set a shorter length"
+            )
+        self.tokens = tokens
+        self.sequence_length = sequence_length
+        self.seed = seed
+
+    @property
+    def windows(self) -> int:
+        """How many sequences an epoch has."""
+        return (len(self.tokens) - 1) // self.sequence_length
+
+    def batch(self, step: int, global_batch: int) -> Tensor:
+        """The sequences of a step: int64, (global_batch, sequence_length + 1), on the CPU.
+
+        With the same `global_batch`, steps 0, 1, 2, ... go through one epoch after another.
+        """
+        if step < 0 or global_batch < 1:
+            raise ValueError(f"step = {step} must be 0 or more, and global_batch = {global_batch} 1 or more")
+        visits = np.arange(step * global_batch, (step + 1) * global_batch, dtype=np.int64)
+        epochs, visits = np.divmod(visits, self.windows)
+        windows = np.empty_like(visits)
+        for epoch in np.unique(epochs):
+            now = epochs == epoch
+            windows[now] = permute(visits[now], self.windows, f"{self.seed}:{epoch}")
+        starts = windows * self.sequence_length
+        index = starts[:, None] + np.arange(self.sequence_length + 1)
+        return torch.from_numpy(self.tokens[index].astype(np.int64))
+
+
+def unigram_entropy(train: Tokens, held_out: Tokens, vocab_size: int) -> float:
+    """How well token frequencies alone predict the held-out text: cross-entropy in nats a token.
+
+    The frequencies are those of `train`, each count one higher, so that a token never seen there has a
+    probability too. A model whose held-out loss is not below this has learned nothing from context.
+    """
+    counts = _counts(train, vocab_size) + 1
+    log_probability = np.log(counts) - np.log(counts.sum())
+    return float(-(_counts(held_out, vocab_size) * log_probability).sum() / len(held_out))
+
+
+def _counts(tokens: Tokens, vocab_size: int) -> npt.NDArray[np.int64]:
+    # In parts, since bincount makes int64 of what it is given, and tokens may be larger than memory.
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), 1 << 24):
+        counts += np.bincount(tokens[start : start + (1 << 24)], minlength=vocab_size)
+    return counts
+
+
+def permute(numbers: npt.NDArray[np.int64], size: int, key: str) -> npt.NDArray[np.int64]:
+    """Where each of `numbers` (each in 0 .. size - 1) goes under the permutation that `key` names.
+
+    It is computed and not stored: any number of it costs the same. A Feistel network (Luby and Rackoff, 1988)
+    permutes the numbers below the next power of four; those that leave the range are permuted again until
+    they are back in it (cycle walking; Black and Rogaway, 2002). Raises ValueError for a number out of range.
+    """
+    if numbers.size and (numbers.min() < 0 or numbers.max() >= size):
+        raise ValueError(f"numbers must be in 0 .. {size - 1}")
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    digest = hashlib.shake_256(key.encode()).digest(8 * ROUNDS)
+    round_keys = np.frombuffer(digest, dtype="<u8")
+    permuted = numbers.astype(np.uint64)
+    outside = np.ones(permuted.shape, dtype=bool)
+    while outside.any():
+        permuted[outside] = _feistel(permuted[outside], half_bits, round_keys)
+        outside = permuted >= np.uint64(size)
+    return permuted.astype(np.int64)
+
+
+def _feistel(
+    numbers: npt.NDArray[np.uint64], half_bits: int, round_keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = numbers >> shift, numbers & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (_mix(right ^ round_key) & mask)
+    return (left << shift) | right
+
+
+def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's output function (Steele, Lea and Flood, 2014); arithmetic wraps at 64 bits."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))

@@ -23,7 +23,7 @@ from stretto.models.pretrained import save_gpt
 from stretto.models.weight_files import weights_folder
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import TOKENIZER, find, read_kept, read_state
-from stretto.train.tokenizer import END_OF_TEXT, given_tokenizer
+from stretto.train.text import END_OF_TEXT, given_tokenizer
 
 GENERATION = "generation_config.json"
 """Where `transformers` keeps how a model generates."""

@@ -1,28 +1,42 @@
-"""What settings train, as a job to plan: model, batch and loss, captured without values.
+"""What settings train: the job to plan, its layout over ranks, and what of earlier runs it may reuse.
 
-Builds models on "meta", and touches no device and no text.
+Models are built on "meta" or without values, but for `move`, which takes a rank's part to its device. Reads
+no text. What only planning needs is loaded where it is used: a launcher does without.
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
 
 from stretto.batch.loss import Loss
-from stretto.capturing import DTYPES
-from stretto.capturing.captures import Captures
-from stretto.config import TrainSettings
-from stretto.models.build import build_model, counted_loss_function
-from stretto.price.calibration import Calibration
-from stretto.price.cluster import Description
-from stretto.price.cluster_file import Hardware
-from stretto.train.layout import likely_vocab_size
+from stretto.config import DecoderSettings, HuggingFaceSettings, PlanningSettings, TrainSettings
+from stretto.errors import UsageError
+from stretto.files.kept import Kept, cache_dir
+from stretto.files.say import Say, unheard
+from stretto.ir.plan import Plan
+from stretto.models.build import build_model, counted_loss_function, hollow
+from stretto.models.fitting import weights_of
+from stretto.models.weight_files import weights_folder
+from stretto.parallelize.ampipe import check_attention
+from stretto.parallelize.layout import Layout, layout_of
+from stretto.tensor.dtensor_adapter import without_values
+from stretto.train.checkpoint_files import latest_in
 from stretto.train.task import check_files, own_task
+
+if TYPE_CHECKING:
+    from stretto.capturing.captures import Captures
+    from stretto.price.cluster import Description
+
+REUSE = "STRETTO_REUSE"
+"""Environment variable: comes before the setting `planning.reuse`; "auto" only before "off"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,9 @@ def device_of(description: Description | None) -> str | None:
     The catalogue's devices are accelerators: their kernels are captured, with none of them at hand. So are
     those that a calibration was measured on.
     """
+    from stretto.price.calibration import Calibration
+    from stretto.price.cluster_file import Hardware
+
     if isinstance(description, Calibration):
         return description.machine.kind
     return "cuda" if isinstance(description, Hardware) else None
@@ -67,7 +84,109 @@ def device_of(description: Description | None) -> str | None:
 
 def captures_of(settings: TrainSettings, description: Description | None) -> Captures:
     """The captures of what settings train, for a cluster (None for this machine)."""
+    from stretto.capturing import DTYPES
+    from stretto.capturing.captures import Captures
+
     of = trained(settings)
     with torch.device("meta"):
         model = of.model()
     return Captures(model, of.batch, of.loss, dtype=DTYPES[settings.precision], device=device_of(description))
+
+
+def refuse_early(settings: TrainSettings) -> None:
+    """Before text is made into tokens and ranks are started, both of which take long: raises UsageError for a
+    model that there is not, for weights that are not its own, and for a layout that it does not fit. What
+    else can be wrong with a model, its capture refuses."""
+    parallel = settings.parallel
+    plain = parallel.tp == parallel.ep == parallel.ampipe_degree == 1
+    if settings.task is not None:
+        if not plain:
+            with without_values():
+                layout_of_run(own_task(settings.task, settings.training.seed).model(), settings, unheard)
+        return
+    resume = settings.checkpoint.resume
+    # Of a run that goes on, its checkpoint's weights count.
+    goes_on = resume not in ("auto", "never") or (
+        resume == "auto" and latest_in(settings.checkpoint_dir) is not None
+    )
+    if settings.model.pretrained is not None and not goes_on:
+        with hollow():
+            model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
+        weights_of(model, weights_folder(settings.model.pretrained))
+    with without_values():
+        model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
+        if plain:
+            return
+        layout = layout_of_run(model, settings, unheard)
+        tokens = torch.zeros(1, settings.data.sequence_length + 1, dtype=torch.int64)
+        if layout.chunks is not None:
+            loss = counted_loss_function(settings.model)
+            check_attention(model, lambda: loss(model, tokens), layout.chunks)
+
+
+def likely_vocab_size(settings: TrainSettings) -> int:
+    """How many tokens to plan for: the model's own number, or as many as the tokenizer may have.
+
+    The tokenizer itself would need the text; a text with too little for `data.vocab_size` tokens gives
+    fewer, and a training run then plans for those. A model that is pretrained has its own number.
+    """
+    model, tokens = settings.model, settings.data.vocab_size
+    rows = model.config.get("vocab_size") if isinstance(model, HuggingFaceSettings) else model.vocab_size
+    if settings.task is None and model.pretrained is not None:
+        return int(rows or 0)
+    return min(int(rows), tokens) if rows else tokens
+
+
+def layout_of_run(model: nn.Module, settings: TrainSettings, say: Say) -> Layout:
+    """How the model is laid out. `say` takes what stays replicated.
+
+    Raises UsageError for a model, a plan or sizes that do not fit.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        layout = layout_of(model, settings.parallel)
+    padding, rows = "", getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(rows, int):
+        key = "model.vocab_size" if isinstance(settings.model, DecoderSettings) else "model.config.vocab_size"
+        size = settings.parallel.tp
+        padding = f" ({key} = {-(-rows // size) * size})"  # which pads the vocabulary
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        say(f"note: {message}{padding}")
+    return layout
+
+
+def move(model: nn.Module, plan: Plan, rank: int, device: torch.device) -> None:
+    """Move what this rank's stages use of the model to `device`, and nothing else: it may be too large."""
+    if device.type == "cpu":
+        return
+    stages = set(plan.schedule.stages_of(plan.mesh.place(rank)))
+    parameters = {p.name for p in plan.job.parameters if stages & set(p.stages)}
+    buffers = {b.name for b in plan.job.buffers if stages & {*b.stages, *(s for s, _, _ in b.updates)}}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in parameters and not parameter.is_meta:
+            parameter.data = parameter.data.to(device)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if f"{prefix}.{name}".lstrip(".") in buffers:
+                setattr(module, name, buffer.to(device))
+
+
+def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
+    """Costs and plans of earlier runs; None where that is switched off, or there is no folder. say: as `Kept`
+    has it.
+
+    Raises UsageError for a variable that is none of the setting's values.
+    """
+    known = get_args(PlanningSettings.model_fields["reuse"].annotation)
+    setting = settings.planning.reuse
+    wish = os.environ.get(REUSE) or setting
+    if wish not in known:
+        raise UsageError(f"{REUSE} = {wish!r} in the environment: choose one of {', '.join(known)}")
+    if wish == "off":
+        return None
+    renew = "renew" in (wish, setting)  # what --fresh asks for is done
+    try:
+        return Kept(cache_dir() / "kept", renew, say)
+    except UsageError as error:
+        say(f"note: costs and plan are not kept for the next run: {error}")
+        return None

@@ -1,4 +1,5 @@
-"""Starts a run's ranks on this machine through torchrun's own launcher, and explains how it ended.
+"""Starts the ranks of a run on this machine through torchrun's own launcher, or is one of them. However a run
+ends, it ends with one message and the right status.
 
     1. What can be wrong with settings, text or model is refused before any process is started; what needs no
        text, first.
@@ -6,25 +7,30 @@
     3. When ranks fail, the first cause is printed once: a rank that died without a record is named by its
        signal, else the earliest failure counts that is not about another rank.
 
-A single rank needs no process of its own.
+A single rank needs no process of its own. A rank of our own launcher records its failure and prints nothing;
+one that was started by something else prints its own.
 
     stretto train           ends its ranks (SIGTERM, after 30 s SIGKILL) when one fails or it gets a signal;
-      |  starts, watches    kills a rank that is stopped (`watch`); prints the one message
+      |  starts, watches    kills a rank that is stopped (`failure`); prints the one message
       v
-    rank 0 .. n-1           each watches the launcher (`watch`), beats for its neighbour (`peers`), records
+    rank 0 .. n-1           each watches the launcher (`failure`), beats for its neighbour (`peers`), records
                             its failure (`failure`), and ends at a signal (`interrupt`)
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -32,18 +38,41 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
+from stretto.errors import UsageError
 from stretto.files.say import Say, unheard
 from stretto.train.checkpoint_files import find, what_is_left
-from stretto.train.failure import LAUNCHER_PID, RECORDS_DIR, Cause, RankFailure, is_worker, recorded_failures
+from stretto.train.failure import (
+    LAUNCHER_PID,
+    RECORDS_DIR,
+    Cause,
+    RankFailure,
+    failure_of,
+    is_worker,
+    lost_words,
+    record_failure,
+    recorded_failures,
+    watching_ranks,
+)
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
-from stretto.train.layout import layout_of_run, refuse_early
+from stretto.train.job import kept_by, layout_of_run, refuse_early
 from stretto.train.lock import folders_of, refuse_if_locked
-from stretto.train.metrics import check_tensorboard
+from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.progress import STARTED, Progress
-from stretto.train.reuse import kept_by
-from stretto.train.text_task import task_of
-from stretto.train.watch import watching_ranks
-from stretto.train.world import World, check_graph, crowding, device_for, device_note, threads
+from stretto.train.task import task_of
+from stretto.train.world import (
+    World,
+    check_graph,
+    check_size,
+    crowding,
+    device_for,
+    device_note,
+    environment,
+    join,
+    threads,
+)
+
+if TYPE_CHECKING:
+    from stretto.train.trainer import Trainer
 
 RANKS_STUCK_S = 40.0
 """How long the launcher has to end by itself after a signal while there are ranks, whose end it reports.
@@ -63,10 +92,9 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     if not is_worker():
         refuse_if_locked(folders_of(settings))
     kept_by(settings)
-    if is_worker():
-        return _work(settings, progress)
-    if settings.parallel.world == 1:
-        refuse_early(settings)
+    if is_worker() or settings.parallel.world == 1:
+        if not is_worker():
+            refuse_early(settings)
         return _work(settings, progress)
     progress = progress or Progress()
 
@@ -90,10 +118,12 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
             return error.status
 
 
-def _work(settings: TrainSettings, progress: Progress | None) -> int:
-    from stretto.train.worker import work  # loads what ranks need: their launcher does without
-
-    return work(settings, progress)
+def check_tensorboard(wanted: bool) -> None:
+    """Raise UsageError, before anything is started, if TensorBoard was asked for and is not there."""
+    if wanted and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "output.tensorboard = true needs the package tensorboard: pip install 'stretto[tensorboard]'"
+        )
 
 
 def _check(settings: TrainSettings, say: Say) -> None:
@@ -167,19 +197,14 @@ def explain(
         when = f" after step {step}" if step is not None else ""
         why = "; if nobody did that, the machine may have run out of memory" if name == "SIGKILL" else ""
         others = "the other rank was" if settings.parallel.world == 2 else "the others were"
-        return (
-            1,
-            f"stretto: rank {killed[0]} was lost{when}: {name} ended it{why}; {others} stopped. {rest}",
-        )
+        cause = f"rank {killed[0]} was lost{when}: {name} ended it{why}; {others} stopped"
+        return 1, f"stretto: {cause}. {rest}"
     for failure in failures:
         if failure.cause in (Cause.REFUSED, Cause.CRASHED):
             prefix = "stretto: " if failure.cause is Cause.REFUSED else ""
             return failure.status, prefix + failure.message
     if silent:
-        return (
-            1,
-            f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}",
-        )
+        return 1, f"stretto: rank {silent[0]} ended with status {exits[silent[0]]}; see above. {rest}"
     if failures:
         first = failures[0]
         words = first.message
@@ -211,3 +236,87 @@ def _environment(settings: TrainSettings, records: Path, started_at_s: float) ->
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+# A rank.
+
+
+def _work(settings: TrainSettings, progress: Progress | None = None) -> int:
+    """Train as the rank that the environment names, or as a single rank. Returns the exit status.
+
+    A single rank raises errors as they are. One of several ends its process here when it fails: connections
+    to ranks that are gone cannot be closed in order.
+    """
+    from stretto.train.trainer import Trainer  # loads what ranks need: their launcher does without
+
+    world = environment()
+    check_size(world, settings.parallel)
+    world = replace(world, device=device_for(settings.training.device, world))
+    check_graph(settings.cuda_graph, world.device)
+    trainer = Trainer(settings, world, progress)
+
+    # Both are called by other threads: the main one is inside a library, and the rank must end without it.
+    def stuck(interrupted: Interrupted) -> None:
+        _end(trainer, failure_of(interrupted, world.rank, trainer.step, interrupted))
+
+    def missed(rank: int, phase: str) -> None:
+        message = f"rank {world.rank}: {lost_words(rank, LOST_AFTER_S, phase)}"
+        _end(trainer, RankFailure(world.rank, Cause.LOST, message, 1, trainer.step, time.time(), rank))
+
+    trainer.missed = missed
+    with Interrupts(stuck) as interrupts:
+        try:
+            torch.set_num_threads(threads(settings.training.threads_per_rank, world.local_size))
+            trainer.world = join(world)
+            trainer.run()
+            if world.size > 1:
+                # The interpreter's end would stop threads that are inside the communication library, which
+                # takes that for a crash (SIGABRT). All files are closed, and the ranks have parted.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+            return 0
+        except BaseException as error:
+            # A launcher that has seen another rank die stops this one, which may be about to report the same.
+            try:
+                interrupts.ending()
+            except Interrupted:
+                interrupts.ending()
+            trainer.progress.stop()
+            failure = failure_of(error, world.rank, trainer.step, interrupts.received)
+            if world.size > 1:
+                _end(trainer, failure)
+            if failure.cause is not Cause.INTERRUPTED:
+                raise
+            print(_message(trainer, failure), file=sys.stderr)
+            return failure.status
+
+
+def _message(trainer: Trainer, failure: RankFailure) -> str:
+    if failure.cause is Cause.INTERRUPTED:
+        rest = what_is_left(trainer.settings.checkpoint_dir)
+        return f"stretto: interrupted at step {failure.step}; {rest}"
+    return failure.message if failure.cause is Cause.CRASHED else f"stretto: {failure.message}"
+
+
+def _end(trainer: Trainer, failure: RankFailure) -> None:
+    """End a rank that failed, without waiting for the others, even where nothing can be printed."""
+    world = trainer.world
+    try:
+        with suppress(OSError):  # nobody reads it any more, or the disk is full
+            sys.stdout.flush()
+        if not record_failure(failure):
+            failure = lost_first(world, failure)
+            # Ctrl-C reaches all ranks.
+            shown = (
+                world.rank == 0 if failure.cause is Cause.INTERRUPTED else is_first_to_print(world, failure)
+            )
+            if shown:
+                print(_message(trainer, failure), file=sys.stderr)
+            sys.stderr.flush()
+            part(world, failure)
+        sys.stderr.flush()
+    finally:
+        with suppress(Exception):
+            trainer.progress.let_go()
+        os._exit(failure.status)

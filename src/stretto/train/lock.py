@@ -94,16 +94,16 @@ def _lock(locks: ExitStack, setting: str, folder: Path) -> None:
             f"cannot lock {folder}: {reason}; set {setting} to a folder that can be written to and locked"
         ) from None
     locks.callback(lock.release)
-    locks.callback(_forget, folder)
+
+    @locks.callback
+    def forget() -> None:
+        with suppress(OSError):
+            (folder / OWNER).unlink(missing_ok=True)
+
     since = datetime.now().astimezone().isoformat(" ", "seconds")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
     with suppress(OSError):  # a full disk is reported by what needs it
         write_file(folder / OWNER, json.dumps(owner) + "\n")
-
-
-def _forget(folder: Path) -> None:
-    with suppress(OSError):
-        (folder / OWNER).unlink(missing_ok=True)
 
 
 def _owner(folder: Path) -> str:

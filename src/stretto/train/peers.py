@@ -2,7 +2,7 @@
 first.
 
 A process that is stopped keeps its connections open, and a rank may miss one that only followed another. Our
-own launcher sees both (`stretto.train.watch`); under torchrun or a batch system ranks find it out themselves.
+own launcher sees both (`stretto.train.failure`); under torchrun or a batch system ranks do it themselves.
 
     1. Each rank writes a beat with its phase every `BEAT_S`, from a thread of its own, since a step may take
        as long as it likes. It looks at the beats of the next rank, which is lost if they stop for
@@ -77,14 +77,15 @@ class Heartbeat:
     def _beat(self) -> None:
         """Steps 1 and 2."""
         own, watched = self._world.rank, (self._world.rank + 1) % self._world.size
+        beats_of = f"stretto/beat/{watched}"
         neighbour, beats = Neighbour(time.monotonic()), 0
         while not self._over.wait(BEAT_S if beats else 0.0):  # the first beat at once
             asked_s, beats, silent = time.monotonic(), beats + 1, False
             beat, ended = neighbour.beat, False
             try:
-                self._store.set(_beat(own), f"{beats} {current_phase()}")
-                beat = self._store.get(_beat(watched)) if self._store.check([_beat(watched)]) else b""
-                ended = self._store.check([_ended(watched)])
+                self._store.set(f"stretto/beat/{own}", f"{beats} {current_phase()}")
+                beat = self._store.get(beats_of) if self._store.check([beats_of]) else b""
+                ended = self._store.check([f"stretto/ended/{watched}"])
             except RuntimeError:
                 silent = True
             if neighbour.is_lost(beat, ended, asked_s, time.monotonic()):
@@ -92,7 +93,7 @@ class Heartbeat:
                 gone = 0 if silent and not agent_keeps_store() else watched
                 self._lost(gone, beat.decode().partition(" ")[2])
         with suppress(RuntimeError):
-            self._store.set(_ended(own), "1")
+            self._store.set(f"stretto/ended/{own}", "1")
 
 
 class Neighbour:
@@ -120,7 +121,7 @@ def lost_first(world: World, failure: RankFailure) -> RankFailure:
         return failure
     try:
         with _ending(world.store):
-            world.store.set(_roll_call(world.rank), "1")
+            world.store.set(f"stretto/present/{world.rank}", "1")
             first = _first(world, world.store, failure.lost)
     except RuntimeError:
         # Had rank 0 failed as the others do, it would have kept the store up for them to ask.
@@ -142,7 +143,7 @@ def _first(world: World, store: Store, lost: int | None) -> int | None:
         if store.check([_FIRST]):
             return int(store.get(_FIRST).decode())
         time.sleep(POLL_S)
-    silent = [rank for rank in range(world.size) if not store.check([_roll_call(rank)])]
+    silent = [rank for rank in range(world.size) if not store.check([f"stretto/present/{rank}"])]
     return silent[0] if len(silent) == 1 else None
 
 
@@ -175,18 +176,6 @@ def part(world: World, failure: RankFailure) -> None:
 def agent_keeps_store() -> bool:
     """Whether the job's store is kept by `torchrun`'s agent, which outlives its ranks, not by rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _beat(rank: int) -> str:
-    return f"stretto/beat/{rank}"
-
-
-def _ended(rank: int) -> str:
-    return f"stretto/ended/{rank}"
-
-
-def _roll_call(rank: int) -> str:
-    return f"stretto/present/{rank}"
 
 
 @contextmanager

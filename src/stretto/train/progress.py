@@ -1,8 +1,8 @@
 """Progress for users: phases until the first step, then steps. Rank 0 shows it.
 
-On a terminal it is one live line. Elsewhere a thread prints a line every `EVERY_S` while a phase lasts, since
-no screen should be silent for long, and a step is a line now and then. Loads nothing but what prints, so that
-it can show that PyTorch is being loaded.
+On a terminal it is one live line, which rich draws again now and then. Elsewhere a thread prints a line every
+`EVERY_S` while a phase lasts, since no screen should be silent for long, and a step is a line now and then.
+Loads nothing but what prints, so that it can show that PyTorch is being loaded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from rich.text import Text
 
 from stretto.train.failure import enter_phase
 
-EVERY_S = 1.5
+EVERY_S = 1.25
 """Seconds between two lines of a phase. A library that is being loaded may keep the thread from it for a
 moment."""
-PHASE_DRAWN_S = 0.5
-"""Seconds between two drawings of a phase's live line."""
-STEP_DRAWN_S = 0.2
-"""Of a step's, at least: people read no faster, and drawing takes time from training."""
+DRAWN_PER_S = 4
+"""How often a live line is drawn: people read no faster, and drawing takes time from training."""
 STARTED = "STRETTO_STARTED_AT"
 """Environment variable: when the command was started by which ranks were, in seconds of the clock."""
 
@@ -42,10 +40,9 @@ class Progress:
         self.steps = self.log_every = 1
         self.unit = "tokens"
         self._shown = shown
-        self._phase = self._detail = ""
-        self._begun_s = self._printed_s = self._drawn_s = time.monotonic()
+        self._phase = self._detail = self._step = ""
+        self._begun_s = time.monotonic()
         self._first_step = threading.Event()
-        self._lock = threading.Lock()
         self._live: Live | None = None
         self._thread: threading.Thread | None = None
         started = os.environ.get(STARTED, "")
@@ -61,14 +58,14 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line above the live one."""
         if self._shown:
-            with self._lock:
-                self._print(line)
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """End the phases, and leave a live line of steps as it is; what is printed now comes below it."""
         self._first_step.set()
-        with self._lock:
-            self._end_live()
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
 
     def let_go(self) -> None:
         """Give the terminal its cursor back, from any thread, where the process ends without `stop`."""
@@ -82,34 +79,32 @@ class Progress:
         enter_phase(phase)
         if not self._shown or self._first_step.is_set():
             return
-        with self._lock:
-            self._phase, self._detail, self._begun_s = phase, "", time.monotonic()
-            if self._thread is None:
-                self._begin_live(transient=True)
-                self._thread = threading.Thread(target=self._repeat, name="phases", daemon=True)
-                self._thread.start()
-            self._show_phase()
+        self._phase, self._detail, self._begun_s = phase, "", time.monotonic()
+        if not self.console.is_terminal:
+            self.say(f"  {phase}")
+        if self._thread is None:
+            self._begin_live(transient=True)
+            self._thread = threading.Thread(target=self._repeat, name="phases", daemon=True)
+            self._thread.start()
 
     def detail(self, line: str) -> None:
         """What the phase is at; shown with it."""
         self._detail = line
 
     def _repeat(self) -> None:
-        while not self._first_step.wait(PHASE_DRAWN_S / 2):
-            with self._lock:
-                due_s = PHASE_DRAWN_S if self._live is not None else EVERY_S - PHASE_DRAWN_S / 2
-                if time.monotonic() - self._printed_s >= due_s and not self._first_step.is_set():
-                    self._show_phase()
+        shown = self._begun_s
+        while not self._first_step.wait(EVERY_S / 5):
+            if self._live is None and time.monotonic() - max(shown, self._begun_s) >= EVERY_S:
+                shown = time.monotonic()
+                self.say(f"  {self._line()}")
 
-    def _show_phase(self) -> None:
+    def _line(self) -> str:
+        """The phase, or the step."""
+        if self._step:
+            return self._step
         took_s = time.monotonic() - self._begun_s
         line = self._phase + (f", {took_s:.0f} s" if took_s >= 1.0 else "")
-        line += f": {self._detail}" if self._detail else ""
-        if self._live is None:
-            self._print(f"  {line}")
-        else:
-            self._printed_s = time.monotonic()
-            self._draw(line)
+        return f"{line}: {self._detail}" if self._detail else line
 
     # Steps.
 
@@ -117,7 +112,7 @@ class Progress:
         """Show a step: on a terminal the live line, else a plain one for the first and every `log_every`
         steps.
 
-        line: as `stretto.train.metrics` writes it. exposed: share of the step, of the last that was gathered.
+        line: as `stretto.train.results` writes it. exposed: share of the step, of the last that was gathered.
         """
         if not self._shown:
             return
@@ -126,25 +121,20 @@ class Progress:
             self.stop()
         if first:
             self.say(f"first step: {time.time() - self.started_at_s:.1f} s from the start")
-        step, text = int(line["step"]), self._step_line(line, exposed)
-        due = first or step == self.steps
+        step, self._step = int(line["step"]), self._step_line(line, exposed)
         if not self.console.is_terminal:
-            if due or step % self.log_every == 0:
-                self.say(text)
-            return
-        with self._lock:
-            if self._live is None:
-                self._begin_live(transient=False)
-            if due or time.monotonic() - self._drawn_s >= STEP_DRAWN_S:
-                self._drawn_s = time.monotonic()
-                self._draw(text)
+            if first or step == self.steps or step % self.log_every == 0:
+                self.say(self._step)
+        elif self._live is None:
+            self._begin_live(transient=False)
 
     def _step_line(self, line: Mapping[str, float], exposed: float | None) -> str:
         wide, step, step_s = len(str(self.steps)), int(line["step"]), line["step_s"]
+        all_of, each = line[f"{self.unit}_per_s"], line.get(f"{self.unit}_per_s_per_device", 0.0)
         parts = [
             f"step {step:>{wide}}/{self.steps}",
             f"loss {line['loss']:.4f}",
-            self._speed(line),
+            f"{all_of:,.0f} {self.unit}/s" + (f" ({each:,.0f} a device)" if 0 < each < all_of else ""),
         ]
         if "mfu" in line:
             parts.append(f"MFU {100 * line['mfu']:.1f} %")
@@ -156,30 +146,15 @@ class Progress:
             parts.append(f"{duration((self.steps - step) * step_s)} left")
         return "  ".join(parts)
 
-    def _speed(self, line: Mapping[str, float]) -> str:
-        """In all, and by device where there are several."""
-        all_of, each = line[f"{self.unit}_per_s"], line.get(f"{self.unit}_per_s_per_device", 0.0)
-        return f"{all_of:,.0f} {self.unit}/s" + (f" ({each:,.0f} a device)" if 0 < each < all_of else "")
-
-    # Both; whoever calls has the lock.
-
     def _begin_live(self, transient: bool) -> None:
         if self.console.is_terminal:
-            self._live = Live(console=self.console, auto_refresh=False, transient=transient)
-            self._live.start()
-
-    def _draw(self, line: str) -> None:
-        assert self._live is not None
-        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
-
-    def _end_live(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def _print(self, line: str) -> None:
-        self._printed_s = time.monotonic()
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._live = Live(
+                console=self.console,
+                refresh_per_second=DRAWN_PER_S,
+                transient=transient,
+                get_renderable=lambda: Text(self._line(), no_wrap=True, overflow="ellipsis"),
+            )
+            self._live.start(refresh=True)
 
 
 def duration(seconds: float) -> str:

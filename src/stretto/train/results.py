@@ -1,16 +1,17 @@
-"""What a run leaves in its folder beside metrics and checkpoints, and what is printed at its end; by rank 0.
+"""What a run leaves in its folder beside checkpoints, and what is printed at its end; by rank 0.
 
-The files: settings.json, plan.json, figures.json, simulated.json, measured.json, observed.json,
-trace.perfetto-trace, summary.json, report.html. `stretto report` reads them.
+The files: settings.json, plan.json, figures.json, simulated.json, metrics.jsonl (a line a step, which
+TensorBoard gets too), measured.json, observed.json, trace.perfetto-trace, summary.json, report.html.
+`stretto report` reads them.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ import torch
 from rich.console import Console
 
 from stretto.config import TrainSettings
+from stretto.errors import StrettoError
 from stretto.files.parse import parse_json
 from stretto.files.whole_file import write_file
 from stretto.ir.compared import SHOWN, against
-from stretto.ir.metrics import ObservedRun
+from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
-from stretto.ir.work import work_of
+from stretto.ir.work import Work, work_of
 from stretto.measure.measured import measured_costs
 from stretto.report.files import FIGURES, OBSERVED, PlanFigures
 from stretto.report.findings import stalls_grid
@@ -37,8 +39,7 @@ from stretto.runtime.shards import full_spec
 from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
-from stretto.train.checkpoint_files import earlier_in, set_aside
-from stretto.train.metrics import speed_line, writing
+from stretto.train.checkpoint_files import keep_earlier, set_aside
 from stretto.train.progress import duration
 from stretto.train.task import Task
 from stretto.train.world import World
@@ -53,6 +54,19 @@ BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", MET
 """What it has from its beginning."""
 LARGEST_SAMPLED_BYTES = 2 * 1000**3
 """A model above this is not built on one rank just for a report: it may not fit beside the stages."""
+
+
+NAMES = {
+    "loss": "loss/train",
+    "held_out_loss": "loss/held_out",
+    "lr": "optimizer/lr",
+    "grad_norm": "optimizer/grad_norm",
+    "tokens_per_s": "speed/tokens_per_s",
+    "tokens_per_s_per_device": "speed/tokens_per_s_per_device",
+    "mfu": "speed/mfu",
+    "exposed_fraction": "speed/exposed_fraction",
+}
+"""Key of a line -> name of the scalar in TensorBoard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +131,15 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     measured, prediction = results.measured, results.plan.prediction
     # Files first: they are not lost where nobody reads what is printed any more.
     reported: list[str] = []
-    end_run(run_dir, measured, results.seen, _summary(results, _report(results, reported.append)))
+    summary = _summary(results, _report(results, reported.append))
+    with writing(run_dir):
+        if measured is not None:
+            measured.save(run_dir / "measured.json")
+            measured.save(run_dir / TRACE)
+        if results.seen is not None:
+            OBSERVED.save(results.seen, run_dir / SEEN)
+        write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        write_page(load_run(run_dir))
     say("")
     say(f"held-out loss {results.held_out_loss:.4f}{unit} after step {results.steps}{compared}")
     for line in reported:
@@ -125,12 +147,17 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     if measured is not None and prediction is not None:
         say("")
         Console().print(comparison_grid(prediction, measured).rich())
-    _print_seen(results)
+    if results.seen is not None and (loads := load_grid(results.seen)) is not None:
+        loads.print()
+        # Who waits for whom and why.
+        stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
+        if stalls is not None:
+            stalls.print()
     say("")
     files = [("report", run_dir / REPORT)]
     if measured is not None:
         files.append(("trace", run_dir / TRACE))
-    files += [("plan", run_dir / "plan.json"), ("metrics", run_dir / "metrics.jsonl")]
+    files += [("plan", run_dir / "plan.json"), ("metrics", run_dir / METRICS)]
     if results.checkpoint is not None:
         files.append(("checkpoint", results.checkpoint))
     for what, path in files:
@@ -146,18 +173,6 @@ def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> Non
         with writing(run_dir):
             write_page(load_run(run_dir))
         say(f"the run had ended before its report: {run_dir / REPORT} is made now")
-
-
-def _print_seen(results: Results) -> None:
-    """Who waits for whom and why, where the model has experts."""
-    loads = None if results.seen is None else load_grid(results.seen)
-    if results.seen is None or loads is None:
-        return
-    measured = results.measured
-    stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
-    for grid in (loads, stalls):
-        if grid is not None:
-            grid.print()
 
 
 def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
@@ -204,6 +219,17 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
 # Files.
 
 
+@contextmanager
+def writing(where: Path) -> Iterator[None]:
+    """Around work that writes in a run's folder: an error of the system becomes a StrettoError."""
+    try:
+        yield
+    except OSError as error:
+        raise StrettoError(
+            f"cannot write {where}: {error.strerror}; free some space, or set output.run_dir elsewhere"
+        ) from None
+
+
 def is_finished(run_dir: Path, steps: int) -> bool:
     """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
     try:
@@ -219,29 +245,15 @@ def set_earlier_aside(settings: TrainSettings, goes_on: bool, say: Callable[[str
     old = None if goes_on else set_aside(settings.checkpoint_dir)
     if old is not None:
         say(f"started anew; the checkpoints of an earlier run are now in {old}")
-    if goes_on:
-        back = settings.checkpoint.resume != "auto"  # to a step of the user's choice
-        kept = keep_earlier(settings.run_dir, RESULTS, (METRICS,) if back else ())
-    else:
-        kept = keep_earlier(settings.run_dir, (*RESULTS, *BEGINNING))
-    if kept is not None:
-        say(f"what an earlier run measured is now in {kept}")
-
-
-def keep_earlier(run_dir: Path, moved: Sequence[str], copied: Sequence[str] = ()) -> Path | None:
-    """Put what an earlier run left here into a folder of its own, before this one writes its own; None if it
-    left neither lines nor a summary. moved, copied: names in the folder. Raises StrettoError."""
-    old = [path for path in (run_dir / name for name in (*moved, *copied)) if path.exists()]
-    if not any(path.stat().st_size for path in old if path.name in (SUMMARY, METRICS)):
-        return None
-    with writing(run_dir):
-        place = earlier_in(run_dir)
-        for path in old:
-            if path.name in moved:
-                path.rename(place / path.name)
-            else:
-                shutil.copy2(path, place / path.name)
-    return place
+    back = goes_on and settings.checkpoint.resume != "auto"  # to a step of the user's choice
+    moved, copied = (
+        [path for path in (settings.run_dir / name for name in names) if path.exists()]
+        for names in (RESULTS if goes_on else (*RESULTS, *BEGINNING), (METRICS,) if back else ())
+    )
+    if not any(path.stat().st_size for path in (*moved, *copied) if path.name in (SUMMARY, METRICS)):
+        return  # it left neither lines nor a summary
+    with writing(settings.run_dir):
+        say(f"what an earlier run measured is now in {keep_earlier(settings.run_dir, moved, copied)}")
 
 
 def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
@@ -262,15 +274,70 @@ def write_plan(run_dir: Path, plan: Plan) -> None:
     simulate(plan).save(run_dir / "simulated.json")
 
 
-def end_run(
-    run_dir: Path, measured: Timeline | None, seen: ObservedRun | None, summary: dict[str, Any]
-) -> None:
-    """What is known after the last step, and the report. Raises StrettoError when it cannot be written."""
-    with writing(run_dir):
-        if measured is not None:
-            measured.save(run_dir / "measured.json")
-            measured.save(run_dir / TRACE)
-        if seen is not None:
-            OBSERVED.save(seen, run_dir / SEEN)
-        write_file(run_dir / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        write_page(load_run(run_dir))
+# Lines of metrics.
+
+
+def observed_line(seen: Sequence[Observed]) -> dict[str, dict[str, list[float]]]:
+    """Metrics as a line has them, with six digits."""
+    line: dict[str, dict[str, list[float]]] = {}
+    for one in seen:
+        line.setdefault(one.module, {})[one.name] = [float(f"{value:.6g}") for value in one.mean]
+    return line
+
+
+def speed_line(unit: str, count: int, step_s: float, world: int, work: Work) -> dict[str, float]:
+    """How fast a step of `count` tokens, samples or the like (`unit`) was on `world` devices, the optimizer
+    included: in all, by device, and as MFU where the device's peak is known (`stretto.ir.work`)."""
+    per_s = count / step_s
+    line = {"step_s": step_s, f"{unit}_per_s": per_s, f"{unit}_per_s_per_device": per_s / world}
+    mfu = work.mfu(1e6 * step_s)
+    return line if mfu is None else {**line, "mfu": mfu}
+
+
+class Metrics:
+    """Writes metrics.jsonl in a run's folder. `write` and `close` are all that a step needs."""
+
+    def __init__(self, run_dir: Path, from_step: int, tensorboard: bool) -> None:
+        """from_step: steps done before this run; later lines of an earlier run are taken out.
+
+        Raises StrettoError when the file cannot be written.
+        """
+        self._path = run_dir / METRICS
+        with writing(self._path):
+            kept = _lines_up_to(self._path, from_step)
+            write_file(self._path, b"".join(line + b"\n" for line in kept))
+            self._file = self._path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=from_step + 1)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Add a line; it has `step`. Raises StrettoError when the disk is full."""
+        with writing(self._path):
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for key, name in NAMES.items():
+                if key in line:
+                    self._board.add_scalar(name, line[key], line["step"])
+
+    def close(self) -> None:
+        """Close the files, also where they cannot be written to their ends, which raises StrettoError."""
+        with writing(self._path), self._file:
+            if self._board is not None:
+                self._board.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[bytes]:
+    """The complete lines of steps that are not to be done again."""
+    if step == 0 or not path.is_file():
+        return []
+    kept: list[bytes] = []
+    for line in path.read_bytes().splitlines():
+        # A run that was killed may have left half a line.
+        with suppress(ArithmeticError, LookupError, TypeError, ValueError):
+            if int(parse_json(line)["step"]) <= step:
+                kept.append(line)
+    return kept

@@ -47,24 +47,24 @@ from stretto.train.checkpoint_files import CheckpointState, find, latest_in, rea
 from stretto.train.clip import GradientClip
 from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
-from stretto.train.layout import layout_of_run, move
+from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.lock import RunLock
-from stretto.train.metrics import Metrics, observed_line, speed_line
 from stretto.train.optimizer import learning_rate, make_optimizer, set_learning_rate
 from stretto.train.peers import Heartbeat
 from stretto.train.progress import Progress
 from stretto.train.results import (
+    Metrics,
     Results,
     begin_run,
     finish,
     is_finished,
+    observed_line,
     plan_that_holds,
     report_again,
     set_earlier_aside,
+    speed_line,
 )
-from stretto.train.reuse import kept_by
-from stretto.train.task import Task
-from stretto.train.text_task import task_of
+from stretto.train.task import Task, task_of
 from stretto.train.world import World, device_note, leave
 
 
@@ -111,16 +111,10 @@ class Trainer:
             return None
         try:
             self._train(task)
-            plan = plan_that_holds(
-                self.runner.plan,
-                self.timelines,
-                self.settings.run_dir,
-                self.world.rank == 0,
-                self.progress.say,
-            )
+            first, run_dir = self.world.rank == 0, self.settings.run_dir
             results = Results(
                 settings=self.settings,
-                plan=plan,
+                plan=plan_that_holds(self.runner.plan, self.timelines, run_dir, first, self.progress.say),
                 task=task,
                 steps=self.step,
                 losses=tuple(self._losses),
@@ -250,12 +244,15 @@ class Trainer:
     def _is_finished(self, start: Checkpoint | None) -> bool:
         """Whether this very run has done all its steps and left its summary, as rank 0 sees it."""
         settings, steps = self.settings, self.settings.training.steps
-        own = start is not None and start[1].parent.absolute() == settings.checkpoint_dir.absolute()
-        done = own and start is not None and start[0].step >= steps and is_finished(settings.run_dir, steps)
+        done = (
+            start is not None
+            and start[1].parent.absolute() == settings.checkpoint_dir.absolute()
+            and start[0].step >= steps
+            and is_finished(settings.run_dir, steps)
+        )
         return self.world.all_gather(done)[0]
 
     def _find_checkpoint(self) -> Checkpoint | None:
-        """Step 3: which checkpoint to go on from, as this rank sees the folder."""
         resume = self.settings.checkpoint.resume
         if resume == "never":
             return None
@@ -297,11 +294,8 @@ class Trainer:
     def _one_step(self, batch: Any) -> tuple[float, float, float]:
         """Loss, learning rate and gradient norm of the next step, which is then done."""
         settings = self.settings
-        lost, size = self.runner.step(batch), self.clip()
-        loss, norm = (
-            float(lost),
-            float(size),
-        )  # asked for once both are queued: an accelerator goes on meanwhile
+        queued = self.runner.step(batch), self.clip()
+        loss, norm = map(float, queued)  # asked for once both are queued: an accelerator goes on meanwhile
         rate = learning_rate(settings.lr_schedule, settings.optimizer.lr, settings.training.steps, self.step)
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise RunError(
@@ -343,12 +337,10 @@ class Trainer:
             line["observed"] = observed_line(seen)
 
     def _dropped(self) -> str:
-        """What the last evaluation dropped, in words for the log."""
         words = "" if self._seen is None else dropped_words(self._seen.evaluation)
         return f" ({words})" if words else ""
 
     def _usual_step_s(self) -> float:
-        """The median of the last steps, which a pause does not disturb."""
         return statistics.median(self._step_s[-20:])
 
     def _held_out(self) -> float:
@@ -369,17 +361,10 @@ class Trainer:
 
     def _save(self) -> None:
         settings = self.settings
-        state = CheckpointState(
-            self.step, self.runner.state.steps, self._task.vocab_size, settings.model_dump(mode="json")
-        )
-        checkpoint.save(
-            settings.checkpoint_dir,
-            state,
-            self._task.kept,
-            self.runner,
-            self.optimizer,
-            settings.checkpoint.keep,
-        )
+        draws, sizes = self.runner.state.steps, self._task.vocab_size
+        state = CheckpointState(self.step, draws, sizes, settings.model_dump(mode="json"))
+        folder, keep = settings.checkpoint_dir, settings.checkpoint.keep
+        checkpoint.save(folder, state, self._task.kept, self.runner, self.optimizer, keep)
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics is not None:

@@ -66,17 +66,15 @@ def environment() -> World:
     """
     if not is_worker():
         return World()
-    numbers: dict[str, int] = {}
-    defaults = {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "LOCAL_RANK": os.environ["RANK"]}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
-        text = os.environ[name] if name in os.environ else defaults[name]
+    numbers: list[int] = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        text = os.environ.get(name) or os.environ[name.removeprefix("LOCAL_")]
         if not text.isdigit():
             raise UsageError(f"{name} = {text!r} in the environment is no number; start ranks with torchrun")
-        numbers[name] = int(text)
-    local_size = max(1, numbers["LOCAL_WORLD_SIZE"])
-    return World(
-        numbers["RANK"], numbers["WORLD_SIZE"], local_size, local_rank=numbers["LOCAL_RANK"] % local_size
-    )
+        numbers.append(int(text))
+    rank, size, local_rank, local_size = numbers
+    local_size = max(1, local_size)
+    return World(rank, size, local_size, local_rank=local_rank % local_size)
 
 
 def check_size(world: World, parallel: ParallelSettings) -> None:
@@ -108,20 +106,20 @@ def unused_kind() -> str:
 def device_for(wanted: str, world: World) -> torch.device:
     """What this rank computes on, for a `training.device`. Raises UsageError where there are too few."""
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted == "auto" and here < world.local_size):
+    if wanted != "cpu" and here >= world.local_size:
+        return torch.device("cuda", world.local_rank)
+    if wanted != "cuda":
         return torch.device("cpu")
-    if here < world.local_size:
-        if not here and (kind := unused_kind()):
-            raise UsageError(
-                f"training.device = 'cuda': this machine has {kind}: install a PyTorch that does, or set "
-                "training.device = 'cpu'"
-            )
+    if kind := unused_kind():
         raise UsageError(
-            f"training.device = 'cuda' needs an accelerator for each of the {world.local_size} ranks on this "
-            f"machine, and it has {here}: choose a layout of fewer ranks, start more machines "
-            "(torchrun --nnodes), or set training.device = 'cpu'"
+            f"training.device = 'cuda': this machine has {kind}: install a PyTorch that does, or set "
+            "training.device = 'cpu'"
         )
-    return torch.device("cuda", world.local_rank)
+    raise UsageError(
+        f"training.device = 'cuda' needs an accelerator for each of the {world.local_size} ranks on this "
+        f"machine, and it has {here}: choose a layout of fewer ranks, start more machines "
+        "(torchrun --nnodes), or set training.device = 'cpu'"
+    )
 
 
 def check_graph(cuda_graph: bool, device: torch.device) -> None:
@@ -135,11 +133,13 @@ def check_graph(cuda_graph: bool, device: torch.device) -> None:
 
 def device_note(wanted: str, world: World) -> str | None:
     """The note about accelerators that are not used; None where there are none, or all is as asked."""
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto" and (kind := unused_kind()):
-        return f"this machine has {kind}: ranks compute on processors (training.device = 'cpu' asks for that)"
-    if wanted != "auto" or not here or here >= world.local_size:
+    if wanted != "auto" or device_for(wanted, world).type == "cuda":
         return None
+    if kind := unused_kind():
+        return f"this machine has {kind}: ranks compute on processors (training.device = 'cpu' asks for that)"
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.device_count()
     return (
         f"this machine has {here} accelerator{'s' if here > 1 else ''}, too few for its {world.local_size} "
         "ranks, which compute on processors"
