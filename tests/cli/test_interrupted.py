@@ -78,23 +78,6 @@ def test_the_best_so_far_is_printed_and_written(
     assert signal.getsignal(signum) is before
 
 
-def test_the_best_is_there_while_it_is_made_for_all_microbatches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the search, before its result is a whole plan."""
-    best_first = choose.Variants.best_first
-
-    def searched(self: choose.Variants) -> Any:
-        tried = best_first(self)
-        monkeypatch.setattr(choose.Variants, "step", signalled(choose.Variants.step, 1))
-        return tried
-
-    monkeypatch.setattr(choose.Variants, "best_first", searched)
-    result = CliRunner().invoke(app, command(tmp_path))
-    assert result.exit_code == 130, result.output
-    stretto.verify(stretto.load_plan(tmp_path / "plan.json"))
-
-
 @pytest.mark.parametrize(
     ("where", "name", "at"),
     [(train_job, "trained", 1), (choose, "reduced_best", 1), (make_plan, "_finished", 1)],

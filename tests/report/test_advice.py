@@ -56,16 +56,6 @@ def told(timeline: Timeline, plan: Plan | None = None) -> dict[str, tuple[str, s
     return {} if grid is None else {row[0]: (row[2], row[3]) for row in grid.rows}
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_every_axis_has_its_reason_and_its_help(axis: str) -> None:
-    exposed = waited(NAMES[axis], 40, 60)
-    said = told(timeline_of(compute(0, 40), *exposed, compute(60, 100)))
-    assert list(said) == [axis]
-    why, helps = said[axis]
-    assert why.startswith("what needs it follows too soon")
-    assert helps
-
-
 def test_help_differs_between_axes() -> None:
     traffic = Traffic("tp", "all", 1, 1, 100.0, 50.0)
     for reason in (Reason.NETWORK, Reason.END):
@@ -142,10 +132,6 @@ def test_a_simulated_plan_is_told_with_its_own_numbers() -> None:
     )
 
 
-def test_nothing_exposed_needs_no_help() -> None:
-    assert advice_grid(timeline_of(compute(0, 100)), plan_of()) is None
-
-
 def test_work_is_a_ranks_and_counts_repeats_apart() -> None:
     plan = plan_of()
     work = work_of(plan)
@@ -192,10 +178,3 @@ def test_mfu_and_hfu_of_a_known_peak() -> None:
         ("tokens a second a device", "100"),
     ]
     assert "100 MFLOP/s (a sheet)" in grid.caption
-
-
-def test_without_a_peak_the_table_says_why_there_is_no_mfu() -> None:
-    grid = rates_grid(Work(4000.0, 0.0), [timeline_of(compute(0, 80))], 1)
-    assert grid is not None
-    assert "MFU" not in {row[0] for row in grid.rows}
-    assert "MFU is left out: the device's peak rate is not known" in grid.caption

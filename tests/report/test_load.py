@@ -18,7 +18,7 @@ from stretto.report.charts import draw_loads
 from stretto.report.files import OBSERVED, load_timeline, save_json
 from stretto.report.findings import stalls_findings, stalls_grid
 from stretto.report.html import render
-from stretto.report.load import dropped_words, load_findings, load_grid, loads_of, others_grid
+from stretto.report.load import dropped_words, load_findings, load_grid, loads_of
 from stretto.report.rundir import Run
 from tests.capturing.zoo import Chain, mean_square, rows
 from tests.clusters import cores
@@ -55,19 +55,6 @@ def test_a_row_a_layer(run: ObservedRun) -> None:
     ]
     assert "in any of 40 steps" in grid.caption
     assert "25.0% would be even" in grid.caption
-
-
-def test_other_metrics_have_a_table_of_their_own(run: ObservedRun) -> None:
-    grid = others_grid(run)
-    assert grid is not None
-    assert grid.rows == [("a temperature", "1", "2.5", "2", "3")]
-
-
-def test_many_experts_without_rows_are_counted() -> None:
-    idle = of("c", "rows", 8.0, *([0.0] * 20))
-    grid = load_grid(ObservedRun(1, 10, (idle,), (idle,)))
-    assert grid is not None
-    assert grid.rows[0][4] == "1, 2, 3, 4, 5, 6 and 14 more"
 
 
 def test_what_is_said_of_them(run: ObservedRun) -> None:

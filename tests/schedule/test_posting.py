@@ -54,10 +54,6 @@ def test_latest_posts_are_of_a_walk_without_standing() -> None:
     assert post_positions([(0, 0), (0, 1)], needed, 1, latest) == [((0, 0), 0), ((0, 1), 1)]
 
 
-def test_runs_that_never_begin_are_left_out() -> None:
-    assert latest_posts([[[(0, 0)]], [[(1, 0)]]], [[{(1, 0): 1}], [{(0, 0): 0}]]) == {}
-
-
 def starts(plan: Plan, rank: int) -> list[str]:
     """What joins places, in the order in which the rank starts it."""
     joined = {found.name for found in plan.communicators if found.joins_places}

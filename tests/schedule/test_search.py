@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,15 +183,3 @@ def test_it_comes_close_to_the_best_order(seed: int, max_live: int | None) -> No
     shortest = shortest_time(tuple(range(stages)), microbatches, times, max_live=max_live)
     found = search(Sought(stages, 1, microbatches, times, max_live=max_live))
     assert found.bound - 1e-9 <= shortest <= found.best.time <= 1.1 * shortest
-
-
-def test_times_of_other_stages_and_no_memory_are_refused() -> None:
-    sought = Sought(3, 1, 4, PhaseTimes((1.0, 2.0), 1.0, 1.0))
-    with pytest.raises(UsageError, match="F has times for 2 stages, but the schedule has 3"):
-        search(sought)
-    with pytest.raises(UsageError, match="message has times for 1 borders, but 3 stages have 2"):
-        search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0, (1.0,))))
-    with pytest.raises(
-        UsageError, match="no schedule of 3 ranks and 1 stages each fits the memory: allow more"
-    ):
-        search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0), room=lambda places: Room.even(3, 3, 0.5)))
