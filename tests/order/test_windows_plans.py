@@ -12,7 +12,6 @@ from stretto.errors import PlanError, TooLargeError, UsageError
 from stretto.ir.action import Overlap, Phase, Schedule
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Job, Op, Ref, TensorSpec
-from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.order import list_order, register
 from stretto.order.depend import WindowGraph
 from stretto.planning.across import across, split_stages
@@ -70,13 +69,6 @@ def test_one_live_microbatch_leaves_nothing_to_pair_and_says_so() -> None:
     assert plan.overlap_why in str(plan)
 
 
-def test_without_time_on_lanes_nothing_is_moved() -> None:
-    job = job_of(1, 4)
-    plan = make_plan(job, make_comm_costs(job, collective_us=0.0))
-    assert plan.overlap == "off"
-    assert plan.overlap_why.startswith("window is predicted to take 1.000 times as long")
-
-
 def test_windows_that_gain_less_than_costs_can_tell_are_not_taken() -> None:
     job = job_of(1, 6, blocks=3)
     little, more = (make_plan(job, make_comm_costs(job, collective_us=us)) for us in (8.0, 15.0))
@@ -107,12 +99,6 @@ def test_windows_that_are_too_large_for_a_policy_are_done_without() -> None:
     )
     with pytest.raises(TooLargeError, match="too many for this one"):
         plan_of(job_of(1, 6), order="picky")
-
-
-def test_equal_jobs_give_equal_files_that_read_back() -> None:
-    texts = [plan_to_text(plan_of(job_of(2, 4, blocks=2))) for _ in range(2)]
-    assert texts[0] == texts[1]
-    assert plan_to_text(plan_from_text(texts[0])) == texts[0]
 
 
 def shown(paired: Schedule | None) -> list[str]:

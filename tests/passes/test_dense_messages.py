@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.collectives import KINDS
-from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.passes.dense_messages import COPY, dense_messages, scattered
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.families import make_schedule
 from tests.passes.steps import after, costs_of
 from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
 
@@ -117,23 +114,6 @@ def test_numbers_stay(name: str) -> None:
     assert strided(plan.job) == []
     assert_equal(found, plain(model, BATCH, loss_of), 1e-10)
     assert_same_bits(found, left_alone)
-
-
-def test_a_copy_has_a_price_and_stands_in_the_timeline() -> None:
-    _, job, made = capture_forms("a slice")
-    [copy] = of_messages(made)
-    costs = replace(made_up_costs(made), action_us=0.0)
-    dear = replace(costs, op_us={**costs.op_us, (0, copy.name): 500.0})
-    schedule = make_schedule("1f1b", 2, 2)
-
-    def compute_us(plan: Plan) -> float:
-        found = stretto.simulate(plan)
-        return sum(span.end_us - span.start_us for span in found.spans if span.kind == "compute")
-
-    assert costs.op_us[0, copy.name] > 0.0
-    more = compute_us(lower(made, schedule, dear)) - compute_us(lower(made, schedule, costs))
-    assert more == pytest.approx(2 * (500.0 - costs.op_us[0, copy.name]))
-    assert (0, copy.name) in after(dense_messages, job, made_up_costs(job))[1].op_us
 
 
 def test_who_reads_by_strides_of_its_own_finds_them() -> None:

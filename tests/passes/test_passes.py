@@ -17,6 +17,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.gradients import addends
 from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.parallelize import ops
 from stretto.passes import GRAPH_PASSES
 from stretto.passes.graph import Graph
 from stretto.passes.no_ops import dead_ops
@@ -219,41 +220,24 @@ def test_mlps_take_tokens_as_they_arrive(name: str, copies: int) -> None:
     assert one[0] == one[1], "in a batch of one the tokens arrive in their order"
 
 
+class Layer(nn.Module):
+    """Gathers the slices of a sequence for each of two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.q, self.k = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slices = ops.chunk(x, 0, "tp", 2).relu()
+        a, b = (ops.collect(slices, 0, "tp", 2) for _ in range(2))
+        return self.q(a) * self.k(b)  # type: ignore[no-any-return]
+
+
 def test_a_gather_for_each_matrix_becomes_one_for_all() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(2)
-            self.q, self.k = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            from stretto.parallelize import ops
-
-            part = ops.chunk(x, 0, "tp", 2)
-            slices = part.relu()
-            a, b = (ops.collect(slices, 0, "tp", 2) for _ in range(2))
-            return self.q(a) * self.k(b)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([Layer()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers[0](x)  # type: ignore[no-any-return]
-
-    model = Model().double()
-    x = torch.randn((4, 6), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    jobs = [
-        capture(
-            model,
-            x,
-            loss,
-            Parallel(tp=2, skip_passes=skip),
-            tp_plan={"layers.*.q": "replicated", "layers.*.k": "replicated"},
-        )
-        for skip in (("equal_collectives",), ())
-    ]
+    model, x = nn.Sequential(Layer()).double(), random(4, 6)
+    parallel = [Parallel(tp=2, skip_passes=skip) for skip in (("equal_collectives",), ())]
+    jobs = [capture(model, x, loss, one, tp_plan={"0.*": "replicated"}) for one in parallel]
     counts = [targets(job)["comm.all_gather"] for job in jobs]
     assert counts[0] > counts[1]
     (expected, grads), (value, merged) = (step(job, model, x) for job in jobs)

@@ -66,26 +66,6 @@ def test_a_small_result_is_kept_to_the_weight_gradient_instead_of_its_large_sour
     assert names(made, Phase.W) == ["h"]
 
 
-def test_a_view_goes_with_its_storage_and_a_part_with_its_tuple() -> None:
-    two = Op("two", "aten.native_dropout.default", (Ref("a"), 0.5, True), (), (LARGE, SMALL), None, True)
-    forward = (
-        op("a", "batch/x"),
-        op("v", "a", alias="a"),
-        two,
-        Op("first", "getitem", (Ref("two"), 0), (), (LARGE,)),
-        Op("second", "getitem", (Ref("two"), 1), (), (SMALL,)),
-        op("loss", "first"),
-    )
-    job = stage_of(forward, (op("e", "v", "first", "second", alias="a"),))
-    made = repeat(job, {0: ["a"]})
-    assert names(made, Phase.I) == ["a_again", "v_again", "e"]
-    assert [o.alias for o in made.stages[0].ops[Phase.I]] == [None, "a_again", "a_again"]
-    made = repeat(job, {0: ["first"]})
-    assert names(made, Phase.I) == ["two_again", "first_again", "e"]
-    assert made.stages[0].ops[Phase.I][-1].uses == ("v", "first_again", "second"), "the other part is kept"
-    assert made.stages[0].ops[Phase.I][0].random
-
-
 @pytest.mark.parametrize("choice", ["full", "selective"])
 @pytest.mark.parametrize("layout", ["one rank", "pp tp sp"])
 def test_forgetting_gives_the_job_back(layout: str, choice: str) -> None:

@@ -82,7 +82,7 @@ def test_sequence_parallelism_is_told_apart_from_tp() -> None:
             "pp",
             timeline_of(*waited("pp 0>1 e0:0", 0, 20), compute(20, 100)),
             "20 us of it is before",
-            "microbatches (now 4)",
+            "now 4",
         ),
         (
             "ep",

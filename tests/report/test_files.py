@@ -29,12 +29,6 @@ def timeline() -> Timeline:
     return simulate(make_plan(ONE_F_ONE_B, f_us=90, latency_us=10, bytes_per_us=RATE))
 
 
-def test_json_there_and_back(timeline: Timeline, tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    timeline.save(path)
-    assert load_timeline(path) == timeline
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -109,13 +109,6 @@ def test_a_row_a_rank() -> None:
     ]
 
 
-def test_nobody_waits() -> None:
-    assert stalls_grid(timeline(), None) is None
-    assert stalls_findings(timeline(busy_us=(1.0, 2.0))) == []
-    short = timeline(busy_us=(1.0, 2.0), stalls=(Stall("ep", 0, 1, 4.0),))
-    assert stalls_findings(short) == []
-
-
 def test_both_are_kept_in_files(run: ObservedRun, tmp_path: Path) -> None:
     OBSERVED.save(run, tmp_path / "observed.json")
     assert OBSERVED.load(tmp_path / "observed.json") == run

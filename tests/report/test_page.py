@@ -103,13 +103,7 @@ def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
     assert outcome["hoveredLabel"] == ""
     for words in ("0F0 on ranks 0-1", "F forward", "predicted\n900 us", "measured\n900 us", "ops\n17"):
         assert words in outcome["chosen"]
-    for words in (
-        "made_up.work.default",
-        "float32[256,512]",
-        "512 KiB",
-        "1000 FLOP",
-        "100 us (made up)",
-    ):
+    for words in ("made_up.work.default", "float32[256,512]", "512 KiB", "1000 FLOP", "100 us (made up)"):
         assert words in outcome["op"]
     assert outcome["action"].startswith("0F0 on ranks 0-1")
     # A communication is told as it was predicted and as it was measured, wherever the pointer is.

@@ -167,10 +167,7 @@ def test_a_collective_flows_from_its_start_to_what_runs_after_its_wait(
 def test_measured_and_predicted_share_a_trace(plan: Plan, timeline: Timeline) -> None:
     decoded = Decoded(to_perfetto([timeline, replace(timeline, source="measured")], plan))
     assert decoded.processes == [
-        "ranks 0-1 (simulated)",
-        "ranks 2-3 (simulated)",
-        "ranks 0-1 (measured)",
-        "ranks 2-3 (measured)",
+        f"ranks {r} ({s})" for s in ("simulated", "measured") for r in ("0-1", "2-3")
     ]
     # Flows never lead from one timeline into the other.
     for chain in decoded.flows.values():

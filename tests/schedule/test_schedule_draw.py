@@ -98,8 +98,6 @@ def test_names_are_escaped_and_widths_bounded():
     assert ElementTree.fromstring(draw_schedule(named, time_schedule(named)))[0].text.startswith(
         "<a&b>: 1 stage, 1 micro"
     )
-    empty_time = make_schedule("1f1b", 2, 2)
-    ElementTree.fromstring(draw_schedule(empty_time, time_schedule(empty_time, PhaseTimes(0.0, 0.0, 0.0))))
 
 
 def test_json_says_everything():

@@ -266,13 +266,3 @@ def test_the_orders_are_those_of_the_sources():
     assert tokens("zb-h1", 0) == "F0 F1 F2 I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4"
     assert tokens("zb-h1", 2) == "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4"
     assert tokens("zb-h2", 1) == "F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4"
-
-
-def test_memory_is_traded_for_time():
-    """Among 1F1B, H1 and H2 less bubble costs as much memory as the paper says."""
-    rates = {f: time_schedule(make_schedule(f, 4, 16)).bubble_rate for f in ("1f1b", "zb-h1", "zb-h2")}
-    # (n-1)(F+I+W) = 9, (n-1)(F+I-W) = 3 and (n-1)(F+I-2W) = 0 beside m(F+I+W) = 48.
-    assert rates == pytest.approx({"1f1b": 9 / 57, "zb-h1": 3 / 51, "zb-h2": 0})
-    tight = time_schedule(make_schedule("zb-h2", 4, 16, max_live=4))
-    assert tight.peak_live == (4, 4, 4, 4)
-    assert tight.bubble_rate > rates["zb-h2"]
