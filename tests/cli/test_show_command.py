@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from stretto.cli.ops import show
+from stretto.cli.report import show
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan

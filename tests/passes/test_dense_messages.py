@@ -14,7 +14,7 @@ from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.collectives import KINDS
 from stretto.ir.program import Edge, Job, Op, Ref, Stage, TensorSpec
-from stretto.passes.dense_messages import COPY, dense_messages, scattered
+from stretto.passes.messages import COPY, dense_messages, scattered
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from tests.passes.steps import after, costs_of

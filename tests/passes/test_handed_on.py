@@ -17,7 +17,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.passes.handed_on import handed_on, sent_once
+from stretto.passes.messages import handed_on, sent_once
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule

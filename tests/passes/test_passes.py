@@ -19,8 +19,8 @@ from stretto.ir.gradients import addends
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.parallelize import ops
 from stretto.passes import GRAPH_PASSES
-from stretto.passes.graph import Graph
 from stretto.passes.no_ops import dead_ops
+from stretto.passes.rewrite import Graph
 from tests.parallelize.equality import (
     MODELS,
     assert_plain,

@@ -17,7 +17,7 @@ from stretto.config import Parallel
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.parallelize import ops
 from stretto.passes import on_graph
-from stretto.passes.graph import Graph
+from stretto.passes.rewrite import Graph
 from stretto.passes.scatter import cut_before_adding, reduce_scatter_chunks
 from tests.parallelize.equality import step
 from tests.runtime.equality import plain

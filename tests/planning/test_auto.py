@@ -13,8 +13,7 @@ from stretto.errors import UsageError
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.passes.effort import Effort
-from stretto.passes.watch import Watch
+from stretto.passes.step import Effort, Watch
 from stretto.planning import make_plan as making
 from stretto.planning.forms import fastest
 from stretto.planning.loads import balanced_groups, groups_on, loads_of

@@ -16,8 +16,7 @@ from stretto.ir.serialize import plan_to_text
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order import search as order_search
 from stretto.order.whole_step import WholeStepOrders, order_together
-from stretto.passes.effort import LEAST_US, MOST_US, SEARCH_S, STEPS, Effort
-from stretto.passes.watch import Watch
+from stretto.passes.step import LEAST_US, MOST_US, SEARCH_S, STEPS, Effort, Watch
 from stretto.planning import choose, windows
 from stretto.planning import make_plan as making
 from stretto.planning.schedules import choose_schedule, one_window

@@ -20,7 +20,7 @@ from stretto.ir.serialize import job_text, plan_to_text
 from stretto.measure import measured, running
 from stretto.measure.running import costs_again
 from stretto.order.policies import POLICIES, captured_order
-from stretto.passes.watch import Watch
+from stretto.passes.step import Watch
 from stretto.planning import here, make_plan
 from stretto.planning.here import plan_on_first
 from stretto.runtime import all_or_none

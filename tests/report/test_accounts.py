@@ -16,9 +16,8 @@ from stretto.report.detail import laid_over, runs_of, window_ops
 from stretto.report.findings import findings
 from stretto.report.grid import format_us
 from stretto.report.ops import costliest_ops
-from stretto.report.tables import traffic_grid
+from stretto.report.tables import axes_of, communication_of, traffic_grid, traffic_of
 from stretto.report.text import timeline_text
-from stretto.report.traffic import axes_of, communication_of, traffic_of
 from stretto.schedule.families import make_schedule
 from stretto.simulating import predict, simulate
 from tests.simulating.test_engine import schedule

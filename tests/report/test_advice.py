@@ -13,8 +13,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.ir.work import Work, work_of
 from stretto.report.advice import SEQUENCE, Reason, advice_grid, help_for
-from stretto.report.tables import rates_grid
-from stretto.report.traffic import Traffic
+from stretto.report.tables import Traffic, rates_grid
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
 from tests.synthetic_comm import make_comm_plan

@@ -11,8 +11,8 @@ import pytest
 
 from stretto.errors import UsageError
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.report.charts import draw_loss
 from stretto.report.files import load_timeline, to_json
+from stretto.report.load import draw_loss
 from stretto.report.svg import draw
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate

@@ -14,11 +14,10 @@ from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.timeline import Stall, Timeline
 from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
-from stretto.report.charts import draw_loads
 from stretto.report.files import OBSERVED, load_timeline, save_json
 from stretto.report.findings import stalls_findings, stalls_grid
 from stretto.report.html import render
-from stretto.report.load import dropped_words, load_findings, load_grid, loads_of
+from stretto.report.load import draw_loads, dropped_words, load_findings, load_grid, loads_of
 from stretto.report.rundir import Run
 from tests.capturing.zoo import Chain, mean_square, rows
 from tests.clusters import cores

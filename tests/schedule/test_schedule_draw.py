@@ -13,7 +13,7 @@ from stretto.report.svg import MAX_WIDTH_PX, draw_schedule
 from stretto.schedule.csv import read_csv
 from stretto.schedule.draw import to_ascii, to_json
 from stretto.schedule.families import make_schedule
-from stretto.schedule.one_stage import ONE_STAGE
+from stretto.schedule.loops import ONE_STAGE
 from stretto.schedule.timing import PhaseTimes, time_schedule
 
 FAMILIES = [family.name for family in ONE_STAGE]

@@ -10,7 +10,7 @@ from tests.schedule.test_schedule_csv import torch_schedule
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Overlap, Phase, Schedule
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.interleaved import groups_of, visits
+from stretto.schedule.loops import groups_of, visits
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
 from stretto.verifying import schedule_faults
 

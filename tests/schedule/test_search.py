@@ -16,8 +16,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.stage_maps import loop, v
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.list_schedule import list_orders
-from stretto.schedule.room import Room, most_held
+from stretto.schedule.list_schedule import Room, list_orders, most_held
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, time_schedule
 from stretto.verifying import schedule_faults

@@ -21,7 +21,7 @@ from stretto.report.svg import draw_schedule
 from stretto.schedule.csv import read_csv, to_csv
 from stretto.schedule.draw import describe_search, describe_timing, to_ascii, to_json
 from stretto.schedule.families import FAMILIES, check_count, make_schedule
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import Room
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 

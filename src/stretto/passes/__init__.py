@@ -16,14 +16,12 @@ from dataclasses import dataclass, replace
 from stretto.errors import UsageError, meant
 from stretto.ir.program import Job
 from stretto.passes.borders import gather_behind, scatter_borders
-from stretto.passes.dense_messages import dense_messages
-from stretto.passes.gradient_parts import gradient_parts
-from stretto.passes.graph import Graph
-from stretto.passes.handed_on import handed_on, sent_once
+from stretto.passes.messages import dense_messages, handed_on, sent_once
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.passes.no_ops import dead_ops, equal_collectives, no_ops
-from stretto.passes.plain_matmul import plain_matmuls
+from stretto.passes.products import gradient_parts, plain_matmuls
 from stretto.passes.recompute_choice import recomputed
+from stretto.passes.rewrite import Graph
 from stretto.passes.scatter import cut_before_adding, reduce_scatter_chunks
 from stretto.passes.sequence_first import sequence_first
 from stretto.passes.split_ops import split_products

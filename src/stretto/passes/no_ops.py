@@ -36,8 +36,7 @@ from typing import Any
 
 from stretto.ir.flow import is_external
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
-from stretto.passes.graph import Graph
-from stretto.passes.rewrite import live, rebuilt, with_uses
+from stretto.passes.rewrite import Graph, live, rebuilt, with_uses
 
 SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 """Views of all of their input."""

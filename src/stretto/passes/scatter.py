@@ -30,8 +30,7 @@ from dataclasses import replace
 
 from stretto.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.program import CHUNK, VIEW, VIEWS, WAIT, Const, Op, Ref, TensorSpec
-from stretto.passes.graph import Graph
-from stretto.passes.rewrite import dense_strides, rebuilt, restrided, viewed
+from stretto.passes.rewrite import Graph, dense_strides, rebuilt, restrided, viewed
 
 ADD = "aten.add.Tensor"
 RESHAPES = (*VIEWS, "aten.reshape.default")

@@ -24,8 +24,7 @@ from dataclasses import dataclass, field, replace
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
-from stretto.passes.graph import Graph
-from stretto.passes.rewrite import live, rebuilt
+from stretto.passes.rewrite import Graph, live, rebuilt
 
 Rows = tuple[int, int]
 """Which dims of a value together are the rows: from the first up to the second."""

@@ -19,7 +19,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
 from stretto.report.findings import LEAST_SHARE
 from stretto.report.grid import Grid, format_bytes, format_share, format_us
-from stretto.report.traffic import Traffic, communication_of, traffic_among
+from stretto.report.tables import Traffic, communication_of, traffic_among
 
 SEQUENCE = "sequence parallelism"
 """Instead of an axis: what tp ranks gather and scatter, as they share the sequence."""

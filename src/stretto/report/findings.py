@@ -12,7 +12,7 @@ from stretto.ir.metrics import ROWS, Observed
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.report.grid import Grid, format_share, format_us, source_word
-from stretto.report.traffic import axes_of, communication_of
+from stretto.report.tables import axes_of, communication_of
 
 LEAST_SHARE = 0.005
 """Exposed time below this share of the step is not worth a reader's time."""

@@ -15,10 +15,9 @@ from typing import Any
 from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
-from stretto.report.charts import draw_loads, draw_loss
 from stretto.report.findings import findings, stalls_findings, stalls_grid
 from stretto.report.grid import Grid, format_us, source_word
-from stretto.report.load import load_findings, load_grid, others_grid
+from stretto.report.load import draw_loads, draw_loss, load_findings, load_grid, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
 from stretto.report.rundir import SUMMARY, Run

@@ -2,7 +2,7 @@
 
 1. Every family that can have so many stages a rank, with as many live microbatches as memory allows.
 2. List scheduling (`stretto.schedule.list_schedule`) with the backward split and several urgencies
-   (`stretto.schedule.urgencies`): the order of each family, input gradients first, and the zero-bubble
+   (`stretto.schedule.search`): the order of each family, input gradients first, and the zero-bubble
    warm-up. They are compared over few microbatches, and the best of them over all.
 3. All that was found, the fastest first, with a bound: no family is faster than the first.
 """
@@ -19,10 +19,8 @@ from itertools import accumulate
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.list_schedule import Urgency, list_orders, places_in
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import Room, Urgency, list_orders, places_in
 from stretto.schedule.timing import PhaseTimes, hops_of, peak_live, time_schedule
-from stretto.schedule.urgencies import backward_first, warm_up_first
 
 ENOUGH = 8
 """Microbatches for every rank over which orders are compared first. With 4, orders of 32 ranks and 256
@@ -323,3 +321,47 @@ def least_time(
             holds = math.fsum(room.whole[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
             result.append(begin + microbatches * holds / room.limits[rank])
     return max(result)
+
+
+ROUNDING = 1e-9
+"""Part of a forward by which two times that are equal may differ."""
+
+
+def backward_first(stages: int, microbatches: int) -> Urgency:
+    """Input gradients, then forwards, each with the oldest microbatch and the last stage first."""
+
+    def urgency(action: Action) -> float:
+        later = microbatches if action.phase is Phase.F else 0
+        return (later + action.microbatch) * stages + stages - 1 - action.stage
+
+    return urgency
+
+
+def warm_up_first(
+    ranks: int, microbatches: int, times: PhaseTimes, memory: float, given_up: float
+) -> Urgency:
+    """See above. memory: the most live microbatches of a rank. given_up: as a part of a forward."""
+    place: dict[Action, int] = {}
+    for rank, warm_up in enumerate(_warm_ups(ranks, times, memory, given_up)):
+        first = min(warm_up, microbatches)
+        order = [Action(rank, Phase.F, k) for k in range(first)]
+        for k in range(microbatches):
+            order.append(Action(rank, Phase.I, k))
+            if first + k < microbatches:
+                order.append(Action(rank, Phase.F, first + k))
+        place.update((action, at) for at, action in enumerate(order))
+    return lambda action: place.get(action, action.microbatch)
+
+
+def _warm_ups(ranks: int, times: PhaseTimes, memory: float, given_up: float) -> list[int]:
+    """They never grow from rank to rank, so that the order cannot deadlock."""
+    forward = [times.of(Action(rank, Phase.F, 0)) for rank in range(ranks)]
+    backward = [times.of(Action(rank, Phase.I, 0)) for rank in range(ranks)]
+    hops = hops_of(range(ranks), times)
+    result: list[int] = []
+    for rank in range(ranks):
+        until = sum(forward[rank:]) + sum(backward[rank + 1 :]) + 2 * sum(hops[rank:])
+        fits = until / forward[rank] if forward[rank] > 0 else math.inf
+        most = min(memory, result[-1] if result else memory)
+        result.append(max(1, math.floor(min(fits - (given_up if rank else 0.0) + ROUNDING, most))))
+    return result

@@ -24,8 +24,7 @@ from collections.abc import Callable
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.stage_maps import v
 from stretto.schedule.family import Family, ScheduleShape, first_microbatches
-from stretto.schedule.list_schedule import limited, list_orders
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import Room, limited, list_orders
 from stretto.schedule.timing import peak_live
 
 ACTIONS_OF_A_MICROBATCH = 6
