@@ -5,32 +5,19 @@ Communications are read off the predicted timeline here; all else is done in `st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json as json_text
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
+
 import typer
 from rich.console import Console
-from stretto.cli.common import check_output, command, write_and_print
+
+from stretto.cli.common import AsJson, PlanFile, check_output, command, write_and_print
 from stretto.errors import UsageError
 from stretto.files.whole_file import write_file
-from stretto.ir.timeline import Timeline
-from stretto.report.html import REPORT, accounts_grid, lacks_page, render, run_findings, run_grids, write_page
-from stretto.report.ops import costliest_ops
-from stretto.report.perfetto import ops_left_out, save_perfetto
-from stretto.report.rundir import Run, load_run
-from stretto.report.svg import draw
-from stretto.report.tables import costliest_grid, ranks_grid
-from stretto.report.text import timeline_text
-import json as json_text
-from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
-import typer
-from rich.console import Console
-from stretto.cli.common import AsJson, PlanFile, command
-from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import load_plan
@@ -47,10 +34,13 @@ from stretto.report.grid import (
     format_us,
     grid_of,
 )
+from stretto.report.html import REPORT, accounts_grid, lacks_page, render, run_findings, run_grids, write_page
 from stretto.report.ops import OpGroup, OpLine, costliest_ops, notes_of, program_lines, totals_of
-from stretto.report.rundir import load_run
-from stretto.report.tables import communication_of, costliest_grid
-
+from stretto.report.perfetto import ops_left_out, save_perfetto
+from stretto.report.rundir import Run, load_run
+from stretto.report.svg import draw
+from stretto.report.tables import communication_of, costliest_grid, ranks_grid
+from stretto.report.text import timeline_text
 
 MOST_COLUMNS = 100
 """Columns of the terminal that are used at most, so that a report can be pasted anywhere."""

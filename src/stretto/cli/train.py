@@ -1,5 +1,5 @@
-"""`stretto train`, `check` and `export`: train as a settings file describes, compare a step of it with the plain
-model's, write a checkpoint as safetensors. Thin.
+"""`stretto train`, `check` and `export`: train a model, compare a step with the plain model's, write a
+checkpoint as safetensors. Thin.
 
 `check` takes threads of this process for ranks, and a batch that is made up: it needs no cluster and no data.
 """
@@ -11,22 +11,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
+
 import typer
+
+import stretto
 from stretto.cli.common import RENEW, Changes, Config, Fresh, command
-from stretto.config import TrainSettings, load_settings
+from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
 from stretto.errors import UsageError
+from stretto.train.export import export as write
 from stretto.train.progress import Progress
 from stretto.train.watch import watch_launcher
-from typing import Annotated
-import typer
-import stretto
-from stretto.cli.common import Changes, Config, command
-from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
-from pathlib import Path
-from typing import Annotated
-import typer
-from stretto.cli.common import command
-from stretto.train.export import export as write
 
 
 @command

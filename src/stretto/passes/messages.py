@@ -1,5 +1,6 @@
-"""What leaves a rank is in one piece of memory, so that no message waits for a copy that nobody priced.
+"""Messages between stages: in one piece of memory, sent once to a rank, and handed on by who has them.
 
+`dense_messages`: what leaves a rank is in one piece, so that no message waits for a copy that nobody priced.
 A transport sends one piece. A transposed value is one, with its dims in another order; an expanded one
 repeats elements that need not be sent; a slice has gaps, and must be copied. Left to the transport, the copy
 is made by the thread that computes, where the message starts, and no price list knows it. So:
@@ -14,6 +15,15 @@ is made by the thread that computes, where the message starts, and no price list
        One with gaps between its elements, which are not sent, is refused.
     5. What a collective reads is copied by an op before it likewise; one that works in place makes a copy in
        any case, which its start's price has.
+
+As captured, the stage that makes a value sends it to every stage that reads it: an encoder's output that all
+decoder stages read leaves one rank as often as there are such stages. A stage has a value by then if it reads
+it in the phase in which it was made, and comes before in that phase.
+
+    sent_once   Of the stages of one rank that read a value, those behind the first take it from that one.
+    handed_on   Every stage takes it from the nearest stage that has it by then: that from which a message
+                takes least, and of equal ones the one that got it last. Planning tries a step with and
+                without: it relieves the sender's card, and is late where a stage that hands on is late.
 
 No number changes.
 """
@@ -30,7 +40,7 @@ from stretto.ir.action import Phase
 from stretto.ir.prices import specs_of
 from stretto.ir.program import Arg, Const, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import message_us
-from stretto.passes.rewrite import dense_strides, read_as, restrided, spec_with, stage_of, strides_of
+from stretto.passes.rewrite import changed, dense_strides, read_as, restrided, spec_with, stage_of, strides_of
 from stretto.passes.step import Context, Step
 
 COPY = "aten.clone.default"
@@ -107,13 +117,7 @@ def _dense_collectives(job: Job) -> Job:
         copy = Op(f"{op.name}_dense", COPY, (Ref(value),), CONTIGUOUS, (spec,), module=op.module)
         return copy, replace(op, args=(Ref(copy.name), *op.args[1:]))
 
-    stages = (
-        replace(
-            stage, ops={phase: tuple(n for op in ops for n in dense(op)) for phase, ops in stage.ops.items()}
-        )
-        for stage in job.stages
-    )
-    return replace(job, stages=tuple(stages))
+    return replace(job, stages=tuple(changed(stage, dense) for stage in job.stages))
 
 
 def _by_strides(stage: Stage, value: str) -> bool:

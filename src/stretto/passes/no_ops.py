@@ -3,29 +3,25 @@
 Ops of a step write to no value, so a copy is as good as the original, unless it exists to outlive it (a
 buffer that the model writes) or to be smaller (a part of a large tensor).
 
-`dead_ops`: no root (loss, gradient, update) can be reached from the op. A random op may go as well: draws
-depend on the names of ops alone, so those that stay draw what they drew.
+`dead_ops`: no root (loss, gradient, update) can be reached from the op. Draws depend on the names of ops
+alone.
 
 `no_ops`:
 
     1. In order, every op gets what its inputs are by now.
-    2. An op whose result is its input, element by element and in the same layout, is dropped: detach, alias,
-       casts to the same dtype, times 1, copies, slices of all, expansions and concatenations of one.
+    2. An op whose result is its input, element by element and in the same layout, is dropped.
     3. Swaps of dims that cancel are dropped; reshapes of a contiguous value become one reshape of the first.
        Not where the value between is needed as well: two stages might then exchange both.
     4. What is dead thereby is dropped.
 
-`equal_collectives`: one collective where two would bring the same value, seen the same way, on the same
-axis. A user's plan may gather the slices of a sequence for each matrix of a layer; gathered once they serve
-all. Both must be in the forward, or both in the backward, so that nothing is kept between the two for it
-(`recompute = "gathers"` is that choice), and in one module, or side by side in one layer, so that
-no stage has to send what is gathered to the next. An all-reduce of the backward may be one of the forward:
-its result is as large as the value that would be kept to reduce it again. DTensor reduces so, for an op keeps
-its argument before the reduction.
+`equal_collectives`: one collective where two would bring the same value, seen the same way, on the same axis.
+Both must be in the forward, or both in the backward, so that nothing is kept between the two for it
+(`recompute = "gathers"` is that choice), and in one module, or side by side in one layer, so that no stage
+has to send what is gathered to the next. An all-reduce of the backward may be one of the forward: its result
+is as large as the value that would be kept to reduce it again.
 
     1. A value is identified by the op that made it; a view by what it is a view of, and how.
-    2. A start whose input, arguments and position are those of an earlier one is dropped, with its wait: what
-       used them uses the earlier ones.
+    2. A start whose input, arguments and position are those of an earlier one is dropped, with its wait.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Batched matrix products that are one plain product: of a batch of one, with one matrix for all, or summed.
+"""Products: batched ones that are plain ones, and gradients that are sums of products.
 
-A linear layer that is written with three dims (einsum, matmul of expanded weights) multiplies batch by batch,
+`plain_matmuls`: a product of a batch of one, with one matrix for all, or summed, is one plain product. A
+linear layer that is written with three dims (einsum, matmul of expanded weights) multiplies batch by batch,
 and makes its weight's gradient as a batch of gradients that is then summed. One product of all rows does the
 same, without the batch of gradients, and is one op that can be under the input gradient's communication.
 
@@ -10,6 +11,16 @@ same, without the batch of gradients, and is one op that can be under the input 
        of attention): what a dim that is gone was sharded along nobody could tell.
 
 Sums are regrouped: results differ in the last bits.
+
+`gradient_parts`: a matrix that is used several times, as by chunks of a sequence, has a product for each use,
+and the captured step adds them up: each sum writes and reads tensors of the parameter's size. The runtime
+adds parts of a gradient where it is kept anyway (`stretto.ir.gradients`), so the products become the
+gradient's parts.
+
+    1. A gradient that an addition makes, of two tensors of its shape and dtype, is taken apart, and so is
+       what it adds, as long as nothing else reads it.
+    2. Where all that is left are products that nothing else reads, they are the gradient's parts, in the
+       order in which they are made. Else the sum stays. Over microbatches each part is added by itself.
 """
 
 from __future__ import annotations
@@ -21,8 +32,8 @@ from dataclasses import dataclass, field, replace
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
 from stretto.ir.gradients import PRODUCTS
-from stretto.ir.program import VIEW, Job, Op, Parameter, Ref, TensorSpec
-from stretto.passes.rewrite import Graph, live, rebuilt, spec_with, strides_of
+from stretto.ir.program import VIEW, Job, Op, Parameter, Ref, Stage, TensorSpec
+from stretto.passes.rewrite import Graph, changed, live, rebuilt, spec_with, strides_of
 
 BMM = "aten.bmm.default"
 
@@ -146,17 +157,11 @@ def gradient_parts(job: Job) -> Job:
     parameters = tuple(work.apart(parameter) for parameter in job.parameters)
     if not work.gone:
         return job
-    stages = tuple(
-        replace(
-            stage,
-            ops={
-                phase: tuple(op for op in ops if (stage.index, op.name) not in work.gone)
-                for phase, ops in stage.ops.items()
-            },
-        )
-        for stage in job.stages
-    )
-    return replace(job, parameters=parameters, stages=stages)
+
+    def kept(stage: Stage) -> Stage:
+        return changed(stage, lambda op: () if (stage.index, op.name) in work.gone else (op,))
+
+    return replace(job, parameters=parameters, stages=tuple(map(kept, job.stages)))
 
 
 class _GradientSums:

@@ -35,11 +35,7 @@ class Graph:
 
     def users(self) -> dict[str, list[Op]]:
         """Value -> the ops that use it."""
-        result: dict[str, list[Op]] = defaultdict(list)
-        for op in self.ops:
-            for name in op.uses:
-                result[name].append(op)
-        return result
+        return users_of(self.ops)
 
     def specs(self) -> dict[str, TensorSpec]:
         """Value -> spec, for what is given and for all values of ops that are one tensor."""
@@ -83,6 +79,22 @@ def rooted(ops: Iterable[Op]) -> Iterator[Op]:
             owners[op.name] = owner
             op = op if op.alias == owner else replace(op, alias=owner)
         yield op
+
+
+def changed(stage: Stage, news: Callable[[Op], Iterable[Op]]) -> Stage:
+    """The stage with the ops that `news` gives for each of its ops in its place."""
+    return replace(
+        stage, ops={phase: tuple(new for op in ops for new in news(op)) for phase, ops in stage.ops.items()}
+    )
+
+
+def users_of(ops: Iterable[Op]) -> dict[str, list[Op]]:
+    """Value -> the ops that use it."""
+    result: dict[str, list[Op]] = defaultdict(list)
+    for op in ops:
+        for name in op.uses:
+            result[name].append(op)
+    return result
 
 
 def stage_of(index: int, programs: Mapping[Phase, Sequence[Op]]) -> Stage:

@@ -1,11 +1,7 @@
-"""An all-reduce of which each rank keeps its own chunk becomes a reduce-scatter.
-
-It moves half of the bytes, and the rest was computed for nobody. Sequence parallelism makes such pairs at its
-borders: the embedding is reduced and then cut, the gradient that the output head reduces is cut by the norm.
+"""An all-reduce of which each rank keeps its own chunk becomes a reduce-scatter: half of the bytes.
 
 `cut_before_adding` comes first: a rank's chunk of a reduction that something was added to is its chunk of
-both. A sequence-parallel rank keeps its slice of what experts and their router return together: the experts'
-part is a reduction over ranks, the router's is replicated.
+both. A sequence-parallel rank keeps its slice of what experts and their router return together.
 
     1. Find a chunk of an all-reduce ("sum") of the same axis, with views and additions of tensors of the same
        shape between the two, of which nobody else reads anything.
@@ -16,8 +12,7 @@ part is a reduction over ranks, the router's is replicated.
 
     1. Find a start of an all-reduce ("sum") whose result is used by chunks along one dim of the same axis
        alone; copies between the two (a dropout that drops nothing) do not matter.
-    2. In its place: the dim comes first and contiguous (a view where nothing is before it, else a
-       copy), then the reduce-scatter and its wait.
+    2. In its place: the dim comes first and contiguous, then the reduce-scatter and its wait.
     3. Every chunk becomes a view of the wait. What views the chunk has the strides that follow; where they do
        not follow from the op alone, the all-reduce stays.
 """

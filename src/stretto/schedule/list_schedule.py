@@ -1,21 +1,17 @@
 """Orders from a walk in time: each rank takes the most urgent action that is ready and fits its memory.
 
-The one list scheduler of actions; families with a memory limit, and the search for an order
-(`stretto.schedule.search`), differ in urgencies alone. Each time that a rank is free:
+The one list scheduler of actions; families with a memory limit, and the search for an order, differ in
+urgencies alone. Each time that a rank is free:
 
-1. Of each of its stages, only the next microbatch of each phase is looked at, so that every phase goes
-   through the microbatches in ascending order.
+1. Of each of its stages, only the next microbatch of each phase is looked at.
 2. An action is ready when all that it needs is done and, from another rank, has arrived. A forward must also
-   fit the memory.
+   fit the memory (`Room`).
 3. Of what is ready the most urgent runs; a weight gradient where nothing else is ready or fits. `in_turn`,
    forwards and input gradients never overtake each other: where the most urgent of them is not ready, only a
    weight gradient may run.
 
-Why no limit of memory stops the walk: take the oldest microbatch that is not done. All before it are done,
-so that no stage holds one of them, and a limit of live microbatches a stage lets it in everywhere. With a
-limit for a rank's stages together, a forward runs only where the oldest microbatch that has not been through
-all of the rank's stages still fits beside what is then held. In turn, the walk may stop where urgencies are
-no order that keeps the limit.
+A forward runs only where the oldest microbatch that has not been through all of the rank's stages still fits
+beside what is then held: so no limit of memory stops the walk, but in turn it may stop.
 """
 
 from __future__ import annotations

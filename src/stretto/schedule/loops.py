@@ -1,18 +1,27 @@
-"""Families with one stage a rank, stage i on rank i: one pattern with two numbers a stage.
+"""Families whose stages go round the ranks in a loop: one stage a rank, or several.
 
-Terms: a stage's *warm-up* is the number of forwards before its first backward; its *delay* is how many
-microbatches its weight gradients lag behind its input gradients.
+One stage a rank: a stage's *warm-up* is the number of forwards before its first backward; its *delay* is how
+many microbatches its weight gradients lag behind its input gradients.
 
 1. run `warm-up` forwards;
 2. for every microbatch k: the backward of k; the weight gradient of k - delay; the next forward;
 3. run the weight gradients that are left.
 
-At most warm-up + delay microbatches are live in it. The pattern cannot deadlock as long as the warm-up does
-not grow from one stage to the next: the last forward of a stage's warm-up then never waits for a backward
-that itself waits for this stage. A memory limit cuts the warm-up first to the limit, and the delay to what is
-left, which keeps that property. Without a delay the backward is one action.
+At most warm-up + delay microbatches are live. The pattern cannot deadlock as long as the warm-up does not
+grow from one stage to the next. A memory limit cuts the warm-up first to the limit, and the delay to what is
+left.
 
-Touches `stretto.ir` only.
+Several stages a rank: stage s is on rank s modulo ranks.
+
+1. The forwards of a rank go group by group of microbatches: the group's microbatches through the rank's
+   first stage, then through its second, and so on. Its backwards do the same from its last stage to its
+   first.
+2. Interleaved 1F1B is 1F1B over these two lists. The warm-up is what the first group runs before its last
+   stage, and on top a number for every rank on the way to the last one and back.
+3. Unless the user names a group, microbatches are shared equally by as many groups as there are of at least
+   `ranks` microbatches each, as in Megatron-LM and PyTorch. A group that the user names is Megatron-LM's
+   `--microbatch-group-size-per-virtual-pipeline-stage`: the last one may be smaller, and then ranks may wait
+   for each other for ever (`make_schedule` refuses that).
 """
 
 from __future__ import annotations
