@@ -40,7 +40,7 @@ def test_csv_is_for_pipes():
 def test_ascii_is_the_default_and_carries_the_figures():
     result = run(*NAMED, *TIMES)
     assert result.exit_code == 0
-    assert result.stdout.startswith("time")
+    assert result.stdout.startswith("Eager-1f1b timeline")
     assert "\nrank 3 " in result.stdout
     assert "live microbatches, by stage  7 5 3 1" in result.stdout
     assert result.stderr == ""
@@ -61,7 +61,7 @@ def test_a_file_is_read_and_drawn(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,,0B0\n1F0,1B0\n")
     assert run("--csv", str(path), "--format", "csv").stdout == to_csv(read_csv(path))
-    assert "rank 1  ...F0 B0---" in run("--csv", str(path)).stdout
+    assert "····1F0-1B0-----" in run("--csv", str(path)).stdout
 
 
 def test_a_deadlock_is_refused_when_drawn_but_can_be_rewritten(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stretto.report.svg import MAX_WIDTH_PX, draw_schedule
+from stretto.report.text import LABEL_CELLS, schedule_text
 from stretto.schedule.csv import read_csv
-from stretto.schedule.draw import to_ascii, to_json
+from stretto.schedule.draw import to_json
 from stretto.schedule.families import make_schedule
 from stretto.schedule.loops import ONE_STAGE
 from stretto.schedule.timing import PhaseTimes, time_schedule
@@ -32,13 +34,10 @@ def boxes(svg: str) -> dict[str, tuple[str, float, float, float]]:
     return found
 
 
-def test_a_unit_drawing_is_the_familiar_picture():
-    schedule = make_schedule("1f1b", 2, 3)
-    assert to_ascii(schedule, time_schedule(schedule)) == (
-        "time    0              5              10\n"
-        "rank 0  F0 F1 ......B0--- F2 B1--- ...B2---\n"
-        "rank 1  ...F0 B0--- F1 B1--- F2 B2--- ......\n"
-    )
+def test_overlapped_actions_are_one_box():
+    schedule = read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    _, row, *_ = schedule_text(schedule, time_schedule(schedule)).plain.splitlines()
+    assert row.split() == ["rank", "0", "0F0--0F1+0B0--0B1---"]
 
 
 @given(st.sampled_from(FAMILIES), st.integers(1, 4), st.integers(1, 12), st.floats(0.3, 3))
@@ -47,16 +46,13 @@ def test_a_unit_drawing_is_the_familiar_picture():
 def test_text_shows_every_action_in_its_columns(family, stages, microbatches, f):
     schedule = make_schedule(family, stages, microbatches)
     timing = time_schedule(schedule, PhaseTimes(f, 1.0, 0.7, 0.2))
-    rows = to_ascii(schedule, timing).splitlines()[1:]
-    columns_per_unit = (max(map(len, rows)) - len("rank 0  ")) / timing.makespan
+    rows = [row for row in schedule_text(schedule, timing).plain.splitlines() if row.startswith("rank")]
     for rank, row in enumerate(rows):
-        chart = row[len("rank 0  ") :]
-        words = chart.replace(".", " ").replace("-", " ").split()
-        assert words == [str(action)[1:] for action in schedule.actions(rank)]
-        at = 0
-        for action in schedule.actions(rank):
-            at = chart.index(str(action)[1:], at)
-            assert at == pytest.approx(timing.start[action] * columns_per_unit, abs=2)
+        chart = row[LABEL_CELLS:]
+        found = [(word[0], word.start()) for word in re.finditer(r"\d+[FIWB]\d+", chart)]
+        assert [word for word, _ in found] == [str(action) for action in schedule.actions(rank)]
+        for action, (_, at) in zip(schedule.actions(rank), found, strict=True):
+            assert at == pytest.approx(timing.start[action] * len(chart) / timing.makespan, abs=2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
