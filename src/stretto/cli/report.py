@@ -255,17 +255,8 @@ def _grouped(timeline: Timeline) -> dict[tuple[str, str, int], list[float]]:
 
 
 def _op_row(op: OpGroup) -> Row:
-    return {
-        "target": op.target,
-        "reads": op.reads,
-        "makes": op.makes,
-        "phases": op.phases,
-        "calls": op.calls,
-        "each_us": op.total_us / op.calls,
-        "total_us": op.total_us,
-        "share": op.share,
-        "source": op.source,
-    }
+    names = ("target", "reads", "makes", "phases", "calls", "each_us", "total_us", "share", "source")
+    return {name: getattr(op, name) for name in names}
 
 
 def _communications_grid(rows: Sequence[Row]) -> Grid:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -60,30 +59,22 @@ def train(
         settings = load_settings(config, overrides, progress.begin)
         progress.begin("loading PyTorch")
         if resume:
-            _refuse_without_checkpoint(settings)
-        _started(settings, config, overrides, progress)
+            from stretto.train.checkpoint_files import latest_in
 
+            if latest_in(settings.checkpoint_dir) is None:
+                raise UsageError(
+                    f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume "
+                    "the run starts at its first step"
+                )
+        from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
 
-def _refuse_without_checkpoint(settings: TrainSettings) -> None:
-    from stretto.train.checkpoint_files import latest_in
-
-    if latest_in(settings.checkpoint_dir) is None:
-        raise UsageError(
-            f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume the run "
-            "starts at its first step"
-        )
-
-
-def _started(settings: TrainSettings, config: Path, overrides: Sequence[str], progress: Progress) -> None:
-    from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
-
-    command = [sys.executable, "-m", "stretto", "train", str(config)]
-    for override in overrides:
-        command += ["--set", override]
-    status = start(settings, command, progress)
-    sys.stdout.flush()
-    if status:
-        raise typer.Exit(status)
+        command = [sys.executable, "-m", "stretto", "train", str(config)]
+        for override in overrides:
+            command += ["--set", override]
+        status = start(settings, command, progress)
+        sys.stdout.flush()
+        if status:
+            raise typer.Exit(status)
 
 
 ROWS = 2

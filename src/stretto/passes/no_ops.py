@@ -46,6 +46,8 @@ RESHAPES = (
 )
 """The same elements in the same order, when input and result are contiguous."""
 
+COPIES = ("aten.clone.default", "aten._to_copy.default")
+
 SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 
 
@@ -202,10 +204,6 @@ def _order(op: Op) -> list[int] | None:
 # Step 2, by target: the input that the result may equal; that layout and dtype are the same is seen after it.
 
 
-def _view(work: _NoOps, op: Op) -> str | None:
-    return _given(op)
-
-
 def _swap(work: _NoOps, op: Op) -> str | None:
     order = _order(op)
     return _given(op) if order is not None and order == sorted(order) else None
@@ -236,23 +234,13 @@ def _cat(work: _NoOps, op: Op) -> str | None:
     return work.may_share(full[0]) if len(full) == 1 else None
 
 
-def _copy(work: _NoOps, op: Op) -> str | None:
-    return work.may_share(_given(op))
-
-
 IDENTITIES: dict[str, Callable[[_NoOps, Op], str | None]] = {
-    **dict.fromkeys(VIEWS, _view),
-    "aten.expand.default": _view,
-    "aten.t.default": _swap,
-    "aten.transpose.int": _swap,
-    "aten.permute.default": _swap,
+    **dict.fromkeys((*VIEWS, "aten.expand.default"), lambda work, op: _given(op)),
+    **dict.fromkeys(SWAPS, _swap),
     "aten.slice.Tensor": _slice,
     "aten.slice_backward.default": _slice_backward,
-    "aten.clone.default": _copy,
-    "aten._to_copy.default": _copy,
-    "aten.mul.Tensor": _times_one,
-    "aten.div.Tensor": _times_one,
-    "aten.pow.Tensor_Scalar": _times_one,
+    **dict.fromkeys(COPIES, lambda work, op: work.may_share(_given(op))),
+    **dict.fromkeys(("aten.mul.Tensor", "aten.div.Tensor", "aten.pow.Tensor_Scalar"), _times_one),
     "aten.cat.default": _cat,
 }
 """Targets whose result may be their input."""

@@ -35,7 +35,7 @@ from stretto.ir.gradients import PRODUCTS
 from stretto.ir.program import VIEW, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.passes.rewrite import Graph, changed, live, rebuilt, spec_with, strides_of
 
-BMM = "aten.bmm.default"
+BMM, SQUEEZE = "aten.bmm.default", "aten.squeeze.dim"
 
 
 def plain_matmuls(graph: Graph) -> Graph:
@@ -71,10 +71,10 @@ def _summed(op: Op, product: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | 
         return None
     make = _PlainMatmuls(op, left.dtype)
     swapped = make.view(
-        "swapped", "permute", product.args[0], ((1, 0, 2),), (m, batch, k), (down, across, along)
+        "swapped", "aten.permute.default", product.args[0], ((1, 0, 2),), (m, batch, k), (down, across, along)
     )
-    a = make.view("left", "view", swapped, ((m, batch * k),), (m, batch * k), (down, along))
-    b = make.view("right", "view", product.args[1], ((batch * k, n),), (batch * k, n), (step, beside))
+    a = make.view("left", VIEW, swapped, ((m, batch * k),), (m, batch * k), (down, along))
+    b = make.view("right", VIEW, product.args[1], ((batch * k, n),), (batch * k, n), (step, beside))
     return make.product(a, b, (m, n), product.flops)
 
 
@@ -85,8 +85,8 @@ def _shared(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
         return None
     (batch, m, k), n = left.shape, right.shape[2]
     make = _PlainMatmuls(op, left.dtype)
-    a = make.view("left", "view", op.args[0], ((batch * m, k),), (batch * m, k), (k, 1))
-    b = make.view("right", "select", op.args[1], (0, 0), (k, n), strides_of(right)[1:])
+    a = make.view("left", VIEW, op.args[0], ((batch * m, k),), (batch * m, k), (k, 1))
+    b = make.view("right", "aten.select.int", op.args[1], (0, 0), (k, n), strides_of(right)[1:])
     return make.product(a, b, (batch * m, n), op.flops)
 
 
@@ -96,17 +96,9 @@ def _single(op: Op, specs: Mapping[str, TensorSpec]) -> list[Op] | None:
     if left is None or right is None or left.shape[0] != 1:
         return None
     make = _PlainMatmuls(op, left.dtype)
-    a = make.view("left", "squeeze", op.args[0], (0,), left.shape[1:], strides_of(left)[1:])
-    b = make.view("right", "squeeze", op.args[1], (0,), right.shape[1:], strides_of(right)[1:])
+    a = make.view("left", SQUEEZE, op.args[0], (0,), left.shape[1:], strides_of(left)[1:])
+    b = make.view("right", SQUEEZE, op.args[1], (0,), right.shape[1:], strides_of(right)[1:])
     return make.product(a, b, (left.shape[1], right.shape[2]), op.flops)
-
-
-TARGETS = {
-    "permute": "aten.permute.default",
-    "view": VIEW,
-    "select": "aten.select.int",
-    "squeeze": "aten.squeeze.dim",
-}
 
 
 @dataclass(slots=True)
@@ -120,14 +112,14 @@ class _PlainMatmuls:
     def view(
         self,
         what: str,
-        how: str,
+        target: str,
         source: Ref,
         args: tuple[object, ...],
         shape: Sequence[int],
         strides: Sequence[int],
     ) -> Ref:
         name, spec = f"{self.op.name}_{what}", spec_with(shape, self.dtype, strides)
-        made = Op(name, TARGETS[how], (source, *args), (), (spec,), source.name, module=self.op.module)
+        made = Op(name, target, (source, *args), (), (spec,), source.name, module=self.op.module)
         self.ops.append(made)
         return Ref(name)
 
@@ -140,7 +132,7 @@ class _PlainMatmuls:
         self.ops.append(made)
         if not as_it_is:
             assert op.outputs[0] is not None
-            view = Op(op.name, TARGETS["view"], (Ref(name), op.outputs[0].shape), (), op.outputs, name)
+            view = Op(op.name, VIEW, (Ref(name), op.outputs[0].shape), (), op.outputs, name)
             self.ops.append(replace(view, module=op.module))
         return self.ops
 

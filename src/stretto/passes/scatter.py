@@ -139,7 +139,7 @@ class _Cut:
         return [Op(view, VIEW, (Ref(name), whole.shape), (), (spec,), name, module=like.module)], view
 
 
-COPIES = ("aten.clone.default",)
+COPY = "aten.clone.default"
 
 
 def reduce_scatter_chunks(graph: Graph) -> Graph:
@@ -184,7 +184,7 @@ def _chunks(
         if name in roots:
             return None
         for user in users.get(name, ()):
-            if user.target == WAIT or user.target in COPIES:
+            if user.target in (WAIT, COPY):
                 reached.append(user.name)
                 between.append(user.name)
             elif user.target == CHUNK and user.args[2] == start.args[2]:
@@ -221,20 +221,11 @@ def _scattered(start: Op, chunk: Op) -> Iterator[Op]:
         strides = dense_strides(split)
         yield _op(f"{name}_split", VIEW, (Ref(value), split), TensorSpec(split, dtype), module, value)
         permuted = TensorSpec(moved, dtype, tuple(strides[d] for d in order))
-        yield _op(
-            f"{name}_first", "aten.permute.default", (Ref(f"{name}_split"), order), permuted, module, value
-        )
-        yield replace(
-            _op(
-                f"{name}_copy",
-                "aten.clone.default",
-                (Ref(f"{name}_first"),),
-                TensorSpec(moved, dtype),
-                module,
-            ),
-            kwargs=(("memory_format", Const("memory_format", "contiguous_format")),),
-        )
+        source = Ref(f"{name}_split")
+        yield _op(f"{name}_first", "aten.permute.default", (source, order), permuted, module, value)
         value = f"{name}_copy"
+        copied = _op(value, COPY, (Ref(f"{name}_first"),), TensorSpec(moved, dtype), module)
+        yield replace(copied, kwargs=(("memory_format", Const("memory_format", "contiguous_format")),))
     first = (size * shape[0], *(part if d == dim else n for d, n in enumerate(shape) if d)) if dim else shape
     scattered = TensorSpec((first[0] // size, *first[1:]), dtype)
     yield _op(f"{name}_rows", VIEW, (Ref(value), first), TensorSpec(first, dtype), module, value)

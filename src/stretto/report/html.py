@@ -16,7 +16,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
-from stretto.report.grid import Grid, format_us, source_word
+from stretto.report.grid import Grid, counted, format_us, source_word
 from stretto.report.load import draw_loads, draw_loss, load_findings, load_grid, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
@@ -93,17 +93,11 @@ def _page_file(name: str) -> str:
 
 
 def _subtitle(run: Run) -> str:
-    words = [str(run.path)]
     known = run.figures
-    if known is not None:
-        words.append(f"{known.schedule}, {_count(known.stages, 'stage')} on {known.where}")
-        words.append(_count(known.microbatches, "microbatch", "es"))
-        words.append(f"costs: {known.costs}")
-    return " · ".join(words)
-
-
-def _count(number: int, what: str, more: str = "s") -> str:
-    return f"{number} {what}{more if number != 1 else ''}"
+    if known is None:
+        return str(run.path)
+    schedule = f"{known.schedule}, {counted(known.stages, 'stage')} on {known.where}"
+    return f"{run.path} · {schedule} · {counted(known.microbatches, 'microbatch')} · costs: {known.costs}"
 
 
 # --- where the scripts draw the timelines ------------------------------------------------------

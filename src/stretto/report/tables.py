@@ -193,7 +193,7 @@ def costliest_grid(groups: Sequence[OpGroup], *, reads: bool = False, known: boo
     for group in groups:
         rate = format_flops(group.flops / group.total_us * 1e6) + "/s" if group.flops else "-"
         row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
-        row += [format_us(group.total_us / group.calls), format_us(group.total_us), format_share(group.share)]
+        row += [format_us(group.each_us), format_us(group.total_us), format_share(group.share)]
         row += [rate, *([group.source] if known else [])]
         rows.append((*row, _plain(f"{group.reads} → {group.makes}") if reads else _short(group.makes)))
     head = ["", "phase", "calls", "each", "total", "share", "rate", *(["known"] if known else [])]
