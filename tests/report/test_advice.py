@@ -58,7 +58,7 @@ def told(timeline: Timeline, plan: Plan | None = None) -> dict[str, tuple[str, s
 def test_help_differs_between_axes() -> None:
     traffic = Traffic("tp", "all", 1, 1, 100.0, 50.0)
     for reason in (Reason.NETWORK, Reason.END):
-        said = {name: help_for(reason, name, None, 50.0, traffic) for name in AXES}
+        said = {name: " ".join(help_for(reason, name, None, 50.0, traffic)) for name in AXES}
         assert len(set(said.values())) == len(AXES)
 
 
@@ -153,10 +153,10 @@ def test_attentions_backward_makes_the_scores_again() -> None:
 
 def test_what_stays_in_float32_is_no_reason_for_bf16() -> None:
     traffic, plan = Traffic("tp", "all", 1, 1, 100.0, 50.0), plan_of()
-    said = help_for(Reason.NETWORK, "tp", plan, 50.0, traffic)
+    said = " ".join(help_for(Reason.NETWORK, "tp", plan, 50.0, traffic))
     assert 'precision = "bf16"' in said
     low = replace(plan, job=replace(plan.job, param_dtype="bfloat16"))
-    assert 'precision = "bf16"' not in help_for(Reason.NETWORK, "tp", low, 50.0, traffic)
+    assert 'precision = "bf16"' not in " ".join(help_for(Reason.NETWORK, "tp", low, 50.0, traffic))
 
 
 def test_mfu_and_hfu_of_a_known_peak() -> None:

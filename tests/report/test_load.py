@@ -8,19 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from stretto.capturing import capture
-from stretto.config import Parallel
 from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.timeline import Stall, Timeline
-from stretto.planning.make_plan import make_plan
-from stretto.price.flat import described_costs
 from stretto.report.files import OBSERVED, load_timeline, save_json
 from stretto.report.findings import stalls_findings, stalls_grid
 from stretto.report.html import render
 from stretto.report.load import draw_loads, dropped_words, load_findings, load_grid, loads_of
 from stretto.report.rundir import Run
-from tests.capturing.zoo import Chain, mean_square, rows
-from tests.clusters import cores
 
 
 def of(module: str, name: str, *values: float, least: float = 0.0, joined: str = "sum") -> Observed:
@@ -94,9 +88,7 @@ UNEVEN = timeline(busy_us=(600.0, 900.0), stalls=(Stall("ep", 0, 1, 250.0), Stal
 
 
 def test_a_row_a_rank() -> None:
-    job = capture(Chain(), rows(4), mean_square, Parallel(dp=2))
-    plan = make_plan(job, described_costs(job, cores(latency_us=20.0, link_gbps=0.05)))
-    grid = stalls_grid(UNEVEN, plan)
+    grid = stalls_grid(UNEVEN)
     assert grid is not None
     assert grid.rows == [
         ("rank 0", "600 us (60.0%)", "250 us (25.0%)", "rank 1 (ep)", "4 us (0.4%)"),

@@ -174,7 +174,7 @@ def run_grids(run: Run, timelines: Sequence[Timeline]) -> list[Grid]:
         traffic_grid(timelines) if timelines else None,
         None if shown is None else advice_grid(shown, run.plan),
         None if known is None else rates_grid(known.work, run.timelines, known.world, run.summary),
-        None if run.measured is None else stalls_grid(run.measured, run.plan, seen.end if seen else ()),
+        None if run.measured is None else stalls_grid(run.measured),
         None if seen is None else others_grid(seen),
         None if seen is None else load_grid(seen),
     ]
