@@ -16,7 +16,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.stage_maps import loop, v
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.list_schedule import Room, list_orders, most_held
+from stretto.schedule.list_schedule import ActionWalk, Room, most_held
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, time_schedule
 from stretto.verifying import schedule_faults
@@ -159,13 +159,13 @@ def test_the_walk_never_stops_where_one_microbatch_fits(ranks, each, microbatche
     more = draw.choice([1.0, 1.3, 2.0])
     room = Room(tuple(more * one for one in limits), whole, tuple(0.5 * one for one in whole))
     urgent: dict[Action, float] = {}
-    orders = list_orders(
+    orders = ActionWalk(
         stage_ranks,
         microbatches,
         lambda action: urgent.setdefault(action, draw.random()),
         split=split,
         room=room,
-    )
+    ).orders()
     assert orders is not None
     made = Schedule("drawn", len(stage_ranks), microbatches, stage_ranks, orders)
     assert schedule_faults(made) == []

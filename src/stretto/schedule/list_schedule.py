@@ -71,45 +71,16 @@ Urgency = Callable[[Action], float]
 """Smallest first; no two actions of a rank have the same."""
 
 
-def list_orders(
-    stage_ranks: Sequence[int],
-    microbatches: int,
-    urgency: Urgency,
-    *,
-    split: bool,
-    stage_limit: int | None = None,
-    room: Room | None = None,
-    in_turn: bool = False,
-    spare_last: bool = False,
-    times: PhaseTimes = UNIT_TIMES,
-) -> tuple[tuple[Action, ...], ...] | None:
-    """The order of actions of every rank; None where the walk stops half way.
-
-    split: whether the backward is I and W, or B.
-    stage_limit: the most live microbatches of a stage.
-    room: memory of each rank's stages together.
-    in_turn: see step 3.
-    spare_last: whether W waits where it would hold up a rank's last input gradient that another stage
-        needs.
-    """
-    return _ActionWalk(
-        stage_ranks, microbatches, urgency, split, stage_limit, room, in_turn, spare_last, times
-    ).orders()
-
-
 def limited(schedule: Schedule, max_live: int | None) -> Schedule:
     """The schedule with at most so many live microbatches a stage: itself where it has no more, else what a
     walk with its own order as urgency gives. It has F and B, or F, I and W, of every microbatch."""
     if max_live is None or max(peak_live(schedule)) <= max_live:
         return schedule
     place = places_in(schedule)
-    orders = list_orders(
-        schedule.stage_ranks,
-        schedule.microbatches,
-        place.__getitem__,
-        split=any(action.phase is Phase.W for action in place),
-        stage_limit=max_live,
-    )
+    split = any(action.phase is Phase.W for action in place)
+    orders = ActionWalk(
+        schedule.stage_ranks, schedule.microbatches, place.__getitem__, split, max_live
+    ).orders()
     assert orders is not None, "a limit of live microbatches stops no walk"
     return replace(schedule, orders=orders)
 
@@ -119,26 +90,29 @@ def places_in(schedule: Schedule) -> dict[Action, int]:
     return {action: at for rank in range(schedule.ranks) for at, action in enumerate(schedule.actions(rank))}
 
 
-class _ActionWalk:
-    """Actions by *queue*: one for each stage and phase, from which the next microbatch is taken."""
+@dataclass
+class ActionWalk:
+    """Orders of actions by *queue*: one for each stage and phase, from which the next microbatch is taken.
 
-    def __init__(
-        self,
-        stage_ranks: Sequence[int],
-        microbatches: int,
-        urgency: Urgency,
-        split: bool,
-        stage_limit: int | None,
-        room: Room | None,
-        in_turn: bool,
-        spare_last: bool,
-        times: PhaseTimes,
-    ) -> None:
-        self.phases = (Phase.F, Phase.I, Phase.W) if split else (Phase.F, Phase.B)
+    split: whether the backward is I and W, or B. stage_limit: the most live microbatches of a stage. room:
+    memory of each rank's stages together. in_turn: see step 3. spare_last: whether W waits where it would
+    hold up a rank's last input gradient that another stage needs.
+    """
+
+    stage_ranks: Sequence[int]
+    microbatches: int
+    urgency: Urgency
+    split: bool = True
+    stage_limit: int | None = None
+    room: Room | None = None
+    in_turn: bool = False
+    spare_last: bool = False
+    times: PhaseTimes = UNIT_TIMES
+
+    def __post_init__(self) -> None:
+        stage_ranks, times, urgency = self.stage_ranks, self.times, self.urgency
+        self.phases = (Phase.F, Phase.I, Phase.W) if self.split else (Phase.F, Phase.B)
         self.stages, self.ranks = len(stage_ranks), max(stage_ranks) + 1
-        self.stage_ranks, self.microbatches, self.urgency = stage_ranks, microbatches, urgency
-        self.stage_limit, self.room = math.inf if stage_limit is None else stage_limit, room
-        self.in_turn, self.spare_last, self.split = in_turn, spare_last, split
         kinds = range(len(self.phases))
         every = [(stage, kind) for stage in range(self.stages) for kind in kinds]
         self.takes = [times.of(Action(stage, self.phases[kind], 0)) for stage, kind in every]
@@ -157,6 +131,7 @@ class _ActionWalk:
             self._look(stage * len(self.phases))
 
     def orders(self) -> tuple[tuple[Action, ...], ...] | None:
+        """By rank; None where the walk stops half way."""
         count = len(self.phases)
         order: list[list[Action]] = [[] for _ in range(self.ranks)]
         free_at = [0.0] * self.ranks
@@ -252,7 +227,8 @@ class _ActionWalk:
         stage, kind = divmod(queue, count)
         if kind:
             return True
-        if self.done[queue] - self.done[queue + count - 1] >= self.stage_limit:
+        live = self.done[queue] - self.done[queue + count - 1]
+        if self.stage_limit is not None and live >= self.stage_limit:
             return False
         if self.room is None:
             return True

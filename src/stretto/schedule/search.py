@@ -18,7 +18,7 @@ from itertools import accumulate
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.list_schedule import Room, Urgency, list_orders, places_in
+from stretto.schedule.list_schedule import ActionWalk, Room, Urgency, places_in
 from stretto.schedule.timing import PhaseTimes, hops_of, peak_live, time_schedule
 
 ENOUGH = 8
@@ -196,7 +196,7 @@ def _fitting(sought: Sought, family: str, groups: bool) -> Schedule | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ListWay:
     """A way to make an order for so many microbatches. memory: times that of 1F1B, instead of the room's."""
 
     stage_ranks: tuple[int, ...]
@@ -208,17 +208,16 @@ class _Way:
 
     def made(self, sought: Sought) -> Schedule | None:
         """None where the walk stops half way."""
-        orders = list_orders(
+        orders = ActionWalk(
             self.stage_ranks,
             sought.microbatches,
             self.urgency(sought),
-            split=True,
             stage_limit=sought.max_live,
             room=_room(sought, self.stage_ranks, self.memory),
             in_turn=self.in_turn,
             spare_last=self.spare_last,
             times=sought.times,
-        )
+        ).orders()
         if orders is None:
             return None
         return Schedule(self.name, len(self.stage_ranks), sought.microbatches, self.stage_ranks, orders)
@@ -234,16 +233,16 @@ def _lists(sought: Sought, families: Sequence[Schedule]) -> list[TimedOrder]:
     return [TimedOrder(one, sought.time(one)) for one in orders if one is not None and sought.fits(one)]
 
 
-def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[_Way]:
+def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[_ListWay]:
     memories = MEMORIES if sought.room is None else (None,)
     for family in families:
-        yield _Way(family.stage_ranks, f"{family.family} by list", _order_of(family), memories[-1])
+        yield _ListWay(family.stage_ranks, f"{family.family} by list", _order_of(family), memories[-1])
     for stage_ranks in dict.fromkeys(family.stage_ranks for family in families):
         for memory in memories:
-            yield _Way(stage_ranks, "backward first", backward_first, memory)
+            yield _ListWay(stage_ranks, "backward first", backward_first, memory)
             for given_up, spare_last in GIVEN_UP if sought.virtual_stages == 1 else ():
                 urgency = partial(warm_up_first, memory=memory, given_up=given_up)
-                yield _Way(stage_ranks, "zero bubble", urgency, memory, True, spare_last)
+                yield _ListWay(stage_ranks, "zero bubble", urgency, memory, True, spare_last)
 
 
 def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
@@ -284,7 +283,7 @@ def warm_up_first(sought: Sought, *, memory: int | None, given_up: float) -> Urg
     """With one stage a rank, in turn (arXiv 2401.10241, section 3): as many forwards as end before the first
     input gradient can arrive, and as memory allows; then an input gradient and a forward in turn.
 
-    memory: as in `_Way`. given_up: a part of a forward, on all ranks but the first, as a forward that has
+    memory: as in `_ListWay`. given_up: a part of a forward, on all ranks but the first, as a forward that has
     begun holds up an input gradient that arrives. Warm-ups never grow from rank to rank, so that the order
     cannot deadlock.
     """

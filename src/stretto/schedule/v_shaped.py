@@ -17,7 +17,7 @@ from collections.abc import Callable
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.stage_maps import v
 from stretto.schedule.family import Family, ScheduleShape, first_microbatches
-from stretto.schedule.list_schedule import Room, limited, list_orders
+from stretto.schedule.list_schedule import ActionWalk, Room, limited
 from stretto.schedule.timing import peak_live
 
 ACTIONS_OF_A_MICROBATCH = 6
@@ -55,14 +55,8 @@ def _repeated(
             at = slots[stage_ranks[action.stage]][forward if action.phase is Phase.F else backward]
             return ACTIONS_OF_A_MICROBATCH * action.microbatch + at
 
-        orders = list_orders(
-            stage_ranks,
-            wanted.microbatches,
-            urgency,
-            split=True,
-            room=Room.even(ranks, wanted.stages, shares(ranks)),
-            in_turn=True,
-        )
+        room = Room.even(ranks, wanted.stages, shares(ranks))
+        orders = ActionWalk(stage_ranks, wanted.microbatches, urgency, room=room, in_turn=True).orders()
         assert orders is not None, "a block's slots keep its memory"
         made = Schedule(name, wanted.stages, wanted.microbatches, stage_ranks, orders)
         return limited(made, wanted.max_live)

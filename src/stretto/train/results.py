@@ -154,7 +154,7 @@ def _print_seen(results: Results) -> None:
     if results.seen is None or loads is None:
         return
     measured = results.measured
-    stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
+    stalls = None if measured is None else stalls_grid(measured)
     for grid in (loads, stalls):
         if grid is not None:
             grid.print()
