@@ -15,9 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from stretto.cli import plan as plan_command
-from stretto.cli.common import check_output
 from stretto.cli.main import app
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import StrettoError
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.simulating import predict
@@ -90,16 +89,6 @@ def test_a_wrong_place_is_refused_before_anything_is_read(command: tuple[str, ..
         *command, str(tmp_path / "no" / "x.html")
     )
     assert "is a folder; name a file in it; nothing was begun" in refusal(*command, str(folder))
-
-
-def test_places_that_can_be_written(tmp_path: Path) -> None:
-    check_output("-o", None)
-    check_output("-o", tmp_path / "new")
-    (tmp_path / "old").write_text("")
-    check_output("-o", tmp_path / "old")
-    check_output("-o", Path("/dev/null"))
-    with pytest.raises(UsageError, match=r"-o .*old/x: .*old is no folder"):
-        check_output("-o", tmp_path / "old" / "x")
 
 
 @pytest.mark.parametrize(

@@ -93,24 +93,6 @@ def test_the_made_up_case_hides_what_can_be_hidden() -> None:
     assert time_of(graph, "list") <= 1.05 * time_of(graph, "improve")
 
 
-@pytest.mark.parametrize(
-    ("forward", "fillers"),
-    [
-        ((500, 150, "C", 300, "C", 10), ()),
-        ((10, "C", 10), ()),
-        ((10,), ()),
-        (FORWARD, (500,)),
-        (FORWARD, (300, 300, 300)),
-        ((5000,), (7,)),
-    ],
-)
-def test_odd_lengths_break_nothing(forward: Sequence[int | str], fillers: Sequence[int]) -> None:
-    graph = chains(forward, BACKWARD, fillers=fillers)
-    floor = max(graph.work_us, 900 + 2 * C)
-    for policy in ("list", "improve"):
-        assert floor <= time_of(graph, policy) < time_of(graph, "captured")
-
-
 def test_weight_gradients_stand_under_the_collective_of_the_input_gradient() -> None:
     graph = chains((300, "C", 300), fillers=(250, 100))
     order = list_order(graph)

@@ -58,14 +58,6 @@ def test_what_both_need_is_computed_once() -> None:
     assert made.stages[0].ops[Phase.W][0].uses == ("e", "b_again")
 
 
-def test_a_small_result_is_kept_to_the_weight_gradient_instead_of_its_large_source() -> None:
-    forward = (op("a", "batch/x"), op("sum", "a", spec=SMALL), op("loss", "a"))
-    job = stage_of(forward, (op("e", "tangent", "a"),), (op("h", "e", "sum", spec=SMALL),))
-    made = repeat(job, {0: ["a", "sum"]})
-    assert names(made, Phase.I) == ["a_again", "sum_again", "e"]
-    assert names(made, Phase.W) == ["h"]
-
-
 @pytest.mark.parametrize("choice", ["full", "selective"])
 @pytest.mark.parametrize("layout", ["one rank", "pp tp sp"])
 def test_forgetting_gives_the_job_back(layout: str, choice: str) -> None:

@@ -161,23 +161,10 @@ def test_nothing_is_captured_that_the_settings_refuse(tmp_path: Path) -> None:
 
 
 TWO = Candidate(LayoutChoice(2, 1, 1, 1, False, 4), "1f1b", 1)
-FOUR = Candidate(LayoutChoice(4, 1, 1, 1, False, 4), "1f1b", 1)
-COPIES = Candidate(LayoutChoice(1, 2, 1, 1, False, 4), "1f1b", 1)
 
 
 def planned(candidate: Candidate, order: str, step_us: float) -> Planned:
     return Planned(candidate, order, step_us, 0.0, "", {}, 0.0, 0)
-
-
-def test_auto_is_not_where_it_may_not_be_or_has_nothing_to_choose(tmp_path: Path) -> None:
-    given = settings(tmp_path)
-    assert Choices(given, 2).with_auto(COPIES) == []
-    assert Choices(given, 2, {"schedule": "1f1b"}).with_auto(TWO) == []
-    (found,) = Choices(given, 2, {"virtual_stages": 1}).with_auto(TWO)
-    assert found.virtual_stages == 1
-    # Of four layers on four ranks each has one stage.
-    (found,) = Choices(given, 4).with_auto(FOUR)
-    assert found.virtual_stages == 1
 
 
 def test_the_best_and_auto_come_first_and_the_settings_own_last(tmp_path: Path) -> None:
