@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from stretto.ir.timeline import Stall, Timeline
 from stretto.report.files import OBSERVED, load_timeline, save_json
 from stretto.report.findings import stalls_findings, stalls_grid
 from stretto.report.html import render
-from stretto.report.load import draw_loads, dropped_words, load_findings, load_grid, loads_of
+from stretto.report.load import dropped_words, load_findings, load_grid, loads_of, loads_table
 from stretto.report.rundir import Run
 
 
@@ -65,19 +64,19 @@ def test_what_is_said_of_them(run: ObservedRun) -> None:
 def test_a_model_without_experts_has_no_table() -> None:
     run = ObservedRun(1, 10, END[2:3], END[2:3])
     assert load_grid(run) is None
-    assert draw_loads(run) is None
+    assert loads_table(run) is None
     assert load_findings(run) == []
     assert loads_of(END[2:3]) == ()
 
 
 def test_the_picture_has_a_cell_an_expert(run: ObservedRun) -> None:
-    picture = draw_loads(run)
-    assert picture is not None
-    assert len(re.findall("<title>", picture)) == 8
-    assert "<title>a.experts, expert 2: 40.0% of the rows, 35.0% to 45.0% in single steps</title>" in picture
+    table = loads_table(run)
+    assert table is not None
+    assert table.count("<td title=") == 8
+    assert "a.experts, expert 2: 40.0% of the rows, 35.0% to 45.0% in single steps" in table
     # Half above the even share, and at it.
-    assert 'fill="rgb(213,94,0)" fill-opacity="0.45"' in picture
-    assert picture.count('fill="rgb(0,114,178)" fill-opacity="0.75"') == 2
+    assert "rgba(213,94,0,0.45)" in table
+    assert table.count("rgba(0,114,178,0.75)") == 2
 
 
 def timeline(**more: object) -> Timeline:

@@ -17,7 +17,7 @@ from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
 from stretto.report.findings import findings, stalls_findings, stalls_grid
 from stretto.report.grid import Grid, counted, format_us, source_word
-from stretto.report.load import draw_loads, draw_loss, load_findings, load_grid, others_grid
+from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
 from stretto.report.rundir import SUMMARY, Run
@@ -191,7 +191,7 @@ def _tables(run: Run) -> list[str]:
     sides = "".join(f"<div>{side}</div>" for side in (left, right) if side)
     body = [f'<div class="pair">{sides}</div>']
     body += [_section(grid) for grid in run_grids(run, run.timelines)]
-    picture = None if run.observed is None else draw_loads(run.observed)
+    picture = None if run.observed is None else loads_table(run.observed)
     if picture is not None:
         body.append(f'<div class="scroll">{picture}</div>')
     costliest = [] if run.plan is None else costliest_ops(run.plan)

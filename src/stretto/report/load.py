@@ -1,12 +1,14 @@
 """What a model let see of its steps, in tables and sentences: loads by expert, and whatever else it observes.
 
-Of a layer with experts (a module that observes `rows`) tables show shares, of any other metric its numbers.
+Of a layer with experts (a module that observes `rows`) tables show shares, of any other metric its numbers. A
+cell of the table of all experts is as strong in colour as the expert is from its even share: orange above it
+(full at twice), blue below it (full at none). The loss over steps is an SVG.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -180,12 +182,10 @@ LEFT_PX, RIGHT_PX, TOP_PX, BOTTOM_PX = 64, 24, 34, 44
 """Margins of the loss."""
 TICKS = 6
 
-ROW_PX, LABEL_PX, HEAD_PX, GAP_PX = 24, 200, 26, 3
-"""Of the load: a layer's row, its name, the experts' numbers above all, the gap between cells."""
-WIDEST_CELL_PX = 56
-WORDS_PX = 40
-"""A cell that is wider has its share written into it."""
-MORE, LESS = "rgb(213,94,0)", "rgb(0,114,178)"
+MORE, LESS = "213,94,0", "0,114,178"
+"""Colours of an expert above its even share, and below it."""
+MOST_SHARES = 32
+"""Experts of a layer up to which cells have their shares written into them."""
 
 Point = tuple[float, float]
 
@@ -218,7 +218,10 @@ def draw_loss(metrics: Sequence[dict[str, Any]]) -> str | None:
         return TOP_PX + (low + tall - value) / tall * (bottom - TOP_PX)
 
     out = [
-        f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH_PX - 1}" height="{LOSS_HEIGHT_PX - 1}" rx="10"/>'
+        f'<svg class="curve" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH_PX} {LOSS_HEIGHT_PX}" '
+        f'width="{WIDTH_PX}" height="{LOSS_HEIGHT_PX}" role="img" aria-label="Loss over steps">',
+        f'<rect class="ground" x="0.5" y="0.5" width="{WIDTH_PX - 1}" height="{LOSS_HEIGHT_PX - 1}" '
+        'rx="10"/>',
     ]
     for value in (low + tick for tick in tick_times(tall, tall / TICKS)):
         out.append(
@@ -240,50 +243,33 @@ def draw_loss(metrics: Sequence[dict[str, Any]]) -> str | None:
     if held_out:
         out.append(f'<circle class="held" cx="{LEFT_PX + 128}" cy="18" r="3.2"/>')
         out.append(_text(LEFT_PX + 138, 22, "held-out loss", "start"))
-    return _svg(LOSS_HEIGHT_PX, "Loss over steps", out)
+    return "\n".join([*out, "</svg>"])
 
 
-def draw_loads(run: ObservedRun) -> str | None:
-    """A row for each layer and a cell for each expert, as the text of an SVG; None for a model without
-    experts."""
+def loads_table(run: ObservedRun) -> str | None:
+    """A row for each layer and a cell for each expert, as HTML; None for a model without experts."""
     loads = loads_of(run.end)
     if not loads:
         return None
     experts = max(len(load.shares) for load in loads)
-    cell = min(WIDEST_CELL_PX, (WIDTH_PX - LABEL_PX) / experts)
-    numbered = range(0, experts, max(1, round(WORDS_PX / 2 / cell)))
-    out = [_text(LABEL_PX + (at + 0.5) * cell, HEAD_PX - 8, str(at), "middle") for at in numbered]
-    for row, load in enumerate(loads):
-        top = HEAD_PX + ROW_PX * row
-        out.append(_text(LABEL_PX - 10, top + ROW_PX / 2 + 3, load.module, "end"))
-        out += [_cell(load, at, LABEL_PX + at * cell, top, cell) for at in range(len(load.shares))]
-    return _svg(HEAD_PX + ROW_PX * len(loads), "Load by layer and expert", out)
 
+    def cell(load: Load, expert: int) -> str:
+        share, even = load.shares[expert], 1.0 / len(load.shares)
+        strength, colour = min(1.0, abs(share / even - 1.0)), MORE if share > even else LESS
+        tip = (
+            f"{load.module}, expert {expert}: {format_share(share)} of the rows, "
+            f"{format_share(load.least[expert])} to {format_share(load.most[expert])} in single steps"
+        )
+        style = f"background:rgba({colour},{0.75 * strength:.2f})"
+        words = format_share(share) if experts <= MOST_SHARES else ""
+        return f'<td title="{escape(tip)}" style="{style}">{words}</td>'
 
-def _cell(load: Load, expert: int, left: float, top: float, width: float) -> str:
-    share, even = load.shares[expert], 1.0 / len(load.shares)
-    strength, colour = min(1.0, abs(share / even - 1.0)), MORE if share > even else LESS
-    gap = GAP_PX if width > 3 * GAP_PX else 0
-    tip = (
-        f"{load.module}, expert {expert}: {format_share(share)} of the rows, "
-        f"{format_share(load.least[expert])} to {format_share(load.most[expert])} in single steps"
-    )
-    box = f'x="{left:.1f}" y="{top}" width="{width - gap:.1f}" height="{ROW_PX - GAP_PX}" rx="2"'
-    words = ""
-    if width > WORDS_PX:
-        words = _text(left + (width - gap) / 2, top + ROW_PX / 2 + 3, format_share(share), "middle")
-    return (
-        f'<g><title>{escape(tip)}</title><rect class="ground" {box}/>'
-        f'<rect {box} fill="{colour}" fill-opacity="{0.75 * strength:.2f}"/>{words}</g>'
-    )
-
-
-def _svg(height: int, label: str, parts: Iterable[str]) -> str:
-    head = (
-        f'<svg class="curve" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH_PX} {height}" '
-        f'width="{WIDTH_PX}" height="{height}" role="img" aria-label="{label}">'
-    )
-    return "\n".join([head, *parts, "</svg>"])
+    head = "".join(f"<th>{expert}</th>" for expert in range(experts))
+    rows = [
+        f"<tr><td>{escape(load.module)}</td>{''.join(cell(load, at) for at in range(len(load.shares)))}</tr>"
+        for load in loads
+    ]
+    return f"<table><thead><tr><th></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _text(x: float, y: float, words: str, anchor: str) -> str:
