@@ -217,9 +217,10 @@ class Choices:
     def own(self) -> Candidate | None:
         """What the settings choose themselves, where it is for as many devices and no other than is fixed."""
         given = self.settings.parallel
-        automatic = "auto" in (given.ampipe_degree, given.virtual_stages)
         other = any(getattr(given, key) != value for key, value in self.fixed.items())
-        if given.world != self.devices or given.schedule not in FAMILIES or automatic or other:
+        if given.world != self.devices or given.schedule not in FAMILIES or other:
+            return None
+        if given.ampipe_degree == "auto" or given.virtual_stages == "auto":
             return None
         layout = LayoutChoice(*(getattr(given, key) for key in LAYOUT))
         each = virtual_stages_of(given.schedule, given.virtual_stages)
