@@ -24,7 +24,7 @@ from hypothesis import settings
 
 from stretto.backend.process_memory import RARELY
 from stretto.capturing.graph import Traced
-from stretto.passes.effort import SEARCH_S
+from stretto.passes.step import SEARCH_S
 from tests.forks import end_server
 from tests.remembered import remembering
 

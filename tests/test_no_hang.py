@@ -29,7 +29,7 @@ from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
 from stretto.schedule.families import FAMILIES
-from stretto.schedule.list_schedule import list_orders
+from stretto.schedule.list_schedule import ActionWalk
 from stretto.verifying import verify
 from tests.runtime.equality import Result, assert_equal, gpt, job_of, made_up_costs, plain, tokens
 from tests.runtime.strict import run_strictly
@@ -122,9 +122,7 @@ def test_maps_with_any_number_of_stages_a_rank(stage_map: Any, ranks: int, each:
     places, draw = stage_map(ranks, each), Random(f"{ranks} {each}")
     for microbatches, empty in ((1, True), (3, False)):
         text = drawn(draw, ranks * each, empty)
-        orders = list_orders(
-            places, microbatches, lambda a: (a.microbatch, a.phase != "F", a.stage), split=True
-        )
+        orders = ActionWalk(places, microbatches, lambda a: (a.microbatch, a.phase != "F", a.stage)).orders()
         schedule = Schedule("by hand", ranks * each, microbatches, places, orders)
         job = job_for("1f1b", ranks, microbatches, text)
         for overlap in ("off", "local"):

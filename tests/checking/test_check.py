@@ -17,7 +17,7 @@ from stretto.capturing import capture
 from stretto.checking import compare
 from stretto.checking.bisect_layout import bisect_layout
 from stretto.checking.compare import LOW_PRECISION_TOLERANCE, TOLERANCE, Difference
-from stretto.cli.check import make
+from stretto.cli.train import make
 from stretto.config import Parallel, ParallelSettings, load_settings
 from stretto.errors import CaptureError, RunError, UsageError
 from stretto.ir.program import Job

@@ -81,9 +81,3 @@ def test_strict_writes_nothing_where_a_flag_is_lacking_or_unknown(tmp_path: Path
 def test_wrong_usage(arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         run(*arguments)
-
-
-def test_markup_in_a_value_is_text() -> None:
-    _, listing = run("--megatron", f"{FLAGS} --save '[/a][bold]b' --zzz ':smile: [/]'", "--world", "1")
-    assert "[/a][bold]b" in listing
-    assert ":smile: [/]" in listing

@@ -3,9 +3,7 @@ one message from what the user started, none from its ranks."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -19,7 +17,7 @@ import stretto
 from stretto.cli import main as entry
 from stretto.cli.main import app
 from stretto.errors import StoppedError, StrettoError
-from stretto.planning import choose, make_plan
+from stretto.planning import choose
 from stretto.train import job as train_job
 from tests.clusters import cores_file
 from tests.train.tiny import write_settings
@@ -78,35 +76,15 @@ def test_the_best_so_far_is_printed_and_written(
     assert signal.getsignal(signum) is before
 
 
-def test_the_best_is_there_while_it_is_made_for_all_microbatches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the search, before its result is a whole plan."""
-    best_first = choose.Variants.best_first
-
-    def searched(self: choose.Variants) -> Any:
-        tried = best_first(self)
-        monkeypatch.setattr(choose.Variants, "step", signalled(choose.Variants.step, 1))
-        return tried
-
-    monkeypatch.setattr(choose.Variants, "best_first", searched)
-    result = CliRunner().invoke(app, command(tmp_path))
-    assert result.exit_code == 130, result.output
-    stretto.verify(stretto.load_plan(tmp_path / "plan.json"))
-
-
 @pytest.mark.parametrize(
     ("where", "name", "at"),
-    [(train_job, "trained", 1), (choose, "reduced_best", 1), (make_plan, "_finished", 1)],
-    ids=["capture", "first", "twice"],
+    [(train_job, "trained", 1), (choose, "reduced_best", 1)],
+    ids=["capture", "first"],
 )
 def test_where_there_is_none_nothing_is_written(
     where: Any, name: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = getattr(where, name)
-    if name == "_finished":  # a second one, while the best of those before the first is proved
-        monkeypatch.setattr(choose, "reduced_best", signalled(choose.reduced_best, 3))
-    monkeypatch.setattr(where, name, signalled(own, at))
+    monkeypatch.setattr(where, name, signalled(getattr(where, name), at))
     result = CliRunner().invoke(app, command(tmp_path))
     assert isinstance(result.exception, StoppedError), result.output
     assert result.exception.exit_status == 130
@@ -202,34 +180,3 @@ def test_who_speaks_of_an_interrupt(
         entry.main()
     assert end.value.code == 130
     assert capsys.readouterr().err == said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_process_shows_where_it_is_and_ends_with_its_best(tmp_path: Path, signum: signal.Signals) -> None:
-    """A search that would take an hour."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "stretto", *command(tmp_path), "--set", "planning.search_s=3600"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
-        assert process.stderr is not None
-        lines: list[str] = []
-        for line in process.stderr:
-            lines.append(line)
-            if "best " in line:
-                break
-        assert lines, process.communicate()
-        assert all(line.startswith("  planning") for line in lines), lines
-        process.send_signal(signum)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 128 + signum, err
-    assert "Traceback" not in err
-    assert "predicted step" in out
-    stretto.verify(stretto.load_plan(tmp_path / "plan.json"))

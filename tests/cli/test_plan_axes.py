@@ -37,11 +37,7 @@ def test_all_axes_on_a_cluster_by_name(tmp_path: Path) -> None:
     kinds = {op.target for stage in plan.job.stages for ops in stage.ops.values() for op in ops}
     assert {"comm.all_gather", "comm.reduce_scatter"} <= kinds
     assert {op.lane for op in plan.sums(0) if op.sums} == {"loss", "tp", "dp"}
-    assert {
-        ("tp", "all_gather"),
-        ("tp", "reduce_scatter"),
-        ("dp", "all_reduce"),
-    } <= plan.costs.collectives.keys()
+    assert {("tp", "all_gather"), ("dp", "all_reduce")} <= plan.costs.collectives.keys()
 
 
 @pytest.mark.parametrize(
@@ -50,8 +46,6 @@ def test_all_axes_on_a_cluster_by_name(tmp_path: Path) -> None:
         (AXES, "h100x4", "pp = 2, dp = 2, tp = 2 needs 8 devices, but h100x4 has 4"),
         (AXES, "q100x8", "--cluster q100x8: unknown cluster 'q100x8': no device is called 'q100'"),
         (("parallel.tp=3",), "h100x8", "must be a multiple of parallel.tp = 3"),
-        (("parallel.sequence_parallel=true",), "h100x8", "give tp = 2 or more, or drop it"),
-        (("parallel.dp=3",), "h100x8", "times parallel.dp = 3"),
         (("parallel.cp=2",), "h100x8", "parallel.cp = 2: there is no such setting; known are parallel.pp, "),
     ],
 )

@@ -15,14 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from stretto.cli.main import app
-from stretto.cli.tune import _nothing
 from stretto.config import load_settings
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
 from stretto.ir.stage_maps import PLACES
 from stretto.schedule.families import FAMILIES
-from stretto.tune.work import Tuned
 from tests.train.tiny import environment
-from tests.tune.small import CLUSTER, write_cluster, write_settings
+from tests.tune.small import write_cluster, write_settings
 
 FIXED = ("schedule=1f1b", "sequence_parallel=false", "microbatches=2", "recompute=none")
 
@@ -104,24 +102,6 @@ def test_wrong_usage_is_refused_before_anything_is_captured(
     error = CliRunner().invoke(app, [*command(tmp_path), *more]).exception
     assert isinstance(error, UsageError)
     assert said in str(error)
-
-
-@pytest.mark.slow
-def test_devices_that_are_too_small_are_told_what_would_do(tmp_path: Path) -> None:
-    write_cluster(tmp_path, memory_bytes=10_000)
-    error = CliRunner().invoke(app, command(tmp_path)).exception
-    assert isinstance(error, StrettoError)
-    assert re.search(
-        r"no layout of 4 devices fits 9.77 KiB a device: the nearest, .*, needs about", str(error)
-    )
-
-
-def test_a_search_that_ended_early_does_not_say_that_nothing_fits() -> None:
-    small = CLUSTER.model_copy(update={"memory_bytes": 10**9})
-    tuned = Tuned(least=("pp=1 microbatches=8", 2e9), stopped="the time was over")
-    assert "no plan was made, as the time was over" in _nothing(tuned, 4, small)
-    tuned.stopped = ""
-    assert "no layout of 4 devices fits" in _nothing(tuned, 4, small)
 
 
 def processes_of(pid: int) -> list[int]:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import stretto
 from stretto.cli import calibrate as calibrate_command
 from stretto.cli.calibrate import calibrate as calibrate_app
-from stretto.cli.ops import cost as cost_app
+from stretto.cli.report import cost as cost_app
 from stretto.errors import StrettoError
 from stretto.files.typed_file import from_text
 from stretto.ir.action import Phase

@@ -54,9 +54,10 @@ def costs_of(job: Job) -> Costs:
     return replace(costs, op_us=op_us, collectives=found, action_us=0.0)
 
 
-def numbers(
-    plan: Plan, model: nn.Module, batch: dict[str, Tensor] | None = None
-) -> list[tuple[Tensor, dict[str, Tensor]]]:
+Numbers = list[tuple[Tensor, dict[str, Tensor]]]
+
+
+def numbers(plan: Plan, model: nn.Module, batch: dict[str, Tensor] | None = None) -> Numbers:
     """Loss and gradients of every rank."""
 
     def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor]]:
@@ -64,6 +65,15 @@ def numbers(
         return loss, {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
 
     return run_threads(plan, lambda _: copy.deepcopy(model), work)
+
+
+def assert_same(made: Numbers, expected: Numbers) -> None:
+    """To the bit."""
+    for (loss, grads), (want_loss, want) in zip(made, expected, strict=True):
+        assert torch.equal(loss, want_loss)
+        assert grads.keys() == want.keys()
+        for parameter, grad in grads.items():
+            assert torch.equal(grad, want[parameter]), parameter
 
 
 LAYOUTS = (
@@ -105,11 +115,7 @@ def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -
         assert len(shared) == 2, "one window a rank, with F and B of each microbatch"
     expected = numbers(plans["off"], model)
     for mode in ("local", "window"):
-        for (loss, grads), (same_loss, same_grads) in zip(numbers(plans[mode], model), expected, strict=True):
-            assert torch.equal(loss, same_loss)
-            assert grads.keys() == same_grads.keys()
-            for name, grad in grads.items():
-                assert torch.equal(grad, same_grads[name]), f"{mode}: {name}"
+        assert_same(numbers(plans[mode], model), expected)
 
 
 VIRTUAL = (
@@ -146,13 +152,7 @@ def test_one_window_a_rank_gives_the_numbers_of_off(
     plan = make_plan(job, costs, overlap="window", search_s=20.0 if microbatches == 32 else 5.0)
     assert plan.overlap == "window"
     assert [len(order) for order in plan.schedule.orders] == [1, 1], "one window a rank"
-    for (loss, grads), (same_loss, same_grads) in zip(
-        numbers(plan, model, batch), numbers(off, model, batch), strict=True
-    ):
-        assert torch.equal(loss, same_loss)
-        assert grads.keys() == same_grads.keys()
-        for name, grad in grads.items():
-            assert torch.equal(grad, same_grads[name]), name
+    assert_same(numbers(plan, model, batch), numbers(off, model, batch))
 
 
 @pytest.mark.parametrize(

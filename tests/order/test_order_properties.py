@@ -1,15 +1,11 @@
-"""Any job, layout, schedule and costs: what planning makes in any mode is proved, is never predicted to be
-slower than waiting at once, and runs each op once."""
+"""Any job, layout, schedule and costs: what planning makes in any mode is proved, and never predicted to be
+slower than waiting at once."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.ir.action import Phase
-from stretto.ir.plan import InstructionKind, ItemKind
 from stretto.ir.stage_maps import virtual_stages_of
 from stretto.planning.choose import communicates
 from stretto.planning.make_plan import make_plan
@@ -52,32 +48,3 @@ def test_what_planning_makes_is_proved(data: st.DataObject) -> None:
         assert plan.prediction is not None
         if communicates(job):
             assert plan.prediction.step_us <= off.prediction.step_us * (1 + 1e-9)
-        for window in plan.windows.values():
-            of_microbatch = [p for p, (_, phase) in enumerate(window.parts) if phase is not Phase.REDUCE_GRAD]
-            ops = [
-                (item.part, item.ref)
-                for item in window.items
-                if item.kind is ItemKind.OP and item.part in of_microbatch
-            ]
-            wanted = [
-                (part, op.name)
-                for part in of_microbatch
-                for stage, phase in (window.parts[part],)
-                for sub in phase.parts
-                for op in plan.job.stages[stage].ops[sub]
-            ]
-            assert Counter(ops) == Counter(wanted)
-        once = [
-            (rank, item.ref)
-            for rank, order in enumerate(plan.orders)
-            for run in order
-            if run.kind is InstructionKind.RUN
-            for item in plan.windows[str(run.ref)].items
-            if plan.windows[str(run.ref)].parts[item.part][1] is Phase.REDUCE_GRAD
-        ]
-        sums = [
-            (plan.rank_of(stage.index), op.name)
-            for stage in plan.job.stages
-            for op in stage.ops.get(Phase.REDUCE_GRAD, ())
-        ]
-        assert Counter(once) == Counter(sums)

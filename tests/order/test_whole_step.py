@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -14,25 +13,23 @@ from stretto.errors import PlanError
 from stretto.ir.action import Action, Overlap, Phase, Schedule
 from stretto.ir.costs import Costs, Processor
 from stretto.ir.flow import PHASES
-from stretto.ir.plan import Instruction, InstructionKind, Item, ItemKind, Plan, Window
-from stretto.ir.program import WAIT, Buffer, Job, OverlapMode, Stage
+from stretto.ir.plan import Instruction, InstructionKind, Plan
+from stretto.ir.program import WAIT, Buffer, Job, Stage
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import Role, forward_backward, list_order, make_graph, whole_step
+from stretto.order import list_order, make_graph, whole_step
 from stretto.order.forward_backward import ForwardBackward
 from stretto.order.rank_window import RankWindow, make_rank_window
 from stretto.order.search import OrderSearch, SearchPoint, SearchScope, WalkBudget
 from stretto.order.storages import WindowMemory
 from stretto.order.walk import WalkResult, replay
-from stretto.order.whole_step import EFFORT, Frees, StepGraphs, WholeStepOrders, order_together, point_of
+from stretto.order.whole_step import EFFORT, StepGraphs, order_together
 from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import whole
-from stretto.runtime.compile import cut
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
 from stretto.simulating import simulate
-from stretto.simulating.cards import Clock
 from stretto.simulating.windows import make_ready
 from stretto.verifying import plan_faults, verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs, plan_with
@@ -151,15 +148,6 @@ def test_a_forward_and_a_backward_of_one_microbatch_are_one_window() -> None:
     assert memory.now == 0
 
 
-def test_parts_of_two_microbatches_need_nothing_of_each_other() -> None:
-    job, costs = job_of(microbatches=2, stages=1)
-    window = make_window(job, Overlap((Action(0, Phase.F, 1), Action(0, Phase.B, 0))))
-    assert (window.name, window.shares) == ("0F+0B", ())
-    graph = make_graph(job, costs, window, (0,))
-    parts = [node.item.part for node in graph.nodes]
-    assert all(parts[at] == parts[n] for at, needs in enumerate(graph.before) for n in needs)
-
-
 def test_a_backward_before_the_forward_that_it_reads_is_refused() -> None:
     job, costs = job_of(microbatches=2)
     plan = whole_plan(job, costs)
@@ -172,28 +160,6 @@ def test_a_backward_before_the_forward_that_it_reads_is_refused() -> None:
     said = [str(fault) for fault in plan_faults(broken)]
     assert any("which 1F of the same microbatch brings later, at item" in fault for fault in said), said
     assert any("of 1F of the same microbatch, item" in fault for fault in said), said
-
-
-def test_all_of_a_forward_comes_before_the_backward_of_its_microbatch() -> None:
-    """Also what the backward does not read: lower bounds count on it."""
-    job, costs = job_of(microbatches=1)
-    plan = whole_plan(job, costs)
-    window = plan.windows["1F+1B=0,0"]
-    graph = make_graph(job, costs, window, plan.schedule.stage_ranks)
-    needs: list[set[int]] = []
-    for before in graph.before:
-        needs.append(set(before).union(*(needs[n] for n in before)))
-    ops = {
-        part: [at for at, n in enumerate(graph.nodes) if n.item.part == part and n.item.kind is ItemKind.OP]
-        for part in (0, 1)
-    }
-    assert all(set(ops[0]) <= needs[at] for at in ops[1])
-    # The last op of F behind the first of B: read by nobody, and refused all the same.
-    items = list(window.items)
-    items.insert(ops[1][0], items.pop(ops[0][-1]))
-    broken = replace(plan, windows={**plan.windows, window.name: replace(window, items=tuple(items))})
-    [said] = [str(fault) for fault in plan_faults(broken)]
-    assert "of 1F of the same microbatch, item" in said
 
 
 def test_a_run_binds_microbatches_as_its_window_says() -> None:
@@ -228,21 +194,6 @@ def test_what_no_window_can_share_is_refused(shares: tuple[int, ...]) -> None:
     broken = replace(plan.windows[name], shares=shares)
     with pytest.raises(PlanError, match="names, for each part, the first part of its stage"):
         verify(replace(plan, windows={**plan.windows, name: broken}))
-
-
-def test_compiled_stretches_do_not_pass_a_part_of_their_microbatch() -> None:
-    job, _ = job_of(microbatches=2, stages=1)
-    ops = {(0, op.name): op for ops in job.stages[0].ops.values() for op in ops}
-    computes = [
-        next(op.name for op in job.stages[0].ops[phase] if not op.target.startswith("comm."))
-        for phase in (Phase.F, Phase.I)
-    ]
-    items = tuple(
-        Item(ItemKind.OP, part, name) for part, name in ((1, computes[1]), (0, computes[0]), (1, computes[1]))
-    )
-    together = Window("0F+0B=0,0", ((0, Phase.F), (0, Phase.B)), items, (0, 0))
-    assert cut(together, ops) == [(0,), (1,), (2,)]
-    assert cut(replace(together, shares=()), ops) == [(0, 2), (1,)]
 
 
 # Orders of all ranks together.
@@ -299,50 +250,6 @@ def test_a_window_by_itself_takes_as_long_as_it_is_simulated(skew: float, slowdo
     assert simulate(made).step_us == pytest.approx(replay(one.graph, order).end_us, rel=0.01)
 
 
-def test_what_takes_little_stands_directly_before_its_first_user() -> None:
-    job, costs = job_of(microbatches=2, blocks=1)
-    short = set(sorted(key for key, us in costs.op_us.items() if us)[::2])
-    few = {key: 0.01 if key in short else us for key, us in costs.op_us.items()}
-    plan = whole_plan(job, replace(costs, op_us=few))
-    wholes = wholes_of(plan)
-    draw = random.Random(1)
-    found = choose(
-        plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
-    )
-    assert found is not None
-    seen = 0
-    for one, order in zip(wholes, found.orders, strict=True):
-        for at, index in enumerate(order):
-            node = one.graph.nodes[index]
-            if not one.lazy[index] or node.lazy:
-                continue
-            seen += 1
-            assert node.work_us == 0.01
-            behind = next(other for other in order[at:] if not one.lazy[other])
-            needs, todo = {behind}, [behind]
-            while todo:
-                more = set(one.graph.before[todo.pop()]) - needs
-                needs |= more
-                todo += more
-            assert index in needs
-    assert seen > len(short), "in two microbatches"
-
-
-def test_a_lane_works_rather_than_stand_for_a_slower_rank_of_its_place() -> None:
-    job, costs = job_of(stages=1)
-    plan = whole_plan(job, replace(costs, skew=0.3))
-    unaware = replace(plan, costs=costs)
-    wholes = wholes_of(plan)
-    draw = random.Random(0)
-    taken: list[tuple[float, float]] = []
-    for _ in range(10):
-        urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes]
-        found = [choose(each, wholes, urgency, [0.0]) for each in (plan, unaware)]
-        knows, not_so = (simulate(in_order(plan, wholes, one)).step_us for one in found if one is not None)
-        taken.append((knows, not_so))
-    assert sum(knows for knows, _ in taken) < 0.99 * sum(not_so for _, not_so in taken)
-
-
 def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_equal_jobs() -> None:
     plan, search, poor = poor_step()
     wholes = search.scope.windows
@@ -362,90 +269,11 @@ def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_e
     assert improved(poor_step(walks=0)[1]).orders == poor.orders, "no time is left"
 
 
-def test_a_walk_is_given_up_once_it_is_known_to_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is known never says so of one that is not."""
-    _, search, poor = poor_step()
-    scope, seen, run = search.scope, list[float](), Clock.step
-
-    def step(clock: Clock) -> bool:
-        seen.append(clock.now_us)
-        return run(clock)
-
-    monkeypatch.setattr(Clock, "step", step)
-    for point in (search.point, SearchPoint(orders=poor.orders)):
-        found = scope.walk(point)
-        assert found is not None
-        assert scope.walk(point, found.step_us) == found
-        assert scope.walk(point, 0.99 * found.step_us) is None
-        seen.clear()
-        assert scope.walk(point, 0.5 * found.step_us) is None
-        assert max(seen) < 0.9 * found.step_us, "not walked to its end"
-
-
-def test_a_backward_pass_keeps_what_ops_need() -> None:
-    job, costs = job_of(microbatches=3)
-    plan = whole_plan(job, costs)
-    wholes = wholes_of(plan)
-    draw = random.Random(0)
-    found = choose(
-        plan, wholes, [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes], [0.0, 0.0]
-    )
-    assert found is not None
-    move = ForwardBackward(wholes)
-    off = {
-        (rank, index): draw.gauss(0.0, 200.0)
-        for rank, one in enumerate(wholes)
-        for index in range(len(one.graph.nodes))
-    }
-    begins = move.begins_us(found, off)
-    for rank, one in enumerate(wholes):
-        nodes, timing = one.graph.nodes, found.timings[rank]
-        assert timing.stretch >= 1.0
-        for index, users in enumerate(one.graph.after):
-            took_us = nodes[index].work_us * timing.stretch
-            assert all(begins[rank][index] + took_us <= begins[rank][user] + 1e-6 for user in users)
-            if nodes[index].role is Role.START:
-                flies_us = timing.lane_us[index]
-                finishes = [user for user in users if nodes[user].start == index]
-                assert all(begins[rank][index] + flies_us <= begins[rank][user] + 1e-6 for user in finishes)
-        busy = sorted(
-            (begins[rank][index], begins[rank][index] + node.work_us * timing.stretch)
-            for index, node in enumerate(nodes)
-            if node.work_us
-        )
-        assert all(end <= begin + 1e-6 for (_, end), (begin, _) in pairwise(busy)), "one op at a time"
-    for send, (rank, receive) in move._arrives.items():
-        flies_us = wholes[send[0]].graph.nodes[send[1]].time_us
-        assert begins[send[0]][send[1]] + flies_us <= begins[rank][receive] + 1e-6
-
-
-def test_a_lane_gives_the_last_time_that_is_free() -> None:
-    draw = random.Random(0)
-    lane, taken = forward_backward._Lane(), set[int]()
-    for _ in range(60):
-        end, us = draw.randint(20, 200), draw.randint(1, 9)
-        begin = lane.put(float(end), float(us))
-        last = next(t for t in range(end - us, -10_000, -1) if taken.isdisjoint(range(t, t + us)))
-        assert begin == last
-        taken |= set(range(last, last + us))
-
-
-def test_patience_keeps_a_lane_for_what_is_more_urgent() -> None:
-    job, _ = job_of(microbatches=4)
-    # An op that leads to the next collective takes less than a collective of another microbatch would.
-    costs = make_comm_costs(job, op_us=40.0, collective_us=200.0, shared=("tp",))
-    plan = whole_plan(job, costs)
-    graphs = StepGraphs.of(plan)
-    scope = SearchScope(graphs.rank_windows(0.0005), 0.0, 0.0, plan)
-    impatient = point_of(scope, graphs, 1.0 / 4, (0.3, 0.3), (0.0, 0.0))
-    orders = [scope.walk(replace(impatient, patience=patience)) for patience in ((0.0, 0.0), (5.0, 5.0))]
-    assert orders[0] is not None
-    assert orders[1] is not None
-    assert orders[0].orders != orders[1].orders
-
-
-def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, costs = job_of()
+@pytest.mark.parametrize(("stages", "collective_us"), [(2, 100.0), (1, 400.0)])
+def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(
+    stages: int, collective_us: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, costs = job_of(stages=stages, collective_us=collective_us)
     monkeypatch.setattr(whole_step, "MOVES", 60)
     plan = make_plan(job, costs, schedule="1f1b", overlap="window")
     assert all(window.shares for window in plan.windows.values() if window.actions)
@@ -457,70 +285,17 @@ def test_one_window_a_rank_is_faster_proved_and_equal_for_equal_jobs(monkeypatch
     assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
 
 
-def test_the_only_rank_of_a_pipeline_may_have_one_window_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, costs = job_of(stages=1, collective_us=400.0)
-    plan = make_plan(job, costs, schedule="1f1b", overlap="window")
-    assert [window.shares for window in plan.windows.values()] == [(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10)]
-    verify(plan)
-    monkeypatch.setattr(windows, "order_together", lambda *_: None)
-    assert step_us(plan) < 0.95 * step_us(make_plan(job, costs, schedule="1f1b", overlap="window"))
-
-
-def test_where_one_window_a_rank_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Plan] = []
-    monkeypatch.setattr(windows, "order_together", lambda plan, *_: asked.append(plan))
-
-    def tried(job: Job, costs: Costs, schedule: str = "1f1b") -> bool:
-        asked.clear()
-        make_plan(job, costs, schedule=schedule, overlap="window")
-        return bool(asked)
-
+def test_where_one_window_a_rank_is_not_for() -> None:
     job, costs = job_of(microbatches=4, blocks=1)
-    assert tried(job, costs)
-    assert tried(replace(job, max_live=3), costs), "one more than in its own order"
-    asked.clear()
-    plan = make_plan(replace(job, max_live=2), costs, schedule="1f1b", overlap="window")
-    assert not asked
-    assert plan.overlap in ("local", "window")
     summed = next(op for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
     written = Buffer("seen", ACTIVATION, (0,), ((0, Phase.F, summed.name),))
-    assert not tried(replace(job, buffers=(written,)), costs), "forwards would read what is not written yet"
-
-
-def test_under_a_memory_limit_a_brief_search_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, costs = job_of(microbatches=4, blocks=1)
-    walks: list[int | None] = []
-
-    def counted(
-        plan: Plan, bound_us: float, given: int | None, frees: Frees, *_: object
-    ) -> WholeStepOrders | None:
-        walks.append(given)
-        return order_together(plan, bound_us, given or 30, frees)
-
-    monkeypatch.setattr(windows, "order_together", counted)
-
-    def planned(max_bytes: int | None, overlap: OverlapMode = "window") -> Plan:
-        walks.clear()
-        return make_plan(job, costs, schedule="1f1b", overlap=overlap, max_bytes=max_bytes)
-
-    def peak_bytes(plan: Plan) -> int:
-        return max(simulate(plan).peak_bytes)
-
-    wide = planned(None)
-    assert walks == [None]
-    assert all(window.shares for window in wide.windows.values() if window.actions)
-    planned(10 * peak_bytes(wide))
-    assert walks == [windows.BRIEF, None]
-    limit = peak_bytes(planned(None, "local"))
-    assert limit < peak_bytes(wide)
-    tight = planned(limit)
-    assert set(walks) == {windows.BRIEF}, "what holds too much is not searched for long"
-    assert peak_bytes(tight) <= limit
-    assert not any(window.shares for window in tight.windows.values())
-    # A brief search that comes close to the bound is enough.
-    monkeypatch.setattr(whole_step, "CLOSE", 100.0)
-    planned(10 * peak_bytes(wide))
-    assert walks == [windows.BRIEF]
+    for one, shares in (
+        (replace(job, max_live=3), True),  # one more than in its own order
+        (replace(job, max_live=2), False),
+        (replace(job, buffers=(written,)), False),  # forwards would read what is not written yet
+    ):
+        plan = make_plan(one, costs, schedule="1f1b", overlap="window")
+        assert any(window.shares for window in plan.windows.values()) is shares
 
 
 def virtual_stages(microbatches: int) -> Schedule:

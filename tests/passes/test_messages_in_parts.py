@@ -15,7 +15,6 @@ from stretto.ir.costs import Costs
 from stretto.ir.program import Edge, Job
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.families import make_schedule
 from stretto.verifying import verify
 from tests.parallelize.equality import (
     MODELS,
@@ -77,20 +76,6 @@ def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
         assert torch.equal(grad, wanted[one]), one
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param({"tp": 4}, marks=pytest.mark.slow), {"pp": 4, "dp": 2, "schedule": "zb-h1"}],
-    ids=["wide", "deep"],
-)
-def test_more_ranks_and_stages_equal_the_plain_model(layout: dict[str, object]) -> None:
-    model = gpt(layers=4).double()
-    job = whole(model, **layout)
-    cut = cut_of(job, quick(job))
-    size = job.size("tp")
-    assert [e.spec.nbytes * size for e in gradients(cut)] == [e.spec.nbytes for e in gradients(job)]
-    assert_plain(cut, model, loss_of("gpt"), batch_of())
-
-
 @pytest.mark.parametrize("overlap", ["off", "local", "window"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
@@ -132,12 +117,6 @@ def test_cut_where_it_relieves_the_busiest_card() -> None:
         assert (cut_of(job, costs) is not job) is pays
 
 
-def test_what_stays_on_its_rank_stays_whole() -> None:
-    job = whole(gpt().double())
-    here = replace(make_schedule("1f1b", 2, job.microbatches), stage_ranks=(0, 0))
-    assert after(messages_in_parts, job, quick(job), here)[0] is job
-
-
 def test_what_need_not_or_cannot_be_cut_stays() -> None:
     model = gpt().double()
     spread = job_of(model, sequence_parallel=True)
@@ -167,13 +146,3 @@ def test_what_skips_stages_is_cut_for_each() -> None:
     )
     assert kinds(cut, 2).count("all_gather") == 2
     assert_plain(cut, model, skips_loss, SKIPS_BATCH)
-
-
-def test_order_of_stages_does_not_matter() -> None:
-    """Costs and places decide alone, so all overlap modes cut the same."""
-    job = whole(gpt().double())
-    kinds_of = {
-        overlap: [edge.value for edge in make_plan(job, quick(job), overlap=overlap).job.edges]  # type: ignore[arg-type]
-        for overlap in ("off", "local", "window")
-    }
-    assert len({tuple(values) for values in kinds_of.values()}) == 1

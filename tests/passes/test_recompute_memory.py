@@ -15,13 +15,11 @@ from stretto.capturing import capture
 from stretto.cli.main import app
 from stretto.config import Parallel
 from stretto.errors import PlanError
-from stretto.ir.action import Phase
-from stretto.ir.plan import ItemKind, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.passes.recompute import forget
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.sums import with_sums, without_sums
+from stretto.schedule.sums import with_sums
 from tests.clusters import cores_file
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import made_up_costs
@@ -116,25 +114,6 @@ def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) ->
     assert "holds more than" not in within(2 * limit, "local").overlap_why, "there is room for it"
 
 
-def test_weight_gradients_stand_among_input_gradients_where_memory_is_asked_for(job: Job) -> None:
-    def first_weight(plan: Plan) -> float:
-        """Where in a B the first op of W stands, as a share of it."""
-        window = plan.windows["0B"]
-        weight = {op.name for op in plan.job.stages[0].ops[Phase.W]}
-        ops = [item.ref for item in window.items if item.kind is ItemKind.OP]
-        return next(at for at, name in enumerate(ops) if name in weight) / len(ops)
-
-    assert first_weight(plan_of(job, "none")) > 0.5
-    assert first_weight(plan_of(job, "full")) < 0.35
-
-
-def test_a_plan_that_is_made_again_is_the_same(job: Job) -> None:
-    made = plan_of(job, "full")
-    again = make_plan(made.job, made.costs, schedule="1f1b")
-    assert again == made
-    assert forget(without_sums(made.job)) == replace(job, recompute="full")
-
-
 def test_the_plan_command_tells_it(tmp_path: Path) -> None:
     config = write_settings(tmp_path)
     cluster = tmp_path / "cluster.toml"
@@ -153,12 +132,3 @@ def test_the_plan_command_tells_it(tmp_path: Path) -> None:
     full, told = peak("full")
     assert full < none
     assert re.search(r"  recompute        full: [\d.]+ ms of the compute by rank", told)
-    result = CliRunner().invoke(
-        app, ["plan", str(config), "--cluster", str(cluster), "--set", "parallel.recompute=1000"]
-    )
-    assert result.exit_code == 1
-    assert "rank 0 needs at least" in str(result.exception or result.output)
-    result = CliRunner().invoke(app, ["plan", str(config), "--set", "parallel.recompute=half"])
-    assert "neither 'none', 'selective', 'full', 'gathers' nor a number of bytes" in str(
-        result.exception or result.output
-    )

@@ -15,7 +15,6 @@ from stretto.ir.action import Phase
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Edge, Job, TensorSpec
 from stretto.passes.borders import gather_behind
-from stretto.planning.make_plan import make_plan
 from tests.parallelize.equality import (
     MODELS,
     assert_plain,
@@ -25,7 +24,6 @@ from tests.parallelize.equality import (
     loss_of,
     step,
 )
-from tests.passes.steps import costs_of
 from tests.runtime.equality import lowered
 
 
@@ -111,18 +109,6 @@ def test_two_ranks_have_the_same_bits(name: str) -> None:
     assert_plain(job, model, loss_of(name), batch_of())
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param({"tp": 4}, marks=pytest.mark.slow), {"pp": 4, "dp": 2, "schedule": "zb-h1"}],
-    ids=["wide", "deep"],
-)
-def test_more_ranks_and_stages_equal_the_plain_model(layout: dict[str, object]) -> None:
-    model = gpt(layers=4).double()
-    job = job_of(model, **layout)
-    assert kinds(job, 0)[-1] == "reduce_scatter"
-    assert_plain(job, model, loss_of("gpt"), batch_of())
-
-
 def test_rows_that_the_axis_does_not_divide_stay_whole() -> None:
     model = gpt().double()
     batch = {name: leaf[:, :5] for name, leaf in batch_of(2).items()}
@@ -130,15 +116,6 @@ def test_rows_that_the_axis_does_not_divide_stay_whole() -> None:
     job = stretto.capture(model, batch, loss_of("gpt"), parallel)
     assert "reduce_scatter" not in kinds(job, 0)
     assert_plain(job, model, loss_of("gpt"), batch)
-
-
-def test_a_spread_sequence_has_nothing_to_cut() -> None:
-    model = gpt().double()
-    spread = {"sequence_parallel": True}
-    jobs = [job_of(model, **spread), job_of(model, skip=("scatter_borders",), **spread)]
-    made, without = ([[op.name for op in stage.ops[Phase.F]] for stage in job.stages] for job in jobs)
-    assert made == without
-    assert jobs[0].edges == jobs[1].edges
 
 
 class Skips(nn.Module):
@@ -181,21 +158,6 @@ def test_a_sum_that_goes_to_two_stages_is_gathered_in_both() -> None:
     edges = [(e.source, e.target, e.spec.shape) for e in job.edges if e.phase is Phase.F]
     assert edges == [(0, 1, (6, 8)), (0, 2, (6, 8)), (1, 2, (6, 8))]
     assert kinds(job, 2).count("all_gather") == 2
-    assert_plain(job, model, skips_loss, SKIPS_BATCH)
-
-
-class Late(Skips):
-    """What the first block makes is read by nothing but the sum that leaves the second stage."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        second = (x + self.block(0, x)) + self.block(1, x)
-        return second + self.block(2, second)
-
-
-def test_a_sum_that_is_read_first_by_a_sum_that_leaves_is_gathered_before_it() -> None:
-    model = Late().double()
-    job = skips_job(model)
-    assert (kinds(job, 1).count("all_gather"), kinds(job, 1)[-1]) == (1, "reduce_scatter")
     assert_plain(job, model, skips_loss, SKIPS_BATCH)
 
 
@@ -267,16 +229,6 @@ def test_virtual_stages_send_shards(schedule: str) -> None:
     assert len(job.stages) == 4
     assert wholes(job) == []
     assert_plan_is_plain(lowered(job, schedule), model, loss_of("gpt"), batch_of())
-
-
-def test_skips_go_in_parts_where_the_link_is_slow() -> None:
-    """Without a spread sequence sums are scattered before the border; what is left whole is cut."""
-    model = Skips().double()
-    job = skips_job(model)
-    plan = make_plan(job, costs_of(job, link=1.0, gather=1000.0), schedule="1f1b")
-    assert any(edge.target - edge.source == 2 for edge in plan.job.edges)
-    assert wholes(plan.job) == []
-    assert_plain(plan.job, model, skips_loss, SKIPS_BATCH)
 
 
 def test_what_its_own_stage_reads_as_well_stays_gathered() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +12,11 @@ from stretto.ir.curve import Curve
 from stretto.ir.program import Job
 from stretto.passes.split_ops import chains, split_products
 from stretto.planning.make_plan import make_plan
-from stretto.runtime.local import run_threads
 from stretto.verifying import verify
-from tests.parallelize.equality import MODELS, batch_of, loss_of
+from tests.order.test_order_equality import numbers
+from tests.parallelize.equality import MODELS, assert_plain, batch_of, loss_of
 from tests.passes.steps import after
 from tests.passes.test_passes import job_of, ops_of
-from tests.runtime.equality import plain
 
 PRODUCT_US, OTHER_US, BYTE_US = 800.0, 2.0, 0.1
 
@@ -77,15 +74,6 @@ def test_cut_when_and_only_when_it_pays(more: dict[str, float], pays: bool) -> N
     assert nbytes[0] == nbytes[1]
 
 
-def test_the_best_number_of_parts_grows_with_less_overhead() -> None:
-    job = job_of("gpt", 2)
-    counts = []
-    for latency_us in (300.0, 0.0):
-        cut, _ = after(split_products, replace(job, split_ops=True), costs_of(job, latency_us=latency_us))
-        counts.append(sum(op.collective is not None for op in ops_of(cut)))
-    assert counts[0] < counts[1]
-
-
 def test_a_plan_is_cut_only_when_asked_and_when_it_is_faster() -> None:
     job = job_of("gpt", 2)
     whole = make_plan(job, costs_of(job), overlap="local")
@@ -122,28 +110,15 @@ def test_numbers_stay(name: str, tp: int, sp: bool, pp: int) -> None:
     assert parts_of(cut)
     plan = make_plan(cut, costs, schedule="1f1b", overlap="local")
     verify(plan)
-    batch, model = batch_of(), MODELS[name]().double()
-
-    def step(plan: Any) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        def work(runner: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss = runner.step(batch)
-            grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
-            return loss, {
-                n: grad.as_subclass(torch.Tensor) for n, grad in grads.items()
-            }  # parts, compared as such
-
-        return run_threads(plan, lambda _: copy.deepcopy(model), work)
-
-    parts, whole = step(plan), step(make_plan(job, costs_of(job), schedule="1f1b", overlap="off"))
-    loss = plain(model, batch, lambda m, b: _mean(name, m, b)).loss
+    model = MODELS[name]().double()
+    uncut = make_plan(job, costs_of(job), schedule="1f1b", overlap="off")
+    parts, whole = numbers(plan, model), numbers(uncut, model)
+    assert_plain(cut, model, loss_of(name), batch_of())
     for (told, grads), (want, wanted) in zip(parts, whole, strict=True):
         assert torch.allclose(told, want, rtol=1e-12, atol=0)
-        assert torch.allclose(told, loss, rtol=1e-10, atol=0)
         assert grads.keys() == wanted.keys()
         for key, grad in wanted.items():
-            assert (grads[key] - grad).norm() <= 1e-10 * grad.norm(), key
-
-
-def _mean(name: str, model: Any, batch: Any) -> torch.Tensor:
-    pieces = [{k: v.chunk(2)[m] for k, v in batch.items()} for m in range(2)]
-    return torch.stack([loss_of(name)(model, piece) for piece in pieces]).mean()
+            want, made = (
+                one.as_subclass(torch.Tensor) for one in (grad, grads[key])
+            )  # parts, compared as such
+            assert (made - want).norm() <= 1e-10 * want.norm(), key

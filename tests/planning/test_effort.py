@@ -13,7 +13,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_to_text
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.order.whole_step import WholeStepOrders, order_together
-from stretto.passes.effort import LEAST_US, MOST_US, SEARCH_S, STEPS, Effort
+from stretto.passes.step import LEAST_US, MOST_US, SEARCH_S, STEPS, Effort
 from stretto.planning import make_plan as making
 from stretto.planning import windows
 from tests.clusters import cores

@@ -13,8 +13,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Stall, Timeline
 from stretto.ir.work import Work, work_of
 from stretto.report.advice import SEQUENCE, Reason, advice_grid, help_for
-from stretto.report.tables import rates_grid
-from stretto.report.traffic import Traffic
+from stretto.report.tables import Traffic, rates_grid
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
 from tests.synthetic_comm import make_comm_plan
@@ -56,20 +55,10 @@ def told(timeline: Timeline, plan: Plan | None = None) -> dict[str, tuple[str, s
     return {} if grid is None else {row[0]: (row[2], row[3]) for row in grid.rows}
 
 
-@pytest.mark.parametrize("axis", AXES)
-def test_every_axis_has_its_reason_and_its_help(axis: str) -> None:
-    exposed = waited(NAMES[axis], 40, 60)
-    said = told(timeline_of(compute(0, 40), *exposed, compute(60, 100)))
-    assert list(said) == [axis]
-    why, helps = said[axis]
-    assert why.startswith("what needs it follows too soon")
-    assert helps
-
-
 def test_help_differs_between_axes() -> None:
     traffic = Traffic("tp", "all", 1, 1, 100.0, 50.0)
     for reason in (Reason.NETWORK, Reason.END):
-        said = {name: help_for(reason, name, None, 50.0, traffic) for name in AXES}
+        said = {name: " ".join(help_for(reason, name, None, 50.0, traffic)) for name in AXES}
         assert len(set(said.values())) == len(AXES)
 
 
@@ -92,7 +81,7 @@ def test_sequence_parallelism_is_told_apart_from_tp() -> None:
             "pp",
             timeline_of(*waited("pp 0>1 e0:0", 0, 20), compute(20, 100)),
             "20 us of it is before",
-            "microbatches (now 4)",
+            "now 4",
         ),
         (
             "ep",
@@ -142,10 +131,6 @@ def test_a_simulated_plan_is_told_with_its_own_numbers() -> None:
     )
 
 
-def test_nothing_exposed_needs_no_help() -> None:
-    assert advice_grid(timeline_of(compute(0, 100)), plan_of()) is None
-
-
 def test_work_is_a_ranks_and_counts_repeats_apart() -> None:
     plan = plan_of()
     work = work_of(plan)
@@ -168,10 +153,10 @@ def test_attentions_backward_makes_the_scores_again() -> None:
 
 def test_what_stays_in_float32_is_no_reason_for_bf16() -> None:
     traffic, plan = Traffic("tp", "all", 1, 1, 100.0, 50.0), plan_of()
-    said = help_for(Reason.NETWORK, "tp", plan, 50.0, traffic)
+    said = " ".join(help_for(Reason.NETWORK, "tp", plan, 50.0, traffic))
     assert 'precision = "bf16"' in said
     low = replace(plan, job=replace(plan.job, param_dtype="bfloat16"))
-    assert 'precision = "bf16"' not in help_for(Reason.NETWORK, "tp", low, 50.0, traffic)
+    assert 'precision = "bf16"' not in " ".join(help_for(Reason.NETWORK, "tp", low, 50.0, traffic))
 
 
 def test_mfu_and_hfu_of_a_known_peak() -> None:
@@ -192,10 +177,3 @@ def test_mfu_and_hfu_of_a_known_peak() -> None:
         ("tokens a second a device", "100"),
     ]
     assert "100 MFLOP/s (a sheet)" in grid.caption
-
-
-def test_without_a_peak_the_table_says_why_there_is_no_mfu() -> None:
-    grid = rates_grid(Work(4000.0, 0.0), [timeline_of(compute(0, 80))], 1)
-    assert grid is not None
-    assert "MFU" not in {row[0] for row in grid.rows}
-    assert "MFU is left out: the device's peak rate is not known" in grid.caption

@@ -11,9 +11,8 @@ import pytest
 
 from stretto.errors import UsageError
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.report.charts import draw_loss
 from stretto.report.files import load_timeline, to_json
-from stretto.report.grid import format_us
+from stretto.report.load import draw_loss
 from stretto.report.svg import draw
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
@@ -28,30 +27,6 @@ MESSAGE = SpanKind.MESSAGE
 @pytest.fixture(scope="module")
 def timeline() -> Timeline:
     return simulate(make_plan(ONE_F_ONE_B, f_us=90, latency_us=10, bytes_per_us=RATE))
-
-
-def test_json_there_and_back(timeline: Timeline, tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    timeline.save(path)
-    assert load_timeline(path) == timeline
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 1, column 2: not JSON"),
-        ("[]", r"expected an object"),
-        ("{}", "not a timeline file"),
-        ('{"format": "stretto timeline", "version": 9}', "version 9 cannot be read"),
-        ('{"format": "stretto timeline", "version": 3}', "the key 'source' is missing"),
-    ],
-)
-def test_a_wrong_timeline_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=message) as refused:
-        load_timeline(path)
-    assert str(path) in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +48,6 @@ def test_a_timeline_of_other_ranks_or_times(
     path.write_text(json.dumps({**json.loads(to_json(timeline)), **change}))
     with pytest.raises(UsageError, match=message):
         load_timeline(path)
-
-
-def test_a_time_that_is_no_number_has_words() -> None:
-    assert [format_us(us) for us in (float("inf"), float("nan"), 1.5)] == ["inf", "nan", "1.5 us"]
 
 
 def test_an_unknown_suffix_is_refused(timeline: Timeline, tmp_path: Path) -> None:
@@ -144,15 +115,6 @@ def lanes_of(timeline: Timeline) -> set[str]:
     return {span.lane for span in timeline.spans if span.kind is MESSAGE}
 
 
-def test_svg_boxes_stay_inside(timeline: Timeline) -> None:
-    root = ElementTree.fromstring(draw([timeline]))
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    for box in root.iter(f"{SVG}rect"):
-        if "x" in box.attrib:
-            assert 0 <= float(box.attrib["x"]) <= width - float(box.attrib["width"]) + 0.01
-            assert 0 <= float(box.attrib["y"]) <= height - float(box.attrib["height"]) + 0.01
-
-
 def test_loss_curve() -> None:
     metrics = [{"step": k, "loss": 5.0 / (k + 1)} for k in range(10)]
     svg = draw_loss([*metrics, {"step": 9, "held_out_loss": 0.7}])
@@ -163,10 +125,3 @@ def test_loss_curve() -> None:
     assert len(line.attrib["points"].split()) == 10
     assert draw_loss(metrics[:1]) is None
     assert draw_loss([{"step": 0, "loss": float("nan")}, {"step": 1, "loss": 1.0}]) is None
-
-
-def test_json_is_one_span_a_line(timeline: Timeline) -> None:
-    text = to_json(timeline)
-    assert len(json.loads(text)["spans"]) == len(timeline.spans)
-    spans = text[text.index('"spans"') : text.index('"peak_bytes"')]
-    assert sum(line.startswith("    [") for line in spans.splitlines()) == len(timeline.spans)

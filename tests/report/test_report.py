@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,16 +18,12 @@ from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.plan import VERSION, Plan
 from stretto.ir.serialize import save_plan
 from stretto.report.files import FIGURES, load_timeline, save_json
-from stretto.report.grid import format_bytes
 from stretto.report.html import render
 from stretto.report.rundir import load_run
-from stretto.report.tables import comparison_grid, ranks_grid, summary_grid
-from stretto.runtime.compare import Report
-from stretto.schedule.families import make_schedule
+from stretto.report.tables import comparison_grid, ranks_grid
 from stretto.simulating import predict, simulate
 from tests.simulating.test_engine import ONE_F_ONE_B, RATE
 from tests.synthetic import make_plan
-from tests.synthetic_comm import make_comm_plan
 
 
 def a_plan(**costs: float) -> Plan:
@@ -106,37 +103,6 @@ def test_predicted_against_measured(run_dir: Path) -> None:
     assert rows["gap to the bound"][1] == beside_bound(measured, run.prediction.bound_us)
 
 
-def test_a_measured_step_below_its_bound_has_no_negative_gap(run_dir: Path) -> None:
-    run = load_run(run_dir)
-    assert run.prediction is not None
-    assert run.measured is not None
-    quick = replace(run.measured, step_us=run.prediction.bound_us * 0.9)
-    rows = {row[0]: row[1:] for row in comparison_grid(run.prediction, quick).rows}
-    assert rows["gap to the bound"][1] == "10.0% below the bound"
-
-
-def test_places_are_not_called_ranks() -> None:
-    """Two places of the pipeline, each of two ranks: nothing is `of the ranks`, nor on `2 ranks`."""
-    plan = make_comm_plan(make_schedule("1f1b", 2, 4))
-    plan = replace(plan, prediction=predict(plan))
-    timeline = simulate(plan)
-    assert plan.where == "2 places of tp=2 (4 ranks)"
-    head, *lines = str(plan).split("\n")
-    assert "2 stages on 2 places of tp=2 (4 ranks)" in head
-    assert any(line.startswith("  compute by place ") for line in lines)
-    assert plan.prediction is not None
-    for grid in (summary_grid(timeline, plan.prediction), comparison_grid(plan.prediction, timeline)):
-        names = " ".join(row[0] for row in grid.rows)
-        assert "mean of the places" in names
-        assert "mean of the ranks" not in names
-    told = str(Report(plan, replace(timeline, source="measured")))
-    assert "on 2 places of tp=2 (4 ranks): predicted, measured" in told
-    assert "ranks 2-3 compute" in told
-    assert "rank 0 compute" not in told
-    alone = make_comm_plan(make_schedule("1f1b", 2, 4), axes=())
-    assert alone.where == "2 ranks"
-
-
 def test_accounts_by_rank() -> None:
     rows = ranks_grid(simulate(a_plan(i_us=100, w_us=100))).rows
     assert rows[0][:4] == ("rank 0", "580 us (69.9%)", "60 us (7.2%)", "190 us (22.9%)")
@@ -158,57 +124,22 @@ def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
         "the costliest ops, and what would help by the plan's settings."
     ]
     page = render(run)
-    for words in (
-        "Measured against predicted",
-        "lower bound",
-        "2 stages on 2 ranks",
-        "plan.json is of version 3",
-    ):
-        assert words in page
-    result = CliRunner().invoke(report_command, [str(run_dir)])
-    assert result.exit_code == 0, result.output
+    assert all(
+        words in page for words in ("Measured against predicted", "lower bound", "2 stages on 2 ranks")
+    )
     # Of a run from before figures were kept, the timelines are left.
     (run_dir / "figures.json").unlink()
     bare = load_run(run_dir)
     assert bare.prediction is not None
     assert bare.prediction.step_us == whole.prediction.step_us if whole.prediction else False
     assert "The lower bound is not known" in " ".join(bare.notes)
-    assert "lower bound" not in str(
-        comparison_grid(bare.prediction, bare.measured).rows if bare.measured else ""
-    )
     assert "faster than 0" not in render(bare)
-
-
-def test_a_plan_that_is_broken_is_still_refused(run_dir: Path) -> None:
-    path = run_dir / "plan.json"
-    path.write_text(path.read_text().replace('"job"', '"jab"', 1))
-    with pytest.raises(UsageError, match=r"plan\.json"):
-        load_run(run_dir)
 
 
 def test_a_plan_whose_programs_were_edited_is_said(run_dir: Path) -> None:
     path = run_dir / "plan.json"
     path.write_text(path.read_text().replace('"flops": 1000', '"flops": 1001', 1))
     assert "programs were edited after planning" in " ".join(load_run(run_dir).notes)
-
-
-@pytest.mark.parametrize("line", [b"nonsense", b'{"step": "\xff"}'], ids=["no JSON", "no text"])
-def test_a_broken_metrics_line_is_named(run_dir: Path, line: bytes) -> None:
-    (run_dir / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
-    with pytest.raises(UsageError, match=r"metrics\.jsonl, line 2"):
-        load_run(run_dir)
-
-
-def test_half_a_last_line_of_a_killed_run_is_no_error(run_dir: Path) -> None:
-    (run_dir / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
-    assert load_run(run_dir).metrics == [{"step": 0, "loss": 1.0}]
-
-
-def test_nothing_to_report_on(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such run directory or plan file"):
-        load_run(tmp_path / "none")
-    with pytest.raises(UsageError, match=r"has none of settings\.json"):
-        load_run(tmp_path)
 
 
 def test_simulate_command(run_dir: Path) -> None:
@@ -222,12 +153,6 @@ def test_simulate_command(run_dir: Path) -> None:
         assert words in result.output
     assert all(path.stat().st_size > 0 for path in files)
     assert load_timeline(files[2]) == simulate(a_plan())
-
-
-def test_report_command_on_a_plan(run_dir: Path) -> None:
-    result = CliRunner().invoke(report_command, [str(run_dir / "plan.json")])
-    assert result.exit_code == 0, result.output
-    assert "The step" in result.output
 
 
 def test_the_terminal_report_fits_100_columns(run_dir: Path) -> None:
@@ -256,24 +181,31 @@ def test_the_suffix_says_what_is_written(run_dir: Path, name: str, begins: bytes
     assert path.read_bytes().startswith(begins)
 
 
-def test_a_suffix_that_nothing_writes_is_refused(run_dir: Path) -> None:
-    result = CliRunner().invoke(report_command, [str(run_dir), "-o", "a.png"])
-    assert isinstance(result.exception, UsageError)
-    assert "give one of .html, .perfetto-trace, .svg" in str(result.exception)
-
-
-def test_a_directory_without_a_step_has_nothing_to_draw(run_dir: Path) -> None:
-    for name in ("plan.json", "measured.json", "simulated.json"):
-        (run_dir / name).unlink()
-    result = CliRunner().invoke(report_command, [str(run_dir), "-o", str(run_dir / "a.svg")])
-    assert isinstance(result.exception, UsageError)
-    assert "there is nothing to draw" in str(result.exception)
-    assert "<h2>Timelines</h2>" not in render(load_run(run_dir))
-
-
 @pytest.mark.parametrize(
-    ("nbytes", "words"),
-    [(0, "0 B"), (1023, "1023 B"), (1010 * 1024, "1010 KiB"), (3 * 2**29, "1.5 GiB"), (2**41, "2048 GiB")],
+    ("removed", "written", "output", "message"),
+    [
+        ((), {"plan.json": b'{"format": "stretto plan"'}, "", r"plan\.json"),
+        ((), {"metrics.jsonl": b'{"step": 0}\nnonsense\n{"step": 2}\n'}, "", r"metrics\.jsonl, line 2"),
+        ((), {"metrics.jsonl": b'{"step": "\xff"}\n{}\n'}, "", r"metrics\.jsonl, line 1"),
+        (("plan.json", "measured.json", "simulated.json"), {}, "a.svg", "nothing to draw"),
+        (("*",), {}, "", r"has none of settings\.json"),
+        ((), {}, "a.png", "give one of .html, .perfetto-trace, .svg"),
+    ],
 )
-def test_bytes_for_people(nbytes: int, words: str) -> None:
-    assert format_bytes(nbytes) == words
+def test_refusals(
+    run_dir: Path, removed: tuple[str, ...], written: dict[str, bytes], output: str, message: str
+) -> None:
+    for pattern in removed:
+        for path in list(run_dir.glob(pattern)):
+            path.unlink()
+    for name, content in written.items():
+        (run_dir / name).write_bytes(content)
+    options = ["-o", str(run_dir / output)] if output else []
+    result = CliRunner().invoke(report_command, [str(run_dir), *options])
+    assert isinstance(result.exception, UsageError)
+    assert re.search(message, str(result.exception))
+
+
+def test_half_a_last_line_of_a_killed_run_is_no_error(run_dir: Path) -> None:
+    (run_dir / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "lo')
+    assert load_run(run_dir).metrics == [{"step": 0, "loss": 1.0}]

@@ -20,7 +20,7 @@ from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import described_costs
 from stretto.price.shared import wanted_collectives
-from stretto.report.traffic import communication_of
+from stretto.report.tables import communication_of
 from stretto.runtime.local import run_threads
 from stretto.runtime.rehearse import rehearse
 from stretto.runtime.runner import Runner

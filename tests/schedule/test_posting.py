@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.synthetic import make_costs, make_job
-from tests.synthetic_comm import make_comm_costs, plan_with
-from tests.verifying.comm_plans import comm_job
 from tests.verifying.plans import LOOPED, lowered, rich_job
 
 from stretto.ir.action import Phase
@@ -15,7 +13,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage
 from stretto.ir.stage_maps import virtual_stages_of
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import FAMILIES
 from stretto.schedule.posting import latest_posts, post_positions
 from stretto.verifying import plan_faults
 from stretto.verifying.trace import EventKind, trace_of
@@ -54,10 +52,6 @@ def test_latest_posts_are_of_a_walk_without_standing() -> None:
     assert post_positions([(0, 0), (0, 1)], needed, 1, latest) == [((0, 0), 0), ((0, 1), 1)]
 
 
-def test_runs_that_never_begin_are_left_out() -> None:
-    assert latest_posts([[[(0, 0)]], [[(1, 0)]]], [[{(1, 0): 1}], [{(0, 0): 0}]]) == {}
-
-
 def starts(plan: Plan, rank: int) -> list[str]:
     """What joins places, in the order in which the rank starts it."""
     joined = {found.name for found in plan.communicators if found.joins_places}
@@ -75,17 +69,3 @@ def test_the_loss_starts_before_sums_of_ties_on_all_ranks() -> None:
     other = lowered(replace(job, parameters=idle), LOOPED)
     assert starts(other, 0) == starts(other, 1) == ["loss", "tied w0"]
     assert plan_faults(other) == []
-
-
-def test_parts_along_two_axes_are_summed_one_after_the_other() -> None:
-    job = comm_job(2, 3, (("ep", 2), ("tp", 2)), sequence=True)
-    assert any(p.partial == ("tp",) for p in job.parameters)
-    plan = plan_with(job, make_schedule("1f1b", 2, 3), make_comm_costs(job))
-    assert plan_faults(plan) == []
-    for place in (0, 1):
-        events = [(e.kind, e.op.name) for e in trace_of(plan, place) if e.op is not None]
-        ended = (EventKind.REDUCED, f"tp.{place}.0")
-        next_one = max(
-            event for event in events if event[0] is EventKind.REDUCE and event[1].startswith("ep.")
-        )
-        assert events.index(ended) < events.index(next_one)

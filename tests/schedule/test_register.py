@@ -20,8 +20,6 @@ from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.ir.stage_maps import PLACES
 from stretto.schedule import FAMILIES, Places, Schedule, ScheduleShape, make_schedule
 from stretto.schedule.csv import read_csv, write_csv
-from stretto.schedule.search import Sought, search
-from stretto.schedule.timing import PhaseTimes
 from stretto.tune.choices import read_fixed
 
 CLUSTER = cores()
@@ -55,11 +53,6 @@ def test_it_is_known_wherever_names_are(mine: str, tmp_path: Path) -> None:
     assert read_fixed(["schedule=mine"]) == {"schedule": "mine"}
     with pytest.raises(UsageError, match="did you mean 'mine'"):
         load_settings(path, ["parallel.schedule=minee"])
-
-
-def test_the_search_takes_it_where_it_is_the_fastest(mine: str) -> None:
-    found = search(Sought(2, 1, 4, PhaseTimes(1.0, 1.0, 1.0, message=0.5)))
-    assert "mine" in {one.schedule.family for one in found.found}
 
 
 def test_of_several_stages_a_rank() -> None:
@@ -173,10 +166,3 @@ def test_ranks_may_have_unequally_many_stages(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_told_at_once(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         stretto.Parallel(**given)
-
-
-def test_more_stages_than_blocks_are_told_in_settings(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.touch()
-    with pytest.raises(UsageError, match=r"parallel.stages = 16 must not be above model.layers = 8"):
-        load_settings(path, ["parallel.pp=2", "parallel.stages=16", "parallel.schedule=looped-bfs"])

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from stretto.cli.schedule import schedule
 from stretto.errors import PlanError, UsageError
 from stretto.schedule.csv import read_csv, to_csv
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import make_schedule
 
 NAMED = ["--family", "eager-1f1b", "--stages", "4", "--microbatches", "8"]
 TIMES = ["--times", "F=2,I=2,W=1,message=0.5"]
@@ -40,7 +40,7 @@ def test_csv_is_for_pipes():
 def test_ascii_is_the_default_and_carries_the_figures():
     result = run(*NAMED, *TIMES)
     assert result.exit_code == 0
-    assert result.stdout.startswith("time")
+    assert result.stdout.startswith("Eager-1f1b timeline")
     assert "\nrank 3 " in result.stdout
     assert "live microbatches, by stage  7 5 3 1" in result.stdout
     assert result.stderr == ""
@@ -57,16 +57,11 @@ def test_json_and_svg_go_to_files_by_their_ending(tmp_path):
     assert "timing" not in json.loads(run(*NAMED, "--format", "json").stdout)
 
 
-def test_a_memory_limit_reaches_the_family():
-    result = run(*NAMED, "--max-live", "3", *TIMES)
-    assert "live microbatches, by stage  3 3 3 1" in result.stdout
-
-
 def test_a_file_is_read_and_drawn(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("0F0,,0B0\n1F0,1B0\n")
     assert run("--csv", str(path), "--format", "csv").stdout == to_csv(read_csv(path))
-    assert "rank 1  ...F0 B0---" in run("--csv", str(path)).stdout
+    assert "····1F0-1B0-----" in run("--csv", str(path)).stdout
 
 
 def test_a_deadlock_is_refused_when_drawn_but_can_be_rewritten(tmp_path):
@@ -89,11 +84,6 @@ def test_virtual_stages_groups_and_blocking_reach_the_family():
         "makespan                     172\n"
         in run("--family", "1f1b", "--ranks", "4", "--microbatches", "32", *times).stdout
     )
-
-
-def test_families_are_listed():
-    lines = run("--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["auto", *FAMILIES]
 
 
 def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
@@ -151,7 +141,3 @@ def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
 )
 def test_wrong_usage_is_refused(arguments, message):
     assert message in refusal(*arguments)
-
-
-def test_an_unknown_format_is_wrong_usage():
-    assert run(*NAMED, "--format", "png").exit_code == 2

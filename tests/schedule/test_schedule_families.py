@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from unittest.mock import Mock
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.distributed.pipelining import schedules as torch_schedules
+from tests.schedule.test_schedule_csv import torch_schedule
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Overlap, Phase, Schedule
-from stretto.ir.stage_maps import PLACES, loop, v, virtual_stages_of
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.interleaved import groups_of, visits
+from stretto.schedule.loops import groups_of, visits
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
 from stretto.verifying import schedule_faults
 
 SPLIT = ("zb-v", "v-half", "v-min")
-HOLDS_ALL = ("looped-bfs",)
 LIVE = {
     "gpipe": lambda n, i: 10**9,
     "1f1b": lambda n, i: n - i,
@@ -73,19 +67,7 @@ def torch_orders(name: str, ranks: int, each: int, microbatches: int) -> list[li
     held = (
         [0, stages - 1] if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else range(0, stages, ranks)
     )
-    parts = [
-        SimpleNamespace(
-            num_stages=stages,
-            group_size=ranks,
-            group_rank=0,
-            stage_index=stage,
-            has_backward=True,
-            is_last=stage == stages - 1,
-            submod=nn.Identity(),
-        )
-        for stage in held
-    ]
-    made = getattr(torch_schedules, name)(parts, microbatches, loss_fn=Mock())
+    made = torch_schedule(name, stages, ranks, [*held], microbatches)
     return [[str(a) for a in made.pipeline_order[rank] if a is not None] for rank in range(ranks)]
 
 
@@ -129,24 +111,6 @@ def test_a_memory_limit_is_kept_or_refused(family, ranks, microbatches, max_live
         assert peak_live(schedule) == tuple(min(max_live, live) for live in peak_live(free))
     if max_live >= max(peak_live(free)):
         assert schedule == free
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", PLACES)
-def test_the_whole_grid_is_legal(family: str) -> None:
-    places = FAMILIES[family].places
-    for ranks in range(1, 7):
-        for each in range(places.least, (places.most or 4) + 1):
-            for microbatches in range(1, 14):
-                check_legal(make_schedule(family, ranks, microbatches, virtual_stages=each))
-
-
-def test_maps() -> None:
-    assert loop(3, 2) == (0, 1, 2, 0, 1, 2)
-    assert v(3, 3) == (0, 1, 2, 2, 1, 0, 0, 1, 2)
-    assert {name: one.usual for name, one in ((n, f.places) for n, f in FAMILIES.items())} == {
-        name: 2 if name in PLACES else 1 for name in FAMILIES
-    }
 
 
 # --- published orders --------------------------------------------------------------------------------
@@ -273,22 +237,6 @@ def test_eager_interleaving_hides_messages_of_two_slots() -> None:
 # --- refusals ----------------------------------------------------------------------------------------
 
 
-def test_refusals_name_the_nearest_that_works() -> None:
-    with pytest.raises(
-        UsageError, match=r"'1f1b' has 1 stage a rank, not virtual_stages = 2: give .* = 1, or"
-    ):
-        make_schedule("1f1b", 2, 4, virtual_stages=2)
-    with pytest.raises(UsageError, match=r"'zb-v' has 2 stages a rank, .* = 3: give virtual_stages = 2, or"):
-        make_schedule("zb-v", 2, 4, virtual_stages=3)
-    with pytest.raises(UsageError, match="stages a rank is 0"):
-        make_schedule("interleaved-1f1b", 2, 4, virtual_stages=0)
-    with pytest.raises(
-        UsageError, match=r"'zb-v' has no groups .* choose interleaved-1f1b, eager-interleaved"
-    ):
-        make_schedule("zb-v", 2, 4, group=2)
-    assert virtual_stages_of("some/file.csv", None) == 1
-
-
 def test_groups_that_stop_each_other_are_refused() -> None:
     """Groups of 4, and one of a single microbatch left: Megatron-LM refuses them as well."""
     with pytest.raises(UsageError, match=r"groups of 4 of 5 .* for ever\. Give (\d), or no group") as refused:
@@ -318,31 +266,3 @@ def test_the_orders_are_those_of_the_sources():
     assert tokens("zb-h1", 0) == "F0 F1 F2 I0 W0 F3 I1 W1 F4 I2 W2 I3 W3 I4 W4"
     assert tokens("zb-h1", 2) == "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4"
     assert tokens("zb-h2", 1) == "F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4"
-
-
-def test_memory_is_traded_for_time():
-    """Among 1F1B, H1 and H2 less bubble costs as much memory as the paper says."""
-    rates = {f: time_schedule(make_schedule(f, 4, 16)).bubble_rate for f in ("1f1b", "zb-h1", "zb-h2")}
-    # (n-1)(F+I+W) = 9, (n-1)(F+I-W) = 3 and (n-1)(F+I-2W) = 0 beside m(F+I+W) = 48.
-    assert rates == pytest.approx({"1f1b": 9 / 57, "zb-h1": 3 / 51, "zb-h2": 0})
-    tight = time_schedule(make_schedule("zb-h2", 4, 16, max_live=4))
-    assert tight.peak_live == (4, 4, 4, 4)
-    assert tight.bubble_rate > rates["zb-h2"]
-
-
-def test_refusals_say_what_to_do():
-    with pytest.raises(
-        UsageError,
-        match=r"unknown schedule family 'zb-h9'; did you mean 'zb-h.'\? choose one of: gpipe",
-    ):
-        make_schedule("zb-h9", 2, 2)
-    with pytest.raises(UsageError, match="ranks is 0; a schedule needs at least 1"):
-        make_schedule("1f1b", 0, 2)
-    with pytest.raises(UsageError, match="microbatches is -1; a schedule needs at least 1"):
-        make_schedule("1f1b", 2, -1)
-    with pytest.raises(
-        UsageError, match=r"'gpipe' cannot keep max_live=3 .* minimum is 8\. Raise max_live or"
-    ):
-        make_schedule("gpipe", 2, 8, max_live=3)
-    with pytest.raises(UsageError, match=r"cannot keep max_live=0 .* minimum is 1\. Raise max_live$"):
-        make_schedule("1f1b", 2, 8, max_live=0)

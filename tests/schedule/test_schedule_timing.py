@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import make_schedule
-from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, peak_live, time_schedule
+from stretto.schedule.timing import PhaseTimes, parse_times, peak_live, time_schedule
 
 # Zero Bubble Pipeline Parallelism (ICLR 2024, arXiv 2401.10241): phase and message times from Table 9, bubble
 # rates from Table 5. The header's t_b is the input gradient, I here.
@@ -27,23 +26,13 @@ def test_published_bubble_rates_are_reproduced(row, family):
     assert f"{timing.bubble_rate:.4f}" == f"{float(row[family]):.4f}"
 
 
-def test_the_table_is_whole():
-    assert len(TABLE) == 8
-
-
 def test_messages_delay_the_receiver_and_occupy_nobody():
     timing = time_schedule(make_schedule("gpipe", 2, 2), PhaseTimes(2.0, 3.0, 1.0, 0.5))
-    start = {str(action): at for action, at in timing.start.items()}
-    assert start == {
-        "0F0": 0,
-        "0F1": 2,
-        "1F0": 2.5,
-        "1F1": 4.5,
-        "1B0": 6.5,
-        "1B1": 10.5,
-        "0B0": 11,
-        "0B1": 15,
-    }
+    starts = [
+        timing.start[Action.parse(token)]
+        for token in ["0F0", "0F1", "1F0", "1F1", "1B0", "1B1", "0B0", "0B1"]
+    ]
+    assert starts == [0, 2, 2.5, 4.5, 6.5, 10.5, 11, 15]
     assert timing.makespan == timing.cost == 19
     assert timing.bubble_rate == pytest.approx((19 - 12) / 19)
 
@@ -107,13 +96,6 @@ def test_schedules_that_cannot_be_timed_are_refused(text, fault):
     assert fault in str(refused.value)
 
 
-def test_times_are_read():
-    assert parse_times("F=18.522, I=18.086,W=9.337,message=0.601") == PhaseTimes(18.522, 18.086, 9.337, 0.601)
-    assert parse_times("W=1,F=1,I=1") == UNIT_TIMES
-    assert parse_times("F=1:2,I=3,W=4").of(Action.parse("1F0")) == 2
-    assert parse_times("F=1,I=3,W=4:5").of(Action.parse("1B0")) == 8
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -132,9 +114,3 @@ def test_times_that_cannot_be_read_are_refused(text, message):
     with pytest.raises(UsageError) as refused:
         parse_times(text)
     assert message in str(refused.value)
-
-
-def test_a_large_schedule_is_timed_quickly():
-    begin = time.process_time()
-    time_schedule(make_schedule("zb-h2", 32, 256))
-    assert time.process_time() - begin < 2

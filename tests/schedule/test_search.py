@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.stage_maps import loop, v
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.list_schedule import list_orders
-from stretto.schedule.room import Room, most_held
+from stretto.schedule.list_schedule import ActionWalk, Room, most_held
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, time_schedule
 from stretto.verifying import schedule_faults
@@ -161,13 +159,13 @@ def test_the_walk_never_stops_where_one_microbatch_fits(ranks, each, microbatche
     more = draw.choice([1.0, 1.3, 2.0])
     room = Room(tuple(more * one for one in limits), whole, tuple(0.5 * one for one in whole))
     urgent: dict[Action, float] = {}
-    orders = list_orders(
+    orders = ActionWalk(
         stage_ranks,
         microbatches,
         lambda action: urgent.setdefault(action, draw.random()),
         split=split,
         room=room,
-    )
+    ).orders()
     assert orders is not None
     made = Schedule("drawn", len(stage_ranks), microbatches, stage_ranks, orders)
     assert schedule_faults(made) == []
@@ -184,15 +182,3 @@ def test_it_comes_close_to_the_best_order(seed: int, max_live: int | None) -> No
     shortest = shortest_time(tuple(range(stages)), microbatches, times, max_live=max_live)
     found = search(Sought(stages, 1, microbatches, times, max_live=max_live))
     assert found.bound - 1e-9 <= shortest <= found.best.time <= 1.1 * shortest
-
-
-def test_times_of_other_stages_and_no_memory_are_refused() -> None:
-    sought = Sought(3, 1, 4, PhaseTimes((1.0, 2.0), 1.0, 1.0))
-    with pytest.raises(UsageError, match="F has times for 2 stages, but the schedule has 3"):
-        search(sought)
-    with pytest.raises(UsageError, match="message has times for 1 borders, but 3 stages have 2"):
-        search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0, (1.0,))))
-    with pytest.raises(
-        UsageError, match="no schedule of 3 ranks and 1 stages each fits the memory: allow more"
-    ):
-        search(replace(sought, times=PhaseTimes(1.0, 1.0, 1.0), room=lambda places: Room.even(3, 3, 0.5)))

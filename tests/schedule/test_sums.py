@@ -54,14 +54,6 @@ def test_gradients_of_one_dtype_share_a_tensor(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(name for op in apart for name in op.sums) == sorted(together)
 
 
-def test_one_alone_is_summed_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.schedule.sums.LARGE_BYTES", 1)
-    for op in program(comm_job(1, 2, (("dp", 2),))):
-        if op.lane == "dp":
-            assert op.alias == f"grad/{op.sums[0]}"
-            assert op.nbytes == 0
-
-
 def test_it_is_made_anew_for_another_placement() -> None:
     job = comm_job(2, 2, AXES, sequence=True, tied=True)
     once = with_sums(job, make_schedule("1f1b", 2, 2))

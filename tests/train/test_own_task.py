@@ -16,9 +16,9 @@ from tests.train.tiny import run, run_ranks, steps_of, write_settings
 from typer.testing import CliRunner
 
 from stretto.checking.compare import Check
-from stretto.cli.check import make as check_of
 from stretto.cli.main import app, main
 from stretto.cli.plan import make as plan_of
+from stretto.cli.train import make as check_of
 from stretto.config import TaskSettings, TrainSettings, load_settings
 from stretto.errors import StrettoError, UsageError
 from stretto.train.checkpoint import load_model

@@ -95,23 +95,3 @@ def test_a_wrong_fix_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         read_fixed([text])
     assert said in str(caught.value)
-
-
-def test_stages_a_rank_are_fixed_whatever_the_schedule(tmp_path: Path) -> None:
-    choices = Choices(settings(tmp_path), 8, read_fixed(["virtual_stages=2"]))
-    found = [(layout.pp, name, each) for layout in choices.layouts() for name, each in choices.orders(layout)]
-    assert {each for _, _, each in found} == {2}
-    assert {"interleaved-1f1b", "zb-v"} <= {name for _, name, _ in found}
-
-
-def test_groups_of_microbatches_are_left_out_of_families_without(tmp_path: Path) -> None:
-    given = settings(tmp_path).model_dump(exclude_unset=True)
-    given["parallel"] |= {"schedule": "interleaved-1f1b", "microbatch_group": 2}
-    choices = Choices(TrainSettings.model_validate(given), 2)
-    groups = {
-        name: choices.settings_of(
-            Candidate(LayoutChoice(2, 1, 1, 1, False, 4), name, each)
-        ).parallel.microbatch_group
-        for name, each in (("1f1b", 1), ("zb-v", 2), ("interleaved-1f1b", 2), ("auto", 2))
-    }
-    assert groups == {"1f1b": None, "zb-v": None, "interleaved-1f1b": 2, "auto": 2}

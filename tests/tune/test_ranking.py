@@ -69,22 +69,6 @@ def check(made: list[tuple[float, float, float]], estimates: float, first: float
 
 
 @pytest.mark.slow
-def test_what_splits_its_backward_is_not_ranked_by_its_bubble_alone(tmp_path: Path) -> None:
-    """Zero-bubble schedules expose collectives that a whole backward hides."""
-    given = settings(tmp_path, layers=4, batch=32, overlap="window")
-    layout = LayoutChoice(2, 1, 1, 2, False, 16)
-    some = [
-        Candidate(layout, "1f1b", 1),
-        Candidate(layout, "zb-v", 2),
-        Candidate(layout, "zb-h1", 1),
-        Candidate(layout, "gpipe", 1),
-        Candidate(LayoutChoice(4, 1, 1, 1, False, 16), "1f1b", 1),
-        Candidate(LayoutChoice(1, 2, 1, 2, False, 4), "1f1b", 1),
-    ]
-    check(figures(given, 4, SLOW, some, len(some)), 0.7)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "first"), [("gpt", 1.1), ("moe", 1.15)])  # of the mixture it is 1.13
 def test_random_candidates_are_ranked_as_their_plans_are(tmp_path: Path, kind: str, first: float) -> None:
     given = settings(tmp_path, layers=4, batch=16, overlap="window")

@@ -120,33 +120,6 @@ def test_what_cannot_be_planned_in_full_is_not_chosen(tmp_path: Path) -> None:
     assert found.dropped[PLAN_TOO_LARGE] == 1
 
 
-def test_a_full_plan_that_the_time_cut_off_is_told(tmp_path: Path) -> None:
-    given = settings(tmp_path, layers=2)
-    fixed = {**FEW, "pp": 2, "dp": 1, "tp": 1}
-    search = Search(Choices(given, 2, fixed), CLUSTER, 600.0, lambda text: None)
-
-    class CutOff(Here):
-        def answers(self, timeout_s: float) -> list[tuple[Asked, Answer]]:
-            assert self.busy is not None
-            if self.busy.order == "improve":
-                search._end_s = 0.0
-                return []
-            return super().answers(timeout_s)
-
-    search.run(CutOff(given, 2, CLUSTER))  # type: ignore[arg-type]
-    assert [one.order for one in search.result().planned] == ["list"]
-    assert search.result().stopped == "the time was over"
-
-
-def test_no_time_is_no_plan(tmp_path: Path) -> None:
-    given = settings(tmp_path, layers=2)
-    search = Search(Choices(given, 4, FEW), CLUSTER, 0.0, lambda text: None)
-    search.run(Here(given, 4, CLUSTER))  # type: ignore[arg-type]
-    found = search.result()
-    assert found.planned == []
-    assert found.stopped == "the time was over"
-
-
 def test_what_fits_no_device_is_told_with_the_nearest(tmp_path: Path) -> None:
     given = settings(tmp_path, layers=2)
     found, here = tuned(given, 4, CLUSTER.model_copy(update={"memory_bytes": 10_000}), FEW)
@@ -188,32 +161,10 @@ def test_nothing_is_captured_that_the_settings_refuse(tmp_path: Path) -> None:
 
 
 TWO = Candidate(LayoutChoice(2, 1, 1, 1, False, 4), "1f1b", 1)
-FOUR = Candidate(LayoutChoice(4, 1, 1, 1, False, 4), "1f1b", 1)
-COPIES = Candidate(LayoutChoice(1, 2, 1, 1, False, 4), "1f1b", 1)
 
 
 def planned(candidate: Candidate, order: str, step_us: float) -> Planned:
     return Planned(candidate, order, step_us, 0.0, "", {}, 0.0, 0)
-
-
-def test_auto_has_several_stages_a_rank_to_choose_from(tmp_path: Path) -> None:
-    choices = Choices(settings(tmp_path), 2)
-    (found,) = choices.with_auto(TWO)
-    assert (found.schedule, found.virtual_stages) == ("auto", 2)
-    more = Candidate(TWO.layout, "interleaved-1f1b", 4)
-    (found,) = Choices(settings(tmp_path, layers=8), 2).with_auto(more)
-    assert found.virtual_stages == 4
-
-
-def test_auto_is_not_where_it_may_not_be_or_has_nothing_to_choose(tmp_path: Path) -> None:
-    given = settings(tmp_path)
-    assert Choices(given, 2).with_auto(COPIES) == []
-    assert Choices(given, 2, {"schedule": "1f1b"}).with_auto(TWO) == []
-    (found,) = Choices(given, 2, {"virtual_stages": 1}).with_auto(TWO)
-    assert found.virtual_stages == 1
-    # Of four layers on four ranks each has one stage.
-    (found,) = Choices(given, 4).with_auto(FOUR)
-    assert found.virtual_stages == 1
 
 
 def test_the_best_and_auto_come_first_and_the_settings_own_last(tmp_path: Path) -> None:

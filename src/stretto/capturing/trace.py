@@ -52,7 +52,7 @@ from stretto.parallelize.lower_right_adapter import as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
 from stretto.parallelize.unseen import alone
 from stretto.passes import check_names, on_graph
-from stretto.passes.graph import Graph
+from stretto.passes.rewrite import Graph
 
 _log = logging.getLogger(__name__)
 

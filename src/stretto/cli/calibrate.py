@@ -63,37 +63,7 @@ def calibrate(
         raise UsageError(f"--cluster-out {cluster_out}: a calibration is a .json file")
     check_output("--cluster-out", cluster_out)
     jobs = [job_of(path) for path in inputs or []]
-    _calibrate(jobs, cluster_out, from_profile or [], ops_only, fresh, device)
-
-
-def job_of(path: Path) -> Job:
-    """The job of a plan file, or of a settings file, which is captured. Raises UsageError, CaptureError, and
-    PlanError for a plan that is not proved."""
-    if path.suffix == ".json":
-        from stretto.ir.serialize import load_plan
-        from stretto.verifying import verify
-
-        plan = load_plan(path)
-        verify(plan)  # its ops are run, with its shapes
-        return plan.job
-    if path.suffix != ".toml":
-        raise UsageError(f"{path}: give a plan (.json) or settings (.toml)")
-    from stretto.cli.plan import make
-    from stretto.config import load_settings
-    from stretto.price.cluster import Cluster
-
-    # Of the plan only the job is read: any cluster will do.
-    return make(load_settings(path, []), Cluster(peak_tflops=1, memory_gbps=1, link_gbps=1)).job
-
-
-def _calibrate(
-    jobs: list[Job],
-    path: Path,
-    traces: list[Path],
-    ops_only: bool,
-    fresh: bool,
-    kind: str | None,
-) -> None:
+    path, traces, kind = cluster_out, from_profile or [], device
     import torch
     import torch.distributed as dist
 
@@ -167,6 +137,26 @@ def _calibrate(
         )
     if started:
         dist.destroy_process_group()
+
+
+def job_of(path: Path) -> Job:
+    """The job of a plan file, or of a settings file, which is captured. Raises UsageError, CaptureError, and
+    PlanError for a plan that is not proved."""
+    if path.suffix == ".json":
+        from stretto.ir.serialize import load_plan
+        from stretto.verifying import verify
+
+        plan = load_plan(path)
+        verify(plan)  # its ops are run, with its shapes
+        return plan.job
+    if path.suffix != ".toml":
+        raise UsageError(f"{path}: give a plan (.json) or settings (.toml)")
+    from stretto.cli.plan import make
+    from stretto.config import load_settings
+    from stretto.price.cluster import Cluster
+
+    # Of the plan only the job is read: any cluster will do.
+    return make(load_settings(path, []), Cluster(peak_tflops=1, memory_gbps=1, link_gbps=1)).job
 
 
 def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bool) -> Calibration:

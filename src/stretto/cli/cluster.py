@@ -34,11 +34,6 @@ UNITS = {
 cluster = typer.Typer(add_completion=False, no_args_is_help=True, help="Clusters that can be planned for.")
 
 
-@cluster.callback()
-def _cluster() -> None:
-    """Clusters that can be planned for."""
-
-
 @cluster.command("list")
 def list_devices() -> None:
     """List the devices of the catalogue; <device>x<count> names a cluster of them."""
@@ -76,7 +71,14 @@ def show(
 
 
 def _print_cluster(console: Console, found: Hardware) -> None:
-    console.print(_headline(found))
+    device, nodes = found.device, found.nodes
+    each = min(found.count, device.node_devices)
+    within = found.fabric.bus_bytes_per_us(max(each, 2)) / GB_PER_S
+    between = found.fabric.nic_bytes_per_us * found.fabric.nic_efficiency / GB_PER_S
+    console.print(
+        f"{found.name}: {found.count} x {device.name}, {nodes} node{'s' if nodes > 1 else ''} of {each}, "
+        f"{within:.0f} GB/s bus rate in a node, {between:.1f} GB/s a device between nodes"
+    )
     rows = [
         (field, f"{_text(figure)} {UNITS.get(field, '')}".strip(), figure.status, figure.source)
         for field, figure in found.device.figures.items()
@@ -156,17 +158,6 @@ def print_communication(console: Console, calibration: Calibration) -> None:
     ):
         if rows:
             Grid("", head, rows).print(console)
-
-
-def _headline(found: Hardware) -> str:
-    device, nodes = found.device, found.nodes
-    each = min(found.count, device.node_devices)
-    within = found.fabric.bus_bytes_per_us(max(each, 2)) / GB_PER_S
-    between = found.fabric.nic_bytes_per_us * found.fabric.nic_efficiency / GB_PER_S
-    return (
-        f"{found.name}: {found.count} x {device.name}, {nodes} node{'s' if nodes > 1 else ''} of {each}, "
-        f"{within:.0f} GB/s bus rate in a node, {between:.1f} GB/s a device between nodes"
-    )
 
 
 def _cell(device: Device, field: str) -> str:

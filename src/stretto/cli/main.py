@@ -43,7 +43,11 @@ COMMANDS = {
 """Name -> one line of help. The command is the program of this name in the module of this name, or in that
 of `MODULES`."""
 
-MODULES = {"simulate": "walks", "rehearse": "walks", "verify": "walks", "show": "ops", "cost": "ops"}
+MODULES = {
+    **dict.fromkeys(("simulate", "rehearse", "verify"), "walks"),
+    **dict.fromkeys(("show", "cost"), "report"),
+    **dict.fromkeys(("check", "export"), "train"),
+}
 
 
 class StoppableGroup(TyperGroup):

@@ -8,8 +8,7 @@ without.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -70,7 +69,8 @@ def plan(
     settings, description = load_settings(config, wishes), read_cluster(cluster)
     with Stops() as stops:
         try:
-            with _shown() as shown:
+            with Progress(console=Console(stderr=True, soft_wrap=True)) as shown:
+                shown.begin("planning")
                 made = make(settings, description, say=shown.detail, note=shown.say)
                 stops.ignore()
         except KeyboardInterrupt:
@@ -86,14 +86,6 @@ def plan(
     if stops.received:
         sys.stdout.flush()
         raise typer.Exit(stops.status)
-
-
-@contextmanager
-def _shown() -> Iterator[Progress]:
-    """Takes lines of progress, and lines that stay."""
-    with Progress(console=Console(stderr=True, soft_wrap=True)) as progress:
-        progress.begin("planning")
-        yield progress
 
 
 def make(

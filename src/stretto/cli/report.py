@@ -1,8 +1,13 @@
-"""`stretto report`: show a finished run, or a plan. Thin: everything is done in `stretto.report`."""
+"""`stretto report`, `show` and `cost`: a finished run or a plan, the ops of one phase, what costs most. Thin.
+
+Communications are read off the predicted timeline here; all else is done in `stretto.report`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json as json_text
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -10,19 +15,34 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from stretto.cli.common import check_output, command, write_and_print
+from stretto.cli.common import AsJson, PlanFile, check_output, command, write_and_print
 from stretto.errors import UsageError
 from stretto.files.whole_file import write_file
-from stretto.ir.timeline import Timeline
+from stretto.ir.action import Phase
+from stretto.ir.plan import Plan
+from stretto.ir.serialize import load_plan
+from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.transfers import SUM
+from stretto.report.grid import (
+    WIDTH,
+    Columns,
+    Grid,
+    Row,
+    format_bytes,
+    format_flops,
+    format_share,
+    format_us,
+    grid_of,
+)
 from stretto.report.html import REPORT, accounts_grid, lacks_page, render, run_findings, run_grids, write_page
-from stretto.report.ops import costliest_ops
+from stretto.report.ops import OpGroup, OpLine, costliest_ops, notes_of, program_lines, totals_of
 from stretto.report.perfetto import ops_left_out, save_perfetto
 from stretto.report.rundir import Run, load_run
 from stretto.report.svg import draw
-from stretto.report.tables import costliest_grid, ranks_grid
+from stretto.report.tables import communication_of, costliest_grid, ranks_grid
 from stretto.report.text import timeline_text
 
-WIDTH = 100
+MOST_COLUMNS = 100
 """Columns of the terminal that are used at most, so that a report can be pasted anywhere."""
 
 COSTLIEST = 8
@@ -69,7 +89,7 @@ def report(
 
 def _print(found: Run) -> None:
     usual = Console()
-    console = Console(width=min(WIDTH, usual.width))
+    console = Console(width=min(MOST_COLUMNS, usual.width))
     accounts, last = accounts_grid(found), found.timelines[-1:]
     if accounts is not None:
         console.print(accounts.rich())
@@ -91,3 +111,168 @@ def _timelines(found: Run) -> list[Timeline]:
     if not found.timelines:
         raise UsageError(f"{found.path} has neither a plan nor a timeline: there is nothing to draw")
     return found.timelines
+
+
+PIPED_WIDTH = 180
+"""Columns when the output goes into a file or a pipe, where lines should not be broken."""
+
+
+@command
+def show(
+    plan: PlanFile,
+    stage: Annotated[int, typer.Option(help="The stage.", show_default=False)],
+    phase: Annotated[
+        str, typer.Option(help="F, I, W, or B (I and W together).", metavar="F|I|W|B", show_default=False)
+    ],
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Only ops of modules like this (*.attention*, or a part)."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """List a stage's ops: shapes, bytes, flops, predicted time, what is saved for later, what is freed."""
+    if phase.upper() not in ("F", "I", "W", "B"):
+        raise UsageError(f"--phase {phase}: there is no such phase; give one of F, I, W, B")
+    wanted = Phase(phase.upper())
+    loaded = load_plan(plan, edited=True)  # nothing is computed of it
+    lines = program_lines(loaded, stage, wanted, module)
+    totals = totals_of(lines)
+    if json:
+        document = {"stage": stage, "phase": wanted.value, "ops": [line.to_data() for line in lines]}
+        typer.echo(json_text.dumps({**document, "totals": totals}, indent=1))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    console.print(_ops_grid(lines, f"{stage}{wanted}: {wanted.meaning} of stage {stage}").rich())
+    saved, freed = format_bytes(totals["saved_bytes"]), format_bytes(totals["freed_bytes"])
+    lanes = f"{format_us(totals['predicted_us'])} on the compute lane"
+    if totals["collectives"]:
+        lanes += f", {format_us(totals['collective_us'])} in {totals['collectives']} collectives"
+    console.print(
+        f"{totals['ops']} ops, {format_flops(totals['flops'])}: {lanes} (costs: {loaded.costs.source})\n"
+        f"makes {format_bytes(totals['bytes'])}, of which {saved} are saved for later; frees {freed}",
+        highlight=False,
+    )
+
+
+def _ops_grid(lines: list[OpLine], title: str) -> Grid:
+    rows = []
+    for line in lines:
+        op = line.row.op
+        # A collective's time on its lane, else the op's on the compute lane.
+        us = line.row.us if line.collective_us is None else line.collective_us
+        rows.append(
+            (
+                op.name,
+                op.target.removeprefix("aten."),
+                f"{line.reads} → {line.makes}",
+                "; ".join(notes_of(line)),
+                format_bytes(op.nbytes) if op.nbytes else "view" if op.alias is not None else "-",
+                format_flops(op.flops) if op.flops else "-",
+                op.lane,
+                format_us(us) if us else "-",
+            )
+        )
+    head = ("name", "op", "reads → makes", "memory", "bytes", "flops", "lane", "predicted")
+    return Grid(title, head, rows, words=range(4))
+
+
+@command
+def cost(
+    plan: Annotated[Path, typer.Argument(help="A plan file, or a run directory.", show_default=False)],
+    measured: Annotated[
+        Path | None, typer.Option("--run", help="A run directory of this plan, for measured times.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many ops, and how many communications.")] = 15,
+    as_json: AsJson = False,
+) -> None:
+    """List a plan's costliest ops and communications: each, total, share, source, measured where known."""
+    planned = load_run(plan)
+    if planned.plan is None:
+        raise UsageError(f"{plan}: the run directory has no plan.json; give the plan file")
+    ran = planned if measured is None else load_run(measured)
+    if measured is not None and ran.plan is not None and ran.plan.job != planned.plan.job:
+        raise UsageError(f"--run {measured}: its plan is of another job than {plan}; give a run of this plan")
+    ops = costliest_ops(planned.plan, top)
+    assert planned.simulated is not None
+    communications = communications_of(planned.plan, planned.simulated, ran.measured)[:top]
+    costs = planned.plan.costs
+    if as_json:
+        rows = [_op_row(op) for op in ops]
+        document = {"source": costs.source, "ops": rows, "communications": communications}
+        typer.echo(json_text.dumps(document, indent=1))
+        return
+    console = Console(width=WIDTH)
+    # Where none is known by itself, the source of all, under the table, is that of each op.
+    costliest_grid(ops, reads=True, known=bool(costs.op_how)).print(console)
+    if communications:
+        _communications_grid(communications).print(console)
+    console.print(f"Op times: {costs.source}.", highlight=False)
+    if measured is not None and ran.measured is None:
+        console.print(f"{measured} has no measured timeline.", style="dim", highlight=False)
+
+
+def communications_of(plan: Plan, predicted: Timeline, measured: Timeline | None) -> list[Row]:
+    """Communications of the step by axis, kind and bytes, those that take most time first.
+
+    count: over all ranks of the pipeline; each_us: predicted mean; alone_us: if nothing else used the links
+    (None without a curve); total_us: a rank's mean in the step; share: of all communication; measured_us:
+    a rank's mean in a run; source: of the cost.
+    """
+    groups = _grouped(predicted)
+    taken = _grouped(measured) if measured is not None else {}
+    everything = sum(sum(times) for times in groups.values()) or 1.0
+    rows: list[Row] = []
+    for (axis, kind, nbytes), times in groups.items():
+        curve = plan.costs.collectives.get((axis, SUM if kind == "gradients" else kind))
+        link = next(iter(plan.costs.links.values()), plan.costs.default_link)
+        ran = taken.get((axis, kind, nbytes))
+        rows.append(
+            {
+                "axis": axis,
+                "kind": kind,
+                "nbytes": nbytes,
+                "count": len(times),
+                "each_us": sum(times) / len(times),
+                "alone_us": None if curve is None else curve.curve.us(nbytes),
+                "total_us": sum(times) / predicted.ranks,
+                "share": sum(times) / everything,
+                "measured_us": sum(ran) / measured.ranks if ran and measured is not None else None,
+                "source": (curve or link).source,
+            }
+        )
+    return sorted(rows, key=lambda one: (-one["total_us"], one["axis"], one["kind"], one["nbytes"]))
+
+
+def _grouped(timeline: Timeline) -> dict[tuple[str, str, int], list[float]]:
+    """(axis, kind, bytes) -> durations of its communications, microseconds."""
+    groups: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.kind is SpanKind.MESSAGE:
+            groups[*communication_of(span.name), span.nbytes].append(span.duration_us)
+    return groups
+
+
+def _op_row(op: OpGroup) -> Row:
+    names = ("target", "reads", "makes", "phases", "calls", "each_us", "total_us", "share", "source")
+    return {name: getattr(op, name) for name in names}
+
+
+def _communications_grid(rows: Sequence[Row]) -> Grid:
+    """A table, with what was measured if anything was."""
+    measured = any(row["measured_us"] is not None for row in rows)
+    columns: Columns = {
+        "axis": ("axis", "{}"),
+        "kind": ("kind", "{}"),
+        "bytes": ("nbytes", format_bytes),
+        "number": ("count", "{:,}"),
+        "each": ("each_us", format_us),
+        "alone": ("alone_us", format_us),
+        "total": ("total_us", format_us),
+        "share": ("share", format_share),
+        **({"measured": ("measured_us", format_us)} if measured else {}),
+        "source": ("source", "{}"),
+    }
+    title = "Costliest communications: total and measured are a rank's mean"
+    return grid_of(title, columns, rows, words=("axis", "kind", "source"), absent="-")

@@ -16,7 +16,6 @@ from stretto.errors import UsageError
 from stretto.files.parse import LARGEST
 from stretto.lab.network import parse_rate
 from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
-from stretto.tensor.layout import Region
 from stretto.tensor.reshard.arguments import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
 from stretto.tensor.reshard.tasks import MODES, Mode
@@ -153,7 +152,7 @@ def _transfers(choice: Choice, plan: ReshardPlan, hosts: Hosts) -> Grid:
                 format_us(one.end_us),
                 f"{one.sender}@{hosts[one.sender]}",
                 " ".join(f"{rank}@{hosts[rank]}" for rank in one.receivers),
-                _box(one.region),
+                ", ".join(f"{start}:{stop}" for start, stop in one.region) or "the number",
                 format_bytes(one.nbytes),
             )
             for one in plan.transfers[:SHOWN]
@@ -161,7 +160,3 @@ def _transfers(choice: Choice, plan: ReshardPlan, hosts: Hosts) -> Grid:
         words=(3, 4),
         caption=f"and {more:,} more; --json lists all" if more > 0 else "",
     )
-
-
-def _box(region: Region) -> str:
-    return ", ".join(f"{start}:{stop}" for start, stop in region) or "the number"

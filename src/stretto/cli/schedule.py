@@ -18,10 +18,11 @@ from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
 from stretto.ir.stage_maps import AUTO, virtual_stages_of
 from stretto.report.svg import draw_schedule
+from stretto.report.text import schedule_text
 from stretto.schedule.csv import read_csv, to_csv
-from stretto.schedule.draw import describe_search, describe_timing, to_ascii, to_json
+from stretto.schedule.draw import describe_search, describe_timing, to_json
 from stretto.schedule.families import FAMILIES, check_count, make_schedule
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import Room
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, parse_times, time_schedule
 
@@ -135,7 +136,8 @@ def schedule(
     else:
         assert timing is not None
         to_terminal = output is None and sys.stdout.isatty()
-        text = to_ascii(chosen, timing, width=shutil.get_terminal_size().columns if to_terminal else None)
+        columns = shutil.get_terminal_size().columns if to_terminal else None
+        text = f"{schedule_text(chosen, timing, columns).plain}\n"
         text += f"\n{summary}" if summary else ""
 
     if output is not None:

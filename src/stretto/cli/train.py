@@ -1,18 +1,23 @@
-"""`stretto train`: train a model as a settings file describes. Thin: `stretto.train` does it."""
+"""`stretto train`, `check` and `export`: train a model, compare a step with the plain model's, write a
+checkpoint as safetensors. Thin.
+
+`check` takes threads of this process for ranks, and a batch that is made up: it needs no cluster and no data.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import stretto
 from stretto.cli.common import RENEW, Changes, Config, Fresh, command
-from stretto.config import TrainSettings, load_settings
+from stretto.config import HuggingFaceSettings, TrainSettings, load_settings
 from stretto.errors import UsageError
+from stretto.train.export import export as write
 from stretto.train.failure import watch_launcher
 from stretto.train.progress import Progress
 
@@ -54,27 +59,88 @@ def train(
         settings = load_settings(config, overrides, progress.begin)
         progress.begin("loading PyTorch")
         if resume:
-            _refuse_without_checkpoint(settings)
-        _started(settings, config, overrides, progress)
+            from stretto.train.checkpoint_files import latest_in
+
+            if latest_in(settings.checkpoint_dir) is None:
+                raise UsageError(
+                    f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume "
+                    "the run starts at its first step"
+                )
+        from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
+
+        command = [sys.executable, "-m", "stretto", "train", str(config)]
+        for override in overrides:
+            command += ["--set", override]
+        status = start(settings, command, progress)
+        sys.stdout.flush()
+        if status:
+            raise typer.Exit(status)
 
 
-def _refuse_without_checkpoint(settings: TrainSettings) -> None:
-    from stretto.train.checkpoint_files import latest_in
+ROWS = 2
+"""Rows of a microbatch, at most: one row is a special case, and more show no more."""
 
-    if latest_in(settings.checkpoint_dir) is None:
-        raise UsageError(
-            f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume the run "
-            "starts at its first step"
+
+@command
+def check(
+    config: Config,
+    changes: Changes = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="The largest relative difference; 1e-9 without it, or 1e-4 where the model's own code "
+            "computes in float32."
+        ),
+    ] = None,
+) -> None:
+    """Compare one step, loss and every gradient, with the plain model's, in float64 in this process."""
+    typer.echo(str(make(load_settings(config, list(changes or [])), tolerance)))
+
+
+def make(settings: TrainSettings, tolerance: float | None = None) -> stretto.Check:
+    """The comparison; raises RunError where the step differs, UsageError and CaptureError as `check`."""
+    import torch
+
+    from stretto.models.build import build_model, counted_loss_function
+    from stretto.train.task import own_task
+
+    pieces = settings.parallel.microbatches * settings.parallel.dp
+    rows = min(ROWS, settings.training.global_batch // pieces) * pieces
+    if settings.task is not None:
+        task = own_task(settings.task, settings.training.seed)
+        return stretto.check(
+            task.model(), task.train(0, rows), task.loss, settings.parallel, tolerance=tolerance
         )
+    sizes = settings.model.config if isinstance(settings.model, HuggingFaceSettings) else {}
+    # The tokenizer would need the text; any vocabulary will do that the model can be built with.
+    asked = sizes.get("vocab_size") or getattr(settings.model, "vocab_size", None)
+    vocab_size = int(asked) if asked else settings.data.vocab_size
+    model = build_model(settings.model, vocab_size, settings.training.seed)
+    generator = torch.Generator().manual_seed(settings.training.seed)
+    batch = torch.randint(0, vocab_size, (rows, settings.data.sequence_length + 1), generator=generator)
+    return stretto.check(
+        model, batch, counted_loss_function(settings.model), settings.parallel, tolerance=tolerance
+    )
 
 
-def _started(settings: TrainSettings, config: Path, overrides: Sequence[str], progress: Progress) -> None:
-    from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
-
-    command = [sys.executable, "-m", "stretto", "train", str(config)]
-    for override in overrides:
-        command += ["--set", override]
-    status = start(settings, command, progress)
-    sys.stdout.flush()
-    if status:
-        raise typer.Exit(status)
+@command
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, or a run's folder, whose newest is taken.", show_default=False),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The folder to write; new or empty.", show_default=False)
+    ],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Of a task of one's own, its file: a program, which is run to make the model.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write a checkpoint as config.json, model.safetensors and (of text) tokenizer.json, for other tools to
+    read."""
+    written = write(checkpoint, output, task)
+    typer.echo(f"wrote {written} as safetensors into {output}")

@@ -257,7 +257,7 @@ class Job:
         of live microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes
         again, `stretto.passes.recompute`).
     microbatch_group: microbatches that go through one of a rank's stages before its next begins, where the
-        user names a number (`stretto.schedule.interleaved`).
+        user names a number (`stretto.schedule.loops`).
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
     message_parts: whether planning may cut messages that are whole on all tensor-parallel ranks
         (`stretto.passes.messages_in_parts`).

@@ -25,7 +25,7 @@ from stretto.order.list_scheduler import ListScheduler
 from stretto.order.rank_window import RankWindow
 from stretto.order.resources import StepResources, WindowResources
 from stretto.order.walk import GivenOrder, LaneWalk, WalkResult, walk
-from stretto.passes.watch import Watch
+from stretto.passes.step import Watch
 
 T = TypeVar("T")
 

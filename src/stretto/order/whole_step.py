@@ -27,7 +27,7 @@ from stretto.order.depend import Node, Role, WindowGraph, make_graph
 from stretto.order.forward_backward import ForwardBackward
 from stretto.order.rank_window import RankWindow, make_rank_window
 from stretto.order.search import OrderSearch, SearchPoint, SearchScope, WalkBudget, new_urgencies
-from stretto.passes.watch import Watch
+from stretto.passes.step import Watch
 from stretto.schedule.windows import make_window, window_name
 from stretto.simulating.windows import Call, make_ready
 
@@ -38,7 +38,7 @@ PATIENCE = (0.0, 0.5, 1.0)
 """Tried for each rank, in parts of a collective's time. Assumed."""
 
 EFFORT = 12.0
-"""Items walked for each microsecond of what the step is worth (`passes.effort`): of a run of 1,000 steps,
+"""Items walked for each microsecond of what the step is worth (`passes.step`): of a run of 1,000 steps,
 planning takes about as long as 50."""
 
 FEWEST = 20

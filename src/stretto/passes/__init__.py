@@ -1,43 +1,34 @@
 """All passes, in the one order in which they run, from a captured graph to the step that planning orders.
 
-    OfGraph   Graph -> Graph            the ops of a full step, before there are stages
-    OfJob     Job -> Job                stages and what crosses between them, before anything has a price
-    OfStep    Step, Context -> Step     ranks and costs are known: `stretto.planning` makes variants of these
+    GRAPH_PASSES   Graph -> Graph            the ops of a full step, before there are stages
+    JOB_PASSES     Job -> Job                stages and what crosses between them, before there are prices
+    STEP_PASSES    Step, Context -> Step     ranks and costs are known: `stretto.planning` makes variants
 
 Each returns its argument where there is nothing to do. After those of a step, a variant has passes that
-know windows (`stretto.planning.choose`). A new pass is a file of this room and a line of `ORDER`.
+know windows (`stretto.planning.choose`). A new pass is a file of this room and a line of these lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from stretto.errors import UsageError, meant
 from stretto.ir.program import Job
 from stretto.passes.borders import gather_behind, scatter_borders
-from stretto.passes.dense_messages import dense_messages
-from stretto.passes.gradient_parts import gradient_parts
-from stretto.passes.graph import Graph
-from stretto.passes.handed_on import handed_on, sent_once
+from stretto.passes.messages import dense_messages, handed_on, sent_once
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.passes.no_ops import dead_ops, equal_collectives, no_ops
-from stretto.passes.plain_matmul import plain_matmuls
+from stretto.passes.products import gradient_parts, plain_matmuls
 from stretto.passes.recompute_choice import recomputed
+from stretto.passes.rewrite import Graph
 from stretto.passes.scatter import cut_before_adding, reduce_scatter_chunks
 from stretto.passes.sequence_first import sequence_first
 from stretto.passes.split_ops import split_products
 from stretto.passes.step import Pass
 
-
-@dataclass(frozen=True, slots=True)
-class OfGraph:
-    apply: Callable[[Graph], Graph]
-
-
-@dataclass(frozen=True, slots=True)
-class OfJob:
-    apply: Callable[[Job], Job]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +39,26 @@ class OfStep:
     tried: bool = False
 
 
-ORDER = (
-    OfGraph(dead_ops),  # what nothing needs is dropped
-    OfGraph(plain_matmuls),  # batched products that are one plain product become one
-    OfGraph(cut_before_adding),  # what is added to a sum over ranks that is then cut is cut before
-    OfGraph(reduce_scatter_chunks),  # an all-reduce of which each rank keeps a part becomes a reduce-scatter
-    OfGraph(sequence_first),  # MLPs take tokens in the order in which they are gathered
-    OfGraph(no_ops),  # what changes nothing is dropped; chains of reshapes are joined
-    OfGraph(equal_collectives),  # one collective instead of two of the same value
-    OfJob(scatter_borders),  # sums that leave a stage are scattered before the border, gathered behind it
-    OfJob(gather_behind),  # what is gathered for other stages alone is gathered by them
-    OfJob(gradient_parts),  # a gradient that is a sum of products becomes these, which are added one by one
+def _named(*passes: Callable[[T], T]) -> dict[str, Callable[[T], T]]:
+    """A pass has its function's name."""
+    return {one.__name__: one for one in passes}
+
+
+GRAPH_PASSES = _named(
+    dead_ops,  # what nothing needs is dropped
+    plain_matmuls,  # batched products that are one plain product become one
+    cut_before_adding,  # what is added to a sum over ranks that is then cut is cut before
+    reduce_scatter_chunks,  # an all-reduce of which each rank keeps a part becomes a reduce-scatter
+    sequence_first,  # MLPs take tokens in the order in which they are gathered
+    no_ops,  # what changes nothing is dropped; chains of reshapes are joined
+    equal_collectives,  # one collective instead of two of the same value
+)
+JOB_PASSES = _named(
+    scatter_borders,  # sums that leave a stage are scattered before the border, gathered behind it
+    gather_behind,  # what is gathered for other stages alone is gathered by them
+    gradient_parts,  # a gradient that is a sum of products becomes these, which are added one by one
+)
+STEP_PASSES = (
     OfStep(split_products, tried=True),  # products and the collectives of their results in parts
     OfStep(dense_messages),  # what crosses stages is contiguous
     OfStep(messages_in_parts),  # what tensor-parallel ranks have replicated crosses in parts
@@ -66,11 +66,6 @@ ORDER = (
     OfStep(handed_on, tried=True),  # values that several ranks read are handed on by those that have them
     OfStep(recomputed),  # what the backward computes again instead of keeping it
 )
-"""A pass has its function's name."""
-
-GRAPH_PASSES = {one.apply.__name__: one.apply for one in ORDER if isinstance(one, OfGraph)}
-JOB_PASSES = {one.apply.__name__: one.apply for one in ORDER if isinstance(one, OfJob)}
-STEP_PASSES = tuple(one for one in ORDER if isinstance(one, OfStep))
 
 
 def check_names(names: Collection[str]) -> None:

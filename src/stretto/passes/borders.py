@@ -1,31 +1,19 @@
 """What tensor-parallel ranks reduce or gather at the end of a stage crosses the border in parts.
 
-`scatter_borders`: a reduction that leaves its stage is scattered before the border and gathered behind it.
-The last thing that a stage of a transformer makes is a sum over tensor-parallel ranks, added to the stage's
-input; backward, there is a norm between the two. All ranks of the stage would send the full sum to
-their peers of the next. Instead each reduces and sends its rows alone, and the next stage gathers them: an
-all-reduce is a reduce-scatter and an all-gather, and the message goes in between, where it is smallest. Less
-is moved on every link, and the next stage may start the gather when it likes. (Megatron-LM cuts the full sum
-before the border, and gathers behind it: Narayanan et al. 2021, arXiv 2104.04473, section 4.1; here the full
-sum is not made at all.)
+`scatter_borders`: a reduction that leaves its stage is scattered before the border and gathered behind it: an
+all-reduce is a reduce-scatter and an all-gather, and the message goes in between, where it is smallest.
+(Megatron-LM cuts the full sum before the border: arXiv 2104.04473, section 4.1.)
 
     1. Of the values that other stages read and their own does not, take those that may cross in parts
        (`stretto.passes.messages_in_parts.divisible`).
     2. Follow one back through views that keep rows, and through additions (of a bias, too): what is added may
-       be cut by rows, as no rank needs more of it. So may what a layer norm's backward reads, through which
-       a gradient goes on its way out. Somewhere there must be an all-reduce, which nobody else reads: it
-       becomes a reduce-scatter. Without one the value stays unsharded, for planning to cut
-       (`stretto.passes.messages_in_parts`).
+       be cut by rows, as no rank needs more of it. So may what a layer norm's backward reads. Somewhere there
+       must be an all-reduce, which nobody else reads: it becomes a reduce-scatter. Without one the value
+       stays unsharded, for planning to cut (`stretto.passes.messages_in_parts`).
     3. Each stage that reads the value gathers the parts.
-    4. Such a norm's own gradients are then partial, each of a rank's rows, and reduced once a step, as under
-       sequence parallelism.
+    4. Such a norm's own gradients are then partial, each of a rank's rows, and reduced once a step.
 
-Every sum has the terms that it had; with two ranks it has the same bits, with more the order of the sum is
-the reduce-scatter's; a norm's gradients are summed in another order.
-
-`gather_behind`: what a rank has a part of is gathered by those who read it, not before the border. A sequence
-that tensor-parallel ranks share is gathered for the next product. Where a stage ends between the two, the
-stage before would gather it, and all of its ranks would send the full value. No number changes.
+`gather_behind`: what a rank has a part of is gathered by those who read it, not before the border.
 
     1. Take the values that other stages read and their own does not, and that are no results.
     2. Follow one back through what puts a gathered value in order, views and copies, as long as nothing else
@@ -35,7 +23,7 @@ stage before would gather it, and all of its ranks would send the full value. No
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,7 +35,7 @@ from stretto.ir.prices import specs_of
 from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.messages_in_parts import cut_rows, divisible, in_parts, part_of, rows_of
-from stretto.passes.rewrite import read_as, stage_of, with_uses
+from stretto.passes.rewrite import changed, read_as, stage_of, users_of, with_uses
 
 ADD = "aten.add.Tensor"
 SHAPED = (*VIEWS, "aten.reshape.default")
@@ -79,10 +67,7 @@ class _Border:
         self._size = job.size(AXIS)
         self._specs: Mapping[str, TensorSpec] = specs_of(job)
         self._ops = {op.name: op for ops in stage.ops.values() for op in ops}
-        self._users: dict[str, list[Op]] = {}
-        for op in self._ops.values():
-            for name in op.uses:
-                self._users.setdefault(name, []).append(op)
+        self._users: Mapping[str, list[Op]] = users_of(self._ops.values())
         self._kept = {edge.value for edge in job.edges if edge.source == stage.index}
         self._kept |= {name for phase in PHASES for name in results_of(job, stage.index, phase)}
         self._value = value
@@ -100,18 +85,12 @@ class _Border:
 
     def job(self) -> Job:
         """The job in which the sender makes its part, with step 4."""
-        ops = {
-            phase: tuple(
-                new
-                for op in self._stage.ops[phase]
-                for new in (
-                    *(self.made if op.name == self._value else ()),
-                    *(() if op.name in self.gone else (self.moved.get(op.name, op),)),
-                )
-            )
-            for phase in PHASES
-        }
-        stages = (Stage(s.index, ops) if s is self._stage else s for s in self._job.stages)
+
+        def news(op: Op) -> list[Op]:
+            kept = [] if op.name in self.gone else [self.moved.get(op.name, op)]
+            return [*self.made, *kept] if op.name == self._value else kept
+
+        stages = (changed(s, news) if s is self._stage else s for s in self._job.stages)
         parameters = (
             replace(p, partial=(AXIS,)) if any(value in self.moved for _, _, value in p.grads) else p
             for p in self._job.parameters
@@ -263,15 +242,12 @@ def gather_behind(job: Job) -> Job:
 def _chain(job: Job, stage: Stage, value: str) -> Sequence[Op]:
     """Step 2: the ops from the gather to the value, in order; none where it cannot be."""
     ops = {op.name: op for made in stage.ops.values() for op in made}
-    readers: dict[str, int] = defaultdict(int)
-    for op in ops.values():
-        for name in op.uses:
-            readers[name] += 1
+    readers = users_of(ops.values())
     kept = {edge.value for edge in job.edges if edge.source == stage.index and edge.value != value}
     kept |= {name for phase in PHASES for name in results_of(job, stage.index, phase)}
     chain: list[Op] = []
     name = value
-    while name in ops and name not in kept and readers[name] == (1 if chain else 0):
+    while name in ops and name not in kept and len(readers[name]) == (1 if chain else 0):
         op = ops[name]
         chain.append(op)
         if op.kind is not None:

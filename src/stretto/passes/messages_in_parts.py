@@ -1,22 +1,15 @@
 """Values that are replicated on tensor-parallel ranks cross stages in parts, where costs say that it pays.
 
-Each rank of a stage would send all of a value to its peer in the next, although the others send the same. In
-parts each sends its rows alone, and the next stage gathers them: a part of the message, and a collective
-more. Between nodes that is what links are short of (Megatron-LM's scatter and gather: Narayanan et al. 2021,
-arXiv 2104.04473, section 4.1). Where collectives cross the same network it moves load from the sender's card
-to the receiver's. `passes.borders` scatters reductions; this is for what is left:
-gradients that come out of a norm of many ops, and what skips stages.
+In parts each rank sends its rows alone, and the next stage gathers them: a part of the message, and a
+collective more (Megatron-LM's scatter and gather: Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
+`passes.borders` scatters reductions; this is for what is left.
 
     1. Take the values that go to a stage of another rank, are equal along the axis, in one piece, of rows
-       that the axis divides, and whose gather has a cost.
+       that the axis divides, and whose gather has a cost. Rows are what the last dim is not.
     2. A value is cut if a part and its gather take clearly less time than the full tensor (SOONER). Those
        for which they take about as long are cut, all of them, if that clearly relieves the busiest card
        (RELIEF) of a microbatch's messages and of the collectives that share cards.
-    3. The sender's part is a view; the receiver gathers before the first op that reads, and calls the result
-       a name of its own.
-
-No number changes. Along other axes than `tp` activations differ. Rows are what the last dim is not:
-[2, 8, 16] has 16 rows of 16.
+    3. The sender's part is a view; the receiver gathers before the first op that reads. No number changes.
 """
 
 from __future__ import annotations
@@ -27,7 +20,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_GATHER
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES, results_of
@@ -35,7 +27,7 @@ from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import CHUNK, VIEW, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time, message_us, occupancy_us
 from stretto.parallelize.tensor import AXIS
-from stretto.passes.rewrite import read_as, stage_of
+from stretto.passes.rewrite import changed, read_as, stage_of
 from stretto.passes.step import Context, Step
 
 SOONER = 0.9
@@ -63,8 +55,20 @@ def messages_in_parts(step: Step, context: Context) -> Step:
     if not cut:
         return step
     own = {edge.value: f"{edge.value}_own" for edge in cut}
-    stages = tuple(_own_parts(stage, own, cut, job.size(AXIS)) for stage in job.stages)
-    return replace(step, job=in_parts(replace(job, stages=stages), cut, own))
+    specs = {(edge.source, edge.value): edge.spec for edge in cut}
+
+    def sender(stage: Stage) -> Stage:
+        """Step 3: after each op that makes such a value, this rank's rows of it."""
+
+        def with_rows(op: Op) -> list[Op]:
+            spec = specs.get((stage.index, op.name))
+            if spec is None:
+                return [op]
+            return [op, *cut_rows(op.name, own[op.name], spec, rows_of(spec), job.size(AXIS), op.module)]
+
+        return changed(stage, with_rows)
+
+    return replace(step, job=in_parts(replace(job, stages=tuple(map(sender, job.stages))), cut, own))
 
 
 def _chosen(
@@ -115,21 +119,6 @@ def _busiest_us(
         load_us[sender, True] += us
         load_us[receiver, False] += us
     return max(load_us.values())
-
-
-def _own_parts(stage: Stage, own: Mapping[str, str], edges: Sequence[Edge], size: int) -> Stage:
-    """Step 3 for a sender: after each op that makes such a value, this rank's rows of it."""
-    specs = {edge.value: edge.spec for edge in edges if edge.source == stage.index}
-    made: dict[Phase, tuple[Op, ...]] = {}
-    for phase, ops in stage.ops.items():
-        new: list[Op] = []
-        for op in ops:
-            new.append(op)
-            if op.name in specs:
-                spec = specs[op.name]
-                new += cut_rows(op.name, own[op.name], spec, rows_of(spec), size, op.module)
-        made[phase] = tuple(new)
-    return replace(stage, ops=made)
 
 
 def rows_of(spec: TensorSpec) -> TensorSpec:

@@ -3,29 +3,25 @@
 Ops of a step write to no value, so a copy is as good as the original, unless it exists to outlive it (a
 buffer that the model writes) or to be smaller (a part of a large tensor).
 
-`dead_ops`: no root (loss, gradient, update) can be reached from the op. A random op may go as well: draws
-depend on the names of ops alone, so those that stay draw what they drew.
+`dead_ops`: no root (loss, gradient, update) can be reached from the op. Draws depend on the names of ops
+alone.
 
 `no_ops`:
 
     1. In order, every op gets what its inputs are by now.
-    2. An op whose result is its input, element by element and in the same layout, is dropped: detach, alias,
-       casts to the same dtype, times 1, copies, slices of all, expansions and concatenations of one.
+    2. An op whose result is its input, element by element and in the same layout, is dropped.
     3. Swaps of dims that cancel are dropped; reshapes of a contiguous value become one reshape of the first.
        Not where the value between is needed as well: two stages might then exchange both.
     4. What is dead thereby is dropped.
 
-`equal_collectives`: one collective where two would bring the same value, seen the same way, on the same
-axis. A user's plan may gather the slices of a sequence for each matrix of a layer; gathered once they serve
-all. Both must be in the forward, or both in the backward, so that nothing is kept between the two for it
-(`recompute = "gathers"` is that choice), and in one module, or side by side in one layer, so that
-no stage has to send what is gathered to the next. An all-reduce of the backward may be one of the forward:
-its result is as large as the value that would be kept to reduce it again. DTensor reduces so, for an op keeps
-its argument before the reduction.
+`equal_collectives`: one collective where two would bring the same value, seen the same way, on the same axis.
+Both must be in the forward, or both in the backward, so that nothing is kept between the two for it
+(`recompute = "gathers"` is that choice), and in one module, or side by side in one layer, so that no stage
+has to send what is gathered to the next. An all-reduce of the backward may be one of the forward: its result
+is as large as the value that would be kept to reduce it again.
 
     1. A value is identified by the op that made it; a view by what it is a view of, and how.
-    2. A start whose input, arguments and position are those of an earlier one is dropped, with its wait: what
-       used them uses the earlier ones.
+    2. A start whose input, arguments and position are those of an earlier one is dropped, with its wait.
 """
 
 from __future__ import annotations
@@ -36,8 +32,7 @@ from typing import Any
 
 from stretto.ir.flow import is_external
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
-from stretto.passes.graph import Graph
-from stretto.passes.rewrite import live, rebuilt, with_uses
+from stretto.passes.rewrite import Graph, live, rebuilt, with_uses
 
 SAME = ("aten.detach.default", "aten.alias.default", "aten.lift_fresh.default")
 """Views of all of their input."""
@@ -50,6 +45,8 @@ RESHAPES = (
     "aten.squeeze.dims",
 )
 """The same elements in the same order, when input and result are contiguous."""
+
+COPIES = ("aten.clone.default", "aten._to_copy.default")
 
 SWAPS = ("aten.t.default", "aten.transpose.int", "aten.permute.default")
 
@@ -207,10 +204,6 @@ def _order(op: Op) -> list[int] | None:
 # Step 2, by target: the input that the result may equal; that layout and dtype are the same is seen after it.
 
 
-def _view(work: _NoOps, op: Op) -> str | None:
-    return _given(op)
-
-
 def _swap(work: _NoOps, op: Op) -> str | None:
     order = _order(op)
     return _given(op) if order is not None and order == sorted(order) else None
@@ -241,23 +234,13 @@ def _cat(work: _NoOps, op: Op) -> str | None:
     return work.may_share(full[0]) if len(full) == 1 else None
 
 
-def _copy(work: _NoOps, op: Op) -> str | None:
-    return work.may_share(_given(op))
-
-
 IDENTITIES: dict[str, Callable[[_NoOps, Op], str | None]] = {
-    **dict.fromkeys(VIEWS, _view),
-    "aten.expand.default": _view,
-    "aten.t.default": _swap,
-    "aten.transpose.int": _swap,
-    "aten.permute.default": _swap,
+    **dict.fromkeys((*VIEWS, "aten.expand.default"), lambda work, op: _given(op)),
+    **dict.fromkeys(SWAPS, _swap),
     "aten.slice.Tensor": _slice,
     "aten.slice_backward.default": _slice_backward,
-    "aten.clone.default": _copy,
-    "aten._to_copy.default": _copy,
-    "aten.mul.Tensor": _times_one,
-    "aten.div.Tensor": _times_one,
-    "aten.pow.Tensor_Scalar": _times_one,
+    **dict.fromkeys(COPIES, lambda work, op: work.may_share(_given(op))),
+    **dict.fromkeys(("aten.mul.Tensor", "aten.div.Tensor", "aten.pow.Tensor_Scalar"), _times_one),
     "aten.cat.default": _cat,
 }
 """Targets whose result may be their input."""

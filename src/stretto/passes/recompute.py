@@ -1,24 +1,19 @@
 """Recomputation: what the forward made is not kept for the backward, but computed again there.
 
-A job in, a job out. What F keeps for I and W is memory for as long as a microbatch lives; an op that is
-repeated where the backward needs its result is time. Repeated ops are ordinary ops on ordinary lanes, their
-collectives too, so that an order of ops may put them under a communication. `stretto.passes.recompute_choice`
-chooses which ops are worth it; this file repeats them, and says what a block is.
+`stretto.passes.recompute_choice` chooses which ops are worth it; this file repeats them, and says what a
+block is. Repeated ops are ordinary ops on ordinary lanes.
 
     1. What is not kept (`again`): with a value all views of its storage; with a part of a tuple the op that
        makes the tuple, which would keep the other parts alive.
     2. What is needed: the values of `again` that I and W read, and what it takes to make them. Nothing else
-       is repeated, and nothing twice: a block's last matrix, whose result no gradient reads, is not.
+       is repeated, and nothing twice.
     3. Where: in I what I needs. What W alone needs is in W, unless more would then have to be kept from I
        to W than the result is.
     4. A repeated op comes directly before the first op that needs it. It has the name of the op that it
        repeats and a suffix, and `Op.repeats`, by which a random op draws the same numbers again.
 
-Received values, parameters, buffers and the batch are kept in any case, so edges do not change.
-
-A block is one of the model's repeated layers, from whose input its inside can be computed again: the shortest
-path of a module that ends in its number in a list (`blocks.3`, `model.layers.3`). A model without any list is
-one block a stage.
+A block is one of the model's repeated layers: the shortest path of a module that ends in its number in a list
+(`blocks.3`, `model.layers.3`). A model without any list is one block a stage.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from dataclasses import replace
 
 from stretto.ir.action import Phase
 from stretto.ir.program import GETITEM, WAIT, Job, Op, Stage
-from stretto.passes.rewrite import with_uses
+from stretto.passes.rewrite import changed, with_uses
 
 
 class Blocks:
@@ -248,12 +243,6 @@ def _forget(stage: Stage) -> Stage:
     first = {op.name: op.repeats for ops in stage.ops.values() for op in ops if is_repeated(op)}
     if not first:
         return stage
-    return Stage(
-        stage.index,
-        {
-            phase: tuple(
-                with_uses(op, lambda used: first.get(used, used)) for op in ops if op.name not in first
-            )
-            for phase, ops in stage.ops.items()
-        },
+    return changed(
+        stage, lambda op: () if op.name in first else (with_uses(op, lambda used: first.get(used, used)),)
     )

@@ -1,13 +1,11 @@
 """Which ops the backward computes again: all, what is cheap, or as many as a limit of memory asks for.
 
-    full        All ops of blocks (`stretto.passes.recompute`) whose results the backward needs are
-                repeated from the block's inputs (Chen et al. 2016, arXiv 1604.06174).
-    selective   Storages are dropped until the time that this adds to a stage reaches
-                `SELECTIVE_SHARE` of it. Products with weights and collectives are not repeated: what remains
-                are elementwise ops and the attention's core (Korthikanti et al. 2022, arXiv 2205.05198).
-    gathers     All-gathers of the forward with what only moves their results, so that a rank keeps its slice
-                of a sequence (Korthikanti et al., section 4.2.2). The second collective is one more that an
-                order of ops can hide, under the products of the backward.
+    full        All ops of blocks whose results the backward needs are repeated from the block's inputs (Chen
+                et al. 2016, arXiv 1604.06174).
+    selective   Storages are dropped until the time that this adds to a stage reaches `SELECTIVE_SHARE` of it.
+                Products with weights and collectives are not repeated (Korthikanti et al. 2022,
+                arXiv 2205.05198).
+    gathers     All-gathers of the forward with what only moves their results (same, section 4.2.2).
     a limit     Storages, nothing left out; of each rank as few as bring its peak under the limit, by
                 bisection.
 

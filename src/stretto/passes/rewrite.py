@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from stretto.ir.action import Phase
@@ -11,7 +12,43 @@ from stretto.ir.dims import dims_of
 from stretto.ir.flow import PHASES
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Arg, Edge, Op, Ref, Stage, TensorSpec
-from stretto.passes.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """ops: in an order that can be run. roots: values that the step is for (the loss, gradients, updates).
+
+    origin: for an op that a pass made, the captured op that it replaces.
+    backward: names of the captured ops that belong to the backward.
+    renamed: a captured root -> the value that it is now, where a pass found it to be equal to another.
+    given: specs of values that no op makes (parameters, leaves of the batch), as far as they are known.
+    spread: values whose first dim tensor-parallel ranks share.
+    """
+
+    ops: tuple[Op, ...]
+    roots: frozenset[str]
+    origin: Mapping[str, str] = field(default_factory=dict)
+    backward: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, TensorSpec] = field(default_factory=dict)
+    spread: frozenset[str] = frozenset()
+
+    def users(self) -> dict[str, list[Op]]:
+        """Value -> the ops that use it."""
+        return users_of(self.ops)
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Value -> spec, for what is given and for all values of ops that are one tensor."""
+        result = dict(self.given)
+        for op in self.ops:
+            if len(op.outputs) == 1 and op.outputs[0] is not None:
+                result[op.name] = op.outputs[0]
+        return result
+
+    def is_backward(self, name: str) -> bool:
+        """Whether an op belongs to the backward; one that a pass made, where what it replaces did."""
+        return self.origin.get(name, name) in self.backward
+
 
 SLICE = "aten.slice.Tensor"
 PERMUTED = ("aten.permute.default", "aten.transpose.int", "aten.t.default")
@@ -42,6 +79,22 @@ def rooted(ops: Iterable[Op]) -> Iterator[Op]:
             owners[op.name] = owner
             op = op if op.alias == owner else replace(op, alias=owner)
         yield op
+
+
+def changed(stage: Stage, news: Callable[[Op], Iterable[Op]]) -> Stage:
+    """The stage with the ops that `news` gives for each of its ops in its place."""
+    return replace(
+        stage, ops={phase: tuple(new for op in ops for new in news(op)) for phase, ops in stage.ops.items()}
+    )
+
+
+def users_of(ops: Iterable[Op]) -> dict[str, list[Op]]:
+    """Value -> the ops that use it."""
+    result: dict[str, list[Op]] = defaultdict(list)
+    for op in ops:
+        for name in op.uses:
+            result[name].append(op)
+    return result
 
 
 def stage_of(index: int, programs: Mapping[Phase, Sequence[Op]]) -> Stage:

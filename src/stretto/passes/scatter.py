@@ -1,11 +1,7 @@
-"""An all-reduce of which each rank keeps its own chunk becomes a reduce-scatter.
-
-It moves half of the bytes, and the rest was computed for nobody. Sequence parallelism makes such pairs at its
-borders: the embedding is reduced and then cut, the gradient that the output head reduces is cut by the norm.
+"""An all-reduce of which each rank keeps its own chunk becomes a reduce-scatter: half of the bytes.
 
 `cut_before_adding` comes first: a rank's chunk of a reduction that something was added to is its chunk of
-both. A sequence-parallel rank keeps its slice of what experts and their router return together: the experts'
-part is a reduction over ranks, the router's is replicated.
+both. A sequence-parallel rank keeps its slice of what experts and their router return together.
 
     1. Find a chunk of an all-reduce ("sum") of the same axis, with views and additions of tensors of the same
        shape between the two, of which nobody else reads anything.
@@ -16,8 +12,7 @@ part is a reduction over ranks, the router's is replicated.
 
     1. Find a start of an all-reduce ("sum") whose result is used by chunks along one dim of the same axis
        alone; copies between the two (a dropout that drops nothing) do not matter.
-    2. In its place: the dim comes first and contiguous (a view where nothing is before it, else a
-       copy), then the reduce-scatter and its wait.
+    2. In its place: the dim comes first and contiguous, then the reduce-scatter and its wait.
     3. Every chunk becomes a view of the wait. What views the chunk has the strides that follow; where they do
        not follow from the op alone, the all-reduce stays.
 """
@@ -30,8 +25,7 @@ from dataclasses import replace
 
 from stretto.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.program import CHUNK, VIEW, VIEWS, WAIT, Const, Op, Ref, TensorSpec
-from stretto.passes.graph import Graph
-from stretto.passes.rewrite import dense_strides, rebuilt, restrided, viewed
+from stretto.passes.rewrite import Graph, dense_strides, rebuilt, restrided, viewed
 
 ADD = "aten.add.Tensor"
 RESHAPES = (*VIEWS, "aten.reshape.default")
@@ -145,7 +139,7 @@ class _Cut:
         return [Op(view, VIEW, (Ref(name), whole.shape), (), (spec,), name, module=like.module)], view
 
 
-COPIES = ("aten.clone.default",)
+COPY = "aten.clone.default"
 
 
 def reduce_scatter_chunks(graph: Graph) -> Graph:
@@ -190,7 +184,7 @@ def _chunks(
         if name in roots:
             return None
         for user in users.get(name, ()):
-            if user.target == WAIT or user.target in COPIES:
+            if user.target in (WAIT, COPY):
                 reached.append(user.name)
                 between.append(user.name)
             elif user.target == CHUNK and user.args[2] == start.args[2]:
@@ -227,20 +221,11 @@ def _scattered(start: Op, chunk: Op) -> Iterator[Op]:
         strides = dense_strides(split)
         yield _op(f"{name}_split", VIEW, (Ref(value), split), TensorSpec(split, dtype), module, value)
         permuted = TensorSpec(moved, dtype, tuple(strides[d] for d in order))
-        yield _op(
-            f"{name}_first", "aten.permute.default", (Ref(f"{name}_split"), order), permuted, module, value
-        )
-        yield replace(
-            _op(
-                f"{name}_copy",
-                "aten.clone.default",
-                (Ref(f"{name}_first"),),
-                TensorSpec(moved, dtype),
-                module,
-            ),
-            kwargs=(("memory_format", Const("memory_format", "contiguous_format")),),
-        )
+        source = Ref(f"{name}_split")
+        yield _op(f"{name}_first", "aten.permute.default", (source, order), permuted, module, value)
         value = f"{name}_copy"
+        copied = _op(value, COPY, (Ref(f"{name}_first"),), TensorSpec(moved, dtype), module)
+        yield replace(copied, kwargs=(("memory_format", Const("memory_format", "contiguous_format")),))
     first = (size * shape[0], *(part if d == dim else n for d, n in enumerate(shape) if d)) if dim else shape
     scattered = TensorSpec((first[0] // size, *first[1:]), dtype)
     yield _op(f"{name}_rows", VIEW, (Ref(value), first), TensorSpec(first, dtype), module, value)

@@ -1,18 +1,13 @@
 """What is gathered along the sequence is used in the order in which it arrives, where no op minds the order.
 
-Collectives work along the first dim, so of a batch of several a gathered sequence arrives rank by rank
-(n, b, s), and is copied into (b, n, s); before it is scattered, it is copied back. Between the two an MLP
-does the same to every token: its result is right in either order, and both copies are for nothing. So are
-those of its backward. (Attention mixes the tokens of a sequence: it needs them in its own order.)
+Of a batch of several a gathered sequence arrives rank by rank (n, b, s), and is copied into (b, n, s); before
+it is scattered, it is copied back. An MLP does the same to every token: both copies are for nothing.
 
     1. Find joins (gathered, copied into the batch's order) and cuts (copied out of it, scattered).
     2. From every join, find the values that have a row for each token, through what makes them and what
-       uses them. The order may change when each op is one that treats all rows in the same way, or sums over
-       all of them (a weight's gradient, whose two factors then have the same order), as `stretto.ir.dims`
-       says, and the ends are joins and cuts.
-    3. There, the copies become views. No shape changes.
-
-Sums over rows are regrouped: weights' gradients differ in the last bits.
+       uses them. The order may change when each op treats all rows in the same way, or sums over all of them
+       (a weight's gradient), as `stretto.ir.dims` says, and the ends are joins and cuts.
+    3. There, the copies become views. Sums over rows are regrouped: weights' gradients differ in last bits.
 """
 
 from __future__ import annotations
@@ -24,8 +19,7 @@ from dataclasses import dataclass, field, replace
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.dims import Dims, dims_of, operands
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, TensorSpec
-from stretto.passes.graph import Graph
-from stretto.passes.rewrite import live, rebuilt
+from stretto.passes.rewrite import Graph, live, rebuilt
 
 Rows = tuple[int, int]
 """Which dims of a value together are the rows: from the first up to the second."""

@@ -1,8 +1,7 @@
 """A product and the collective of its result are cut in parts, where the cost model says that it pays.
 
-A rowwise matrix makes a sum over ranks, and so does a colwise one's input gradient: the collective begins
-when the full product is there, and what follows waits for all of it. Cut by columns, the collective of one
-part runs under the product of the next. It costs the overhead of more ops, and a copy that joins the parts.
+Cut by columns, the collective of one part runs under the product of the next. It costs the overhead of more
+ops, and a copy that joins the parts.
 
     1. Find products (mm) whose result is for one collective alone (an all-reduce or reduce-scatter of sums),
        with nothing between that needs more than one column at a time (`stretto.ir.dims`).
@@ -10,11 +9,10 @@ part runs under the product of the next. It costs the overhead of more ops, and 
        collective, r what c takes from the compute lane, j the copy that joins:
        p + (k - 1) max(p + r, c) + c + j, against the full tensor's. The best k is taken if it wins by GAIN.
     3. In the place of the chain: for each part the columns of the matrix (a view), product, chain and start;
-       then waits and the copy. Started early and waited for late, they are ordinary ops to every order.
+       then waits and the copy.
 
-Parts of a product may be rounded otherwise than the full tensor (kernels choose by size): equal to 1e-10 in
-float64, not bit by bit. So it is done only when asked for (`split_ops`); plans of different overlap modes may
-then have different parts.
+Parts may be rounded otherwise than the full tensor: equal to 1e-10 in float64, not bit by bit. So it is done
+only when asked for (`split_ops`).
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices, Specs, specs_of
 from stretto.ir.program import VIEWS, WAIT, Job, Op, Ref, Stage, TensorSpec
 from stretto.ir.transfers import axis_time
-from stretto.passes.rewrite import spec_with, stage_of, strides_of
+from stretto.passes.rewrite import changed, spec_with, stage_of, strides_of, users_of
 from stretto.passes.step import Context, LeftOutError, Step
 
 PARTS = (2, 3, 4, 6, 8)
@@ -96,17 +94,13 @@ def split_products(step: Step, context: Context) -> Step:
 
 def chains(stage: Stage) -> list[Chain]:
     """Step 1 for one stage."""
-    users: dict[str, list[Op]] = {}
-    for phase in PHASES:
-        for op in stage.ops[phase]:
-            for name in op.uses:
-                users.setdefault(name, []).append(op)
+    users = users_of(op for phase in PHASES for op in stage.ops[phase])
     result: list[Chain] = []
     for phase in PHASES:
         here = {op.name: op for op in stage.ops[phase]}
         for start in stage.ops[phase]:
             reduced = start.kind is not None and start.kind.sums and start.how == "sum"
-            waits = users.get(start.name, [])
+            waits = users[start.name]
             if not reduced or len(waits) != 1 or waits[0].target != WAIT or waits[0].name not in here:
                 continue
             between: list[Op] = []
@@ -186,20 +180,16 @@ def _cut(stage: Stage, cuts: Sequence[Chain], specs: Specs) -> Stage:
     place = {chain.start.name: chain for chain in cuts}
     joined = {chain.wait.name: chain for chain in cuts}
     gone = {op.name for chain in cuts for op in (chain.product, *chain.between)}
-    made: dict[Phase, tuple[Op, ...]] = {}
-    for phase, ops in stage.ops.items():
-        new: list[Op] = []
-        for op in ops:
-            if op.name in place:
-                chain = place[op.name]
-                for part in range(chain.parts):
-                    new += _part(chain, part, specs)
-            elif op.name in joined:
-                new += _join(joined[op.name])
-            elif op.name not in gone:
-                new.append(op)
-        made[phase] = tuple(new)
-    return stage_of(stage.index, made)
+
+    def news(op: Op) -> list[Op]:
+        if op.name in place:
+            chain = place[op.name]
+            return [new for part in range(chain.parts) for new in _part(chain, part, specs)]
+        if op.name in joined:
+            return _join(joined[op.name])
+        return [] if op.name in gone else [op]
+
+    return stage_of(stage.index, changed(stage, news).ops)
 
 
 def _part(chain: Chain, part: int, known: Specs) -> list[Op]:

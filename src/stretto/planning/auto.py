@@ -36,7 +36,7 @@ from stretto.planning.messages import MOST, sends_waited
 from stretto.planning.pair import Groups, equal_groups, of_stages, pair
 from stretto.planning.schedules import ENOUGH, of_short, shorter
 from stretto.planning.windows import lowered
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import Room
 from stretto.schedule.search import Sought, TimedOrder, search
 from stretto.simulating import simulate
 

@@ -170,7 +170,7 @@ class Variants:
 
     def best_first(self) -> list[Tried]:
         """All that the step may be; the last is what waits for everything at once, where there is nothing to
-        compare it with. At an interrupt (`stretto.passes.watch`), what there is.
+        compare it with. At an interrupt (`stretto.passes.step`), what there is.
 
         Raises PlanError when the job cannot be made as it must be, or its schedule cannot be simulated.
         """

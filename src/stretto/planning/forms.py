@@ -3,7 +3,7 @@
 1. The first is planned. Each other is priced, and bounded: where no order of its ops comes to less than
    the fastest plan so far takes, it is not planned.
 2. The fastest comes out, and describes what it was compared with. An interrupt that ends a search
-   (`stretto.passes.watch`) ends this one too, with what there is.
+   (`stretto.passes.step`) ends this one too, with what there is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stretto.errors import PlanError
 from stretto.ir.forms import differing, form, number
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
-from stretto.passes.watch import Watch
+from stretto.passes.step import Watch
 from stretto.planning.choose import Variants
 
 

@@ -20,7 +20,7 @@ from stretto.files.kept import Kept, ago, code_digest, key_of
 from stretto.ir.plan import Plan
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.measure.running import Running
-from stretto.passes.watch import Watch
+from stretto.passes.step import Watch
 from stretto.runtime.all_or_none import on_first_slowly
 
 PLAN = "plan"

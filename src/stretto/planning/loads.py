@@ -24,7 +24,7 @@ from stretto.order.walk import replay
 from stretto.order.window import list_order
 from stretto.planning.choose import communicates
 from stretto.planning.pair import Groups
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import Room
 from stretto.schedule.timing import PhaseTimes
 from stretto.schedule.windows import make_window
 

@@ -33,10 +33,8 @@ from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import Measuring, device_of
 from stretto.measure.running import running
 from stretto.order.policies import DEFAULT, OWN, policy_of
-from stretto.passes.dense_messages import scattered
-from stretto.passes.effort import Effort
-from stretto.passes.step import Context, Step
-from stretto.passes.watch import Watch
+from stretto.passes.messages import scattered
+from stretto.passes.step import Context, Effort, Step, Watch
 from stretto.planning.auto import fastest_schedule
 from stretto.planning.choose import (
     WORTH,

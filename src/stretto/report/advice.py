@@ -19,7 +19,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
 from stretto.report.findings import LEAST_SHARE
 from stretto.report.grid import Grid, format_bytes, format_share, format_us
-from stretto.report.traffic import Traffic, communication_of, traffic_among
+from stretto.report.tables import Traffic, communication_of, traffic_among
 
 SEQUENCE = "sequence parallelism"
 """Instead of an axis: what tp ranks gather and scatter, as they share the sequence."""
@@ -44,12 +44,10 @@ class Reason(StrEnum):
     ORDER = "order"
 
 
-def help_for(reason: Reason, name: str, plan: Plan | None, compute_us: float, traffic: Traffic) -> str:
+def help_for(
+    reason: Reason, name: str, plan: Plan | None, compute_us: float, traffic: Traffic
+) -> Iterator[str]:
     """In words: one thing after another, of which each would help."""
-    return "; ".join(_help(reason, name, plan, compute_us, traffic))
-
-
-def _help(reason: Reason, name: str, plan: Plan | None, compute_us: float, traffic: Traffic) -> Iterator[str]:
     if reason is Reason.LATE and name == EP.name:
         yield "ranks with less uneven experts: a loss that balances the router, or a capacity"
     elif reason is Reason.LATE:
@@ -91,14 +89,6 @@ def _less(name: str, plan: Plan | None) -> Iterator[str]:
     elif name == EP.name:
         yield f"experts shared by fewer ranks{now} or within a node"
         yield "a smaller capacity or parallel.ep_buffer"
-    elif size == 2:
-        yield "tp = 1 where the model fits, or tp within a node"
-    elif size > 2:
-        half = (size // 2 - 1) / (size // 2) * size / (size - 1)
-        yield (
-            f"a smaller tp{now}: {size // 2}, at which a rank computes twice as much for {half:.2f} of the "
-            "bytes each, or tp within a node"
-        )
     else:
         yield f"a smaller tp{now}, or tp within a node"
 
@@ -217,7 +207,7 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
         if share < LEAST_SHARE:
             continue
         reason, words = _why(group, traffic, timeline, plan)
-        helps = help_for(reason, group.name, plan, _compute_us(timeline), traffic)
+        helps = "; ".join(help_for(reason, group.name, plan, _compute_us(timeline), traffic))
         exposed = f"{format_us(traffic.exposed_us)} ({format_share(share)})"
         rows.append((group.name, exposed, words, helps))
     if not rows:

@@ -13,7 +13,7 @@ from stretto.bounds.step import format_us
 
 KIB = 1024
 
-__all__ = ["format_bytes", "format_flops", "format_share", "format_us", "source_word"]
+__all__ = ["counted", "format_bytes", "format_flops", "format_share", "format_us", "source_word"]
 
 
 def format_bytes(nbytes: float) -> str:
@@ -38,6 +38,12 @@ def format_flops(flops: float) -> str:
 def source_word(source: str) -> str:
     """What a timeline of this source shows: predicted, measured."""
     return "predicted" if source == "simulated" else source
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 stage`, `3 microbatches`."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def format_share(share: float) -> str:

@@ -15,10 +15,9 @@ from typing import Any
 from stretto.files.whole_file import write_file
 from stretto.ir.timeline import Timeline
 from stretto.report.advice import advice_grid
-from stretto.report.charts import draw_loads, draw_loss
 from stretto.report.findings import findings, stalls_findings, stalls_grid
-from stretto.report.grid import Grid, format_us, source_word
-from stretto.report.load import load_findings, load_grid, others_grid
+from stretto.report.grid import Grid, counted, format_us, source_word
+from stretto.report.load import draw_loss, load_findings, load_grid, loads_table, others_grid
 from stretto.report.ops import costliest_ops
 from stretto.report.pack import packed
 from stretto.report.rundir import SUMMARY, Run
@@ -94,17 +93,11 @@ def _page_file(name: str) -> str:
 
 
 def _subtitle(run: Run) -> str:
-    words = [str(run.path)]
     known = run.figures
-    if known is not None:
-        words.append(f"{known.schedule}, {_count(known.stages, 'stage')} on {known.where}")
-        words.append(_count(known.microbatches, "microbatch", "es"))
-        words.append(f"costs: {known.costs}")
-    return " · ".join(words)
-
-
-def _count(number: int, what: str, more: str = "s") -> str:
-    return f"{number} {what}{more if number != 1 else ''}"
+    if known is None:
+        return str(run.path)
+    schedule = f"{known.schedule}, {counted(known.stages, 'stage')} on {known.where}"
+    return f"{run.path} · {schedule} · {counted(known.microbatches, 'microbatch')} · costs: {known.costs}"
 
 
 # --- where the scripts draw the timelines ------------------------------------------------------
@@ -181,7 +174,7 @@ def run_grids(run: Run, timelines: Sequence[Timeline]) -> list[Grid]:
         traffic_grid(timelines) if timelines else None,
         None if shown is None else advice_grid(shown, run.plan),
         None if known is None else rates_grid(known.work, run.timelines, known.world, run.summary),
-        None if run.measured is None else stalls_grid(run.measured, run.plan, seen.end if seen else ()),
+        None if run.measured is None else stalls_grid(run.measured),
         None if seen is None else others_grid(seen),
         None if seen is None else load_grid(seen),
     ]
@@ -198,7 +191,7 @@ def _tables(run: Run) -> list[str]:
     sides = "".join(f"<div>{side}</div>" for side in (left, right) if side)
     body = [f'<div class="pair">{sides}</div>']
     body += [_section(grid) for grid in run_grids(run, run.timelines)]
-    picture = None if run.observed is None else draw_loads(run.observed)
+    picture = None if run.observed is None else loads_table(run.observed)
     if picture is not None:
         body.append(f'<div class="scroll">{picture}</div>')
     costliest = [] if run.plan is None else costliest_ops(run.plan)

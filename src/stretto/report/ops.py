@@ -203,6 +203,11 @@ class OpGroup:
     share: float = 0.0
     source: str = ""
 
+    @property
+    def each_us(self) -> float:
+        """Of a call, in the mean."""
+        return self.total_us / self.calls
+
 
 def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list[OpGroup]:
     """The `most` groups of ops that cost most, the costliest first; times are microseconds of the whole step,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from stretto.simulating.engine import accounts_of
 from stretto.verifying import verify
 
 SUMMARY = "summary.json"
+
+LOAD_PLAN = partial(load_plan, edited=True)
+"""A report states that a plan was edited, and computes nothing of it."""
 
 
 @dataclass(slots=True)
@@ -61,7 +65,7 @@ def load_run(path: str | Path) -> Run:
     """
     path = Path(path)
     if path.is_file():
-        run = Run(path, plan=_load_plan(path))
+        run = Run(path, plan=LOAD_PLAN(path))
     elif path.is_dir():
         run = _load_directory(path)
     else:
@@ -108,11 +112,6 @@ def _load_directory(path: Path) -> Run:
         elif not of.may_lack:
             run.notes.append(f"{name} is missing. Left out: {of.what}.")
     return run
-
-
-def _load_plan(path: Path) -> Plan:
-    """A report states that a plan was edited, and computes nothing of it."""
-    return load_plan(path, edited=True)
 
 
 def _load_object(path: Path) -> dict[str, Any]:
@@ -168,7 +167,7 @@ FILES = {
     "settings.json": RunFile("the settings", _load_object),
     "plan.json": RunFile(
         "the plan",
-        _load_plan,
+        LOAD_PLAN,
         PLAN,
         left_out="ops inside actions, the costliest ops, and what would help by the plan's settings",
     ),

@@ -21,7 +21,7 @@ from stretto.files.whole_file import write_file
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import rows_of, with_reductions_together
-from stretto.report.grid import format_bytes, format_share, format_us, source_word
+from stretto.report.grid import counted, format_bytes, format_share, format_us, source_word
 from stretto.schedule.draw import action_label, tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
 
@@ -91,8 +91,8 @@ def draw_schedule(schedule: Schedule, timing: ScheduleTiming) -> str:
     chart_px = max(needed, default=0.0) * timing.makespan
     width = min(max(math.ceil(LEFT_PX + chart_px + RIGHT_PX), WIDTH_PX), MAX_WIDTH_PX)
     picture = _Picture(max(timing.makespan, 1e-9), width, "{:.10g}".format, lambda span: labels[span.name])
-    title = f"{schedule.family}: {_count(schedule.stages, 'stage')}, "
-    title += _count(schedule.microbatches, "microbatch")
+    title = f"{schedule.family}: {counted(schedule.stages, 'stage')}, "
+    title += counted(schedule.microbatches, "microbatch")
     live = " ".join(map(str, timing.peak_live))
     picture.title(
         title,
@@ -298,11 +298,6 @@ def _height(lane: str) -> float:
 
 def _text_px(words: str) -> float:
     return len(words) * CHAR_PX + words.count("W") * W_EXTRA_PX
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number} {noun if number == 1 else plural}"
 
 
 def _named(who: str) -> str:

@@ -3,16 +3,91 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from stretto.ir.axes import AXES, PIPELINE
 from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.costs import Prediction
-from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.timeline import Span, SpanKind, Timeline
 from stretto.ir.work import Work
 from stretto.report.grid import Grid, format_bytes, format_flops, format_share, format_us, source_word
 from stretto.report.ops import OpGroup
-from stretto.report.traffic import axes_of, traffic_of
+
+_EDGE = re.compile(r"^e\d+(:\d+)?$")
+_BUCKET = re.compile(r"^\d+\.\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Communications of one axis and kind. count, nbytes: of the whole step, over all ranks. total_us,
+    exposed_us: means over ranks, as `Timeline.comm_us` and `Timeline.exposed_us` define them: what overlaps
+    in time counts once, so the kinds of an axis may add up to more than the axis."""
+
+    axis: str
+    kind: str
+    count: int
+    nbytes: int
+    total_us: float
+    exposed_us: float
+
+    @property
+    def hidden(self) -> float | None:
+        """1 - exposed / total; None when the communication took no time."""
+        return 1.0 - self.exposed_us / self.total_us if self.total_us else None
+
+
+def communication_of(name: str) -> tuple[str, str]:
+    """(axis, kind) of what a span is named for: `pp 0>1 e3:0` is a message, `tp all_reduce mm_3` all_reduce.
+
+    A communication whose name begins with no axis belongs to pp, whose messages are the oldest names.
+    """
+    first, _, rest = name.partition(" ")
+    axis, rest = (first, rest) if first in AXES else (PIPELINE, name)
+    word = rest.split(" ")[0]
+    if ">" in word or _EDGE.match(word):
+        return axis, "message"
+    if word == "tied":
+        return axis, "tied gradients"
+    if word == "reduce" or _BUCKET.match(word):
+        return axis, "gradients"
+    return axis, word
+
+
+def traffic_of(timeline: Timeline) -> tuple[Traffic, ...]:
+    """All communication of a step by axis and kind, in the order of axes, the longest kind first."""
+    spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
+            spans[communication_of(span.name)].append(span)
+    result = (traffic_among(timeline, axis, kind, of) for (axis, kind), of in spans.items())
+    order = {axis: at for at, axis in enumerate(AXES)}
+    return tuple(sorted(result, key=lambda t: (order[t.axis], -t.total_us, t.kind)))
+
+
+def axes_of(timeline: Timeline) -> tuple[Traffic, ...]:
+    """All communication of a step by axis; the kind is `all`."""
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
+            spans[span.axis].append(span)
+    return tuple(traffic_among(timeline, axis, "all", spans[axis]) for axis in AXES if axis in spans)
+
+
+def traffic_among(timeline: Timeline, axis: str, kind: str, spans: list[Span]) -> Traffic:
+    """What some spans of an axis come to."""
+    only = replace(timeline, spans=tuple(spans))
+    messages = [span for span in spans if span.kind is SpanKind.MESSAGE]
+    return Traffic(
+        axis,
+        kind,
+        len(messages),
+        sum(span.nbytes for span in messages),
+        only.comm_us[axis],
+        only.exposed_us.get(axis, 0.0),
+    )
 
 
 def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
@@ -118,7 +193,7 @@ def costliest_grid(groups: Sequence[OpGroup], *, reads: bool = False, known: boo
     for group in groups:
         rate = format_flops(group.flops / group.total_us * 1e6) + "/s" if group.flops else "-"
         row = [group.target.removeprefix("aten.").removesuffix(".default"), group.phases, f"{group.calls:,}"]
-        row += [format_us(group.total_us / group.calls), format_us(group.total_us), format_share(group.share)]
+        row += [format_us(group.each_us), format_us(group.total_us), format_share(group.share)]
         row += [rate, *([group.source] if known else [])]
         rows.append((*row, _plain(f"{group.reads} → {group.makes}") if reads else _short(group.makes)))
     head = ["", "phase", "calls", "each", "total", "share", "rate", *(["known"] if known else [])]

@@ -1,21 +1,28 @@
-"""A timeline in the terminal: a line a lane, a cell for what filled most of its stretch of time.
+"""A timeline or schedule in the terminal: a line a lane, a cell for what filled most of its stretch of time.
 
 Letters distinguish first and colours second, so that a file or a plain terminal shows the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.text import Text
 
+from stretto.ir.action import Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import rows_of, with_reductions_together
 from stretto.report.grid import format_us, source_word
+from stretto.schedule.draw import to_timeline
+from stretto.schedule.timing import ScheduleTiming
 
 LABEL_CELLS = 13
 """Columns of the names, at least."""
+MOST_CELLS = 24
+"""Columns of an action in the mean, at most, where a label of a short one would need more. Assumed."""
 MOST_RANKS = 16
 """Of more ranks the first and the last half of as many are drawn."""
 
@@ -31,7 +38,22 @@ STYLES = {
 """The colours of the page, for those who see them (Okabe and Ito's palette)."""
 
 
-def timeline_text(timeline: Timeline, width: int = 100) -> Text:
+def schedule_text(schedule: Schedule, timing: ScheduleTiming, width: int | None = None) -> Text:
+    """A timed schedule, likewise; without a width, in as many columns as its labels need."""
+    timeline = to_timeline(schedule, timing)
+    slots = groupby(timeline.spans, key=lambda span: (span.rank, span.start_us, span.end_us))
+    overlapped = [list(together) for _, together in slots]
+    spans = tuple(replace(of[0], name="+".join(span.name for span in of)) for of in overlapped)
+    if width is None:
+        needs = [(len(s.name) + 1) / s.duration_us for s in spans if s.kind is SpanKind.COMPUTE]
+        most = MOST_CELLS * max(map(len, schedule.orders))
+        width = LABEL_CELLS + min(math.ceil(max(needs, default=0.0) * timing.makespan), most)
+    return timeline_text(replace(timeline, spans=spans), width, "{:.10g}".format)
+
+
+def timeline_text(
+    timeline: Timeline, width: int = 100, format_time: Callable[[float], str] = format_us
+) -> Text:
     """The timeline as lines of `width` columns, with a title, a scale and a legend."""
     label_cells = max(LABEL_CELLS, 1 + len(timeline.who(timeline.ranks - 1)))
     cells = max(1, width - label_cells)
@@ -47,7 +69,7 @@ def timeline_text(timeline: Timeline, width: int = 100) -> Text:
             text.append(f"{label[: label_cells - 1]:{label_cells}}")
             text.append_text(_line(spans, timeline.step_us, cells, name == COMPUTE_LANE))
             text.append("\n")
-    end = format_us(timeline.step_us)
+    end = format_time(timeline.step_us)
     text.append(f"{'':{label_cells}}0{end:>{cells - 1}}\n", style="dim")
     text.append_text(_legend(timeline))
     return text

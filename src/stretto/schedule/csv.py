@@ -11,26 +11,12 @@ from __future__ import annotations
 import csv
 import io
 import os
-from dataclasses import dataclass
 
 from stretto.errors import UsageError
 from stretto.files.typed_file import read_text
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
 from stretto.ir.limits import MOST_MICROBATCHES
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """Where a token is, for messages."""
-
-    source: str
-    line: int
-    column: int
-    rank: int
-
-    def __str__(self) -> str:
-        return f"{self.source}, line {self.line}, column {self.column}"
 
 
 def read_csv(source: str | os.PathLike[str]) -> Schedule:
@@ -55,14 +41,14 @@ def read_csv(source: str | os.PathLike[str]) -> Schedule:
         rows.pop()
 
     orders: list[tuple[Slot, ...]] = []
-    homes: dict[int, _Cell] = {}
+    homes: dict[int, tuple[int, int, int]] = {}  # stage -> rank, line, column of its first token
     microbatches = 0
     for rank, (line, row) in enumerate(rows):
         order: list[Slot] = []
         for column, token in enumerate(row, start=1):
             if not token.strip():
                 continue
-            cell = _Cell(name, line, column, rank)
+            cell = f"{name}, line {line}, column {column}"
             slot = _parse(token, cell)
             order.append(slot)
             for action in slot.actions:
@@ -72,23 +58,23 @@ def read_csv(source: str | os.PathLike[str]) -> Schedule:
                         "them from 0 without a gap"
                     )
                 microbatches = max(microbatches, action.microbatch + 1)
-                home = homes.setdefault(action.stage, cell)
-                if home.rank != rank:
+                home, *there = homes.setdefault(action.stage, (rank, line, column))
+                if home != rank:
                     raise UsageError(
                         f"{cell}: {token.strip()!r} puts stage {action.stage} on rank {rank}, but line "
-                        f"{home.line}, column {home.column} puts it on rank {home.rank}. "
-                        "Keep each stage on one rank"
+                        f"{there[0]}, column {there[1]} puts it on rank {home}. Keep each stage on one rank"
                     )
         orders.append(tuple(order))
     if not homes:
         raise UsageError(f"{name}: holds no action. Write one row a rank, with cells such as 0F0,0B0")
     for expected, stage in enumerate(sorted(homes)):
         if stage != expected:
+            _, line, column = homes[stage]
             raise UsageError(
-                f"{homes[stage]}: stage {stage} is used, but no rank runs stage {expected}. "
-                "Number the stages from 0 without a gap"
+                f"{name}, line {line}, column {column}: stage {stage} is used, but no rank runs stage "
+                f"{expected}. Number the stages from 0 without a gap"
             )
-    stage_ranks = tuple(homes[stage].rank for stage in sorted(homes))
+    stage_ranks = tuple(homes[stage][0] for stage in sorted(homes))
     return Schedule("csv", len(stage_ranks), microbatches, stage_ranks, tuple(orders))
 
 
@@ -126,7 +112,7 @@ def _is_text(source: str) -> bool:
     return True
 
 
-def _parse(token: str, cell: _Cell) -> Slot:
+def _parse(token: str, cell: str) -> Slot:
     try:
         slot = parse_slot(token)
     except ValueError as error:

@@ -27,8 +27,7 @@ from stretto.ir.stage_maps import (
     virtual_stages_of,
 )
 from stretto.schedule.family import Family, ScheduleShape
-from stretto.schedule.interleaved import INTERLEAVED
-from stretto.schedule.one_stage import ONE_STAGE
+from stretto.schedule.loops import INTERLEAVED, ONE_STAGE
 from stretto.schedule.timing import peak_live, time_schedule
 from stretto.schedule.v_shaped import V_SHAPED
 

@@ -1,21 +1,17 @@
 """Orders from a walk in time: each rank takes the most urgent action that is ready and fits its memory.
 
-The one list scheduler of actions; families with a memory limit, and the search for an order
-(`stretto.schedule.search`), differ in urgencies alone. Each time that a rank is free:
+The one list scheduler of actions; families with a memory limit, and the search for an order, differ in
+urgencies alone. Each time that a rank is free:
 
-1. Of each of its stages, only the next microbatch of each phase is looked at, so that every phase goes
-   through the microbatches in ascending order.
+1. Of each of its stages, only the next microbatch of each phase is looked at.
 2. An action is ready when all that it needs is done and, from another rank, has arrived. A forward must also
-   fit the memory.
+   fit the memory (`Room`).
 3. Of what is ready the most urgent runs; a weight gradient where nothing else is ready or fits. `in_turn`,
    forwards and input gradients never overtake each other: where the most urgent of them is not ready, only a
    weight gradient may run.
 
-Why no limit of memory stops the walk: take the oldest microbatch that is not done. All before it are done,
-so that no stage holds one of them, and a limit of live microbatches a stage lets it in everywhere. With a
-limit for a rank's stages together, a forward runs only where the oldest microbatch that has not been through
-all of the rank's stages still fits beside what is then held. In turn, the walk may stop where urgencies are
-no order that keeps the limit.
+A forward runs only where the oldest microbatch that has not been through all of the rank's stages still fits
+beside what is then held: so no limit of memory stops the walk, but in turn it may stop.
 """
 
 from __future__ import annotations
@@ -23,40 +19,56 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from stretto.ir.action import Action, Phase, Schedule
-from stretto.schedule.room import SLACK, Room
 from stretto.schedule.timing import UNIT_TIMES, PhaseTimes, hops_of, peak_live
+
+SLACK = 1e-9
+"""Relative to a limit, what may exceed it: a few roundings of double precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """limits: by rank, the most that microbatches may hold. whole: by stage, what a microbatch holds from its
+    forward to the end of I (or B). for_weight: by stage, what it still holds from there to the end of W."""
+
+    limits: tuple[float, ...]
+    whole: tuple[float, ...]
+    for_weight: tuple[float, ...]
+
+    @staticmethod
+    def even(ranks: int, stages: int, microbatches: float, weight_share: float = 1.0) -> Room:
+        """Equal stages: a rank may hold so many microbatches on all its stages, of which those that wait for
+        W alone count a share."""
+        each = ranks / stages
+        return Room((microbatches,) * ranks, (each,) * stages, (weight_share * each,) * stages)
+
+    def holds(self, schedule: Schedule) -> bool:
+        """Whether no rank holds more than it may."""
+        return all(
+            held <= limit * (1 + SLACK)
+            for held, limit in zip(most_held(schedule, self), self.limits, strict=True)
+        )
+
+
+def most_held(schedule: Schedule, room: Room) -> tuple[float, ...]:
+    """By rank, the most that its microbatches hold; it follows from the order alone. Of overlapped actions
+    forwards count first."""
+    result = []
+    for order in schedule.orders:
+        held = most = 0.0
+        for slot in order:
+            for action in sorted(slot.actions, key=lambda a: a.phase is not Phase.F):
+                whole, rest = room.whole[action.stage], room.for_weight[action.stage]
+                held += {Phase.F: whole, Phase.B: -whole, Phase.I: rest - whole, Phase.W: -rest}[action.phase]
+                most = max(most, held)
+        result.append(most)
+    return tuple(result)
+
 
 Urgency = Callable[[Action], float]
 """Smallest first; no two actions of a rank have the same."""
-
-
-def list_orders(
-    stage_ranks: Sequence[int],
-    microbatches: int,
-    urgency: Urgency,
-    *,
-    split: bool,
-    stage_limit: int | None = None,
-    room: Room | None = None,
-    in_turn: bool = False,
-    spare_last: bool = False,
-    times: PhaseTimes = UNIT_TIMES,
-) -> tuple[tuple[Action, ...], ...] | None:
-    """The order of actions of every rank; None where the walk stops half way.
-
-    split: whether the backward is I and W, or B.
-    stage_limit: the most live microbatches of a stage.
-    room: memory of each rank's stages together.
-    in_turn: see step 3.
-    spare_last: whether W waits where it would hold up a rank's last input gradient that another stage
-        needs.
-    """
-    return _ActionWalk(
-        stage_ranks, microbatches, urgency, split, stage_limit, room, in_turn, spare_last, times
-    ).orders()
 
 
 def limited(schedule: Schedule, max_live: int | None) -> Schedule:
@@ -65,13 +77,10 @@ def limited(schedule: Schedule, max_live: int | None) -> Schedule:
     if max_live is None or max(peak_live(schedule)) <= max_live:
         return schedule
     place = places_in(schedule)
-    orders = list_orders(
-        schedule.stage_ranks,
-        schedule.microbatches,
-        place.__getitem__,
-        split=any(action.phase is Phase.W for action in place),
-        stage_limit=max_live,
-    )
+    split = any(action.phase is Phase.W for action in place)
+    orders = ActionWalk(
+        schedule.stage_ranks, schedule.microbatches, place.__getitem__, split, max_live
+    ).orders()
     assert orders is not None, "a limit of live microbatches stops no walk"
     return replace(schedule, orders=orders)
 
@@ -81,26 +90,29 @@ def places_in(schedule: Schedule) -> dict[Action, int]:
     return {action: at for rank in range(schedule.ranks) for at, action in enumerate(schedule.actions(rank))}
 
 
-class _ActionWalk:
-    """Actions by *queue*: one for each stage and phase, from which the next microbatch is taken."""
+@dataclass
+class ActionWalk:
+    """Orders of actions by *queue*: one for each stage and phase, from which the next microbatch is taken.
 
-    def __init__(
-        self,
-        stage_ranks: Sequence[int],
-        microbatches: int,
-        urgency: Urgency,
-        split: bool,
-        stage_limit: int | None,
-        room: Room | None,
-        in_turn: bool,
-        spare_last: bool,
-        times: PhaseTimes,
-    ) -> None:
-        self.phases = (Phase.F, Phase.I, Phase.W) if split else (Phase.F, Phase.B)
+    split: whether the backward is I and W, or B. stage_limit: the most live microbatches of a stage. room:
+    memory of each rank's stages together. in_turn: see step 3. spare_last: whether W waits where it would
+    hold up a rank's last input gradient that another stage needs.
+    """
+
+    stage_ranks: Sequence[int]
+    microbatches: int
+    urgency: Urgency
+    split: bool = True
+    stage_limit: int | None = None
+    room: Room | None = None
+    in_turn: bool = False
+    spare_last: bool = False
+    times: PhaseTimes = UNIT_TIMES
+
+    def __post_init__(self) -> None:
+        stage_ranks, times, urgency = self.stage_ranks, self.times, self.urgency
+        self.phases = (Phase.F, Phase.I, Phase.W) if self.split else (Phase.F, Phase.B)
         self.stages, self.ranks = len(stage_ranks), max(stage_ranks) + 1
-        self.stage_ranks, self.microbatches, self.urgency = stage_ranks, microbatches, urgency
-        self.stage_limit, self.room = math.inf if stage_limit is None else stage_limit, room
-        self.in_turn, self.spare_last, self.split = in_turn, spare_last, split
         kinds = range(len(self.phases))
         every = [(stage, kind) for stage in range(self.stages) for kind in kinds]
         self.takes = [times.of(Action(stage, self.phases[kind], 0)) for stage, kind in every]
@@ -119,6 +131,7 @@ class _ActionWalk:
             self._look(stage * len(self.phases))
 
     def orders(self) -> tuple[tuple[Action, ...], ...] | None:
+        """By rank; None where the walk stops half way."""
         count = len(self.phases)
         order: list[list[Action]] = [[] for _ in range(self.ranks)]
         free_at = [0.0] * self.ranks
@@ -214,7 +227,8 @@ class _ActionWalk:
         stage, kind = divmod(queue, count)
         if kind:
             return True
-        if self.done[queue] - self.done[queue + count - 1] >= self.stage_limit:
+        live = self.done[queue] - self.done[queue + count - 1]
+        if self.stage_limit is not None and live >= self.stage_limit:
             return False
         if self.room is None:
             return True

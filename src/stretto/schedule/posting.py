@@ -1,17 +1,12 @@
-"""When receives are posted: late, so that few buffers are held, but never so that ranks stand for ever.
+"""When receives are posted: late, so that few buffers are held, but never so that ranks wait for ever.
 
-A rank that waits for each send at once stands until its receive is posted. Where a receiver posts a message
-only shortly before it is needed, that may be behind work that needs the sender to go on. So:
-
-    1. A receive is posted before the run that needs the message `lookahead` places ahead of it on the same
-       communicator, and before the run that needs itself. Where several messages of a communicator are for
-       one run, that may be within the run before it: so it is also posted `ahead` runs before the one that
-       needs it, counted in runs that need any message of the communicator.
-    2. Where sends are waited for at once, also before the first run that the receiver begins after the send,
-       in one order of all ranks' runs that the messages allow (`latest_posts`). Walked one run at a time in
-       that order, no rank ever stands; since a rank that stands never helps another on, none stands for ever
-       in any other order either.
-    3. Posts keep the sender's order.
+1. A receive is posted before the run that needs the message `lookahead` places ahead of it on the same
+   communicator, before the run that needs itself, and `ahead` runs before that, counted in runs that
+   need any message of the communicator.
+2. Where sends are waited for at once, also before the first run that the receiver begins after the send,
+   in one order of all ranks' runs that the messages allow (`latest_posts`). Walked one run at a time in
+   that order, no rank waits for ever; so none does in any other order either.
+3. Posts keep the sender's order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The fastest order of actions that is found for given times and memory: `auto`.
 
 1. Every family that can have so many stages a rank, with as many live microbatches as memory allows.
-2. List scheduling (`stretto.schedule.list_schedule`) with the backward split and several urgencies
-   (`stretto.schedule.urgencies`): the order of each family, input gradients first, and the zero-bubble
-   warm-up. They are compared over few microbatches, and the best of them over all.
+2. List scheduling (`stretto.schedule.list_schedule`) with the backward split, by the order of each family,
+   input gradients first, and the zero-bubble warm-up; compared over few microbatches, the best over all.
 3. All that was found, the fastest first, with a bound: no family is faster than the first.
 """
 
@@ -19,10 +18,8 @@ from itertools import accumulate
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.list_schedule import Urgency, list_orders, places_in
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import ActionWalk, Room, Urgency, places_in
 from stretto.schedule.timing import PhaseTimes, hops_of, peak_live, time_schedule
-from stretto.schedule.urgencies import backward_first, warm_up_first
 
 ENOUGH = 8
 """Microbatches for every rank over which orders are compared first. With 4, orders of 32 ranks and 256
@@ -82,15 +79,37 @@ class Sought:
         return room is None or room.holds(schedule)
 
     def least(self, stage_ranks: tuple[int, ...]) -> float:
-        """No order with this map takes less."""
-        return least_time(
-            stage_ranks,
-            self.microbatches,
-            self.times,
-            room=self.room_of(stage_ranks),
-            max_live=self.max_live,
-            from_own_begin=self.from_own_begin,
+        """No order with this map takes less.
+
+        A rank begins when the first of its stages can, and works for all microbatches. A microbatch goes
+        through all stages and back. It takes memory of a rank from the begin of its F to the end of I, and
+        some until the end of W; what all take for their time fits under the rank's limit.
+        """
+        stages, m, room = len(stage_ranks), self.microbatches, self.room_of(stage_ranks)
+        share = min(1.0, self.times.overlapped)
+        forward, into, weight = (
+            [share * self.times.of(Action(stage, phase, 0)) for stage in range(stages)]
+            for phase in (Phase.F, Phase.I, Phase.W)
         )
+        hops = hops_of(stage_ranks, self.times)
+        # When each stage can begin.
+        heads = [*accumulate((f + hop for f, hop in zip(forward, hops, strict=False)), initial=0.0)]
+        # From the begin of a stage's F to the end of its I.
+        alive = [
+            math.fsum(forward[stage:]) + math.fsum(into[stage:]) + 2 * math.fsum(hops[stage:])
+            for stage in range(stages)
+        ]
+        result = [alive[0] + weight[0]]
+        for rank in sorted(set(stage_ranks)):
+            mine = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
+            begin = 0.0 if self.from_own_begin else min(heads[stage] for stage in mine)
+            result.append(begin + m * math.fsum(forward[s] + into[s] + weight[s] for s in mine))
+            if self.max_live is not None:
+                result += [begin + m * (alive[s] + weight[s]) / self.max_live for s in mine]
+            if room is not None and room.limits[rank] > 0:
+                holds = math.fsum(room.whole[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
+                result.append(begin + m * holds / room.limits[rank])
+        return max(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,63 +195,54 @@ def _fitting(sought: Sought, family: str, groups: bool) -> Schedule | None:
     return best
 
 
+@dataclass(frozen=True, slots=True)
+class _ListWay:
+    """A way to make an order for so many microbatches. memory: times that of 1F1B, instead of the room's."""
+
+    stage_ranks: tuple[int, ...]
+    name: str
+    urgency: Callable[[Sought], Urgency]
+    memory: int | None = None
+    in_turn: bool = False
+    spare_last: bool = False
+
+    def made(self, sought: Sought) -> Schedule | None:
+        """None where the walk stops half way."""
+        orders = ActionWalk(
+            self.stage_ranks,
+            sought.microbatches,
+            self.urgency(sought),
+            stage_limit=sought.max_live,
+            room=_room(sought, self.stage_ranks, self.memory),
+            in_turn=self.in_turn,
+            spare_last=self.spare_last,
+            times=sought.times,
+        ).orders()
+        if orders is None:
+            return None
+        return Schedule(self.name, len(self.stage_ranks), sought.microbatches, self.stage_ranks, orders)
+
+
 def _lists(sought: Sought, families: Sequence[Schedule]) -> list[TimedOrder]:
     """Step 2."""
-    few = min(sought.microbatches, ENOUGH * sought.ranks)
-    short = replace(sought, microbatches=few)
-    tried: list[tuple[float, Callable[[Sought], Schedule | None]]] = []
-    for make in _ways(sought, families):
-        made = make(short)
-        if made is not None:
-            tried.append((short.time(made), make))
-    tried.sort(key=lambda one: one[0])
-    result = []
-    for _, make in tried[:KEPT]:
-        schedule = make(sought)
-        if schedule is not None and sought.fits(schedule):
-            result.append(TimedOrder(schedule, sought.time(schedule)))
-    return result
+    short = replace(sought, microbatches=min(sought.microbatches, ENOUGH * sought.ranks))
+    tried = [(way.made(short), way) for way in _ways(sought, families)]
+    timed = [(short.time(made), way) for made, way in tried if made is not None]
+    timed.sort(key=lambda one: one[0])
+    orders = [way.made(sought) for _, way in timed[:KEPT]]
+    return [TimedOrder(one, sought.time(one)) for one in orders if one is not None and sought.fits(one)]
 
 
-def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[Callable[[Sought], Schedule | None]]:
-    """Ways to make an order for so many microbatches."""
+def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[_ListWay]:
     memories = MEMORIES if sought.room is None else (None,)
     for family in families:
-        name, of = f"{family.family} by list", _order_of(family)
-        yield partial(_listed, family.stage_ranks, name, of, memory=memories[-1])
-    for places in dict.fromkeys(family.stage_ranks for family in families):
+        yield _ListWay(family.stage_ranks, f"{family.family} by list", _order_of(family), memories[-1])
+    for stage_ranks in dict.fromkeys(family.stage_ranks for family in families):
         for memory in memories:
-            yield partial(
-                _listed,
-                places,
-                "backward first",
-                lambda s: backward_first(s.ranks * s.virtual_stages, s.microbatches),
-                memory=memory,
-            )
-            if sought.virtual_stages == 1:
-                for given_up, spare_last in GIVEN_UP:
-                    yield partial(
-                        _listed,
-                        places,
-                        "zero bubble",
-                        partial(_warm_up, memory=memory, given_up=given_up),
-                        memory=memory,
-                        in_turn=True,
-                        spare_last=spare_last,
-                    )
-
-
-def _warm_up(sought: Sought, *, memory: int | None, given_up: float) -> Urgency:
-    room = _room(sought, tuple(range(sought.ranks)), memory)
-    live = min(
-        [
-            limit / held if held else sought.microbatches
-            for limit, held in zip(room.limits, room.whole, strict=True)
-        ]
-        if room is not None
-        else [sought.microbatches]
-    )
-    return warm_up_first(sought.ranks, sought.microbatches, sought.times, live, given_up)
+            yield _ListWay(stage_ranks, "backward first", backward_first, memory)
+            for given_up, spare_last in GIVEN_UP if sought.virtual_stages == 1 else ():
+                urgency = partial(warm_up_first, memory=memory, given_up=given_up)
+                yield _ListWay(stage_ranks, "zero bubble", urgency, memory, True, spare_last)
 
 
 def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
@@ -248,78 +258,54 @@ def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
     return lambda sought: urgency
 
 
-def _room(sought: Sought, places: tuple[int, ...], memory: int | None) -> Room | None:
+def _room(sought: Sought, stage_ranks: tuple[int, ...], memory: int | None) -> Room | None:
     if memory is None:
-        return sought.room_of(places)
-    return Room.even(sought.ranks, len(places), memory * sought.ranks)
+        return sought.room_of(stage_ranks)
+    return Room.even(sought.ranks, len(stage_ranks), memory * sought.ranks)
 
 
-def _listed(
-    places: tuple[int, ...],
-    name: str,
-    urgency: Callable[[Sought], Urgency],
-    sought: Sought,
-    *,
-    memory: int | None = None,
-    in_turn: bool = False,
-    spare_last: bool = False,
-) -> Schedule | None:
-    orders = list_orders(
-        places,
-        sought.microbatches,
-        urgency(sought),
-        split=True,
-        stage_limit=sought.max_live,
-        room=_room(sought, places, memory),
-        in_turn=in_turn,
-        spare_last=spare_last,
-        times=sought.times,
-    )
-    if orders is None:
-        return None
-    return Schedule(name, len(places), sought.microbatches, places, orders)
+ROUNDING = 1e-9
+"""Part of a forward by which two times that are equal may differ."""
 
 
-def least_time(
-    stage_ranks: Sequence[int],
-    microbatches: int,
-    times: PhaseTimes,
-    *,
-    room: Room | None = None,
-    max_live: int | None = None,
-    from_own_begin: bool = False,
-) -> float:
-    """No order of these stages ends sooner, in the unit of `times`.
+def backward_first(sought: Sought) -> Urgency:
+    """Input gradients, then forwards, each with the oldest microbatch and the last stage first."""
+    stages = sought.ranks * sought.virtual_stages
 
-    A rank begins when the first of its stages can, and works for all microbatches. A microbatch goes through
-    all stages and back. It takes memory of a rank from the begin of its F to the end of I, and some until the
-    end of W; what all take for their time fits under the rank's limit. from_own_begin: of a step's cost,
-    which counts each rank from its own begin.
+    def urgency(action: Action) -> float:
+        later = sought.microbatches if action.phase is Phase.F else 0
+        return (later + action.microbatch) * stages + stages - 1 - action.stage
+
+    return urgency
+
+
+def warm_up_first(sought: Sought, *, memory: int | None, given_up: float) -> Urgency:
+    """With one stage a rank, in turn (arXiv 2401.10241, section 3): as many forwards as end before the first
+    input gradient can arrive, and as memory allows; then an input gradient and a forward in turn.
+
+    memory: as in `_ListWay`. given_up: a part of a forward, on all ranks but the first, as a forward that has
+    begun holds up an input gradient that arrives. Warm-ups never grow from rank to rank, so that the order
+    cannot deadlock.
     """
-    stages, ranks = len(stage_ranks), max(stage_ranks) + 1
-    least = min(1.0, times.overlapped)
-    forward, into, weight = (
-        [least * times.of(Action(stage, phase, 0)) for stage in range(stages)]
-        for phase in (Phase.F, Phase.I, Phase.W)
+    ranks, microbatches, times = sought.ranks, sought.microbatches, sought.times
+    room = _room(sought, tuple(range(ranks)), memory)
+    live: float = microbatches
+    if room is not None:
+        live = min(a / b if b else live for a, b in zip(room.limits, room.whole, strict=True))
+    forward, backward = (
+        [times.of(Action(rank, phase, 0)) for rank in range(ranks)] for phase in (Phase.F, Phase.I)
     )
-    hops = hops_of(stage_ranks, times)
-    # When each stage can begin.
-    heads = [*accumulate((f + hop for f, hop in zip(forward, hops, strict=False)), initial=0.0)]
-    # From the begin of a stage's F to the end of its I.
-    alive = [
-        math.fsum(forward[stage:]) + math.fsum(into[stage:]) + 2 * math.fsum(hops[stage:])
-        for stage in range(stages)
-    ]
-    result = [alive[0] + weight[0]]
+    hops = hops_of(range(ranks), times)
+    place: dict[Action, int] = {}
     for rank in range(ranks):
-        mine = [stage for stage, owner in enumerate(stage_ranks) if owner == rank]
-        if not mine:
-            continue
-        begin = 0.0 if from_own_begin else min(heads[stage] for stage in mine)
-        result.append(begin + microbatches * math.fsum(forward[s] + into[s] + weight[s] for s in mine))
-        if max_live is not None:
-            result += [begin + microbatches * (alive[s] + weight[s]) / max_live for s in mine]
-        if room is not None and room.limits[rank] > 0:
-            holds = math.fsum(room.whole[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
-            result.append(begin + microbatches * holds / room.limits[rank])
-    return max(result)
+        until = sum(forward[rank:]) + sum(backward[rank + 1 :]) + 2 * sum(hops[rank:])
+        fits = until / forward[rank] if forward[rank] > 0 else math.inf
+        live = warm_up = max(1, math.floor(min(fits - (given_up if rank else 0.0) + ROUNDING, live)))
+        first = min(warm_up, microbatches)
+        order = [Action(rank, Phase.F, k) for k in range(first)]
+        for k in range(microbatches):
+            order.append(Action(rank, Phase.I, k))
+            if first + k < microbatches:
+                order.append(Action(rank, Phase.F, first + k))
+        place.update((action, at) for at, action in enumerate(order))
+    return lambda action: place.get(action, action.microbatch)

@@ -1,15 +1,13 @@
 """Gradient reductions: what is reduced once a step, over which ranks, in which buckets (REDUCE_GRAD).
 
 A gradient may have to be reduced for three reasons, in this order: its parts along an axis
-(`Parameter.partial`), its copies on several pipeline ranks (ties), the data-parallel copies. Ties are reduced
-one by one. For the other two, large gradients are reduced by themselves, in place; small ones share a bucket,
-so that they do not pay a latency each: those that are ready at about the same time (Li et al., "PyTorch
-Distributed", 2020), so that their reduction starts within the backward.
+(`Parameter.partial`), its copies on several pipeline ranks (ties), the data-parallel copies. Large gradients
+are reduced by themselves, in place; small ones that are ready at about the same time share a bucket (Li et
+al., "PyTorch Distributed", 2020); ties are reduced one by one.
 
     1. All reductions of a pipeline rank are the program of its first stage: rounds of starts and their waits.
        Reductions of one gradient are in one round after the other, as they write to the same memory.
-    2. Reductions that wait for no other are the first round, that of the loss before all. Lowering starts
-       them as soon as their gradients are complete, and waits for them before the second.
+    2. Reductions that wait for no other are the first round, that of the loss before all.
 """
 
 from __future__ import annotations

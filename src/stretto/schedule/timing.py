@@ -18,7 +18,6 @@ Rules:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -232,14 +231,13 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
 def _ranks_of_actions(schedule: Schedule) -> dict[Action, int]:
     rank_of: dict[Action, int] = {}
     faults = []
-    counts = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
             if not 0 <= action.stage < schedule.stages:
                 faults.append(
                     f"rank {rank}: {action} is for a stage that does not exist ({schedule.stages} stages)"
                 )
-            elif counts[action] > 1 and action in rank_of:
+            elif action in rank_of:
                 faults.append(f"rank {rank}: {action} is there again; each action runs once")
             rank_of.setdefault(action, rank)
     if faults:

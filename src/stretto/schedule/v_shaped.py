@@ -1,19 +1,12 @@
 """Families with two stages a rank in a V: ZB-V, V-Half, V-Min and DualPipeV.
 
-Rank r of p holds stage r, on the way there, and stage 2p - 1 - r, on the way back. The first rank then has
-the loss as well, and a stage that holds a microbatch for long shares its rank with one that holds it for a
-short time, so that all ranks hold equally much.
-
-V-Half and V-Min repeat a *building block* (arXiv 2405.15362): a slot of time for each action of a microbatch,
-the same for all microbatches, six slots apart, as a rank has six actions for each. From rank to rank, V-Min
-takes one slot in all four of its ways (F there, F back, I there, I back), V-Half two slots on the ways there.
-A microbatch is under way for about 4p slots in V-Min, 6p in V-Half, and 12p would be a microbatch's worth of
-memory for each of p ranks: hence a third and a half of 1F1B's memory. Where p would make two of a rank's
-actions meet in a slot, the ways of I begin later (V-Min: two slots where p is a multiple of 3; V-Half: three
-where p is even).
-
-Slots give the order of forwards and input gradients; a weight gradient runs where the next of these is not
-ready, or where memory asks for it.
+Rank r of p holds stage r, on the way there, and stage 2p - 1 - r, on the way back: all ranks hold equally
+much. V-Half and V-Min repeat a *building block* (arXiv 2405.15362): a slot of time for each action of a
+microbatch, the same for all microbatches, six slots apart. From rank to rank, V-Min takes one slot in all
+four of its ways (F there, F back, I there, I back), V-Half two slots on the ways there: a third and a half of
+1F1B's memory. Where p would make two of a rank's actions meet in a slot, the ways of I begin later (V-Min:
+two slots where p is a multiple of 3; V-Half: three where p is even). Slots give the order of forwards and
+input gradients; a weight gradient runs where the next of these is not ready, or where memory asks for it.
 """
 
 from __future__ import annotations
@@ -24,8 +17,7 @@ from collections.abc import Callable
 from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.stage_maps import v
 from stretto.schedule.family import Family, ScheduleShape, first_microbatches
-from stretto.schedule.list_schedule import limited, list_orders
-from stretto.schedule.room import Room
+from stretto.schedule.list_schedule import ActionWalk, Room, limited
 from stretto.schedule.timing import peak_live
 
 ACTIONS_OF_A_MICROBATCH = 6
@@ -63,14 +55,8 @@ def _repeated(
             at = slots[stage_ranks[action.stage]][forward if action.phase is Phase.F else backward]
             return ACTIONS_OF_A_MICROBATCH * action.microbatch + at
 
-        orders = list_orders(
-            stage_ranks,
-            wanted.microbatches,
-            urgency,
-            split=True,
-            room=Room.even(ranks, wanted.stages, shares(ranks)),
-            in_turn=True,
-        )
+        room = Room.even(ranks, wanted.stages, shares(ranks))
+        orders = ActionWalk(stage_ranks, wanted.microbatches, urgency, room=room, in_turn=True).orders()
         assert orders is not None, "a block's slots keep its memory"
         made = Schedule(name, wanted.stages, wanted.microbatches, stage_ranks, orders)
         return limited(made, wanted.max_live)

@@ -1,13 +1,10 @@
 """Windows of a schedule as captured: the ops of each kind of slot, with its waits and sends in their places.
 
 A wait comes before the first op that reads a received value, a send after the op that makes a value that
-leaves: a message leaves when its tensor is ready, and is waited for as late as possible. Where the last run
-of a window completes gradients, it is a window of its own, with a reduction's start after the op that adds to
-it last.
-
-As captured, a B is all of I, then all of W: whatever W reads, of every layer, is kept until the last layer's
-input gradient exists. Where memory is asked for (`recompute`), W's ops come between those of I instead, as in
-automatic differentiation. A gradient's parts are added up in the same order, so the bits are the same.
+leaves. Where the last run of a window completes gradients, it is a window of its own, with a reduction's
+start after the op that adds to it last. As captured, a B is all of I, then all of W. Where memory is asked
+for (`recompute`), W's ops come between those of I instead, as in automatic differentiation: the bits are the
+same.
 """
 
 from __future__ import annotations

@@ -175,6 +175,18 @@ def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> Non
         say(f"the run had ended before its report: {run_dir / REPORT} is made now")
 
 
+def _print_seen(results: Results) -> None:
+    """Who waits for whom and why, where the model has experts."""
+    loads = None if results.seen is None else load_grid(results.seen)
+    if results.seen is None or loads is None:
+        return
+    measured = results.measured
+    stalls = None if measured is None else stalls_grid(measured)
+    for grid in (loads, stalls):
+        if grid is not None:
+            grid.print()
+
+
 def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:
     """What the task reports of the trained model, for the summary."""
     report = results.task.report

@@ -17,19 +17,11 @@ from stretto.files.settings_file import faults_of
 from stretto.ir.stage_maps import AUTO, places_of, unknown_schedule, virtual_stages_of
 from stretto.schedule.families import FAMILIES
 
-KEYS = (
-    "pp",
-    "dp",
-    "ep",
-    "tp",
-    "sequence_parallel",
-    "microbatches",
-    "ampipe_degree",
-    "recompute",
-    "schedule",
-    "virtual_stages",
-)
-"""The keys of `parallel` that are chosen."""
+LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree")
+"""The keys of `parallel` that make a `LayoutChoice`, in its order."""
+
+KEYS = (*LAYOUT, "recompute", "schedule", "virtual_stages")
+"""Those that are chosen."""
 
 DEGREES = (1, 2, 4)
 """AMPipe's numbers of chunks, as `ampipe_degree = "auto"` has them."""
@@ -103,10 +95,7 @@ class Candidate:
 
     def changes(self) -> dict[str, Any]:
         """Key of `parallel` -> what it is set to, None where it is left out."""
-        changes: dict[str, Any] = {
-            name: getattr(self.layout, name)
-            for name in ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree")
-        }
+        changes: dict[str, Any] = {name: getattr(self.layout, name) for name in LAYOUT}
         usual = virtual_stages_of(self.schedule, None) == self.virtual_stages
         changes |= {"schedule": self.schedule, "recompute": self.recompute}
         changes["virtual_stages"] = None if usual else self.virtual_stages
@@ -228,21 +217,12 @@ class Choices:
     def own(self) -> Candidate | None:
         """What the settings choose themselves, where it is for as many devices and no other than is fixed."""
         given = self.settings.parallel
-        if given.world != self.devices or given.schedule not in FAMILIES or given.ampipe_degree == "auto":
+        other = any(getattr(given, key) != value for key, value in self.fixed.items())
+        if given.world != self.devices or given.schedule not in FAMILIES or other:
             return None
-        if given.virtual_stages == "auto":
+        if given.ampipe_degree == "auto" or given.virtual_stages == "auto":
             return None
-        if any(getattr(given, key) != value for key, value in self.fixed.items()):
-            return None
-        layout = LayoutChoice(
-            given.pp,
-            given.dp,
-            given.ep,
-            given.tp,
-            given.sequence_parallel,
-            given.microbatches,
-            given.ampipe_degree,
-        )
+        layout = LayoutChoice(*(getattr(given, key) for key in LAYOUT))
         each = virtual_stages_of(given.schedule, given.virtual_stages)
         return Candidate(layout, given.schedule, each, given.recompute)
 

@@ -171,7 +171,8 @@ def estimate(
 def _times(schedule: Schedule, work: BlockWork, shares: Sequence[float], message_us: float) -> PhaseTimes:
     """What stages with these shares of the work take."""
     exposure = work.exposure
-    backward = exposure.phases[1:] if _split(schedule) else (exposure.backward, exposure.backward)
+    split = any(action.phase is Phase.W for action in schedule.actions(0))
+    backward = exposure.phases[1:] if split else (exposure.backward, exposure.backward)
     phases_us = [
         us * times for us, times in zip(work.phases_us, (exposure.phases[0], *backward), strict=True)
     ]
@@ -217,11 +218,6 @@ def _short(
     """The family over so many microbatches, in pairs where `ahead` is given; None where it has none."""
     made = make_schedule(family, ranks, microbatches, virtual_stages=virtual_stages)
     return made if ahead is None else pair(made, ahead=ahead)
-
-
-def _split(schedule: Schedule) -> bool:
-    """Whether the backward is in two parts."""
-    return any(action.phase is Phase.W for slot in schedule.orders[0] for action in slot.actions)
 
 
 @lru_cache(maxsize=4096)

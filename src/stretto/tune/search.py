@@ -2,18 +2,17 @@
 
     1. Every layout that the settings allow has a guess of its step (`tune.layouts`).
     2. The next piece of work is that of the least time; of two pieces, one at least is a candidate's. A
-       layout whose own block is not known is priced; one with its block becomes candidates: each schedule,
-       with the least computed again that likely fits, and an estimate (`tune.estimate`). Of a candidate a
-       short step is simulated, and where that is faster than every plan, it is planned at once, quickly: so
-       there is a plan whenever the search ends. One that does not fit comes back with more computed again.
+       layout whose own block is not known is priced; one with its block becomes candidates, each schedule
+       with an estimate (`tune.estimate`). Of a candidate a short step is simulated, and where that is faster
+       than every plan, it is planned at once, quickly. One that does not fit comes back with more computed
+       again.
     3. What cannot win by its bound is dropped, and what is unlikely to by its estimate (`WITHIN`), once there
        are some to compare it with (`LEAST`).
     4. Where a plan that is the best so far exposes communication in blocks, other numbers of AMPipe's chunks
        are layouts too.
     5. The best are planned in full (`finalists`), also with "auto" for a schedule. The fastest of these wins.
 
-The settings' own candidate is planned first, so that the gain can be told. The global batch is kept, so that
-candidates compare by the step alone. The search can end at any time with what it has.
+The settings' own candidate is planned first. The search can end at any time with what it has.
 """
 
 from __future__ import annotations
