@@ -47,14 +47,14 @@ def test_half_precision_without_a_mask_takes_flash_attention_forward_and_backwar
     assert all(item.op.flops > 0 for item in found.ops if "flash_attention" in item.op.target)
 
 
-def test_float32_takes_the_memory_efficient_kernel() -> None:
-    assert targets(traced(gpt(), None)).count(EFFICIENT) == 2
-
-
-def test_heads_that_no_kernel_takes_are_plain_ops() -> None:
-    found = targets(traced(gpt(heads=8), torch.bfloat16))  # dim 4: not a multiple of 8
-    assert not any("scaled_dot_product" in target for target in found)
-    assert found.count("aten._safe_softmax.default") == 2
+@pytest.mark.parametrize(
+    ("heads", "dtype", "target"),
+    [(2, None, EFFICIENT), (8, torch.bfloat16, "aten._safe_softmax.default")],  # dim 4: no multiple of 8
+)
+def test_float32_and_odd_heads_take_other_kernels(heads: int, dtype: torch.dtype | None, target: str) -> None:
+    found = targets(traced(gpt(heads=heads), dtype))
+    assert found.count(target) == 2
+    assert FLASH not in found
 
 
 def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
@@ -206,21 +205,6 @@ def test_the_exporters_checks_have_no_effect_while_a_model_is_traced() -> None:
         torch.linalg.inv(matrix)
 
 
-def test_buffers_after_several_steps_and_what_capture_leaves() -> None:
-    model, batch = over_all_batches(), rows()
-    plan, own = plan_of(model, batch, mean_square, stretto.Parallel(microbatches=2)), copy.deepcopy(model)
-    assert all("forward" not in module.__dict__ for module in model.modules())
-    runner = stretto.Runner(plan, model)
-    for _ in range(3):
-        runner.step(batch)
-        for piece in batch.chunk(2):
-            mean_square(own, piece)
-    expected = dict(own.named_buffers())
-    assert int(expected["norms.0.num_batches_tracked"]) == 6
-    for name, buffer in runner.named_buffers():
-        assert torch.allclose(buffer, expected[name], rtol=1e-12, atol=0), name
-
-
 def test_a_synchronised_norm_is_captured_where_there_are_processes(tmp_path: object) -> None:
     """PyTorch refuses it on processors where there are several, of which these are one copy."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -257,28 +241,6 @@ def test_a_step_for_cuda_has_the_results_of_its_kernels(model: nn.Module, batch:
     how = stretto.Parallel(microbatches=2)
     job = stretto.capture(model, batch, loss=mean_square, parallel=how, device="cuda")
     stretto.verify(stretto.plan(job, cluster=cores(), order="list"))
-
-
-class Drops(BatchNorm):
-    def act(self, x: Tensor) -> Tensor:
-        return F.dropout(torch.tanh(x), 0.3, self.training)
-
-
-def test_evaluation_and_check_of_batch_norm_with_dropout() -> None:
-    model, batch, layout = Drops(), rows(), stretto.Parallel(pp=2, microbatches=2)
-    assert "\n0 of" in str(stretto.check(model, batch, mean_square, parallel=layout))
-    plan = plan_of(model, batch, mean_square, layout)
-    models = [copy.deepcopy(model) for _ in range(2)]
-
-    def work(runner: stretto.Runner) -> tuple[float, dict[str, Tensor]]:
-        evaluation = stretto.Evaluation(runner, models[runner.rank], batch, mean_square, parallel=layout)
-        runner.step(batch)
-        return evaluation.loss([batch]), runner.state_dict()
-
-    ((value, state), _) = stretto.run_threads(plan, models.__getitem__, work)
-    model.load_state_dict(state)
-    model.eval()
-    assert value == pytest.approx(float(mean_square(model, batch).detach()), rel=1e-10)
 
 
 def test_no_kernel_runs_where_shapes_are_asked_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tests.capturing.steps import assert_plain, plan_of
 from tests.capturing.zoo import WIDTH, Chain, mean_square, rows
 
 PIPELINE = stretto.Parallel(pp=2, microbatches=2)
+ONE = stretto.Parallel(microbatches=2)
 GLOBAL = 0.5
 SETTINGS = types.SimpleNamespace(weight=1.0, step=0)
 
@@ -133,8 +135,27 @@ def test_values_that_the_forward_does_not_need_may_change() -> None:
     after_a_change(Reader(), loss, change)
 
 
-def test_values_of_the_loss() -> None:
-    weight, calls, table, loss = 0.3, 0, {"lam": 0.1, "steps": 0}, Weighted()
+LOSS: list[tuple[str, Callable[[Any], object]]] = [
+    ("weight is 0.5 now, and was 0.3", lambda loss: setattr(loss, "weight", 0.5)),
+    ("criterion.label_smoothing is 0.2", lambda loss: setattr(loss.criterion, "label_smoothing", 0.2)),
+    ("GLOBAL is 0.25 now, and was 0.5", lambda _: set_global(0.25)),
+    ("SETTINGS.weight is 3.0 now, and was 1.0", lambda _: setattr(SETTINGS, "weight", 3.0)),
+]
+
+
+@pytest.mark.parametrize(("message", "change"), LOSS)
+def test_values_of_a_loss_that_is_an_object(
+    message: str, change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL", 0.5)
+    monkeypatch.setattr(SETTINGS, "weight", 1.0)
+    loss = Weighted()
+    with pytest.raises(stretto.UsageError, match=re.escape(message)):
+        after_a_change(Reader(), loss, lambda _: change(loss))
+
+
+def test_values_of_a_closure() -> None:
+    weight, calls, table = 0.3, 0, {"lam": 0.1, "steps": 0}
 
     def closure(model: nn.Module, batch: Tensor) -> Tensor:
         nonlocal calls
@@ -145,25 +166,11 @@ def test_values_of_the_loss() -> None:
         nonlocal weight
         weight = 0.4
 
-    def count(_: nn.Module) -> None:
-        nonlocal calls
-        calls += 1
-        table["steps"] += 1
-
-    after_a_change(Reader(), closure, count)
-    for given, change, message in (
-        (closure, set_weight, "weight is 0.4 now, and was 0.3"),
-        (closure, lambda _: table.update(lam=0.2), "table['lam'] is 0.2 now, and was 0.1"),
-        (loss, lambda _: setattr(loss, "weight", 0.5), "weight is 0.5 now, and was 0.3"),
-        (loss, lambda _: setattr(loss.criterion, "label_smoothing", 0.2), "criterion.label_smoothing is 0.2"),
-        (loss, lambda _: set_global(0.25), "GLOBAL is 0.25 now, and was 0.5"),
-        (loss, lambda _: setattr(SETTINGS, "weight", 3.0), "SETTINGS.weight is 3.0 now, and was 1.0"),
-    ):
-        with pytest.raises(stretto.UsageError) as caught:
-            after_a_change(Reader(), given, change)
-        assert message in str(caught.value)
-        set_global(0.5)
-        SETTINGS.weight = 1.0
+    after_a_change(Reader(), closure, lambda _: table.update(steps=1))
+    with pytest.raises(stretto.UsageError, match=r"weight is 0\.4 now, and was 0\.3"):
+        after_a_change(Reader(), closure, set_weight)
+    with pytest.raises(stretto.UsageError, match=r"table\['lam'\] is 0\.2 now, and was 0\.1"):
+        after_a_change(Reader(), closure, lambda _: table.update(lam=0.2))
 
 
 def test_equal_layers_that_were_not_traced() -> None:
@@ -188,7 +195,7 @@ def test_equal_layers_that_were_not_traced() -> None:
 
 def test_a_plan_from_a_file_looks_at_its_own_model(tmp_path: Path) -> None:
     model, file = Reader(), tmp_path / "plan.json"
-    plan_of(model, rows(), mean_square, stretto.Parallel(microbatches=2)).save(file)
+    plan_of(model, rows(), mean_square, ONE).save(file)
     runner = stretto.Runner(stretto.load_plan(file), model)
     runner.step(rows())
     model.drop.p = 0.25
@@ -216,8 +223,8 @@ def test_what_may_change_in_every_step() -> None:
     def loss(m: nn.Module, mb: Any) -> Tensor:
         return mean_square(m, mb["x"]) * mb["weight"]
 
-    model, parallel = Buffered(), stretto.Parallel(microbatches=2)
-    plan = plan_of(model, {"x": rows(), "weight": stretto.whole(0.5)}, loss, parallel)
+    model = Buffered()
+    plan = plan_of(model, {"x": rows(), "weight": stretto.whole(0.5)}, loss, ONE)
     runner = stretto.Runner(plan, model)
     first = float(runner.step({"x": rows(), "weight": stretto.whole(0.5)}))
     dict(runner.named_buffers())["alpha"].fill_(4.0)
@@ -226,24 +233,14 @@ def test_what_may_change_in_every_step() -> None:
 
 
 def test_an_evaluation_is_of_any_mode() -> None:
-    model, models = Reader(), dict[int, nn.Module]()
-    plan = plan_of(model, rows(), mean_square, PIPELINE)
-
-    def made(rank: int) -> nn.Module:
-        models[rank] = copy.deepcopy(model)
-        return models[rank]
-
-    def work(runner: stretto.Runner) -> float:
-        own = models[runner.rank]
-        evaluation = stretto.Evaluation(runner, own, rows(), mean_square, parallel=PIPELINE)
-        runner.step(rows())
-        own.eval()
-        told = evaluation.loss([rows()])
-        own.train()
-        runner.step(rows())
-        return told
-
-    assert stretto.run_threads(plan, made, work)[0] > 0
+    model = Reader()
+    runner = stretto.Runner(plan_of(model, rows(), mean_square, ONE), model)
+    evaluation = stretto.Evaluation(runner, model, rows(), mean_square, parallel=ONE)
+    runner.step(rows())
+    model.eval()
+    assert evaluation.loss([rows()]) > 0
+    model.train()
+    runner.step(rows())
 
 
 def test_classes_are_as_they_were_and_the_step_is_the_plain_models() -> None:

@@ -13,8 +13,6 @@ from torch import nn
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.ir.action import Schedule, parse_slot
-from stretto.ir.serialize import plan_to_text
-from stretto.planning.make_plan import make_plan
 from tests.capturing.steps import assert_plain
 from tests.capturing.zoo import mean_square
 from tests.clusters import cores
@@ -93,20 +91,6 @@ def test_numbers_are_the_plain_models(name: str) -> None:
     assert_plain(make().double(), batch, loss, stretto.Parallel(**{"pp": 2, "microbatches": 4, **layout}))
 
 
-def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(batch["x"]).square().mean() * batch["scale"]
-
-
-def test_constants_of_the_batch_must_stay_what_they_were() -> None:
-    model, batch = nn.Linear(4, 4), {"x": torch.randn(2, 4), "scale": 2.0}
-    job = stretto.capture(model, batch, loss=scaled, parallel=stretto.Parallel(microbatches=2))
-    runner = stretto.Runner(stretto.plan(job, cores()), model)
-    runner.step(batch)
-    runner.step({"scale": 2.0, "x": torch.randn(2, 4)})  # the order of keys means nothing
-    with pytest.raises(stretto.UsageError, match=r"leaf 'scale' is 5\.0"):
-        runner.step({"x": batch["x"], "scale": 5.0})
-
-
 def test_replaced_and_frozen_parameters() -> None:
     model = nn.Linear(4, 4)
     runner = stretto.Runner(stretto.plan(job_of_four(model), cores()), model)
@@ -152,43 +136,3 @@ def test_evaluation_stays_on_the_ranks_of_the_training() -> None:
     assert plan.schedule.stage_ranks == (0, 1, 0, 1)
     results = stretto.run_threads(plan, lambda _: FOUR, lambda runner: float(runner.step(x)))
     assert results == pytest.approx([mean_square(FOUR, x).item()] * 2, rel=1e-5)
-
-
-def test_a_plan_that_needs_more_memory_than_there_is() -> None:
-    job = job_of_four()
-    with pytest.raises(stretto.PlanError, match="bytes"):
-        make_plan(job, stretto.plan(job, cores()).costs, max_bytes=100)
-    with pytest.raises(stretto.PlanError, match="bytes"):
-        stretto.plan(job, cores(memory_bytes=100))
-
-
-@pytest.mark.parametrize(
-    ("call", "word"),
-    [
-        (lambda: stretto.Parallel(ep=2), "dp = 1 is no multiple"),
-        (lambda: stretto.Parallel(microbatch=2), "did you mean microbatches"),
-        (lambda: stretto.Parallel(pp=0), "pp = 0"),
-        (lambda: cores(bandwidth=3), "bandwidth = 3: there is no such setting"),
-        (lambda: stretto.plan("plan.json"), "plan takes a job, not str"),
-        (lambda: stretto.Runner("plan.json", FOUR), "Runner takes a plan, not str"),
-    ],
-)
-def test_mistakes(call: Callable[[], object], word: str) -> None:
-    with pytest.raises(stretto.UsageError) as caught:
-        call()
-    assert word in str(caught.value)
-
-
-def test_planning_leaves_the_generator_alone() -> None:
-    job = job_of_four(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
-    before = torch.get_rng_state()
-    stretto.plan(job)
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_different_models_do_not_agree() -> None:
-    texts = [
-        plan_to_text(stretto.plan(job_of_four(nn.Linear(hidden, hidden), hidden), cores()))
-        for hidden in (4, 8)
-    ]
-    assert texts[0] != texts[1]
