@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.capturing.absent_cuda import CudaChoices
 from stretto.capturing.graph import Traced
+from stretto.capturing.substitutes import CudaChoices
 from stretto.capturing.trace import trace
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.clusters import cores

@@ -52,7 +52,7 @@ def capture(
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
     precision: "float32" computes with the parameters as they are; "bf16" with bfloat16 copies of them.
     device: where the step will run; the model's own device by default, "cpu" for a model on "meta". For
-        "cuda" the machine that captures needs none (`stretto.capturing.absent_cuda`).
+        "cuda" the machine that captures needs none (`stretto.capturing.substitutes`).
     tp_plan: which modules are spread over tensor-parallel ranks, pattern of module names -> style (a word, or
         PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or the
         model's own, by default.

@@ -27,7 +27,6 @@ from stretto.backend.process_memory import rarely_collected
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capturing import torch_adapter
-from stretto.capturing.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capturing.convert import convert, dtype_name, spec_of
 from stretto.capturing.equal import NotRepeatedError, equal_layers, renamed
 from stretto.capturing.expand import expand, named
@@ -42,13 +41,13 @@ from stretto.capturing.read import Reads
 from stretto.capturing.repeat import layers_of
 from stretto.capturing.split import layer_names
 from stretto.capturing.state import PythonState
-from stretto.capturing.substitutes import HALF, LossesInFloat32, batch_norms_in_ops
+from stretto.capturing.substitutes import CudaChoices, LossesInFloat32, batch_norms_in_ops, with_cuda_results
 from stretto.capturing.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
 from stretto.parallelize.alone import Beside, Key, PlainCall, with_gathered_logits
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.lower_right_adapter import as_on_cuda
+from stretto.parallelize.lower_right_adapter import HALF, as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
 from stretto.parallelize.unseen import alone
 from stretto.passes import check_names, on_graph
@@ -116,7 +115,7 @@ def trace(
     batch: the full batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
-    "cuda" there need not be one here (`absent_cuda` has the choices). layout: trace one rank's part
+    "cuda" there need not be one here (`substitutes` has the choices). layout: trace one rank's part
     of a model that is laid out so. equal_layers: whether layers that are equal are
     traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
     passes to leave out. meshes: where a program on several meshes lies (`stretto.capturing.meshes`).

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.convert.tally import Tally
+from stretto.convert.arguments import Tally
 
 MOST_LAYERS = 10_000
 CAPACITY = (

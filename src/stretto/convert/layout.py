@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.config.stage_text import Stages, of_counts, read_stages
+from stretto.convert.arguments import Tally
 from stretto.convert.experts import ExpertFlags
-from stretto.convert.tally import Tally
 
 LAYERS, NOOP = "--num-layers", "--noop-layers"
 EACH, OF_EACH = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"

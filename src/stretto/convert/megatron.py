@@ -15,12 +15,11 @@ from typing import Any
 import tomlkit
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import TABLE, Given, ReadFlags, read_arguments
+from stretto.convert.arguments import TABLE, Given, ReadFlags, Tally, read_arguments
 from stretto.convert.command import read_command
 from stretto.convert.flags import Fate, Flag
 from stretto.convert.layout import put_layout, real_layers
 from stretto.convert.model import put_model
-from stretto.convert.tally import Tally
 from stretto.convert.training import put_training
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.convert.arguments import Tally
 from stretto.convert.experts import ExpertFlags, experts_of, put_experts
 from stretto.convert.layout import NOOP
-from stretto.convert.tally import Tally
 
 OWN_DEVIATION, OWN_EPSILON, OWN_BASE = 0.02, 1e-5, 10000.0
 """Of `models.gpt`: its initial weights, its norms, its rotary positions."""

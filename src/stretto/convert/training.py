@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stretto.convert.tally import Tally
+from stretto.convert.arguments import Tally
 
 WARMUP = ("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples")
 DECAY = ("--lr-decay-iters", "--lr-decay-samples")
