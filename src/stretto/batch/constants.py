@@ -114,7 +114,6 @@ def _text(value: Any, path: str, within: tuple[int, ...]) -> str:
 
 
 def _object(value: Any, path: str, inner: Any) -> str:
-    """An object of a Python class, by its class and its content."""
     kind = type(value)
     content: dict[str, Any] = dict(getattr(value, "__dict__", {}))
     if isinstance(value, types.SimpleNamespace):

@@ -88,7 +88,6 @@ def _advice(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """Where an output has its loss, as Python writes it."""
     if isinstance(getattr(value, "loss", None), Tensor):
         return ".loss"
     if isinstance(value, Mapping) and isinstance(value.get("loss"), Tensor):

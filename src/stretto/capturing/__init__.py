@@ -72,21 +72,12 @@ def capture(
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
-    captures = Captures(
-        model,
-        batch,
-        loss,
-        dtype=DTYPES[precision],
-        device=device,
-        tp_plan=tp_plan,
-        equal_layers=equal_layers,
-    )
+    captures = Captures(model, batch, loss, DTYPES[precision], device, tp_plan, equal_layers)
     job, *others = _forms(captures, parallel, stages)
     return replace(job, forms=tuple(others))
 
 
 def _forms(captures: Captures, parallel: ParallelSettings, stages: int | None) -> Iterator[Job]:
-    """The step in each form that the settings leave to planning, the simplest first."""
     counts = (stages,) if stages is not None else captures.stages(parallel)
     for count in counts:
         yield captures.job(parallel, count)
@@ -108,7 +99,6 @@ def _in_chunks(made: Callable[[int], Job]) -> Iterator[Job]:
 
 
 def _check_arguments(model: object, loss: object, parallel: object, device: object, stages: object) -> None:
-    """Raises UsageError for an argument that is something else than `capture` takes."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"capture takes a model, a torch.nn.Module, not {type(model).__name__}")
     if not callable(loss):

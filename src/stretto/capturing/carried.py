@@ -168,7 +168,6 @@ class ForwardCalls:
 
 
 def _generators() -> dict[str, Any]:
-    """States of the generators that are not PyTorch's, by the names of their modules."""
     result: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
     return result if numpy is None else {**result, "numpy.random": numpy.random.get_state()}

@@ -175,7 +175,6 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
 
 
 def _check_parts(node: torch.fx.Node, ranks: int) -> None:
-    """PyTorch's all-to-all names how many rows go to each rank, and come from each."""
     parts = [tuple(sizes) for sizes in node.args[1:3] if isinstance(sizes, (list, tuple))]
     if {len(sizes) for sizes in parts} != {ranks}:
         raise CaptureError(
@@ -195,7 +194,6 @@ def _communication(
     outputs: tuple[TensorSpec | None, ...],
     roots: Mapping[str, str],
 ) -> Op:
-    """An op of `stretto.parallelize.ops` in the words of programs."""
     word = str(node.target).split(".")[1]
     if word == "axis_index":
         return Op(node.name, INDEX, args[1:], (), outputs)

@@ -118,7 +118,6 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _differing(a: nn.Module, b: nn.Module, a_name: str, b_name: str) -> set[Attribute] | None:
-    """The attributes in which two layers may differ; None when they are not equal."""
     ours, theirs = dict(a.named_modules()), dict(b.named_modules())
     if list(ours) != list(theirs):
         return None
@@ -151,8 +150,6 @@ def _same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """Whether two things mean the same, one in layer a and the other in layer b."""
-
     counterpart: dict[int, nn.Module]
     a_name: str
     b_name: str

@@ -151,7 +151,6 @@ def _word(op: Op) -> str:
 
 
 def _inside(ops: Sequence[TracedOp], number: int, call: LayerCall) -> _Inside:
-    """Step 1 for one call."""
     marks: dict[str, dict[int, int]] = {word: {} for word in MARKS}
     stray: list[int] = []
     for at, item in enumerate(ops):
@@ -268,19 +267,16 @@ def _form(
 def _check_layout(
     call: LayerCall, specs: Mapping[str, tuple[TensorSpec | None, ...]], value: str, other: str
 ) -> None:
-    """What replaces another value must be of its shape, dtype and strides."""
     if specs.get(value) != specs.get(other):
         raise NotRepeatedError(f"{call.layer}: {other} has another layout than {value}")
 
 
 def _external(name: str, source: str, target: str) -> str:
-    """A parameter or buffer of one layer, in another."""
     kind, slash, rest = name.partition("/")
     return kind + slash + renamed(rest, source, target) if slash else name
 
 
 def _with_names(op: Op, name: Callable[[str], str]) -> Op:
-    """The op with all values that it names renamed, its own too."""
     alias = None if op.alias is None else name(op.alias)
     return replace(with_uses(op, name), name=name(op.name), alias=alias)
 

@@ -203,7 +203,6 @@ def _counts(model: nn.Module, place: str, reason: str, size: int) -> str:
 
 
 def _entries(names: Sequence[str], style: str = "replicated") -> str:
-    """Entries of a tp_plan, for all layers."""
     patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     return "{" + ", ".join(f"{pattern!r}: {style!r}" for pattern in patterns) + "}"
 
@@ -240,7 +239,6 @@ _REASONS = {
 
 
 def _of_the_loss(model: nn.Module, loss: Callable[..., Any] | None) -> str:
-    """The parameters that the loss has beside the model's, and how they are trained."""
     own = {id(parameter) for parameter in model.parameters()}
     tensors = {} if loss is None else PythonState(("", loss)).named_tensors()
     loose = [name for name, x in tensors.items() if isinstance(x, nn.Parameter) and id(x) not in own]

@@ -79,8 +79,6 @@ class KnownRecipe:
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """A tensor of which no element is read."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -176,8 +174,6 @@ class Known:
         return KnownRecipe(number, *call, at, writes, x.numel() * x.element_size(), tuple(x.shape), x.dtype)
 
     def _frozen(self, leaves: Sequence[Any], like: bool) -> tuple[Any, ...] | None:
-        """Arguments with recipes in the places of tensors; None where one is not known. like: of the first
-        tensor no element is read."""
         frozen: list[Any] = []
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -221,7 +217,6 @@ def _made_again(recipe: KnownRecipe) -> Tensor:
 
 
 def _needed(recipe: KnownRecipe, order: dict[int, KnownRecipe]) -> None:
-    """The recipe after those of which it is made."""
     if recipe.number not in order:
         for leaf in recipe.leaves:
             if isinstance(leaf, KnownRecipe):
@@ -230,7 +225,6 @@ def _needed(recipe: KnownRecipe, order: dict[int, KnownRecipe]) -> None:
 
 
 def _real(leaf: Any, values: Mapping[int, Tensor], copies: bool) -> Any:
-    """An argument on the processor: a real tensor in the place of a recipe, a copy for a call that writes."""
     if isinstance(leaf, KnownRecipe):
         known = values[leaf.number]
         return known.clone() if copies else known

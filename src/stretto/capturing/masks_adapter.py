@@ -49,8 +49,6 @@ def masks_recognised(known: Known, others: Iterable[tuple[Tensor, Tensor]] = ())
 
 
 class _Calls(TorchFunctionMode):
-    """Sees every call of a PyTorch function."""
-
     def __init__(self, known: Known) -> None:
         super().__init__()
         self._known = known

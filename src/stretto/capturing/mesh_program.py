@@ -187,7 +187,6 @@ def _whole(placement: Placement) -> Placement:
 
 
 def _on(spec: Spec, placement: Placement, mesh: DeviceMesh | None = None) -> Spec:
-    """The same tensor, placed otherwise."""
     meta = spec.tensor_meta
     assert meta is not None, "it is the description of a tensor"
     return new_spec(spec.mesh if mesh is None else mesh, (placement,), meta.shape, meta.stride, meta.dtype)
@@ -199,8 +198,6 @@ def _placed(x: DTensor, placement: Placement) -> GlobalTensor:
 
 
 class _TwoWays(torch.autograd.Function):
-    """A function, and the one that its gradient goes through."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
         ctx.set_materialize_grads(False)
@@ -219,7 +216,6 @@ def _both_ways(x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any
 
 
 def _entered(part: Tensor, spec: Spec) -> GlobalTensor:
-    """A plain part as a tensor on a mesh."""
     (placement,) = spec.placements
     return _both_ways(
         part,
@@ -229,7 +225,6 @@ def _entered(part: Tensor, spec: Spec) -> GlobalTensor:
 
 
 def _moved(x: DTensor, placement: Placement) -> GlobalTensor:
-    """Another placement on the same mesh; the gradient goes back to the one before."""
     (old,) = x.placements
 
     def there(x: DTensor) -> GlobalTensor:
@@ -343,7 +338,6 @@ def _own_rows(indices: Tensor, new: Placement, size: int) -> Tensor:
 
 
 def _found_here(local: Tensor, old: Placement) -> Tensor:
-    """Zeros for what is in other ranks' rows."""
     elsewhere = elsewhere_of(old)
     if elsewhere.dim() < local.dim():
         elsewhere = elsewhere.unsqueeze(-1)
@@ -381,7 +375,6 @@ def _own_part(whole: Tensor, new: Placement, size: int) -> Tensor:
 
 
 def _in_blocks(x: Tensor, placement: Placement) -> tuple[Tensor, int]:
-    """The tensor with its sharded dim cut into blocks, and the dim of which each rank has a part."""
     dim: int = placement.dim  # type: ignore[attr-defined]
     count = split_factor(placement)
     if count == 1:

@@ -97,7 +97,6 @@ def mean_over(
 
 
 def _labels(ops: Mapping[str, Op], loss: Op, given: Mapping[str, TensorSpec]) -> Count | None:
-    """How many targets a likelihood does not ignore."""
     target = loss.args[1].name
     needed, read = _closure(ops, target)
     if not _of_microbatch(needed, read):
@@ -110,7 +109,6 @@ def _labels(ops: Mapping[str, Op], loss: Op, given: Mapping[str, TensorSpec]) ->
 
 
 def _divisor(ops: Mapping[str, Op], dividend: str, divisor: str) -> Count | None:
-    """A number that follows from the microbatch, by which one is divided that depends on parameters."""
     if is_external(divisor) or not _is_number(ops[divisor]):
         return None
     needed, read = _closure(ops, divisor)
@@ -124,7 +122,6 @@ def _of_microbatch(needed: Sequence[Op], read: Sequence[str]) -> bool:
 
 
 def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
-    """The ops from which a value follows, in order, and the values from outside the step that they read."""
     result: set[str] = set()
     read: dict[str, None] = {}
     left = [value]
@@ -140,7 +137,6 @@ def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
 
 
 def _is_mean(ops: Mapping[str, Op], value: str) -> bool:
-    """Whether a value is the mean that an op took, as it is."""
     op = ops.get(value)
     if op is None:
         return False

@@ -114,7 +114,6 @@ class Proof:
     # --- steps 2 and 3 ------------------------------------------------------------------------------------
 
     def _add(self, item: TracedOp) -> None:
-        """Place one op, with what must be summed before it."""
         item = replace(item, op=with_uses(item.op, self._now)) if self.renamed else item
         op = item.op
         if op.target == WAIT and not self._is_start(op.args[0].name):
@@ -174,7 +173,6 @@ class Proof:
             self.specs[op.name] = op.outputs[0]
 
     def _summed(self, item: TracedOp, names: Sequence[str]) -> Callable[[str], str]:
-        """Sum these before the op; what its operands are called then."""
         result: dict[str, str] = {}
         for name in names:
             kinds = {placer.of(name).kind for _, placer in self.placers}
@@ -307,7 +305,6 @@ class Proof:
         self.renamed[now] = self._summed(replace(item), (now,))(now)
 
     def _addends(self, value: str) -> tuple[str, ...]:
-        """Axes along which ranks have addends of what is observed."""
         now = self._now(value)
         held = [placer.of(now) for _, placer in self.placers]
         if all(one.kind == "equal" or one == UNKNOWN for one in held):
@@ -371,7 +368,6 @@ class Proof:
         )
 
     def _said(self, what: str) -> str:
-        """Values by the parameter or the module that they come from, too."""
         for name in what.replace(",", " ").split():
             at = self.at.get(name)
             module = self.made[at].op.module if at is not None else ""

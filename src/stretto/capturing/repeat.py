@@ -288,7 +288,6 @@ def _key(leaf: Any, tensors: Sequence[Tensor], kept: list[Any]) -> Any:
 
 
 def _replaced(leaves: Sequence[Any], form: Any, tensors: Sequence[Tensor]) -> Any:
-    """A structure with other tensors in the places of those among its leaves."""
     others = iter(tensors)
     return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in leaves], form)
 

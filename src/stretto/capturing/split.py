@@ -112,7 +112,6 @@ def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = T
 
 
 def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
-    """Step 1, by name: the first segment of each named module, without that of stage 0."""
     first: dict[str, int] = {}
     for segment, module in enumerate(traced.segments):
         first.setdefault(module, segment)
@@ -133,7 +132,6 @@ def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
 
 
 def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
-    """Step 1, by a text of stages."""
     try:
         result = read_stages(text)
     except ValueError as error:
@@ -225,7 +223,6 @@ def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
 
 
 def _share(traced: Traced, placed: Mapping[str, int], free: frozenset[str]) -> Placement:
-    """Free ops go to all stages that use them; the loss and other roots keep their own."""
     stages: dict[str, set[int]] = defaultdict(set)
     kept = {traced.loss, *(update for _, update in traced.buffers.values() if update is not None)}
     kept |= {one.value for one in traced.seen}
@@ -263,7 +260,6 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def _found(name: str, module: nn.Module, is_layer: Callable[[nn.Module, nn.Module], bool]) -> list[str]:
-    """The layers within a module."""
     result: list[str] = []
     for child, member in module.named_children():
         full = f"{name}.{child}" if name else child
@@ -309,7 +305,6 @@ def _layer_cuts(name: str, segments: Sequence[str], layers: Collection[str], sta
 
 
 def _calls(segments: Sequence[str], layers: Collection[str]) -> tuple[list[int], list[int]]:
-    """The segment in which each call of a layer begins, and the first one after it."""
     begins: list[int] = []
     ends: list[int] = []
     inside: str | None = None

@@ -177,7 +177,6 @@ def _gradient_parts(
 def _leaving(
     forward: Sequence[Sequence[Op]], backward: Sequence[Sequence[Op]], homes: dict[str, tuple[int, ...]]
 ) -> list[set[str]]:
-    """For each stage, the values of its backward that other stages use."""
     leaving: list[set[str]] = [set() for _ in backward]
     made = [{op.name for op in ops} for ops in backward]
     for stage, ops in enumerate(zip(forward, backward, strict=True)):
@@ -191,7 +190,6 @@ def _leaving(
 def _split_backward(
     ops: Sequence[Op], leaving: set[str], grads: dict[str, tuple[tuple[int, str], ...]]
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Step 2: the input-gradient ops and the weight-gradient ops, each in order."""
     into: set[str] = set()
     if leaving:
         into = set(leaving)

@@ -63,8 +63,6 @@ Content = list[tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one kind of object is read and written. dot: its keys are attributes."""
-
     read: Callable[[Any], Content]
     write: Callable[[Any, Content], None]
     dot: bool = False
@@ -72,8 +70,6 @@ class _Kind:
 
 @dataclass(slots=True)
 class _KeptObject:
-    """Step 2 of one object. table: it is one of parameters or of buffers."""
-
     path: str
     item: Any
     kind: _Kind
@@ -198,7 +194,6 @@ def _same_item(before: Mapping[Any, Any], after: Mapping[Any, Any], key: Any) ->
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """The same object, or one that cannot be distinguished from it."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -224,7 +219,6 @@ def _replaced(value: Any, others: Mapping[int, Any]) -> Any:
 
 
 def _kinds(item: Any) -> Iterator[tuple[Any, _Kind]]:
-    """What of an object can change: (the object with the content, its kind)."""
     for kind, how in _CONTAINERS.items():
         if isinstance(item, kind):
             if not isinstance(item, Sized) or len(item) <= MOST_OBJECTS:

@@ -15,7 +15,8 @@ bfloat16 has 8 bits: after 5.0 comes 5.03):
     3. What the loss function returns is a number in float32, and so the mean over microbatches is one.
 
 For CUDA where there is none, tensors stay fake CPU tensors (a PyTorch without CUDA has no autograd for
-others), and what PyTorch would choose on CUDA is chosen here. Layer norms keep statistics in float32. Attention:
+others), and what PyTorch would choose on CUDA is chosen here: layer norms keep statistics in float32, and
+
 
     op                                         for
     _scaled_dot_product_flash_attention        float16 or bfloat16 without a mask
@@ -66,7 +67,6 @@ def batch_norms_in_ops(model: nn.Module) -> Iterator[None]:
 
 
 def _forward(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
-    """The forward of one that trains."""
     if x.dim() < 2:
         raise ValueError(f"expected at least 2D input (got {x.dim()}D input)")
     seen = norm.num_batches_tracked if norm.track_running_stats else None

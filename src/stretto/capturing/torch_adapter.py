@@ -176,7 +176,6 @@ class _ModelAndLoss(nn.Module):
 
 
 def _check_loss(loss: torch.Tensor, function: Loss) -> None:
-    """Raises CaptureError for a loss that has no gradient."""
     code = getattr(function, "__code__", None)
     where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
     if loss.is_complex():
@@ -288,7 +287,6 @@ def _joint(module: torch.fx.GraphModule, segments: _Segments, count: float | Non
 
 
 def _plain(name: str) -> str:
-    """Names without the wrapper's own prefix."""
     return name.removeprefix("model.")
 
 

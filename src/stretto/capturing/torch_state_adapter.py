@@ -187,7 +187,6 @@ def _no_inner_backward() -> Iterator[None]:
 
 
 def _runs_backward(method: Any) -> bool:
-    """Whether a function's code names PyTorch's backward, or computes again and calls one."""
     result = inspect.unwrap(method)
     code = getattr(result, "__code__", None)
     if code is None:
@@ -197,8 +196,6 @@ def _runs_backward(method: Any) -> bool:
 
 
 class _Hooks(TorchFunctionMode):
-    """Hooks of tensors."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.register_hook and len(args) == 2:
             args = (args[0], _that_changes(args[1], "a hook on a tensor (register_hook)"))

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,18 +123,19 @@ def trace(
     """
     check_names(skip_passes)
 
+    def traced(how: Layout, repeats: bool) -> Traced:
+        setup = _set_up(model, batch, loss, microbatches, param_dtype, device, how, meshes, repeats)
+        return _trace(setup, batch, skip_passes)
+
     def attempt(how: Layout) -> Traced:
-        traced = partial(
-            _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
-        )
         # Layers that are repeated would number the borders of meshes anew.
         if equal_layers and meshes is None and layout.chunks is None:
             try:
-                return traced(repeats=True)
+                return traced(how, repeats=True)
             except (NotRepeatedError, CaptureError) as reason:
                 # Whether a model can be captured is for the trace of all layers to decide.
                 _log.debug("all layers are traced: %s", reason)
-        return traced(repeats=False)
+        return traced(how, repeats=False)
 
     with batch_norms_in_ops(model):
         try:
@@ -145,21 +145,10 @@ def trace(
             return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
 
 
-def _trace(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    microbatches: int,
-    param_dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    layout: Layout,
-    skip_passes: Collection[str],
-    meshes: OnMeshes | None,
-    repeats: bool,
-) -> Traced:
-    """Steps 1 to 5; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
+def _trace(setup: _TraceSetup, batch: Any, skip_passes: Collection[str]) -> Traced:
+    """Steps 2 to 5; where layers are repeated, raises NotRepeatedError if only the trace of all is right."""
+    model, layout = setup.model, setup.layout
     fixed, whole = tuple(tree.fixed(batch).items()), tree.whole_leaves(batch)
-    setup = _set_up(model, batch, loss, microbatches, param_dtype, device, layout, meshes, repeats)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     own_dtypes = {name: dtype_name(p.dtype) for name, p in parameters.items()}
     first: dict[int, str] = {}
@@ -177,7 +166,7 @@ def _trace(
     tensor = layout.tensor
     if tensor is not None:
         values = tuple(one.value for one in seen)
-        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, meshes is not None, values)
+        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, setup.meshes is not None, values)
         proved = proof.proved()
         ops, partial_along, sharded = list(proved.ops), proved.partial, _sharded(proof)
         grads = {name: value and proved.renamed[value] for name, value in grads.items()}
@@ -208,7 +197,7 @@ def _trace(
         constants=tuple(c for c in exported.constants if f"const/{c.name}" in used),
         batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
         loss=kept["loss"],
-        param_dtype=None if param_dtype is None else dtype_name(param_dtype),
+        param_dtype=None if setup.param_dtype is None else dtype_name(setup.param_dtype),
         own_dtypes=own_dtypes,
         device=setup.device,
         fixed=fixed,
@@ -237,7 +226,6 @@ def _set_up(
     meshes: OnMeshes | None,
     repeats: bool,
 ) -> _TraceSetup:
-    """Step 1, after all that can be refused before it."""
     leaves = tree.flatten(batch)
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
@@ -263,7 +251,6 @@ def _set_up(
 
 
 def _exported(setup: _TraceSetup) -> _ExportedStep:
-    """Steps 2 and 3."""
     model, layout, tensor = setup.model, setup.layout, setup.layout.tensor
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     beside = None
@@ -351,7 +338,6 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
 
 
 def _sharded(proof: Proof) -> frozenset[str]:
-    """Values whose first dim ranks share, once it is proved."""
     made = [item.op.name for item in proof.made]
     placers = [placer for _, placer in proof.placers]
     return frozenset(name for name in made if any(not dim for one in placers for dim, _ in one.of(name).at))

@@ -97,18 +97,15 @@ def _number(word: str) -> float | None:
 
 
 def _most(row: Flag) -> int:
-    """Words that may follow."""
     return {"nothing": 0, "many": 1 << 30}.get(row.takes if isinstance(row.takes, str) else "", 1)
 
 
 def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
-    """The flag for people: with quotes where they are needed."""
     quoted = [f'"{text}"' if " " in text or not text else text for text in values]
     return f"{name}={quoted[0]}" if equals else " ".join([name, *quoted])
 
 
 def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given | None, str | None]:
-    """The flag with its value, or what is wrong with it."""
     written = _written(name, values, equals)
     takes = row.takes
     if takes == "nothing":
@@ -179,24 +176,17 @@ class Tally:
                 fate, before = self.fates.get(name, ("taken", ""))
                 self.fates[name] = ("taken", f"{before}, {said}" if before and fate == "taken" else said)
 
-    def skip(self, why: str, *names: str) -> None:
-        """Flags that are not needed, where nothing is said of them yet."""
-        self._decide("not needed", why, names)
-
     def lack(self, why: str, *names: str) -> None:
         """Flags without which the settings are written, where nothing is said of them yet."""
-        self._decide("lacking", why, names)
+        for name in names:
+            if self.is_given(name):
+                self.fates.setdefault(name, ("lacking", why))
 
     def also(self, name: str, what: str) -> None:
         """A remark on a flag that is decided."""
         if name in self.fates:
             fate, said = self.fates[name]
             self.fates[name] = (fate, f"{said}; {what}")
-
-    def _decide(self, fate: Fate, why: str, names: tuple[str, ...]) -> None:
-        for name in names:
-            if self.is_given(name):
-                self.fates.setdefault(name, (fate, why))
 
     def need(self, name: str) -> int:
         """The value of a flag that must be given, a whole number from 1 on. A faulty one

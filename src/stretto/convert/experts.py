@@ -76,7 +76,6 @@ def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
     shared = _shared(tally, experts.width)
     if shared:
         tally.put("model.shared_experts", shared, *SHARED)
-    tally.skip("there are none", *SHARED)
     every = _every(experts)
     if every is None:
         tally.refused.append(
@@ -87,7 +86,6 @@ def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
         )
     elif every:
         tally.put("model.dense_every", every, _placed(tally))
-    tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
 
 
 def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
@@ -105,10 +103,8 @@ def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
     else:
         wide = width[0] if tally.is_given(width[0]) else width[1]
         tally.put(f"{key}intermediate_size", experts.width, wide)
-        tally.skip("every block has experts, as wide as --moe-ffn-hidden-size says", width[1])
         if experts.dense:
             tally.lack(f"every block of {name} has experts", _placed(tally))
-    tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
     if experts.aux:
         # Megatron sums the losses of blocks; transformers takes one over all blocks together, in which each
         # of a token's choices counts, not their mean (`load_balancing_loss_func`).
@@ -120,16 +116,12 @@ def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
             "--moe-aux-loss-coeff",
             "times blocks / top k, as transformers takes one loss over all blocks and choices",
         )
-    tally.skip("no balancing loss is asked for", "--moe-aux-loss-coeff", KINDS)
     if experts.z:
         tally.lack(f"{name} has no loss for its routers' scores", "--moe-z-loss-coeff")
-    tally.skip("there is none", "--moe-z-loss-coeff")
     if experts.capacity:
         tally.lack(f"{name} is dropless: every token is served", *CAPACITY)
-    tally.skip(f"{name} is dropless", *CAPACITY)
     if _shared(tally, 1):
         tally.lack(f"{name} has no experts that all tokens share", *SHARED)
-    tally.skip("there are none", *SHARED)
 
 
 def _capacity(tally: Tally) -> float:
@@ -141,9 +133,7 @@ def _capacity(tally: Tally) -> float:
 
 def _capacity_flags(tally: Tally) -> tuple[str, ...]:
     if tally.get("--moe-model-type") == "deepspeed_moe":
-        tally.skip("deepspeed_moe has --moe-train-capacity-factor", CAPACITY[0])
         return ("--moe-train-capacity-factor", "--moe-no-drop", "--moe-model-type")
-    tally.skip("only --moe-model-type deepspeed_moe reads it", "--moe-train-capacity-factor", "--moe-no-drop")
     return ("--moe-expert-capacity-factor", "--moe-model-type")
 
 
@@ -170,7 +160,6 @@ def _balance(tally: Tally) -> float:
 
 
 def _shared(tally: Tally, width: int) -> int:
-    """How many experts of this width all tokens share."""
     count, total = tally.get(SHARED[1]), tally.get(SHARED[0])
     if count is not None or total is None:
         return int(count or 0)
@@ -184,7 +173,6 @@ def _shared(tally: Tally, width: int) -> int:
 
 
 def _placed(tally: Tally) -> str:
-    """The flag that says which blocks have experts."""
     return "--expert-interval" if tally.is_given("--expert-interval") else "--moe-layer-freq"
 
 

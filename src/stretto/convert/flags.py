@@ -10,10 +10,10 @@ A flag is
 Names, arities and defaults are those of Megatron-LM's megatron/training/arguments.py and of MindSpeed's
 mindspeed/arguments.py and features_manager.
 
-A paragraph of a text is a reason and, indented, the flags that share it. Behind a flag's name is what it takes
-(`:i` int, `:f` float, `:t` text, `:m` many, `:(a|b)` one of these); then `=` and its default or, if it is not
-taken, the value with which it does nothing; then `->` and keys of settings. A reason that begins with `needs
---X:` is of flags that do nothing without --X.
+A paragraph of a text is a reason and, indented, the flags that share it. Behind a flag's name is what it
+takes (`:i` int, `:f` float, `:t` text, `:m` many, `:(a|b)` one of these); then `=` and its default or, if it
+is not taken, the value with which it does nothing; then `->` and keys of settings. A reason that begins with
+`needs --X:` is of flags that do nothing without --X.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def _default(takes: Takes, text: str) -> Value:
 TAKEN = _rows(
     "taken",
     """
+it is what the model has anyway
     num-layers:i hidden-size:i num-attention-heads:i group-query-attention kv-channels:i ffn-hidden-size:i
     max-position-embeddings:i
     position-embedding-type:(learned_absolute|rope|mrope|relative|none)=learned_absolute
@@ -84,47 +85,66 @@ TAKEN = _rows(
     normalization:(LayerNorm|RMSNorm)=LayerNorm norm-epsilon:f=1e-05 swiglu disable-bias-linear add-qkv-bias
     qk-layernorm untie-embeddings-and-output-weights attention-dropout:f=0.1 hidden-dropout:f=0.1
     init-method-std:f=0.02 vocab-size:i padded-vocab-size:i make-vocab-size-divisible-by:i=128
-
-needs --group-query-attention:
-    num-query-groups:i=1
-
     num-experts:i
 
-needs --num-experts:
+needs --group-query-attention: there are as many groups as heads
+    num-query-groups:i=1
+
+needs --num-experts: it is what the experts have anyway, or another flag says it
     moe-router-topk:i=2 moe-ffn-hidden-size:i moe-shared-expert-intermediate-size:i n-shared-experts:i
     moe-layer-freq:t=1 expert-interval:i=1 moe-expert-capacity-factor:f
     moe-model-type:(megatron_moe|deepspeed_moe)=megatron_moe moe-train-capacity-factor:f=1 moe-no-drop
     moe-aux-loss-coeff:m=0.0 moe-router-load-balancing-type:m=aux_loss moe-z-loss-coeff:f=0
+
+needs --num-experts: tensor-parallel ranks share experts too, and every other rank has all of them
     expert-model-parallel-size:i=1 expert-tensor-parallel-size:i use-pipe-experts
 
-needs --use-pipe-experts:
+needs --use-pipe-experts: one slice is no cut, or expert-parallel ranks send nothing
     pipe-experts-multi-data:i=1
 
     tensor-model-parallel-size:i=1->parallel.tp pipeline-model-parallel-size:i=1->parallel.pp
-    sequence-parallel ampipe-degree:i=1 use-nanopipe schedules-method:(dualpipev)
-    num-layers-per-virtual-pipeline-stage:i num-virtual-stages-per-pipeline-rank:i
-    microbatch-group-size-per-virtual-pipeline-stage:i pipeline-model-parallel-layout:t
-    decoder-first-pipeline-num-layers:i decoder-last-pipeline-num-layers:i
+
+there is one tensor-parallel rank
+    sequence-parallel tp-comm-overlap use-ascend-mc2 use-ascend-coc
+
+one chunk is no cut
+    ampipe-degree:i=1
+
+there is one pipeline rank, or another flag says which stages it has
+    use-nanopipe schedules-method:(dualpipev) num-layers-per-virtual-pipeline-stage:i
+    num-virtual-stages-per-pipeline-rank:i microbatch-group-size-per-virtual-pipeline-stage:i
+    pipeline-model-parallel-layout:t decoder-first-pipeline-num-layers:i decoder-last-pipeline-num-layers:i
     account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split standalone-embedding-stage
-    num-layer-list:t noop-layers:t tp-comm-overlap use-ascend-mc2 use-ascend-coc recompute-activations
-    recompute-granularity:(full|selective) recompute-activation-function recompute-norm
+    num-layer-list:t noop-layers:t
 
-needs --recompute-granularity:
-    recompute-method:(uniform|block) recompute-num-layers:i
+"full" computes all of a block again
+    recompute-activations recompute-activation-function recompute-norm
+    recompute-granularity:(full|selective)
 
-needs --num-experts:
+needs --num-experts: "full" computes all of a block again
     moe-layer-recompute
 
+needs --recompute-granularity: every block is recomputed from its input
+    recompute-method:(uniform|block) recompute-num-layers:i
+
+another flag says it
     micro-batch-size:i global-batch-size:i train-iters:i train-samples:i seq-length:i->data.sequence_length
-    split:t seed:i=1234->training.seed,data.seed optimizer:(adam|sgd|muon|dist_muon)=adam lr:f->optimizer.lr
-    min-lr:f=0 lr-decay-style:(constant|linear|cosine|inverse-square-root|WSD)=linear lr-decay-iters:i
+    split:t seed:i=1234->training.seed,data.seed lr:f->optimizer.lr min-lr:f=0
+    lr-decay-style:(constant|linear|cosine|inverse-square-root|WSD)=linear lr-decay-iters:i
     lr-decay-samples:i lr-warmup-iters:i=0 lr-warmup-samples:i=0 lr-warmup-fraction:f adam-beta1:f=0.9
     adam-beta2:f=0.999 adam-eps:f=1e-08->optimizer.eps weight-decay:f=0.01->optimizer.weight_decay
     clip-grad:f=1->optimizer.grad_clip_norm bf16 fp16 eval-interval:i=1000 eval-iters:i=100
-    log-interval:i=100->training.log_every save:t load:t save-interval:i tensorboard-dir:t
+    log-interval:i=100->training.log_every save-interval:i save:t tensorboard-dir:t
+
+AdamW is the one there is
+    optimizer:(adam|sgd|muon|dist_muon)=adam
+
+a run goes on from its own newest checkpoint by itself (checkpoint.resume)
+    load:t
 """,
 )
-"""Of the model, its experts, the layout and the training."""
+"""Of the model, its experts, the layout and the training. The reason is why a flag is not needed that no
+setting comes of."""
 
 NOT_NEEDED = _rows(
     "not needed",

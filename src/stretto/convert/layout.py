@@ -32,7 +32,6 @@ TEXT, LIST, STANDALONE = (
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
-ONE = "it is about several stages a rank, and there is one"
 OVERLAPPED = ("--tp-comm-overlap", "--use-ascend-mc2", "--use-ascend-coc")
 PARTLY = (
     "--recompute-activations",
@@ -55,20 +54,16 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
             tally.put("parallel.sequence_parallel", True, "--sequence-parallel")
         if any(map(tally.is_given, OVERLAPPED)):
             tally.put("parallel.split_ops", True, *OVERLAPPED)
-    tally.skip("there is one tensor-parallel rank; Megatron ignores it too", "--sequence-parallel")
-    tally.skip("there is one tensor-parallel rank", *OVERLAPPED)
     put_pipeline(tally, pp, real)
     if experts is not None:
         _put_experts(tally, experts, tp)
     degree = tally.get("--ampipe-degree")
     if degree != 1:
         tally.put("parallel.ampipe_degree", degree, "--ampipe-degree")
-    tally.skip("one chunk is no cut", "--ampipe-degree")
     _put_recompute(tally)
 
 
 def _copies(tally: Tally, others: int, ranks: int | None) -> int | None:
-    """Data-parallel ranks."""
     if ranks is None:
         tally.refused.append(
             "how many ranks there are, the command does not say: give --world N (or the torchrun "
@@ -112,17 +107,11 @@ def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
     ep = tally.get("--expert-model-parallel-size")
     if ep != 1:
         tally.put("parallel.ep", ep, "--expert-model-parallel-size")
-    tally.skip("every rank has all experts", "--expert-model-parallel-size")
-    if tally.get("--expert-tensor-parallel-size") in (None, tp):
-        tally.skip("tensor-parallel ranks share experts too", "--expert-tensor-parallel-size")
-    tally.lack(
-        f"experts are shared by as many tensor-parallel ranks as all else, {tp}",
-        "--expert-tensor-parallel-size",
-    )
+    if tally.get("--expert-tensor-parallel-size") not in (None, tp):
+        why = f"experts are shared by as many tensor-parallel ranks as all else, {tp}"
+        tally.lack(why, "--expert-tensor-parallel-size")
     slices = tally.get("--pipe-experts-multi-data")
     if ep == 1:
-        why = "it cuts what expert-parallel ranks send each other, and there is one"
-        tally.skip(why, "--use-pipe-experts", "--pipe-experts-multi-data")
         return
     if tally.is_given("--use-pipe-experts"):
         if tally.values.get("model.capacity_factor"):
@@ -134,7 +123,6 @@ def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
         )
         if slices != 1:
             tally.put("parallel.pipe_experts_multi_data", slices, "--pipe-experts-multi-data")
-        tally.skip("one slice is no cut", "--pipe-experts-multi-data")
         degree = tally.get("--ampipe-degree")
         least = degree if tally.is_given("--pipe-experts-multi-stream") else degree + 1
         if degree > 1 and (slices % degree or slices < least):
@@ -154,11 +142,8 @@ def _put_recompute(tally: Tally) -> None:
             tally.lack(why, "--recompute-method", "--recompute-num-layers")
         elif method == "uniform" and layers not in (None, 1):
             tally.lack("the input of every block is kept, not of one in so many", "--recompute-num-layers")
-        tally.skip("every block is recomputed from its input", "--recompute-method", "--recompute-num-layers")
-        tally.skip('"full" computes all of a block again', *PARTLY)
     elif granularity == "selective" or any(map(tally.is_given, PARTLY)):
         tally.put("parallel.recompute", "selective", "--recompute-granularity", *PARTLY)
-        tally.skip("only for full recomputation", "--recompute-method", "--recompute-num-layers")
 
 
 def real_layers(tally: Tally) -> tuple[int, ...]:
@@ -181,8 +166,6 @@ def real_layers(tally: Tally) -> tuple[int, ...]:
 def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
     """`parallel.schedule` and what goes with it. ranks: of the pipeline; real: `real_layers`."""
     if ranks == 1:
-        why = "there is one pipeline rank"
-        tally.skip(why, EACH, OF_EACH, GROUP, METHOD, NANO, TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
         return
     dual = tally.get(METHOD) == "dualpipev"
     written = _written(tally, real)
@@ -196,11 +179,8 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         tally.put("parallel.split", tally.get(TEXT), TEXT)
     else:
         _put_split(tally, ranks, each, dual, real)
-    tally.skip("another flag says which layers a stage has", TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
     if dual:
         tally.put("parallel.schedule", "dualpipev", METHOD)
-        tally.skip("dualpipev has two stages a rank", EACH, OF_EACH)
-        tally.skip("dualpipev splits backwards where it helps", NANO)
     elif each > 1:
         of = TEXT if written is not None else EACH if tally.is_given(EACH) else OF_EACH
         tally.put("parallel.schedule", "interleaved-1f1b", of)
@@ -212,7 +192,6 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         nano = [NANO] if tally.get(NANO) else []
         why = "Megatron's; eager-1f1b hides messages, for more memory"
         tally.put("parallel.schedule", "zb-h1" if nano else "1f1b", *nano, why=why)
-    tally.skip("another flag says how many stages a rank has" if each > 1 else ONE, EACH, OF_EACH, GROUP)
 
 
 def _layers(tally: Tally) -> int:
@@ -221,7 +200,6 @@ def _layers(tally: Tally) -> int:
 
 
 def _each(tally: Tally, ranks: int) -> int:
-    """Stages of a rank, where no layout says it."""
     if tally.is_given(EACH):
         return tally.need(EACH)
     if not tally.is_given(OF_EACH):
@@ -245,7 +223,6 @@ def _even(layers: int, stages: int) -> Stages:
 
 
 def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
-    """Step 1: the layout, if there is one."""
     text = tally.get(TEXT)
     if text is None:
         return None
@@ -308,7 +285,6 @@ def _of_stages(ranks: Sequence[int] | None, each: int, dual: bool) -> list[int] 
 
 
 def _without(counts: Sequence[int], real: Sequence[int]) -> list[int]:
-    """Step 4."""
     shares, first = [], 0
     for count in counts:
         shares.append(sum(first <= number < first + count for number in real))

@@ -117,10 +117,8 @@ def _idle(row: Flag, given: Given) -> bool:
 
 
 def _decided(tally: Tally) -> list[FlagOutcome]:
-    """The flags that this command's other flags decide."""
-    idle: tuple[Fate, str] = ("not needed", "beside the other flags it does nothing")
     return [
-        FlagOutcome(given.written, *tally.fates.get(name, idle))
+        FlagOutcome(given.written, *tally.fates.get(name, ("not needed", given.row.why)))
         for name, given in tally.given.items()
         if given.row.fate == "taken" and tally.is_given(name)
     ]
@@ -135,7 +133,6 @@ def _others(flags: ReadFlags) -> list[FlagOutcome]:
 
 
 def _faults(tally: Tally) -> list[str]:
-    """The tree's own errors, each with the flags that made what is wrong."""
     known = _lines(tally.values, tally)
     worded = []
     for source, line in known:
@@ -206,5 +203,4 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _printable(text: str) -> str:
-    """TOML's comments forbid control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -69,7 +69,6 @@ def load_gpt(folder: str | Path) -> GPT:
 
 
 def _check(model: GPT, folder: Path) -> None:
-    """Raises ValueError where the file has not the weights of the model, before that is made."""
     stored = WeightFiles(folder).stored
     tied: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

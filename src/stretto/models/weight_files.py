@@ -108,7 +108,6 @@ class WeightFiles:
             raise UsageError(f"{folder / INDEX} names {absent}, which no file has: copy or make them again")
 
     def _listed(self) -> Mapping[str, str] | None:
-        """Which file each tensor is in, by the index; None for a single file."""
         index = self.folder / INDEX
         if (self.folder / WEIGHTS).is_file():
             return None
@@ -237,7 +236,6 @@ def _faults(model: nn.Module, weights: Weights) -> Iterator[str]:
 
 
 def _of_a_tie(weights: Weights, there: list[str], key: str) -> Iterator[str]:
-    """Whether names of one tensor of the model have one value in the files. key: the setting of ties."""
     values = [(name, weights.recipes[name]) for name in there]
     if len(values) < 2 or any(recipe.make is not None for _, recipe in values):
         return
