@@ -1,13 +1,11 @@
 """What one call of the forward leaves in Python, and whether the next one reads it.
 
 The step of a plan runs one captured forward for every microbatch. That is the plain model's only if no call
-reads what the call before it has left in an attribute, a list or a counter (buffers apart, which the graph
-has as inputs). Every run of the forward while it is captured therefore begins with the state of the user's
-model, and where it leaves another:
+reads what the call before it has left (buffers apart, which the graph has as inputs). Every run of the forward
+therefore begins with the state of the user's model, and where it leaves another:
 
     1. The forward is captured again from what it has left.
-    2. The nodes of both graphs get numbers: that of the op with the numbers of its arguments, so that
-       equal numbers mean equal values, whatever else is computed.
+    2. The nodes of both graphs get numbers: that of the op with the numbers of its arguments.
     3. A tensor that the first call left has in the second graph the number of its value in the first, if that
        depends on constants alone (a mask that is kept for the next call); else it has none of its own.
     4. The loss, gradients and updates must have the same numbers in both.

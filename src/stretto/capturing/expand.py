@@ -5,13 +5,10 @@ Given are the ops between the marks that `stretto.capturing.repeat` left:
     forward     enter ... the layer's ops ... leave              or  layer
     backward    leave_grad ... the layer's ops ... enter_grad    or  layer_grad
 
-    1. Find the ops of each traced layer. Nothing else is between its marks, and what it makes is used by
-       itself and through its marks only.
+    1. Find the ops of each traced layer. What it makes is used by itself and through its marks only.
     2. The first traced layer of a kind is the second, op by op, but for names.
-    3. In the place of `layer` and `layer_grad` come the first layer's ops: parameters, buffers, modules and
-       segments are those of the layer, and what goes in are the arguments of its op.
-    4. Marks go, values are named anew in order (as a trace of everything names them), and it is noted again
-       whose storage views share.
+    3. In the place of `layer` and `layer_grad` come the first layer's ops, with the layer's own names.
+    4. Marks go, values are named anew in order, and it is noted again whose storage views share.
 
 Where anything is otherwise, `NotRepeatedError` is raised, and all layers are traced.
 """

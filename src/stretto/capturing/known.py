@@ -1,15 +1,11 @@
 """Values that code makes of constants alone (positions, masks): known while a model is captured.
 
-Tensors of a model that is captured have no elements. Those that depend on no parameter, no leaf of the batch
-and no draw are known all the same, by the calls that made them:
-
-    1. Of each call of a PyTorch function whose tensors are all known, a recipe is kept: the function, its
-       arguments, and the recipes of its tensors. Equal recipes have equal numbers.
-    2. What is written to later, under whatever name, is known no more (its version counter shows it), unless
-       the call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), and
-       where an op of another library writes, nothing is known any more of what was made before.
-    3. To answer a question, the calls are made again on real tensors. None of them may draw, or leave
-       elements unset.
+1. Of each call of a PyTorch function whose tensors are all known, a recipe is kept: the function, its
+   arguments, and the recipes of its tensors. Equal recipes have equal numbers.
+2. What is written to later, under whatever name, is known no more (its version counter shows it), unless
+   the call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), and
+   where an op of another library writes, nothing is known any more of what was made before.
+3. To answer a question, the calls are made again on real tensors. None may draw, or leave elements unset.
 """
 
 from __future__ import annotations

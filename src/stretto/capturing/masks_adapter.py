@@ -2,14 +2,10 @@
 
 `F.scaled_dot_product_attention` with a mask takes other kernels than with `is_causal=True`, which pass half
 of the products over. A mask that depends on constants alone is known (`known`): where it is exactly causal,
-the call is made with `is_causal=True` in its place; where it hides nothing, without it. Any other mask stays:
-one of the batch (padding), a parameter or a buffer, a window, a bias.
+the call is made with `is_causal=True` in its place; where it hides nothing, without it. Any other mask stays.
 
 Models of `transformers` (5.17 and later) leave such masks out where they train, and write them out where they
-are exported, since an exported model may be called with another length; a captured step has one length. And
-without a cache they look for sequences that are packed into one row, in positions whose elements they do not
-know then. They do here as they do when they train, by these names, without which masks are written out and
-recognised in attention's calls:
+are exported. They do here as they do when they train, by these names:
 
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS   what makes masks, by kind of attention; _local_mapping of it
     masking_utils.find_packed_sequence_indices   which tokens belong together, by their positions

@@ -1,23 +1,19 @@
 """A program on several meshes while it is traced: one rank's part of all stages, in one process.
 
-1. This process is the first rank of every mesh, so that all stages compute here, on the part of
-   tensor-parallel rank 0. Parameters and buffers are tensors on their meshes, made of plain parts; the
-   gradient of a part is brought to the parameter's placement.
-2. Placements change by `stretto.parallelize.ops`, wherever DTensor or the program changes them. All ranks of
-   a mesh walk one program, so that nothing may depend on the rank that captures; DTensor's own way cuts out
-   the part of the rank on which it runs.
+1. This process is the first rank of every mesh. Parameters and buffers are tensors on their meshes, made of
+   plain parts; the gradient of a part is brought to the parameter's placement.
+2. Placements change by `stretto.parallelize.ops`, wherever DTensor or the program changes them, since nothing
+   may depend on the rank that captures:
 
        from         to Replicate       to Shard(d)              to Partial()
        Replicate    -                  own slice                rank 0 keeps it, others have zeros
        Shard(d)     all-gather         all-gather, own slice    all-gather, as Replicate
        Partial()    all-reduce         reduce-scatter           -
 
-   Parts must be equal: one program has one shape. DTensor has two inner placements: a shard of a dim that is
-   several in one, which is a Shard of the dim's blocks; and the sum of what each rank finds in its rows of a
-   table, before which indices become those of the rank's rows.
-3. A `reshard` to another mesh is three things: placements change on the first mesh to what crosses; the
-   border, at which execution goes on at the other; placements change there to what is wanted. Rank i of
-   the one mesh sends to rank i of the other, and the gradient goes the same way back.
+   Parts must be equal. DTensor has two inner placements: a shard of a dim that is several in one, and the sum
+   of what each rank finds in its rows of a table.
+3. A `reshard` to another mesh changes placements to what crosses, goes on at the other mesh (the border), and
+   changes placements there. Rank i sends to rank i; the gradient goes the same way back.
 4. The loss becomes replicated on the last mesh.
 """
 

@@ -3,17 +3,13 @@
     1. Parameters are held as their shards say, the batch and buffers whole.
     2. Every op is placed, in order (`stretto.ir.placements`). Where the shape is known that a result has in
        the model alone, the rank's shape and the placement must come to it.
-    3. An op that would be right if an addend were summed before gets the sum: a module's style proposes
-       collectives for the use that its author had in mind, and a value may have others. (A key that all ranks
-       hold whole, beside queries that are spread, has gradients that are addends.) What is added to a sum
-       over ranks is added to its addends, and one sum is made of both. A sum over ranks of what is whole
-       already is left out.
+    3. An op that would be right if an addend were summed before gets the sum. What is added to a sum over
+       ranks is added to its addends, and one sum is made of both. A sum of what is whole is left out.
     4. The loss and the buffers must be whole at the end, and a gradient spread as its parameter is; that of a
        whole parameter may be an addend on every rank, which is summed once a step.
 
 Whatever does not fit is refused, with the module and what to write. Copies of a shard (heads of keys that
 several ranks share) make two axes of one: along the first the shards differ, along the second they are equal.
-A value is placed along each. Touches traced ops and `stretto.ir`.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """Which stage an op belongs to: cut the forward into contiguous stages, and let the backward follow.
 
-1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that
-   begins a stage. By name: the segment in which the named module is entered. By a text of stages: where
-   its layers are entered; of stages that begin with one segment all but the last are empty. Automatic: cuts
-   that make stages, and ranks with several stages, as even as can be, a message counted as part of its stage.
-2. A forward op is in the stage of its segment. A backward op is in the stage of the forward op that
-   it derives; a sum of gradients where its last part arises, which is the lowest of its parts' stages.
+1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that begins a
+   stage: where a named module is entered, or a layer of a text of stages (of stages that begin with one
+   segment all but the last are empty), or as even as can be, a message counted as part of its stage.
+2. A forward op is in the stage of its segment, a backward op in that of the forward op that it derives, a sum
+   of gradients in the lowest of its parts' stages.
 3. What neither depends on parameters nor draws at random, and is cheap beside a message (masks, rotary
    tables), belongs to every stage that uses it.
 
-Layers are the model's repeated modules, by which a text of stages cuts it (`stretto.config.stage_text`): the
-members of its lists (`ModuleList`, `Sequential`) that have modules of their own: all of a ModuleList, and of
-a Sequential those whose class is there more than once, as a wrapper in a Sequential is no layer. A list in a
-list is looked into; within a layer nothing is looked for. Where a model has none of these, its lists' members
-with parameters are layers. A layer counts as often as the forward calls it, in the order in which it does.
-What runs between two layers belongs to the one before, "embedding" is what runs before the first, "loss" what
-runs after the last.
+Layers are the members of the model's lists (`ModuleList`, `Sequential`) that have modules of their own; of a
+Sequential those whose class is there more than once. A list in a list is looked into. Where there are none,
+members with parameters are layers. A layer counts as often as the forward calls it. What runs between two
+belongs to the one before, "embedding" is what runs before the first, "loss" what runs after the last.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
 """What a model, and the code around it, keep in Python: taken down, compared, and put back.
 
-A forward may leave anything behind: a tensor of its last call in an attribute, an item in a list, a counter.
-While it is captured these are tensors without values, of a call that never was; so all is put back.
-
-    1. From the model and its loss, what they refer to is walked, the nearest first: attributes, lists, dicts,
-       sets, deques, small arrays of NumPy, objects of Python classes, variables of closures; and of the
-       user's own code the attributes of classes, and globals that its functions name.
-    2. Of each object that can change, the content is taken down (not copied: the same objects). A `_Kind`
-       reads an object as a list of (key, value), and puts such a list back into the same object; methods
-       that a class of the user's overrides are passed by.
+    1. From the model and its loss, what they refer to is walked, the nearest first: attributes, containers,
+       small arrays of NumPy, objects of Python classes, variables of closures; and of the user's own code the
+       attributes of classes, and globals that its functions name.
+    2. Of each object that can change, the content is taken down (the same objects, not copies). A `_Kind`
+       reads an object as a list of (key, value), and puts such a list back into the same object.
     3. Each object with another content later gets its content back.
 
-Left alone: globals and classes of libraries; iterators, files and objects of C; what several threads use (it
-has a lock, or is of `threading`, `queue`, `logging` and their like); larger arrays of NumPy, and what is
-farther than `MOST_OBJECTS`. Values of parameters and buffers are for `torch_adapter.fake_state`.
+Left alone: globals and classes of libraries; iterators, files and objects of C; what several threads use;
+larger arrays, and what is farther than `MOST_OBJECTS`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ bfloat16 has 8 bits: after 5.0 comes 5.03):
 For CUDA where there is none, tensors stay fake CPU tensors (a PyTorch without CUDA has no autograd for
 others), and what PyTorch would choose on CUDA is chosen here: layer norms keep statistics in float32, and
 
-
     op                                         for
     _scaled_dot_product_flash_attention        float16 or bfloat16 without a mask
     _scaled_dot_product_efficient_attention    a mask, or float32; as many heads of keys as of queries
@@ -98,32 +97,13 @@ def check_synchronised(model: nn.Module, copies: int) -> None:
             )
 
 
+_ENDS = ("_loss", "cross_entropy", "_with_logits", "kl_div")
 LOSSES: frozenset[Callable[..., Any]] = frozenset(
-    {
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-        F.cosine_embedding_loss,
-        F.cross_entropy,
-        F.ctc_loss,
-        F.gaussian_nll_loss,
-        F.hinge_embedding_loss,
-        F.huber_loss,
-        F.kl_div,
-        F.l1_loss,
-        F.margin_ranking_loss,
-        F.mse_loss,
-        F.multi_margin_loss,
-        F.multilabel_margin_loss,
-        F.multilabel_soft_margin_loss,
-        F.nll_loss,
-        F.poisson_nll_loss,
-        F.smooth_l1_loss,
-        F.soft_margin_loss,
-        F.triplet_margin_loss,
-        F.triplet_margin_with_distance_loss,
-    }
+    function
+    for name, function in vars(F).items()
+    if name.endswith(_ENDS) and not name.startswith(("_", "linear_"))
 )
-"""Step 1."""
+"""Step 1; but for the one that is given a head's weights, whose product would be in float32, too."""
 WHOLE: frozenset[Callable[..., Any]] = frozenset({torch.mean, torch.sum, Tensor.mean, Tensor.sum})
 """Step 2, where they are called with a tensor and nothing else."""
 

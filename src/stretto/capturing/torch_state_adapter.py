@@ -1,8 +1,7 @@
 """PyTorch's global state while a model is traced, and back as it was when that is over.
 
-Code that has no place in a graph is refused here: a backward of its own, and backward hooks that only watch
-(what a hook makes of a gradient is captured, and its code is not run again). Private corners of PyTorch (2.11
-to 2.13), like `torch_adapter`:
+Code that has no place in a graph is refused here: a backward of its own, and backward hooks that only watch.
+Private corners of PyTorch (2.11 to 2.13), like `torch_adapter`:
 
     torch.compiler._is_compiling_flag, _is_exporting_flag   what model code reads of `torch.export`
     torch._C._set_mkldnn_enabled                            recurrent layers as plain ops

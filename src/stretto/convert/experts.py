@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -207,9 +206,7 @@ def _every(experts: ExpertFlags) -> int | None:
 
 
 def _pattern(text: str) -> list[int] | None:
-    """Megatron's `([0]*3+[1]*1)*2`, without running it."""
-    if not re.fullmatch(r"[0-9\s()\[\],+*]+", text):
-        return None
+    """Megatron's `([0]*3+[1]*1)*2`, without running it; None for another text, or too long a list."""
     try:
         return _list(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -217,23 +214,15 @@ def _pattern(text: str) -> list[int] | None:
 
 
 def _list(node: ast.expr) -> list[int]:
-    if isinstance(node, ast.List):
-        return [_number(one, (0, 1)) for one in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _short(_list(node.left) + _list(node.right))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        part, times = _list(node.left), _number(node.right)
-        return part * times if len(part) * times <= MOST_LAYERS else _short([0] * (MOST_LAYERS + 1))
-    raise ValueError("no list of 0 and 1")
-
-
-def _short(made: list[int]) -> list[int]:
-    if len(made) > MOST_LAYERS:
-        raise ValueError("too long")
-    return made
-
-
-def _number(node: ast.expr, allowed: tuple[int, ...] | None = None) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int and (not allowed or node.value in allowed):
-        return node.value
-    raise ValueError("no number")
+    match node:
+        case ast.List(elts):
+            made = [one.value for one in elts if isinstance(one, ast.Constant)]
+            if len(made) == len(elts) and all(type(one) is int and one in (0, 1) for one in made):
+                return made
+        case ast.BinOp(left, ast.Add(), right):
+            return _list(left) + _list(right)
+        case ast.BinOp(left, ast.Mult(), ast.Constant(int(times))):
+            part = _list(left)
+            if len(part) * times <= MOST_LAYERS:
+                return part * times
+    raise ValueError("no list of 0 and 1, or too long")

@@ -1,15 +1,13 @@
 """The flags that distribute a step over ranks: `[parallel]`, the number of microbatches, and the pipeline.
 
-Megatron shares layers equally unless a flag says otherwise; Stretto cuts where times are balanced. So where
-no flag says which layers a stage has, `parallel.split` stays "auto"; else it is what Megatron would do:
+Where no flag says which layers a stage has, `parallel.split` stays "auto"; else it is what Megatron would do:
 
     1. a layout, as it is written; else MindSpeed's list of layers of every rank;
     2. else so many layers on the first rank or the last, and equally many on the others;
     3. else equally many, where embedding or loss count as a layer, or the embedding has a rank of its own;
     4. layers that do nothing (MindSpeed's noop layers) are no layers: their stages have fewer, or none.
 
-A rank's layers are shared equally by its virtual stages. Stage s is on rank s modulo ranks, with dualpipev in
-a V.
+A rank's layers are shared equally by its virtual stages.
 """
 
 from __future__ import annotations
