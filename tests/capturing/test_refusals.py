@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -379,25 +378,6 @@ def test_a_backward_within_the_backward(name: str, where: int | None, frozen: bo
         backward_in_loss(model, rows())
         assert all(p.grad is not None for p in model.parameters())
         Own.apply(model.out, rows().requires_grad_()).sum().backward()
-
-
-class Stopped(torch.autograd.Function):
-    """Ctrl-C comes while PyTorch traces the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_in_the_backward_is_no_error_of_an_op() -> None:
-    model = Acts(Stopped.apply)
-    with warnings.catch_warnings(record=True, action="always") as seen, pytest.raises(KeyboardInterrupt):
-        stretto.capture(model, rows(), mean_square, PARALLEL)
-    assert not [one for one in seen if "Error detected" in str(one.message)]
 
 
 def of_a_value(layer: nn.Module, watch: Any) -> Any:

@@ -79,23 +79,6 @@ def test_huggingface(kind: str, tp: int, sp: bool, caplog: Any) -> None:
     assert both(huggingface(kind, 6), huggingface_loss, TOKENS, caplog, tp, sp) == (True, "")
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "reason"),
-    [
-        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "reads scaling"),
-        pytest.param(
-            "Gemma2", {"sliding_window": 4, "head_dim": 8}, "reads sliding_window", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_models_whose_layers_differ_are_traced_whole(
-    kind: str, settings: dict[str, Any], reason: str, caplog: Any
-) -> None:
-    same, told = both(huggingface(kind, 6, **settings), huggingface_loss, TOKENS, caplog)
-    assert same
-    assert reason in told
-
-
 class Stack(nn.Module):
     """Six layers, and what is done with them."""
 

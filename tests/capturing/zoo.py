@@ -277,6 +277,10 @@ class Complex(Chain):
         return super().forward((torch.fft.fft(x) @ self.filter).abs())
 
 
+EQUAL: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (Chain, *Chain.__subclasses__())}
+"""Models whose loss and gradients are those of the plain model, in float64."""
+
+
 class BatchNorm(Chain):
     """A buffer that every microbatch updates; `shared` uses one norm after every layer."""
 
@@ -299,34 +303,3 @@ class Dropout(Chain):
 class Noise(Chain):
     def act(self, x: Tensor) -> Tensor:
         return torch.tanh(x) + 0.1 * torch.randn_like(x) * torch.rand(1, dtype=x.dtype)
-
-
-EQUAL: dict[str, type[nn.Module]] = {
-    kind.__name__: kind
-    for kind in (
-        Chain,
-        InPlace,
-        Masked,
-        OwnFunction,
-        OwnOp,
-        Shared,
-        Skips,
-        ViewOfAView,
-        OneGradForTwo,
-        WeightUsedTwice,
-        Penalised,
-        AddedLast,
-        Frozen,
-        Unused,
-        Recurrent,
-        Convolutions,
-        Encoder,
-        WeightNorm,
-        Hooked,
-        Constants,
-        GradientOfGradient,
-        Sorts,
-        Complex,
-    )
-}
-"""Models whose loss and gradients are those of the plain model, in float64."""

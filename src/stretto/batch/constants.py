@@ -1,8 +1,8 @@
 """Constants of a captured step: values of Python in the batch, and those that model and loss read.
 
-`text_of` writes a value as text, equal for equal values alone, to the last bit: numbers, text, types and dates
-as Python writes them; arrays by dtype, shape and a hash of the bytes; enums, data classes and other objects of
-Python classes by class and content. Anything else is refused.
+`text_of` writes a value as text, equal for equal values alone, to the last bit: numbers, text, types and
+dates as Python writes them; arrays by dtype, shape and a hash of the bytes; enums, data classes and other
+objects of Python classes by class and content. Anything else is refused.
 
 A `ConstantsWatch` looks before every step at what model and loss have read:
 

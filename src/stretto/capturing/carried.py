@@ -1,8 +1,8 @@
 """What one call of the forward leaves in Python, and whether the next one reads it.
 
 The step of a plan runs one captured forward for every microbatch. That is the plain model's only if no call
-reads what the call before it has left (buffers apart, which the graph has as inputs). Every run of the forward
-therefore begins with the state of the user's model, and where it leaves another:
+reads what the call before it has left (buffers apart, which are inputs of the graph). So every run of the
+forward begins with the state of the user's model, and where it leaves another:
 
     1. The forward is captured again from what it has left.
     2. The nodes of both graphs get numbers: that of the op with the numbers of its arguments.

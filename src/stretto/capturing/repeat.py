@@ -1,4 +1,4 @@
-"""Equal layers are traced twice, and every later call of one is one op, which `stretto.capturing.expand` expands.
+"""Equal layers are traced twice, and every later call of one is one op (`stretto.capturing.expand`).
 
     1. Calls are of one kind when their layers are equal (`stretto.capturing.equal`) and their arguments are:
        tensors of the same form, need of a gradient and, where they are known, value; all else equal.

@@ -1,4 +1,4 @@
-"""Tokens to experts and back: rows are brought to the experts that were chosen, and their results are weighed.
+"""Tokens to experts and back: rows are brought to the chosen experts, and their results are weighed.
 
     within_capacity    each expert has a fixed number of slots. First choices are served before second ones,
                        earlier tokens before later (GShard, arXiv 2006.16668; DeepSpeed-MoE); what finds no
