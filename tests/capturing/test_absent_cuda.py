@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.capturing.graph import Traced
-from stretto.capturing.substitutes import CudaChoices
+from stretto.capturing.substitutes import PyTorchCalls, attention_on_cuda
 from stretto.capturing.trace import trace
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.clusters import cores
@@ -70,7 +70,7 @@ def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:
                 raise InterruptedError
             return func(*args, **(kwargs or {}))
 
-    with pytest.raises(InterruptedError), CudaChoices(), Note():
+    with pytest.raises(InterruptedError), PyTorchCalls(attention_on_cuda), Note():
         F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
     ((name, added),) = seen
     assert name == EFFICIENT
@@ -96,7 +96,9 @@ def test_layer_norms_keep_their_statistics_in_float32() -> None:
 def test_grouped_queries_repeat_their_keys() -> None:
     query, key = torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4)
     expected = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
-    with CudaChoices():  # heads of 4 are plain ops, so that there is something to compute with
+    with PyTorchCalls(
+        attention_on_cuda
+    ):  # heads of 4 are plain ops
         found = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected)
 

@@ -14,17 +14,18 @@ are exported. They do here as they do when they train, by these names:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from stretto.capturing.known import Known
-from stretto.capturing.torch_state_adapter import not_exporting
+from stretto.capturing.substitutes import PyTorchCalls
+from stretto.capturing.torch_state_adapter import exporting
 
 CAUSAL, NOTHING = "causal", "nothing"
 """What a mask hides: later keys, or none."""
@@ -40,31 +41,23 @@ KINDS = ("sdpa", "eager")
 def masks_recognised(known: Known, others: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator[None]:
     """Around one run of the forward. others: as `Known.begin` takes them."""
     known.begin(others)
-    with masks_as_in_training(known), _Calls(known):
+    with masks_as_in_training(known), PyTorchCalls(partial(_called, known)):
         yield
 
 
-class _Calls(TorchFunctionMode):
-    def __init__(self, known: Known) -> None:
-        super().__init__()
-        self._known = known
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func is not F.scaled_dot_product_attention:
-            return self._known.call(func, args, named)
-        given = {**dict(zip(_NAMES, args, strict=False)), **named}
-        mask = given.get("attn_mask")
-        if not isinstance(mask, Tensor) or given.get("is_causal"):
-            return func(*args, **named)
-        hides = self._known.ask(mask, hidden_by)
-        lengths = given["query"].shape[-2], given["key"].shape[-2]
-        if hides == NOTHING or (hides == CAUSAL and lengths == tuple(mask.shape[-2:])):
-            given |= {"attn_mask": None, "is_causal": hides == CAUSAL}
-            args, named = tuple(given.pop(name) for name in _NAMES[:3]), given
-        return func(*args, **named)
+def _called(known: Known, function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    if function is not F.scaled_dot_product_attention:
+        return known.call(function, args, named)
+    given = {**dict(zip(_NAMES, args, strict=False)), **named}
+    mask = given.get("attn_mask")
+    if not isinstance(mask, Tensor) or given.get("is_causal"):
+        return function(*args, **named)
+    hides = known.ask(mask, hidden_by)
+    lengths = given["query"].shape[-2], given["key"].shape[-2]
+    if hides == NOTHING or (hides == CAUSAL and lengths == tuple(mask.shape[-2:])):
+        given |= {"attn_mask": None, "is_causal": hides == CAUSAL}
+        args, named = tuple(given.pop(name) for name in _NAMES[:3]), given
+    return function(*args, **named)
 
 
 def hidden_by(mask: Tensor) -> str | None:
@@ -119,7 +112,7 @@ def _by_shapes(own: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             return own(*args, **kwargs)
-        with not_exporting():
+        with exporting(on=False):
             return own(*args, **kwargs)
 
     return made

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,22 +64,10 @@ def _new(form: TensorForm) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _same(x: Tensor, call: int, at: int) -> Tensor:
-    return _new(_form(x))
-
-
-def _layer(inputs: list[Tensor], call: int) -> list[Tensor]:
-    return [_new(form) for form in _tracing[call].outputs]
-
-
-def _layer_grad(grads: list[Tensor], call: int, which: list[int]) -> list[Tensor]:
-    return [_new(_tracing[call].inputs[at]) for at in _tracing[call].grads]
-
-
 _fakes: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(MARKS, _same),
-    "layer": _layer,
-    "layer_grad": _layer_grad,
+    **dict.fromkeys(MARKS, lambda x, call, at: _new(_form(x))),
+    "layer": lambda inputs, call: [_new(form) for form in _tracing[call].outputs],
+    "layer_grad": lambda grads, call, which: [_new(_tracing[call].inputs[at]) for at in _tracing[call].grads],
 }
 for _name, _shapes in _fakes.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
@@ -153,23 +142,14 @@ class Layers:
         with _one_at_a_time, ExitStack() as undo:
             for at, group in enumerate(self._groups):
                 for name in group.names:
-                    self._install(at, name, undo)
+                    module = self._modules[name]
+                    undo.callback(put_forward(module, partial(self._called, at, name, module.forward)))
             try:
                 yield
             finally:
                 _tracing.clear()
 
-    def _install(self, group: int, name: str, undo: ExitStack) -> None:
-        own = self._modules[name].forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._called(group, name, own, args, kwargs)
-
-        undo.callback(put_forward(self._modules[name], forward))
-
-    def _called(
-        self, group: int, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _called(self, group: int, name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return own(*args, **kwargs)  # a layer that another calls is a part of that
         if any(call.layer == name for call in self.calls):

@@ -108,21 +108,23 @@ WHOLE: frozenset[Callable[..., Any]] = frozenset({torch.mean, torch.sum, Tensor.
 """Step 2, where they are called with a tensor and nothing else."""
 
 
-class LossesInFloat32(TorchFunctionMode):
-    """Steps 1 and 2, while it is entered."""
+class PyTorchCalls(TorchFunctionMode):
+    """While it is entered, `call(function, args, kwargs)` is what calls each PyTorch function."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func in LOSSES or (func in WHOLE and len(args) == 1 and not named):
-            args = [in_float32(one) for one in args]
-            named = {key: in_float32(one) for key, one in named.items()}
-        return func(*args, **named)
+    def __init__(self, call: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, dict(kwargs or {}))
+
+
+def losses_in_float32(function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    """Steps 1 and 2 for a call."""
+    if function in LOSSES or (function in WHOLE and len(args) == 1 and not named):
+        args = [in_float32(one) for one in args]
+        named = {key: in_float32(one) for key, one in named.items()}
+    return function(*args, **named)
 
 
 def in_float32(value: Any) -> Any:
@@ -138,18 +140,9 @@ MODE_MAX = 2
 """Of an embedding bag: each bag's greatest elements."""
 
 
-class CudaChoices(TorchFunctionMode):
-    """While it is entered, attention is that of CUDA."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        given = kwargs or {}
-        return _attention(*args, **given) if func is F.scaled_dot_product_attention else func(*args, **given)
+def attention_on_cuda(function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    """A call, for `PyTorchCalls`."""
+    return (_attention if function is F.scaled_dot_product_attention else function)(*args, **named)
 
 
 def _attention(

@@ -35,7 +35,7 @@ from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import MeshProgram, OnMeshes
 from stretto.capturing.read import Reads
 from stretto.capturing.repeat import Layers
-from stretto.capturing.substitutes import LossesInFloat32, in_float32
+from stretto.capturing.substitutes import PyTorchCalls, in_float32, losses_in_float32
 from stretto.capturing.torch_state_adapter import hooks_that_change, tracing_state
 from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
@@ -222,7 +222,7 @@ def export_joint(
             watched(),
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
-            LossesInFloat32() if float32_losses else nullcontext(),
+            PyTorchCalls(losses_in_float32) if float32_losses else nullcontext(),
             masks_recognised(values, calls.stand_ins(left)),
             OpsSeen() as seen,
         ):

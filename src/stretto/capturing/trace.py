@@ -40,7 +40,13 @@ from stretto.capturing.read import Reads
 from stretto.capturing.repeat import layers_of
 from stretto.capturing.split import layer_names
 from stretto.capturing.state import PythonState
-from stretto.capturing.substitutes import CudaChoices, LossesInFloat32, batch_norms_in_ops, with_cuda_results
+from stretto.capturing.substitutes import (
+    PyTorchCalls,
+    attention_on_cuda,
+    batch_norms_in_ops,
+    losses_in_float32,
+    with_cuda_results,
+)
 from stretto.capturing.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
@@ -168,7 +174,13 @@ def _trace(setup: _TraceSetup, batch: Any, skip_passes: Collection[str]) -> Trac
         values = tuple(one.value for one in seen)
         proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, setup.meshes is not None, values)
         proved = proof.proved()
-        ops, partial_along, sharded = list(proved.ops), proved.partial, _sharded(proof)
+        ops, partial_along = list(proved.ops), proved.partial
+        placers = [placer for _, placer in proof.placers]
+        sharded = frozenset(
+            item.op.name
+            for item in proof.made
+            if any(not dim for p in placers for dim, _ in p.of(item.op.name).at)
+        )
         grads = {name: value and proved.renamed[value] for name, value in grads.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
         seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
@@ -260,7 +272,7 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
         beside = Beside(model, leaves_at, tensor.size, result, torch_adapter.mark_call)
     with (
         setup.fake_state(layout.part_shapes(model)),
-        CudaChoices() if setup.absent else nullcontext(),
+        PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
         as_on_cuda() if setup.absent else nullcontext(),
         layout.applied(model),
     ):
@@ -318,7 +330,7 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
         nullcontext() if layers is None else layers.installed(),
         calls.forward(),
         watched(),  # it calls what the sharded model calls
-        LossesInFloat32() if setup.param_dtype in HALF else nullcontext(),
+        PyTorchCalls(losses_in_float32) if setup.param_dtype in HALF else nullcontext(),
         masks_recognised(known),
     ):
         before = PythonState(("", model), ("the loss", loss))
@@ -335,12 +347,6 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
             inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
             result.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
     return result
-
-
-def _sharded(proof: Proof) -> frozenset[str]:
-    made = [item.op.name for item in proof.made]
-    placers = [placer for _, placer in proof.placers]
-    return frozenset(name for name in made if any(not dim for one in placers for dim, _ in one.of(name).at))
 
 
 def _passed(
