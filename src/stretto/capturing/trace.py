@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,28 +121,27 @@ def trace(
     batch: the full batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
-    "cuda" there need not be one here (`substitutes` has the choices). layout: trace one rank's part
-    of a model that is laid out so. equal_layers: whether layers that are equal are
-    traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
-    passes to leave out. meshes: where a program on several meshes lies (`stretto.capturing.meshes`).
+    "cuda" there need not be one here (`substitutes` has the choices). layout: trace one rank's part of a
+    model that is laid out so. equal_layers: whether layers that are equal are traced twice and repeated
+    (`repeat`), for the same result. skip_passes: passes to leave out. meshes: where a program on several
+    meshes lies (`stretto.capturing.meshes`).
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
 
-    def traced(how: Layout, repeats: bool) -> Traced:
-        setup = _set_up(model, batch, loss, microbatches, param_dtype, device, how, meshes, repeats)
-        return _trace(setup, batch, skip_passes)
-
     def attempt(how: Layout) -> Traced:
+        traced = partial(
+            _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
+        )
         # Layers that are repeated would number the borders of meshes anew.
         if equal_layers and meshes is None and layout.chunks is None:
             try:
-                return traced(how, repeats=True)
+                return traced(repeats=True)
             except (NotRepeatedError, CaptureError) as reason:
                 # Whether a model can be captured is for the trace of all layers to decide.
                 _log.debug("all layers are traced: %s", reason)
-        return traced(how, repeats=False)
+        return traced(repeats=False)
 
     with batch_norms_in_ops(model):
         try:
@@ -151,10 +151,21 @@ def trace(
             return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
 
 
-def _trace(setup: _TraceSetup, batch: Any, skip_passes: Collection[str]) -> Traced:
-    """Steps 2 to 5; where layers are repeated, raises NotRepeatedError if only the trace of all is right."""
-    model, layout = setup.model, setup.layout
+def _trace(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss,
+    microbatches: int,
+    param_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    layout: Layout,
+    skip_passes: Collection[str],
+    meshes: OnMeshes | None,
+    repeats: bool,
+) -> Traced:
+    """Steps 1 to 5; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
     fixed, whole = tuple(tree.fixed(batch).items()), tree.whole_leaves(batch)
+    setup = _set_up(model, batch, loss, microbatches, param_dtype, device, layout, meshes, repeats)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     own_dtypes = {name: dtype_name(p.dtype) for name, p in parameters.items()}
     first: dict[int, str] = {}
@@ -172,7 +183,7 @@ def _trace(setup: _TraceSetup, batch: Any, skip_passes: Collection[str]) -> Trac
     tensor = layout.tensor
     if tensor is not None:
         values = tuple(one.value for one in seen)
-        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, setup.meshes is not None, values)
+        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, meshes is not None, values)
         proved = proof.proved()
         ops, partial_along = list(proved.ops), proved.partial
         placers = [placer for _, placer in proof.placers]
@@ -209,7 +220,7 @@ def _trace(setup: _TraceSetup, batch: Any, skip_passes: Collection[str]) -> Trac
         constants=tuple(c for c in exported.constants if f"const/{c.name}" in used),
         batch=tuple((name, spec_of(leaf)) for name, leaf in setup.leaves.items()),
         loss=kept["loss"],
-        param_dtype=None if setup.param_dtype is None else dtype_name(setup.param_dtype),
+        param_dtype=None if param_dtype is None else dtype_name(param_dtype),
         own_dtypes=own_dtypes,
         device=setup.device,
         fixed=fixed,

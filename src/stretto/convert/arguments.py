@@ -188,6 +188,10 @@ class Tally:
             fate, said = self.fates[name]
             self.fates[name] = (fate, f"{said}; {what}")
 
+    def refuse(self, name: str, why: str) -> None:
+        """Nothing can be written with this flag."""
+        self.refused.append(f"{self.written(name)}: {why}")
+
     def need(self, name: str) -> int:
         """The value of a flag that must be given, a whole number from 1 on. A faulty one
         is refused, and 1 returned."""
@@ -195,7 +199,7 @@ class Tally:
         if value is None:
             self.refused.append(f"{name} is missing; append {name} and a whole number")
         elif value < 1:
-            self.refused.append(f"{self.written(name)}: expected a whole number from 1 on")
+            self.refuse(name, "expected a whole number from 1 on")
         return value if value is not None and value >= 1 else 1
 
 

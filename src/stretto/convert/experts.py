@@ -21,8 +21,8 @@ SHARED = ("--moe-shared-expert-intermediate-size", "--n-shared-experts")
 
 @dataclass(frozen=True, slots=True)
 class ExpertFlags:
-    """width: of an expert. plain: of a block's MLP without experts. dense: the blocks without. capacity: over
-    an even share, 0 for dropless. aux, z: the weights of their losses."""
+    """width: of an expert. plain: of a block's MLP without experts. dense: the blocks without. aux: weight of
+    the balancing loss."""
 
     count: int
     top_k: int
@@ -30,9 +30,7 @@ class ExpertFlags:
     plain: int
     layers: int
     dense: tuple[int, ...]
-    capacity: float
     aux: float
-    z: float
 
 
 def experts_of(tally: Tally, real: Sequence[int], plain: int) -> ExpertFlags | None:
@@ -48,9 +46,7 @@ def experts_of(tally: Tally, real: Sequence[int], plain: int) -> ExpertFlags | N
         plain,
         len(real),
         tuple(at for at, number in enumerate(real) if number in dense),
-        _capacity(tally),
         _balance(tally),
-        tally.get("--moe-z-loss-coeff"),
     )
 
 
@@ -69,19 +65,19 @@ def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
     tally.put("model.top_k", experts.top_k, "--moe-router-topk")
     wide = "--moe-ffn-hidden-size" if tally.is_given("--moe-ffn-hidden-size") else "--ffn-hidden-size"
     tally.put("model.expert_ratio", experts.width / hidden, wide, why="an expert is as wide as an MLP")
-    tally.put("model.capacity_factor", experts.capacity, *_capacity_flags(tally))
+    capacity, flags = _capacity(tally)
+    tally.put("model.capacity_factor", capacity, *flags)
     tally.put("model.aux_weight", experts.aux, "--moe-aux-loss-coeff", KINDS)
-    tally.put("model.z_weight", experts.z, "--moe-z-loss-coeff")
+    tally.put("model.z_weight", tally.get("--moe-z-loss-coeff"), "--moe-z-loss-coeff")
     shared = _shared(tally, experts.width)
     if shared:
         tally.put("model.shared_experts", shared, *SHARED)
     every = _every(experts)
     if every is None:
-        tally.refused.append(
-            f"{tally.written(_placed(tally))}: Stretto has experts in every block, or a plain MLP in "
-            "one block of "
-            "so many, the first block first; append --moe-layer-freq 1, or a list such as ([0]*1+[1]*"
-            f"{experts.layers - 1})"
+        tally.refuse(
+            _placed(tally),
+            "Stretto has experts in every block, or a plain MLP in one block "
+            f"of so many; append --moe-layer-freq 1, or a list such as ([0]*1+[1]*{experts.layers - 1})",
         )
     elif every:
         tally.put("model.dense_every", every, _placed(tally))
@@ -115,25 +111,20 @@ def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
             "--moe-aux-loss-coeff",
             "times blocks / top k, as transformers takes one loss over all blocks and choices",
         )
-    if experts.z:
+    if tally.get("--moe-z-loss-coeff"):
         tally.lack(f"{name} has no loss for its routers' scores", "--moe-z-loss-coeff")
-    if experts.capacity:
+    if _capacity(tally)[0]:
         tally.lack(f"{name} is dropless: every token is served", *CAPACITY)
     if _shared(tally, 1):
         tally.lack(f"{name} has no experts that all tokens share", *SHARED)
 
 
-def _capacity(tally: Tally) -> float:
-    """Megatron is dropless without its factor; MindSpeed's deepspeed_moe has a capacity of its own."""
+def _capacity(tally: Tally) -> tuple[float, tuple[str, ...]]:
+    """Over an even share (0 for dropless), and the flags that say it; deepspeed_moe has its own."""
     if tally.get("--moe-model-type") == "deepspeed_moe":
-        return 0.0 if tally.get("--moe-no-drop") else float(tally.get("--moe-train-capacity-factor"))
-    return float(tally.get("--moe-expert-capacity-factor") or 0.0)
-
-
-def _capacity_flags(tally: Tally) -> tuple[str, ...]:
-    if tally.get("--moe-model-type") == "deepspeed_moe":
-        return ("--moe-train-capacity-factor", "--moe-no-drop", "--moe-model-type")
-    return ("--moe-expert-capacity-factor", "--moe-model-type")
+        share = 0.0 if tally.get("--moe-no-drop") else float(tally.get("--moe-train-capacity-factor"))
+        return share, CAPACITY[1:]
+    return float(tally.get(CAPACITY[0]) or 0.0), CAPACITY[::3]
 
 
 def _balance(tally: Tally) -> float:
@@ -146,14 +137,15 @@ def _balance(tally: Tally) -> float:
     except ValueError:
         weights = []
     if not weights or len(weights) not in (1, len(kinds)):
-        tally.refused.append(f"{tally.written(name)}: expected a number, or one for each kind of balance")
+        tally.refuse(name, "expected a number, or one for each kind of balance")
         return 0.0
     if kinds == ["none"]:
         return 0.0
     if kinds != ["aux_loss"]:
-        tally.refused.append(
-            f"{tally.written(KINDS)}: Stretto balances by the loss of Switch Transformers over a "
-            f"microbatch; append {KINDS} aux_loss, or none"
+        tally.refuse(
+            KINDS,
+            "Stretto balances by the loss of Switch Transformers over a "
+            f"microbatch; append {KINDS} aux_loss, or none",
         )
     return weights[0]
 
@@ -164,9 +156,8 @@ def _shared(tally: Tally, width: int) -> int:
         return int(count or 0)
     if total % width:
         near = max(total // width, 1) * width
-        tally.refused.append(
-            f"{tally.written(SHARED[0])}: shared experts are as wide as the others, {width}; append "
-            f"{SHARED[0]} {near}"
+        tally.refuse(
+            SHARED[0], f"shared experts are as wide as the others, {width}; append {SHARED[0]} {near}"
         )
     return int(total // width)
 
@@ -187,9 +178,10 @@ def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
         return tuple(n for n in range(layers) if n % int(text))
     pattern = _pattern(text)
     if pattern is None or len(pattern) != layers:
-        tally.refused.append(
-            f"{tally.written('--moe-layer-freq')}: expected a number from 1 on, or a list of 0 and 1 for "
-            f"{layers} layers, such as ([0]*1+[1]*{layers - 1})"
+        tally.refuse(
+            "--moe-layer-freq",
+            "expected a number from 1 on, or a list of 0 and 1 for "
+            f"{layers} layers, such as ([0]*1+[1]*{layers - 1})",
         )
         return ()
     return tuple(n for n, has in enumerate(pattern) if not has)

@@ -22,11 +22,8 @@ LAYERS, NOOP = "--num-layers", "--noop-layers"
 EACH, OF_EACH = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 METHOD, NANO = "--schedules-method", "--use-nanopipe"
-TEXT, LIST, STANDALONE = (
-    "--pipeline-model-parallel-layout",
-    "--num-layer-list",
-    "--standalone-embedding-stage",
-)
+TEXT, LIST = "--pipeline-model-parallel-layout", "--num-layer-list"
+STANDALONE = "--standalone-embedding-stage"
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
@@ -64,9 +61,8 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
 def _copies(tally: Tally, others: int, ranks: int | None) -> int | None:
     if ranks is None:
         tally.refused.append(
-            "how many ranks there are, the command does not say: give --world N (or the torchrun "
-            "command with "
-            f"--nproc_per_node and --nnodes, as numbers), a multiple of tp x pp = {others}"
+            "how many ranks there are, the command does not say: give --world N (or the torchrun command "
+            f"with --nproc_per_node and --nnodes), a multiple of tp x pp = {others}"
         )
         return None
     if ranks % others:
@@ -86,15 +82,10 @@ def _put_batch(tally: Tally, micro: int, dp: int) -> None:
     else:
         batch_size = tally.need("--global-batch-size")
         if batch_size % (micro * dp):
-            lower, upper = (
-                batch_size // (micro * dp) * micro * dp,
-                -(-batch_size // (micro * dp)) * micro * dp,
-            )
-            tally.refused.append(
-                f"{tally.written('--global-batch-size')} must be a multiple of "
-                f"{tally.written('--micro-batch-size')} "
-                f"times {dp} data-parallel ranks; append --global-batch-size {lower or upper}"
-            )
+            each = micro * dp
+            near = max(batch_size // each, 1) * each
+            why = f"no multiple of {tally.written('--micro-batch-size')} times {dp} data-parallel ranks"
+            tally.refuse("--global-batch-size", f"{why}; append --global-batch-size {near}")
             return
         tally.put("training.global_batch", batch_size, "--global-batch-size")
     batch = tally.values["training.global_batch"]
@@ -153,9 +144,10 @@ def real_layers(tally: Tally) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
     idle = {int(word) for word in words if word.isdecimal()}
     if not all(map(str.isdecimal, words)) or not idle < set(every):
-        tally.refused.append(
-            f"{tally.written(NOOP)}: expected numbers of some layers, from 0 to {len(every) - 1}; append "
-            f"{NOOP} with these, or leave it out"
+        tally.refuse(
+            NOOP,
+            f"expected numbers of some layers, from 0 to {len(every) - 1}; append "
+            f"{NOOP} with these, or leave it out",
         )
         return every
     return tuple(number for number in every if number not in idle)
@@ -208,9 +200,8 @@ def _each(tally: Tally, ranks: int) -> int:
     fitting = [n for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
     nearest = min(fitting, key=lambda n: abs(n - wanted), default=None)
     append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{_even(_layers(tally), ranks).text}"'
-    tally.refused.append(
-        f"{tally.written(OF_EACH)}: {layers} layers on {ranks} pipeline ranks are not shared out by {wanted}"
-        f"; append {append}"
+    tally.refuse(
+        OF_EACH, f"{layers} layers on {ranks} pipeline ranks are not shared out by {wanted}; append {append}"
     )
     return 1
 
@@ -230,9 +221,10 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
         tally.refused.append(f"{TEXT} {error}")
         return None
     if stages.layers != len(real):
-        tally.refused.append(
-            f"{tally.written(TEXT)}: it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
-            f'"{stages.with_layers(len(real)).text}"'
+        tally.refuse(
+            TEXT,
+            f"it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
+            f'"{stages.with_layers(len(real)).text}"',
         )
     return stages
 

@@ -60,10 +60,10 @@ def _rotary(tally: Tally) -> bool:
     kind = tally.get("--position-embedding-type")
     rotary = kind == "rope" or bool(tally.get("--use-rotary-position-embeddings"))
     if not rotary and kind != "learned_absolute":
-        tally.refused.append(
-            f"{tally.written('--position-embedding-type')}: Stretto's models have rotary or learned "
-            "positions; "
-            "append --position-embedding-type rope or learned_absolute"
+        tally.refuse(
+            "--position-embedding-type",
+            "Stretto's models have rotary or learned positions; "
+            "append --position-embedding-type rope or learned_absolute",
         )
     if tally.get("--no-position-embedding") and not rotary:
         tally.refused.append(
@@ -94,18 +94,18 @@ def _put_own(tally: Tally, sizes: Sizes, experts: ExpertFlags | None, rotary: bo
     tally.lack(f"Stretto's own GPT has none{wanted}", "--add-qkv-bias", "--qk-layernorm")
     if not tally.get("--disable-bias-linear"):
         tally.absent.append(
-            "without --disable-bias-linear Megatron's matrices have biases; those of Stretto's own "
-            "GPT have none"
+            "without --disable-bias-linear Megatron's matrices have biases; here they have none"
         )
     _fixed(tally, "--norm-epsilon", OWN_EPSILON, "the epsilon of its norms is")
     _fixed(tally, "--init-method-std", OWN_DEVIATION, "the standard deviation of initial weights is")
     _fixed(tally, "--rotary-base", OWN_BASE, "the base of its rotary positions is")
     channels = tally.get("--kv-channels")
     if channels is not None and channels * sizes.heads != sizes.hidden:
-        tally.refused.append(
-            f"{tally.written('--kv-channels')}: a head of Stretto's own GPT has --hidden-size / "
+        tally.refuse(
+            "--kv-channels",
+            "a head of Stretto's own GPT has --hidden-size / "
             f"--num-attention-heads = {sizes.hidden / sizes.heads:g} dims; append --kv-channels "
-            f"{sizes.hidden // sizes.heads}"
+            f"{sizes.hidden // sizes.heads}",
         )
 
 
@@ -193,7 +193,7 @@ def _put_vocabulary(tally: Tally, key: str) -> None:
         return
     if rows is None:
         if divisor < 1:
-            tally.refused.append(f"{tally.written('--make-vocab-size-divisible-by')}: expected 1 or more")
+            tally.refuse("--make-vocab-size-divisible-by", "expected 1 or more")
             return
         rows = -(-tokens // divisor) * divisor
         tally.put(key, rows, "--vocab-size", "--make-vocab-size-divisible-by")

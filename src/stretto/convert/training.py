@@ -44,9 +44,9 @@ def _put_rates(tally: Tally, steps: int) -> None:
         tally.refused.append("--lr is missing; append --lr and the highest rate")
         return
     if style not in ("constant", "linear", "cosine"):
-        tally.refused.append(
-            f"{tally.written('--lr-decay-style')}: Stretto's rates are constant, linear or cosine; append "
-            "--lr-decay-style cosine"
+        tally.refuse(
+            "--lr-decay-style",
+            "Stretto's rates are constant, linear or cosine; append --lr-decay-style cosine",
         )
         return
     tally.put("lr_schedule.kind", style, "--lr-decay-style")
@@ -64,7 +64,7 @@ def _put_warmup(tally: Tally, over: int, batch: int) -> None:
     fraction, steps, samples = (tally.get(name) for name in WARMUP)
     if fraction is not None:
         if not 0 <= fraction <= 1:
-            tally.refused.append(f"{tally.written(WARMUP[0])}: expected a number from 0 to 1")
+            tally.refuse(WARMUP[0], "expected a number from 0 to 1")
             return
         tally.put("lr_schedule.warmup_steps", round(fraction * over), WARMUP[0])
     elif tally.is_given(WARMUP[2]) and samples:
@@ -76,11 +76,7 @@ def _put_warmup(tally: Tally, over: int, batch: int) -> None:
 def _put_optimizer(tally: Tally) -> None:
     kind = tally.get("--optimizer")
     if kind != "adam":
-        tally.refused.append(
-            f"{tally.written('--optimizer')}: Stretto's optimizer is AdamW, and needs rates of its "
-            "own; append "
-            "--optimizer adam and its rates"
-        )
+        tally.refuse("--optimizer", "Stretto's optimizer is AdamW; append --optimizer adam and its rates")
     betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
     tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
 
@@ -105,7 +101,7 @@ def _put_split(tally: Tally) -> None:
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < math.inf:
-        tally.refused.append(f"{tally.written('--split')}: expected up to three shares, such as 969,30,1")
+        tally.refuse("--split", "expected up to three shares, such as 969,30,1")
     elif sum(parts[1:]) == 0:
         tally.lack("some text is always held out: data.held_out_fraction keeps its default", "--split")
     else:
