@@ -96,9 +96,7 @@ def test_layer_norms_keep_their_statistics_in_float32() -> None:
 def test_grouped_queries_repeat_their_keys() -> None:
     query, key = torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4)
     expected = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
-    with PyTorchCalls(
-        attention_on_cuda
-    ):  # heads of 4 are plain ops
+    with PyTorchCalls(attention_on_cuda):  # heads of 4 are plain ops
         found = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected)
 

@@ -75,16 +75,6 @@ def test_the_loss_and_the_mean_of_microbatches_are_in_float32(name: str) -> None
     assert float(torch.tensor(found[0]).bfloat16()) != found[0], "it has more than 8 bits"
 
 
-def test_a_loss_of_another_make_is_summed_in_float32() -> None:
-    """Of what no step of ours computes finer, the numbers of microbatches are at least not rounded again."""
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return model(batch["x"]).amax()
-
-    job = stretto.capture(Mean(), batch(), loss, stretto.Parallel(microbatches=4), precision="bf16")
-    assert job.loss_spec.dtype == "float32"
-
-
 def test_a_model_in_its_own_precision_is_left_alone() -> None:
     model, data = Mean().double(), {key: one.double() for key, one in batch().items()}
 

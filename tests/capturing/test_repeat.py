@@ -187,12 +187,3 @@ def test_what_a_model_does_with_its_layers(name: str, caplog: Any) -> None:
     same, reason = both(Stack(make(), forward), mean_square, torch.randn(4, 8), caplog)
     assert same
     assert (reason == "") is repeats, reason
-
-
-def test_the_model_is_as_it_was_afterwards() -> None:
-    model = Stack(indexed(), chain)
-    before = [dict(layer.__dict__) for layer in model.layers]
-    tracing.trace(model, torch.randn(4, 8), mean_square)
-    assert [dict(layer.__dict__) for layer in model.layers] == before
-    assert Indexed.at == -1
-    assert [layer.at for layer in model.layers] == list(range(6))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from stretto.config import GPTSettings, HuggingFaceSettings, MoESettings, TrainSettings, load_settings
-from stretto.convert.arguments import ROWS
 from stretto.convert.megatron import Conversion, convert
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml
@@ -119,15 +118,6 @@ def test_ampipe_and_pipe_experts_of_mindspeed(tmp_path: Path) -> None:
     assert fates(made)["--ampipe-tp-sp-comm-overlap"] == "not needed"
     assert fates(made)["--recompute-method"] == "lacking"
     assert made.of("unknown") == []
-
-
-def test_what_mindspeed_switches_off_works_and_is_said() -> None:
-    for data, stream, off in ((3, "", True), (2, "", True), (2, "--pipe-experts-multi-stream", False)):
-        text = AMPIPE.replace("--pipe-experts-multi-data 4", f"--pipe-experts-multi-data {data}")
-        made = convert([text.replace("--pipe-experts-multi-stream", stream or "--bf16")])
-        (said,) = [one.what for one in made.outcomes if one.flag == "--use-pipe-experts"]
-        assert said.startswith("parallel.pipe_experts = true")
-        assert ("MindSpeed switches it off" in said) == off
 
 
 def test_unknown_flags_are_listed_with_the_nearest() -> None:
@@ -253,26 +243,6 @@ def test_ranks_are_given_or_of_the_launcher_or_of_the_table(tmp_path: Path) -> N
 def test_what_is_not_utf8_is_refused() -> None:
     with pytest.raises(UsageError, match="not UTF-8"):
         convert([f"{SMALL} --save \udcff"], ranks=1)
-
-
-def test_every_flag_is_listed_once() -> None:
-    """All flags of the table together, in two orders."""
-    rows = [row for row in ROWS if row.fate != "refused" and row.name not in SMALL.split()]
-    given = {"int": "1", "float": "0.5", "text": "1", "many": "1", "nothing": ""}
-    flags = [
-        f"{row.name} {row.takes[0] if isinstance(row.takes, tuple) else given[row.takes]}" for row in rows
-    ]
-    fit = (
-        "--position-embedding-type rope --optimizer adam --lr-decay-style cosine --num-experts 8 --split 9,1 "
-        "--moe-router-load-balancing-type aux_loss --global-batch-size 16 --vocab-size 300 "
-        "--moe-ffn-hidden-size 8 --kv-channels 16 --max-position-embeddings 128 --min-lr 0"
-    )
-    names = {row.name for row in rows} | {word for word in SMALL.split() if word.startswith("--")}
-    for texts in ([SMALL, *flags, fit], [fit, *reversed(flags), SMALL, fit]):
-        made = convert(texts, ranks=8)
-        listed = [one.flag.split()[0] for one in made.outcomes if one.what != "the flag is given again"]
-        assert sorted(listed) == sorted(names)
-        assert {one.fate for one in made.outcomes} == {"taken", "not needed", "lacking"}
 
 
 @pytest.mark.parametrize("value", ['a "b" \\ c', "\x7f\t\n", "é ☃ 𝄞 \ue000", "a'", '"'])

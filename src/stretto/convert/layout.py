@@ -112,13 +112,6 @@ def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
         )
         if slices != 1:
             tally.put("parallel.pipe_experts_multi_data", slices, "--pipe-experts-multi-data")
-        degree = tally.get("--ampipe-degree")
-        least = degree if tally.is_given("--pipe-experts-multi-stream") else degree + 1
-        if degree > 1 and (slices % degree or slices < least):
-            tally.also(
-                "--use-pipe-experts",
-                f"MindSpeed switches it off beside {tally.written('--ampipe-degree')}, here it works",
-            )
 
 
 def _put_recompute(tally: Tally) -> None:
