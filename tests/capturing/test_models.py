@@ -232,19 +232,6 @@ def linears(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
 
 
-class Positions(nn.Module):
-    """Adds a parameter at the end of a stage: its gradient is the message that comes back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.positions = nn.Parameter(torch.randn(1, 5, 8))
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x) + self.positions)
-
-
 class Tied(nn.Module):
     def __init__(self, detached: bool = False, frozen: bool = False) -> None:
         super().__init__()
@@ -272,8 +259,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, dict[str, Any]]] = {
         f"views cut at {cut}": (lambda: linears(4), X, mean_square, {"split": [cut], "schedule": "zb-h1"})
         for cut in NAMES
     },
-    "four automatic stages": (lambda: linears(8), X, mean_square, {"pp": 4}),
-    "a term at the end of a stage": (Positions, X, mean_square, {"split": ["last"]}),
     "a tie": (Tied, IDS, mean_square, {"split": ["hidden"]}),
     "a tie that one stage trains": (lambda: Tied(True), IDS, mean_square, {"split": ["hidden"]}),
     "a tie that none trains": (lambda: Tied(frozen=True), IDS, mean_square, {"split": ["hidden"]}),
