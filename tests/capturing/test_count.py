@@ -132,8 +132,7 @@ def test_a_spread_vocabulary_is_a_mean_over_its_labels_too() -> None:
             self.double()
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(torch.tanh(self.body(x)))
-            return out
+            return self.head(torch.tanh(self.body(x)))
 
     def mean(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["labels"])

@@ -26,8 +26,7 @@ class Mean(nn.Module):
         self.inside = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 5))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inside(x)
-        return out
+        return self.inside(x)
 
 
 LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {

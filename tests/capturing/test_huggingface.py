@@ -146,8 +146,7 @@ def test_caches_and_attention_implementations(llama: nn.Module, attention: str, 
     ids = tokens(4)
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        value: Tensor = model(**batch, use_cache=use_cache).loss
-        return value
+        return model(**batch, use_cache=use_cache).loss
 
     batch = {"input_ids": ids, "labels": ids.clone()}
     found = run(plan_of(evenly(trace(model, batch, loss, microbatches=2), 3, 2), "zb-h2"), model, batch)

@@ -96,8 +96,7 @@ def ids_of(rows: int = 4) -> dict[str, Tensor]:
 
 
 def without_cache(model: nn.Module, batch: Any, cache: bool = False) -> Tensor:
-    value: Tensor = model(**batch, use_cache=cache).loss
-    return value
+    return model(**batch, use_cache=cache).loss
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,7 @@ class Attention(nn.Module):
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         seen = (q @ k.transpose(-1, -2)).masked_fill(later, float("-inf")).softmax(dim=-1) @ v
         x = self.reshard(x + self.out(seen.transpose(1, 2).reshape(rows, length, SIZE)), 1, R)
-        out: torch.Tensor = x + self.mlp(x * self.scale)
-        return out
+        return x + self.mlp(x * self.scale)
 
 
 def test_a_transformer() -> None:
@@ -255,21 +254,18 @@ class Between(nn.Module):
         h = self.act(torch.tanh(self.a(x)), self.table)
         if self.meshes is not None:
             h = stretto.reshard(h, self.meshes[1], [Replicate()])  # type: ignore[arg-type]
-        out: torch.Tensor = self.b(h)
-        return out
+        return self.b(h)
 
 
 def places(h: torch.Tensor, table: nn.Module) -> torch.Tensor:
-    found: torch.Tensor = h.cumsum(1) + h.flip(1) * h.roll(1, 1) + h.sort(1)[0]
-    return found
+    return h.cumsum(1) + h.flip(1) * h.roll(1, 1) + h.sort(1)[0]
 
 
 def rows_of_tables(h: torch.Tensor, table: nn.Module) -> torch.Tensor:
     """Two lookups, of which the first is used after the second."""
     rows = torch.arange(len(h)) % (ROWS // MICROBATCHES)
     first, second = table(rows), table(5 - rows)
-    found: torch.Tensor = h * first + second * first
-    return found
+    return h * first + second * first
 
 
 def attention(h: torch.Tensor, table: nn.Module) -> torch.Tensor:

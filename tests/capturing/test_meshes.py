@@ -70,8 +70,7 @@ class Sine(OnMeshes):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, sine = torch.tanh(self.layers[0](x)), torch.sin(self.table)
         first, sine = stretto.reshard_all([(t, self.meshes[1], [Replicate()]) for t in (first, sine)])
-        out: torch.Tensor = self.layers[1](first * sine)
-        return out
+        return self.layers[1](first * sine)
 
 
 def masked(model: nn.Module, given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -179,8 +179,7 @@ class Checkpointed(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=False)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 def test_activation_checkpointing_is_said_to_have_no_effect() -> None:

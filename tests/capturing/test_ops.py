@@ -58,8 +58,7 @@ class Bag(nn.Module):
         self.double()
 
     def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.out(torch.tanh(self.bag(ids)))
-        return out
+        return self.out(torch.tanh(self.bag(ids)))
 
 
 IDS = torch.randint(0, 20, (8, 5), generator=torch.Generator().manual_seed(2))

@@ -65,8 +65,7 @@ class Weighted:
 
     def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
         targets = torch.zeros(batch.shape[0], dtype=torch.int64)
-        made: Tensor = self.criterion(model(batch), targets) * self.weight * GLOBAL * SETTINGS.weight
-        return made
+        return self.criterion(model(batch), targets) * self.weight * GLOBAL * SETTINGS.weight
 
 
 def set_global(value: float) -> None:
@@ -180,8 +179,7 @@ def test_equal_layers_that_were_not_traced() -> None:
             self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.drop(torch.tanh(self.linear(x)))
-            return out
+            return self.drop(torch.tanh(self.linear(x)))
 
     model = nn.Sequential(*(Layer() for _ in range(6))).double()
     jobs = [

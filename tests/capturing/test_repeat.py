@@ -87,8 +87,7 @@ class Stack(nn.Module):
         self.layers, self.own = nn.ModuleList(layers), forward
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.own(self.layers, x)
-        return out
+        return self.own(self.layers, x)
 
 
 def chain(layers: Any, x: Tensor) -> Tensor:

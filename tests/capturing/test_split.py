@@ -152,8 +152,7 @@ class Block(nn.Module):
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.inner(x)
-        return found
+        return x + self.inner(x)
 
 
 class Model(nn.Module):
@@ -190,8 +189,7 @@ class Around(nn.Module):
         self.own, self.common = own, common
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.own(self.common(self.own(x)))
-        return found
+        return self.own(self.common(self.own(x)))
 
 
 def shared() -> Model:
@@ -229,8 +227,7 @@ def test_which_modules_are_layers(model: nn.Module, layers: str) -> None:
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().mean()
-    return found
+    return model(x).square().mean()
 
 
 @pytest.mark.parametrize(
