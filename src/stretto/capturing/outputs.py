@@ -15,9 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from stretto.backend.observe_adapter import TARGET
-from stretto.capturing.graph import ObservedValue, TracedOp
+from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.flow import is_external
+from stretto.ir.metrics import Metric
 from stretto.ir.op_names import LIKELIHOODS
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Count, Op, Ref, TensorSpec
 
@@ -155,11 +156,11 @@ def _communicates(op: Op) -> bool:
     return op.target in (*STARTS, WAIT, INDEX, CHUNK)
 
 
-def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[ObservedValue, ...]]:
+def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[Metric, ...]]:
     """Step 3: the other ops, and what is observed. Raises CaptureError for a value of the backward, and for
     one name with several shapes."""
     kept: list[TracedOp] = []
-    seen: list[ObservedValue] = []
+    seen: list[Metric] = []
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     for item in ops:
         op = item.op
@@ -177,5 +178,17 @@ def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[Observed
             raise CaptureError(
                 f"{where} of shape {list(made.shape)} after one of {list(first)}: give them two names"
             )
-        seen.append(ObservedValue(op.module, name, value, joined))
+        seen.append(Metric(op.module, name, 0, value, joined))
     return kept, tuple(seen)
+
+
+def with_partial(metric: Metric, axes: tuple[str, ...], now: str) -> Metric:
+    """A metric whose value is partial along axes, and is called otherwise now. Raises CaptureError for the
+    greatest of partial values, which is not the greatest of their sums."""
+    if axes and metric.joined == "max":
+        raise CaptureError(
+            f"{metric.module or 'the model'} calls observe({metric.name!r}, ..., 'max') with a value that is "
+            f"partial along {', '.join(axes)}, and the greatest partial value is no greatest sum: "
+            "observe it joined by 'sum', or observe what is made of it where it is replicated"
+        )
+    return replace(metric, value=now, partial=axes)

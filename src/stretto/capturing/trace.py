@@ -35,7 +35,7 @@ from stretto.capturing.graph import JointGraph, Traced, TracedOp, TracedStep
 from stretto.capturing.known import Known
 from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import OnMeshes
-from stretto.capturing.outputs import count_of, mean_over, observed_of
+from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
 from stretto.capturing.proof import Proof
 from stretto.capturing.read import Reads
 from stretto.capturing.repeat import layers_of
@@ -194,7 +194,7 @@ def _trace(
         )
         grads = {name: value and proved.renamed[value] for name, value in grads.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
-        seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
+        seen = tuple(with_partial(one, proved.seen[one.value], proved.renamed[one.value]) for one in seen)
     roots = {value for value in grads.values() if value is not None} | {*kept.values()}
     ops, now = _passed(ops, roots | {one.value for one in seen}, given, sharded, skip_passes)
     grads = {name: value and now.get(value, value) for name, value in grads.items()}
@@ -231,7 +231,7 @@ def _trace(
         count=count,
         mean_over=divided,
         frozen=frozenset(name for name, p in parameters.items() if not p.requires_grad),
-        seen=tuple(one.renamed(now) for one in seen),
+        seen=tuple(replace(one, value=now.get(one.value, one.value)) for one in seen),
         layers=layer_names(model),
         read=read,
         watch=watch,
