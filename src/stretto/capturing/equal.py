@@ -4,7 +4,7 @@ Candidates are the members of a `ModuleList` or `Sequential`. Two are equal when
 
     * the same class, with the same children under the same names, and no hooks of a user's;
     * parameters and buffers of equal shape, dtype, stride and need of a gradient, which no other module has;
-    * equal attributes, and no functions of their own put in the place of `forward`.
+    * equal attributes, and functions put in place of `forward` that close over equal things.
 
 An attribute that is not known to be equal (the layer's index, most often) does not make two layers different,
 but it is noted: `stretto.capturing.repeat` watches that the layer's code never reads it.
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -169,7 +169,19 @@ class _Same:
             return list(a) == list(b) and all(self(value, b[key]) for key, value in a.items())
         if isinstance(a, MethodType):
             return a.__func__ is b.__func__ and self(a.__self__, b.__self__)
+        if isinstance(a, FunctionType):
+            return self._same_code(a, b)
         return False
+
+    def _same_code(self, a: FunctionType, b: FunctionType) -> bool:
+        cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b)]
+        return (
+            a.__code__ is b.__code__
+            and a.__globals__ is b.__globals__
+            and self(a.__defaults__, b.__defaults__)
+            and self(a.__kwdefaults__, b.__kwdefaults__)
+            and self(cells[0], cells[1])
+        )
 
 
 def renamed(name: str, source: str, target: str) -> str:
