@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,15 +39,6 @@ LLAMA = HuggingFaceSettings(
         "max_position_embeddings": 32,
     },
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small are slower on several threads, far slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def some_tokens(batch: int = 2, length: int = 16, seed: int = 0) -> Tensor:
@@ -132,26 +122,20 @@ def test_residual_branches_start_smaller() -> None:
     assert torch.equal(model.norm.bias, torch.zeros(128))
 
 
-def test_a_model_on_meta_gets_its_values_later() -> None:
+@pytest.mark.parametrize("config", [TINY, TIED], ids=["untied", "tied"])
+def test_a_model_on_meta_gets_its_values_later(config: GPTConfig) -> None:
     with torch.device("meta"):
-        model = GPT(TINY, seed=3)
+        model, last = GPT(config, seed=3), GPT(config, seed=3)
         assert model(torch.zeros(2, 16, dtype=torch.long)).shape == (2, 16, 61)
     assert all(parameter.is_meta for parameter in model.parameters())
     model.to_empty(device="cpu").init_weights(3)
-    assert torch.equal(model(some_tokens()), GPT(TINY, seed=3)(some_tokens()))
-
-
-def test_what_was_tied_on_meta_is_tied_again_with_its_values() -> None:
-    with torch.device("meta"):
-        whole, last = GPT(TIED, seed=3), GPT(TIED, seed=3)
-    whole.to_empty(device="cpu").init_weights(3)
-    assert whole.head.weight is whole.embedding.weight
-    assert torch.equal(whole(some_tokens()), GPT(TIED, seed=3)(some_tokens()))
-    # A rank of its own may hold the head alone; it gets what the embedding has elsewhere.
+    assert (model.head.weight is model.embedding.weight) is config.tie_embeddings
+    assert torch.equal(model(some_tokens()), GPT(config, seed=3)(some_tokens()))
+    # A rank of its own may hold the head alone; it gets what the model has elsewhere.
     last.head.to_empty(device="cpu")
     last.init_weights(3)
     assert last.embedding.weight.is_meta
-    assert torch.equal(last.head.weight, whole.embedding.weight)
+    assert torch.equal(last.head.weight, model.head.weight)
 
 
 def test_shapes_that_cannot_be() -> None:
