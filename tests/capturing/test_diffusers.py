@@ -91,24 +91,6 @@ def test_every_family_equals_the_plain_model(traced: Traced, expected: Result, s
         assert_same_bits(result, found["gpipe"])
 
 
-@pytest.mark.parametrize(
-    "recompute", [pytest.param(r, marks=pytest.mark.slow) for r in ("none", "full", "selective")]
-)
-def test_captured_planned_and_proved_as_users_do(expected: Result, recompute: Any) -> None:
-    parallel = stretto.Parallel(
-        pp=2, microbatches=4, schedule="eager-1f1b", recompute=recompute, split=IN_THE_DECODER
-    )
-    job = stretto.capture(tiny(), batch_of(4), loss, parallel)
-    crossing = [edge.spec for edge in job.edges if edge.source == 0]
-    # The fifth skip is joined to the hidden state by the module that the cut is in front of.
-    assert sorted(spec.shape[1:] for spec in crossing if len(spec.shape) == 4) == sorted(
-        [(8, 16, 16), (8, 16, 16), (8, 8, 8), (16, 8, 8), (32 + 16, 4, 4)]
-    )
-    plan = plan_of(job, "eager-1f1b")
-    stretto.verify(plan)
-    assert_equal(run(plan, tiny(), batch_of(4)), expected, 1e-10)
-
-
 @pytest.mark.slow
 def test_states_that_all_images_share() -> None:
     """What is attended to may be one constant: every microbatch is given it whole."""

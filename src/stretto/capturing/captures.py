@@ -95,18 +95,16 @@ class Captures:
         meshes = on_meshes(self.model, parallel, self.tp_plan)
         if meshes is None:
             traced, layout = self._trace(parallel, degree)
-        else:
-            layout = Layout(meshes.tensor_parallel(self.model))
-            traced = self._traced_now(parallel, layout, meshes)
-        if meshes is not None and count != len(meshes.meshes):
+            ranks = stage_ranks_of(parallel.schedule, parallel.pp, count)
+            placement = split(traced, count, parallel.split, ranks)
+        elif count != len(meshes.meshes):
             raise UsageError(
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
             )
-        placement = (
-            split(traced, count, parallel.split, stage_ranks_of(parallel.schedule, parallel.pp, count))
-            if meshes is None
-            else place_on_meshes(traced, meshes)
-        )
+        else:
+            layout = Layout(meshes.tensor_parallel(self.model))
+            traced = self._traced_now(parallel, layout, meshes)
+            placement = place_on_meshes(traced, meshes)
         job = cut(traced, placement, count, parallel.microbatches)
         job = replace(
             job,
