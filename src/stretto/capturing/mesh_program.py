@@ -268,12 +268,13 @@ def redistributed(local: Tensor, source: Spec, target: Spec) -> Tensor:
         return _own_rows(local, new, size)
     if table_rows(old) is not None:
         local = _found_here(local, old)
-    if old.is_partial() and is_shard(new):
-        return _reduced_to_shard(local, _reduction(old), new, size)
+    if old.is_partial() and is_shard(new) and REDUCTIONS[_reduction(old)] == "sum":
+        result = _by_blocks(ops.reduce_scatter, local, new, size)
+        return result / size if _reduction(old) == "avg" else result
     if old.is_partial():
         local = _reduced(local, _reduction(old), size)
     elif is_shard(old):
-        local = _gathered(local, old, size)
+        local = _by_blocks(ops.all_gather, local, old, size)
     if is_shard(new):
         return _own_part(local, new, size)
     if new.is_partial() and _reduction(new) == "sum":
@@ -352,32 +353,15 @@ def _reduced(local: Tensor, reduction: str, size: int) -> Tensor:
     return result / size if reduction == "avg" else result
 
 
-def _reduced_to_shard(local: Tensor, reduction: str, new: Placement, size: int) -> Tensor:
-    if REDUCTIONS[reduction] != "sum":
-        return _own_part(_reduced(local, reduction, size), new, size)
-    blocks, dim = _in_blocks(local, new)
-    result = _joined(ops.reduce_scatter(blocks, dim, AXIS, size), new)
-    return result / size if reduction == "avg" else result
-
-
-def _gathered(local: Tensor, old: Placement, size: int) -> Tensor:
-    blocks, dim = _in_blocks(local, old)
-    return _joined(ops.all_gather(blocks, dim, AXIS, size), old)
-
-
 def _own_part(whole: Tensor, new: Placement, size: int) -> Tensor:
-    blocks, dim = _in_blocks(whole, new)
-    return _joined(ops.own_chunk(blocks, dim, AXIS, size).contiguous(), new)
+    return _by_blocks(lambda *given: ops.own_chunk(*given).contiguous(), whole, new, size)
 
 
-def _in_blocks(x: Tensor, placement: Placement) -> tuple[Tensor, int]:
+def _by_blocks(change: Callable[..., Tensor], x: Tensor, placement: Placement, size: int) -> Tensor:
+    """A change of the sharded dim, of which each rank has a part in each of its blocks."""
     dim: int = placement.dim  # type: ignore[attr-defined]
     count = split_factor(placement)
     if count == 1:
-        return x, dim
-    return x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim + 1
-
-
-def _joined(x: Tensor, placement: Placement) -> Tensor:
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    return x if split_factor(placement) == 1 else x.flatten(dim, dim + 1)
+        return change(x, dim, AXIS, size)
+    blocks = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+    return change(blocks, dim + 1, AXIS, size).flatten(dim, dim + 1)
