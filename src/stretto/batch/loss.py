@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from stretto.errors import UsageError
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
-"""`loss(model, microbatch)`."""
 
 MEANT = "return its mean loss, a scalar tensor, or (sum, count): the sum, and how many it is of"
 

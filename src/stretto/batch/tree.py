@@ -18,7 +18,6 @@ from stretto.batch.constants import text_of
 from stretto.errors import UsageError
 
 NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
-"""What `whole` makes a tensor of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,6 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Job
 
 DEVICES = ("cpu", "cuda")
-"""Kinds of devices that a step can be captured for."""
 
 DEGREES = (2, 4)
 """Numbers of chunks that `ampipe_degree = "auto"` captures beside 1. MindSpeed's are 2 to 4; more make

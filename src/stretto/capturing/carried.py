@@ -81,7 +81,6 @@ class ForwardCalls:
         return [(left[name], tensor) for name, tensor in self._left.items()]
 
     def _number_left(self) -> None:
-        """Step 3: the numbers of tensors that this run left."""
         under_way = nodes_of(self._new_tensors(self._first.again()))
         if under_way is not None:
             graph, holder, nodes = under_way
@@ -129,7 +128,6 @@ class ForwardCalls:
             raise carried
 
     def _results(self, joint: JointGraph) -> dict[tuple[str, str], int]:
-        """Step 4's numbers, by (kind, name) of the output."""
         result = self._numbered(joint.module.graph, joint.module, joint.inputs)
         made = {(kind, name): node for kind, name, node in joint.outputs if node is not None}
         return {key: result[node][0] for key, node in made.items()}

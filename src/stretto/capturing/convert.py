@@ -246,7 +246,6 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
 
 
 def _flops(node: torch.fx.Node) -> int:
-    """Floating-point operations by PyTorch's formulas; its attention formula serves all attention ops."""
     assert is_dispatched(node.target)
     packet = node.target.overloadpacket
     formula = flop_registry.get(packet)

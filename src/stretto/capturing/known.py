@@ -42,7 +42,6 @@ LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros
 """Functions that read shape and dtype of their first tensor alone."""
 
 TURNED = frozenset(("T", "mT", "H", "mH"))
-"""Attributes that are the tensor, turned."""
 
 UNCOUNTED = frozenset(
     ("data", "set_", "untyped_storage", "storage", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")

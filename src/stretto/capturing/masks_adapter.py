@@ -34,7 +34,6 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Of attention's arguments that may be positional."""
 
 KINDS = ("sdpa", "eager")
-"""Kinds of attention whose masks are tensors."""
 
 
 @contextmanager

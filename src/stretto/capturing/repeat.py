@@ -189,7 +189,6 @@ class Layers:
     def _observed(
         self, name: str, group: int, own: Callable[..., Any], args: Any, kwargs: Any, entered: list[Tensor]
     ) -> Any:
-        """Run a layer and see that it only computes, and reads no attribute in which layers may differ."""
         modules = dict(self._modules[name].named_modules())
         before = [dict(module.__dict__) for module in modules.values()]
         versions = [x._version for x in entered]

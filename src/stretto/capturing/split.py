@@ -196,7 +196,6 @@ def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequenc
 
 
 def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
-    """Step 3: values that depend on no parameter, no tangent and no draw, at little cost."""
     free: set[str] = set()
     spent: dict[str, float] = {}
     # A buffer that the model writes is up to date in one stage only.

@@ -45,7 +45,6 @@ LEFT_ALONE = frozenset(
 is outside of Python, of PyTorch, and this one, whose own objects are at work while the model runs."""
 
 LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Where code is that is not the user's."""
 
 HEAP_TYPE = 1 << 9
 """Flag of a class that Python code made."""

@@ -22,7 +22,6 @@ ALIASES = {
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--checkpoint-activations": "--recompute-activations",
 }
-"""Older names of the same flags."""
 
 NEAR = 0.75
 """Similarity of a known name that is offered, from 0 to 1. Two flags of the table often have 0.9."""

@@ -173,7 +173,6 @@ def _of_table(text: str) -> Command:
 
 
 def _flag_of(name: str, value: str, given: Container[str]) -> Iterator[str]:
-    """The words of an argument; none where it says nothing. given: arguments that have a value."""
     for off in (INVERTED.get(name, ""), f"--no-{name}", f"--disable-{name}"):
         row = TABLE.get(off.replace("_", "-"))
         if row is not None and row.takes == "nothing":

@@ -257,7 +257,6 @@ it is about multi-latent attention, which is not asked for
     qk-nope-head-dim:i rotary-scaling-factor:f mscale:f mscale-all-dim:f
 """,
 )
-"""What Stretto does anyway, or has no use for."""
 
 LACKING = _rows(
     "lacking",
@@ -355,7 +354,6 @@ the held-out text is measured in eval-iters batches
     full-validation
 """,
 )
-"""What Stretto has not, and what happens without."""
 
 REFUSED = _rows(
     "refused",
@@ -376,4 +374,3 @@ Stretto trains; it does not evaluate alone, fine-tune by instructions or by rewa
     skip-train sft perform-rl-step
 """,
 )
-"""Without which another model or another job would be trained."""

@@ -223,7 +223,6 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
 
 
 def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[int]) -> None:
-    """`parallel.split` by steps 1 to 4, where a flag says which layers a stage has."""
     named = ((LIST,), ENDS, (STANDALONE,), COUNTED, (NOOP,))
     names = next((names for names in named if any(map(tally.is_given, names))), ())
     if not names:
@@ -260,7 +259,6 @@ def _of_ranks(tally: Tally, names: Sequence[str], layers: int, ranks: int) -> li
 
 
 def _of_stages(ranks: Sequence[int] | None, each: int, dual: bool) -> list[int] | None:
-    """Layers of every stage; None where a rank's are not shared equally."""
     if ranks is None or any(count % each for count in ranks):
         return None
     once = [count // each for count in ranks]

@@ -95,7 +95,6 @@ def _put_all(tally: Tally, ranks: int | None) -> None:
 
 
 def _constant(tally: Tally) -> list[FlagOutcome]:
-    """The flags whose fate is the table's own, and those that do nothing."""
     outcomes = []
     for name, given in tally.given.items():
         row = given.row

@@ -31,7 +31,6 @@ READING = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     SafetensorError,
 )
-"""What a file of others may make of reading it."""
 
 
 def save_gpt(model: GPT, folder: Path) -> None:

@@ -197,7 +197,6 @@ def weights_of(model: nn.Module, folder: Path) -> Weights:
 
 
 def _faults(model: nn.Module, weights: Weights) -> Iterator[str]:
-    """What does not fit, a line of each kind; fills `weights.of`."""
     own, recipes = isinstance(model, GPT), weights.recipes
     known = model.state_dict(keep_vars=True)
     ties: dict[int, list[str]] = {}
