@@ -156,9 +156,7 @@ class Hand(nn.Module):
 
     kept: Tensor | None = None
 
-    def __init__(
-        self, mask: Callable[[Tensor], Any], masks: Callable[[Any, Tensor], Any] | None = None
-    ) -> None:
+    def __init__(self, mask: Callable[[Tensor], Any], masks: Any = None) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.layers = nn.ModuleList(Block(mask) for _ in range(3 if masks is None else 6))
@@ -183,6 +181,11 @@ def _causal() -> Tensor:
 def _window(x: Tensor, width: int = T - 1) -> Tensor:
     at = torch.arange(x.shape[1], device=x.device)
     return (at <= at[:, None]) & (at > at[:, None] - width)
+
+
+def _biased(x: Tensor) -> Tensor:
+    at = torch.arange(T)
+    return (at - at[:, None]).float().masked_fill(at > at[:, None], -torch.inf)
 
 
 def _lowest(x: Tensor) -> Tensor:
@@ -230,10 +233,7 @@ MASKS: dict[str, tuple[Callable[[Tensor], Tensor], Call]] = {
     "of the batch": (lambda x: _causal() & (x[:, None, None, :, 0] < 100.0), MASKED),
     "written by the batch": (_written(lambda m, x: m.masked_fill_(x[0, :, 0].isnan(), True)), MASKED),
     "window": (_window, MASKED),
-    "biased": (
-        lambda x: torch.randn(T, T, generator=torch.Generator()).masked_fill(~_causal(), -9.0),
-        MASKED,
-    ),
+    "biased": (_biased, MASKED),
     "one wider": (lambda x: torch.ones(T, T, dtype=torch.bool).tril(1), MASKED),
     "low": (lambda x: torch.full((T, T), -100.0).triu(1), MASKED),
     "drawn": (lambda x: (torch.rand(T, T) < 2.0).tril(), MASKED),
