@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from stretto.convert.arguments import Tally
 
@@ -208,7 +209,7 @@ def _pattern(text: str) -> list[int] | None:
 def _list(node: ast.expr) -> list[int]:
     match node:
         case ast.List(elts):
-            made = [one.value for one in elts if isinstance(one, ast.Constant)]
+            made: list[Any] = [one.value for one in elts if isinstance(one, ast.Constant)]
             if len(made) == len(elts) and all(type(one) is int and one in (0, 1) for one in made):
                 return made
         case ast.BinOp(left, ast.Add(), right):
