@@ -149,20 +149,11 @@ def test_a_batch_with_other_constants() -> None:
     device = torch.device("cpu")
     fit_batch(job, {"pair": Pair(1, []), "weights": array(), "x": rows(seed=2)}, device)
     for other, message in (
-        ({**batch, "weights": array(2500, 1.0)}, "batch leaf 'weights' is numpy <f8[5000] sha256"),
-        (
-            {**batch, "pair": Pair(1, {})},
-            "batch leaf 'pair.1' is dict{}, but the plan was captured with list",
-        ),
-        (
-            {**batch, "pair": Pair(1, ["a"])},
-            "batch leaf 'pair.1.0' is 'a', and the batch that was captured",
-        ),
-        (
-            {**batch, "scale": 2.0},
-            "batch leaf 'scale' is 2.0, and the batch that was captured did not have it",
-        ),
-        ({"x": rows(), "pair": Pair(1, [])}, "batch leaf 'weights' is missing"),
+        ({**batch, "weights": array(2500, 1.0)}, "leaf 'weights' is numpy <f8[5000] sha256"),
+        ({**batch, "pair": Pair(1, {})}, "leaf 'pair.1' is dict{}, but the plan was captured with list"),
+        ({**batch, "pair": Pair(1, ["a"])}, "leaf 'pair.1.0' is 'a'"),
+        ({**batch, "scale": 2.0}, "leaf 'scale' is 2.0, and the batch that was captured did not have it"),
+        ({"x": rows(), "pair": Pair(1, [])}, "leaf 'weights' is missing"),
     ):
         with pytest.raises(stretto.UsageError) as caught:
             fit_batch(job, other, device)

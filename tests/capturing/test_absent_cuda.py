@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.capturing.absent_cuda import CudaChoices
 from stretto.capturing.graph import Traced
+from stretto.capturing.substitutes import PyTorchCalls, attention_on_cuda
 from stretto.capturing.trace import trace
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.clusters import cores
@@ -47,14 +47,14 @@ def test_half_precision_without_a_mask_takes_flash_attention_forward_and_backwar
     assert all(item.op.flops > 0 for item in found.ops if "flash_attention" in item.op.target)
 
 
-def test_float32_takes_the_memory_efficient_kernel() -> None:
-    assert targets(traced(gpt(), None)).count(EFFICIENT) == 2
-
-
-def test_heads_that_no_kernel_takes_are_plain_ops() -> None:
-    found = targets(traced(gpt(heads=8), torch.bfloat16))  # dim 4: not a multiple of 8
-    assert not any("scaled_dot_product" in target for target in found)
-    assert found.count("aten._safe_softmax.default") == 2
+@pytest.mark.parametrize(
+    ("heads", "dtype", "target"),
+    [(2, None, EFFICIENT), (8, torch.bfloat16, "aten._safe_softmax.default")],  # dim 4: no multiple of 8
+)
+def test_float32_and_odd_heads_take_other_kernels(heads: int, dtype: torch.dtype | None, target: str) -> None:
+    found = targets(traced(gpt(heads=heads), dtype))
+    assert found.count(target) == 2
+    assert FLASH not in found
 
 
 def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:
@@ -70,7 +70,7 @@ def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:
                 raise InterruptedError
             return func(*args, **(kwargs or {}))
 
-    with pytest.raises(InterruptedError), CudaChoices(), Note():
+    with pytest.raises(InterruptedError), PyTorchCalls(attention_on_cuda), Note():
         F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
     ((name, added),) = seen
     assert name == EFFICIENT
@@ -96,7 +96,7 @@ def test_layer_norms_keep_their_statistics_in_float32() -> None:
 def test_grouped_queries_repeat_their_keys() -> None:
     query, key = torch.randn(1, 4, 8, 4), torch.randn(1, 2, 8, 4)
     expected = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
-    with CudaChoices():  # heads of 4 are plain ops, so that there is something to compute with
+    with PyTorchCalls(attention_on_cuda):  # heads of 4 are plain ops
         found = F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(found, expected)
 

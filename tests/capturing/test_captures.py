@@ -33,18 +33,27 @@ def step_us(plan: Plan) -> float:
     return plan.prediction.step_us
 
 
-def test_one_trace_gives_the_jobs_of_captures_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        model = build_model(MODEL, 64, 0)
-    loss = counted_loss_function(MODEL)
-    batch = torch.empty(8, 17, dtype=torch.int64, device="meta")
-    alone = [stretto.capture(model, batch, loss, parallel) for parallel in PARALLELS]
-    traced: list[object] = []
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """An item for each trace."""
+    seen: list[object] = []
     export = tracing.torch_adapter.export_joint
     monkeypatch.setattr(
-        tracing.torch_adapter, "export_joint", lambda *args: (traced.append(args), export(*args))[1]
+        tracing.torch_adapter, "export_joint", lambda *args: (seen.append(args), export(*args))[1]
     )
-    captures = Captures(model, batch, loss)
+    return seen
+
+
+def given() -> tuple[Any, torch.Tensor, Any]:
+    with torch.device("meta"):
+        model = build_model(MODEL, 64, 0)
+    return model, torch.empty(8, 17, dtype=torch.int64, device="meta"), counted_loss_function(MODEL)
+
+
+def test_one_trace_gives_the_jobs_of_captures_of_their_own(traced: list[object]) -> None:
+    alone = [stretto.capture(*given(), parallel) for parallel in PARALLELS]
+    traced.clear()
+    captures = Captures(*given())
     assert [captures.job(parallel) for parallel in PARALLELS] == alone
     assert len(traced) == 1
     captures.job(Parallel(pp=2, microbatches=2))  # other rows
@@ -53,48 +62,24 @@ def test_one_trace_gives_the_jobs_of_captures_of_their_own(monkeypatch: pytest.M
 
 def test_what_a_trace_does_not_depend_on_is_known_by_name() -> None:
     """A new setting has to be put in one of the two lists."""
-    after = {
-        "pp",
-        "dp",
-        "microbatches",
-        "schedule",
-        "virtual_stages",
-        "stages",
-        "microbatch_group",
-        "split",
-        "max_live",
-        "overlap",
-        "split_ops",
-        "recompute",
-    }
+    after = {"pp", "dp", "microbatches", "schedule", "virtual_stages", "stages", "microbatch_group", "split"}
+    after |= {"max_live", "overlap", "split_ops", "recompute"}
     assert after | set(TRACED_BY) == set(ParallelSettings.model_fields)
     assert traced_by(Parallel(dp=2, microbatches=2)) == traced_by(Parallel(pp=2, microbatches=4))
     assert traced_by(Parallel(tp=2)) != traced_by(Parallel())
 
 
-def test_planning_chooses_among_one_two_and_four_stages_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.device("meta"):
-        model = build_model(MODEL, 64, 0)
-    batch = torch.empty(8, 17, dtype=torch.int64, device="meta")
-    loss = counted_loss_function(MODEL)
-    traced: list[object] = []
-    export = tracing.torch_adapter.export_joint
-    monkeypatch.setattr(
-        tracing.torch_adapter, "export_joint", lambda *args: (traced.append(args), export(*args))[1]
-    )
+def test_planning_chooses_among_one_two_and_four_stages_a_rank(traced: list[object]) -> None:
     for pp, stages in ((1, [1, 2, 4]), (2, [2, 4]), (4, [4])):
         parallel = Parallel(pp=pp, microbatches=4, schedule="auto", virtual_stages="auto")
-        job = stretto.capture(model, batch, loss, parallel)
+        job = stretto.capture(*given(), parallel)
         assert [len(form.stages) for form in forms_of(job)] == stages
     assert len(traced) == 3
 
 
 def test_the_fastest_of_the_numbers_of_stages_is_planned() -> None:
-    with torch.device("meta"):
-        model = build_model(MODEL, 64, 0)
-    batch = torch.empty(8, 17, dtype=torch.int64, device="meta")
     parallel = Parallel(pp=2, microbatches=4, schedule="auto", virtual_stages="auto")
-    job = stretto.capture(model, batch, counted_loss_function(MODEL), parallel)
+    job = stretto.capture(*given(), parallel)
     cluster = cores()
     found = stretto.plan(job, cluster)
     alone = [step_us(stretto.plan(form, cluster)) for form in forms_of(job)]

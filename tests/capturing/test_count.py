@@ -64,46 +64,26 @@ def test_what_does_not_depend_on_the_batch_is_a_count_too() -> None:
     assert captured(lambda model, batch: (total(model, batch), 4)).count == Count(4.0)
 
 
-REFUSED = [
+REFUSED: list[tuple[Any, str]] = [
+    (lambda m, mb: (total(m, mb), m(mb["x"]).sum()), "a count that depends on a parameter"),
+    (lambda m, mb: (total(m, mb), (m(mb["x"]) > 0).sum()), "depends on parameter '"),
+    (lambda m, mb: (total(m, mb), m.weights.sum()), "reads buffer 'weights'"),
+    (lambda m, mb: (total(m, mb), F.dropout(mb["x"]).sum()), "is not made from the microbatch alone"),
+    (lambda m, mb: (total(m, mb), mb["n"]), "by batch leaf 'n', which is marked stretto.whole"),
+    (lambda m, mb: (total(m, mb), mb["n"] * 2), "is the same for all microbatches"),
     (
-        lambda model, batch: (total(model, batch), model(batch["x"]).sum()),
-        "a count that depends on a parameter: \\(sum, count\\) are the sum of the losses and how many they",
+        lambda m, mb: (F.cross_entropy(m(mb["x"]), mb["labels"]), (mb["labels"] != -100).sum()),
+        "(mean, count)",
     ),
-    (
-        lambda model, batch: (total(model, batch), (model(batch["x"]) > 0).sum()),
-        "depends on parameter '\\S+': it is known before the step begins, from plain tensors of the",
-    ),
-    (
-        lambda model, batch: (total(model, batch), model.weights.sum()),
-        "reads buffer 'weights': .* what it needs beside the microbatch goes into the batch, marked",
-    ),
-    (
-        lambda model, batch: (total(model, batch), F.dropout(batch["x"]).sum()),
-        "is not made from the microbatch alone",
-    ),
-    (
-        lambda model, batch: (total(model, batch), batch["n"]),
-        "is the same for all microbatches, by batch leaf 'n', which is marked stretto.whole: counts of micro",
-    ),
-    (
-        lambda model, batch: (total(model, batch), batch["n"] * 2),
-        "is the same for all microbatches, by batch leaf 'n'",
-    ),
-    (
-        lambda model, batch: (
-            F.cross_entropy(model(batch["x"]), batch["labels"]),
-            (batch["labels"] != -100).sum(),
-        ),
-        'returned \\(mean, count\\), and the first of the two is to be a sum: take it with reduction="sum"',
-    ),
-    (lambda model, batch: (model(batch["x"]).mean().float(), 4), "returned \\(mean, count\\)"),
+    (lambda m, mb: (m(mb["x"]).mean().float(), 4), "returned (mean, count)"),
 ]
 
 
 @pytest.mark.parametrize(("loss", "message"), REFUSED)
 def test_counts_that_cannot_be(loss: Any, message: str) -> None:
-    with pytest.raises(CaptureError, match=message):
+    with pytest.raises(CaptureError) as caught:
         captured(loss)
+    assert message in str(caught.value)
 
 
 def test_a_mean_with_the_count_one_is_a_mean_of_means() -> None:
@@ -152,8 +132,7 @@ def test_a_spread_vocabulary_is_a_mean_over_its_labels_too() -> None:
             self.double()
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(torch.tanh(self.body(x)))
-            return out
+            return self.head(torch.tanh(self.body(x)))
 
     def mean(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch["x"]), batch["labels"])

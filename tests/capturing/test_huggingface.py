@@ -77,17 +77,9 @@ grouped matrix product for experts)."""
 GROUPED = ("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Older `transformers` (5.17 is one) have no op for the gradient of a grouped product."""
 
-MORE_IN_FLOAT32 = ("GemmaForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
-MORE_IN_FLOAT64 = (
-    "MistralForCausalLM",
-    "PhiForCausalLM",
-    "Phi3ForCausalLM",
-    "Qwen3ForCausalLM",
-    "StableLmForCausalLM",
-    "FalconForCausalLM",
-    "MixtralForCausalLM",
-)
-"""Each of them is like another, or is tested in float32: for the longer run."""
+QUICK = ("GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM", "Olmo2ForCausalLM")
+QUICK_IN_FLOAT32 = ("Gemma2ForCausalLM", "MixtralForCausalLM", "MambaForCausalLM")
+"""Each of the others is like one of them: for the longer run."""
 
 NOISE = 1e-9
 """Gradients below this part of the largest one are zero but for rounding: biases before a softmax."""
@@ -116,7 +108,7 @@ def check(name: str, config: dict[str, Any], dtype: torch.dtype, tolerance: floa
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in MORE_IN_FLOAT64 else []) for n in MODELS]
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in MODELS]
 )
 def test_equal_in_float64(name: str) -> None:
     check(name, MODELS[name], torch.float64, 1e-10)
@@ -124,7 +116,7 @@ def test_equal_in_float64(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in MORE_IN_FLOAT32 else []) for n in IN_FLOAT32],
+    [pytest.param(n, marks=[] if n in QUICK_IN_FLOAT32 else [pytest.mark.slow]) for n in IN_FLOAT32],
 )
 def test_equal_in_float32(name: str) -> None:
     if name in GROUPED and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
@@ -154,8 +146,7 @@ def test_caches_and_attention_implementations(llama: nn.Module, attention: str, 
     ids = tokens(4)
 
     def loss(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        value: Tensor = model(**batch, use_cache=use_cache).loss
-        return value
+        return model(**batch, use_cache=use_cache).loss
 
     batch = {"input_ids": ids, "labels": ids.clone()}
     found = run(plan_of(evenly(trace(model, batch, loss, microbatches=2), 3, 2), "zb-h2"), model, batch)
@@ -185,14 +176,6 @@ def test_embeddings_and_positions_as_inputs(llama: nn.Module) -> None:
     found = run(plan_of(evenly(trace(llama, batch, loss, microbatches=4), 2, 4)), llama, batch)
     assert found.grads["model.embed_tokens.weight"] is None
     assert_equal(found, plain(llama, batch, loss), 1e-5)
-
-
-def test_gradient_checkpointing_is_said_to_have_no_effect(llama: nn.Module) -> None:
-    model = copy.deepcopy(llama)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ids = tokens(2)
-    with pytest.warns(UserWarning, match="activation checkpointing"):
-        trace(model, {"input_ids": ids, "labels": ids}, own_loss)
 
 
 def test_what_the_configuration_lacks_is_told_with_its_line() -> None:

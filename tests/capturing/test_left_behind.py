@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
 from stretto.capturing.state import PythonState
-from stretto.capturing.torch_state_adapter import tracing_state
 from stretto.capturing.trace import trace
 from stretto.models.gpt import next_token_loss
 from tests.capturing.zoo import WIDTH, BatchNorm, Chain, Hooked, mean_square, rows
@@ -100,22 +99,13 @@ def test_all_that_a_forward_leaves_is_put_back() -> None:
     assert not losses
     assert model.history is history
     assert model.notes is notes
+    with pytest.raises(stretto.CaptureError, match="asks for the value of a tensor"):
+        stretto.capture(model, rows(), lambda m, mb: mean_square(m, mb) * float(m.last.sum()), PARALLEL)
+    assert told(model) == before
     copy.deepcopy(model)
     mean_square(model, rows())
     assert model.history
     assert float(model.history[0]) == pytest.approx(float(model.table["y"]))
-
-
-def test_after_a_capture_that_failed() -> None:
-    model = keeps()
-    before = copy.deepcopy(told(model))
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return mean_square(model, batch) * float(model.last.sum())
-
-    with pytest.raises(stretto.CaptureError, match="asks for the value of a tensor"):
-        stretto.capture(model, rows(), loss, PARALLEL)
-    assert told(model) == before
 
 
 class Carries(Chain):
@@ -315,45 +305,24 @@ def test_a_failed_capture_leaves_it_too() -> None:
     assert [id(p) for p in model.parameters()] == identities
     assert hooks_of(model) == hooks
     assert not torch.compiler.is_compiling()
+    assert torch.backends.mkldnn.enabled
+    assert logging.getLogger("torch._functorch").level != logging.CRITICAL
     assert torch.is_grad_enabled()
     model.act = torch.tanh
     mean_square(model, rows()).backward()
 
 
-def test_the_process_is_left_as_it_was() -> None:
-    log = logging.getLogger("torch._functorch")
-
-    def state() -> tuple[int, bool, bool, int]:
-        compiling = torch.compiler.is_compiling()
-        return log.level, torch.backends.mkldnn.enabled, compiling, torch.get_num_threads()
-
-    before = state()
-    with tracing_state():
-        assert torch.compiler.is_compiling()
-        assert torch.compiler.is_exporting()
-        assert not torch.backends.mkldnn.enabled
-    assert before == state()
-
-
-def test_equal_models_give_equal_jobs() -> None:
+def test_equal_models_and_those_on_meta_give_equal_jobs() -> None:
     """So that ranks that capture for themselves hold one plan, whatever was captured before."""
-    parallel = stretto.Parallel(pp=2, microbatches=2)
-    jobs = [
-        stretto.capture(gpt(True), tokens(4, columns=8, seed=seed), next_token_loss, parallel)
-        for seed in (1, 2)
-    ]
-    assert jobs[0] == jobs[1]
-
-
-def test_meta_and_real_models_give_equal_jobs() -> None:
-    parallel = stretto.Parallel(pp=2, microbatches=2)
-    real = gpt(True)
     with torch.device("meta"):
         meta = gpt(True)
-    batch = tokens(4, columns=8)
-    assert stretto.capture(real, batch, next_token_loss, parallel) == stretto.capture(
-        meta, batch.to("meta"), next_token_loss, parallel
+    given = (
+        (gpt(True), tokens(4, columns=8)),
+        (gpt(True), tokens(4, columns=8, seed=2)),
+        (meta, tokens(4, columns=8)),
     )
+    jobs = [stretto.capture(model, batch, next_token_loss, PARALLEL) for model, batch in given]
+    assert jobs[0] == jobs[1] == jobs[2]
 
 
 LARGE = """

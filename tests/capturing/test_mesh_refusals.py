@@ -136,29 +136,20 @@ def half_plain(meshes: Meshes) -> nn.Module:
     return model
 
 
-PROGRAMS: list[tuple[Callable[[Meshes], nn.Module], type[Exception], str]] = [
-    (lambda on: Skip(on[::-1]), stretto.UsageError, "never reshards a tensor to the mesh of rank 2"),
-    (
-        lambda on: changed_skip(on, early=True),
-        stretto.UsageError,
-        "reaches the meshes of ranks [2], [1] in this order",
-    ),
-    (lambda on: changed_skip(on, back=True), stretto.UsageError, "never back"),
-    (half_plain, stretto.UsageError, "'layers.1.weight' is on no mesh"),
-    (
-        lambda on: changed_skip(on, to=lambda place, x: x),
-        stretto.CaptureError,
-        "its tensors are on two meshes",
-    ),
+PROGRAMS: list[tuple[Callable[[Meshes], nn.Module], str]] = [
+    (lambda on: Skip(on[::-1]), "never reshards a tensor to the mesh of rank 2"),
+    (lambda on: changed_skip(on, early=True), "reaches the meshes of ranks [2], [1] in this order"),
+    (lambda on: changed_skip(on, back=True), "never back"),
+    (half_plain, "'layers.1.weight' is on no mesh"),
+    (lambda on: changed_skip(on, to=lambda place, x: x), "its tensors are on two meshes"),
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "word"), PROGRAMS)
-def test_programs(make: Callable[[Meshes], nn.Module], error: type[Exception], word: str) -> None:
-    with lone_rank(1, 3), pytest.raises(error) as caught:
-        stretto.capture(
-            make(meshes_of()), batch(), loss_of, stretto.Parallel(pp=3, microbatches=MICROBATCHES)
-        )
+@pytest.mark.parametrize(("make", "word"), PROGRAMS)
+def test_programs(make: Callable[[Meshes], nn.Module], word: str) -> None:
+    parallel = stretto.Parallel(pp=3, microbatches=MICROBATCHES)
+    with lone_rank(1, 3), pytest.raises((stretto.UsageError, stretto.CaptureError)) as caught:
+        stretto.capture(make(meshes_of()), batch(), loss_of, parallel)
     assert word in str(caught.value)
 
 

@@ -6,20 +6,25 @@ copy of the model of which it takes its parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
 import stretto
-from stretto.ir.program import Job
+from stretto.capturing import torch_adapter
+from stretto.capturing.convert import convert
+from stretto.errors import CaptureError
+from stretto.ir.program import Job, Op, Ref
 from stretto.runtime.local import run_threads
 from stretto.runtime.shards import part_of
 from tests.clusters import cores
@@ -149,25 +154,6 @@ def test_reshards(source: Placement, target: Placement, schedule: str, overlap: 
     assert_as_plain(job, lambda: Pair(None, source, target))
 
 
-@pytest.mark.parametrize("last", [F.mse_loss, F.cross_entropy])
-def test_a_loss_over_parts(last: Callable[..., torch.Tensor]) -> None:
-    """The batch is cut in the loss, so that each rank has the mean over its part."""
-    given = batch()
-    if last is F.cross_entropy:
-        given["y"] = torch.arange(ROWS) * 5 % SIZE
-
-    def loss(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        out, y = model(given["x"]), given["y"]
-        assert isinstance(model, Pair)
-        if model.meshes is not None:
-            out = stretto.reshard(out, model.meshes[1], [Shard(0)])
-            y = stretto.shard(y, model.meshes[1], [Shard(0)])
-        return last(out, y)
-
-    job = captured(lambda meshes: Pair(meshes, S1, R), given=given, loss=loss)
-    assert_as_plain(job, lambda: Pair(None, S1, R), given, loss)
-
-
 def test_every_rank_captures_one_job() -> None:
     jobs = [captured(lambda meshes: Pair(meshes, P, R), rank) for rank in (0, 3)]
     assert jobs[0] == jobs[1]
@@ -198,84 +184,52 @@ def test_the_ops_that_no_pass_takes_out() -> None:
     assert_as_plain(job, lambda: Pair(None, S1, R))
 
 
-class Tokens(nn.Module):
-    """An embedding by rows and a sequence that is spread, then a layer by PyTorch's module styles."""
-
-    def __init__(self, meshes: list[DeviceMesh] | None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(2 * SIZE, SIZE, dtype=F64)
-        self.norm = nn.LayerNorm(SIZE, dtype=F64)
-        self.mix = nn.Linear(SIZE, SIZE, dtype=F64)
-        self.mlp = nn.Sequential(
-            nn.Linear(SIZE, SIZE, dtype=F64), nn.GELU(), nn.Linear(SIZE, SIZE, dtype=F64)
-        )
-        self.meshes = meshes
-        if meshes is not None:
-            stretto.shard(self.table, meshes[0], [Shard(0)])
-            stretto.shard(self.norm, meshes[0], WHOLE)
-            stretto.shard(self.mix, meshes[0], WHOLE)
-            plan = {
-                "0": ColwiseParallel(use_local_output=False),
-                "2": RowwiseParallel(use_local_output=False),
-            }
-            parallelize_module(self.mlp, meshes[1], plan)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.table(tokens)
-        if self.meshes is not None:
-            h = stretto.reshard(h, self.meshes[0], [Shard(1)])
-        h = h + self.mix(self.norm(h))
-        if self.meshes is not None:
-            h = stretto.reshard(h, self.meshes[1], [Replicate()])
-        return self.mlp(h)  # type: ignore[no-any-return]
-
-
-def test_embedding_sequence_and_module_styles() -> None:
-    given = {"x": torch.arange(ROWS * 6).reshape(ROWS, 6) * 5 % (2 * SIZE), "y": torch.zeros(ROWS, 6, SIZE)}
-    given["y"] += torch.linspace(-1.0, 1.0, SIZE)
-    given["y"] = given["y"].double()
-    assert_as_plain(captured(Tokens, given=given), lambda: Tokens(None), given)
-
-
 class Attention(nn.Module):
-    """Heads spread over the first mesh, an MLP over the second; a buffer, and a parameter that is frozen."""
+    """A table by rows, a spread sequence and heads on the first mesh; an MLP by PyTorch's module styles on
+    the second, with a buffer, and a parameter that is frozen."""
 
     scale: torch.Tensor
 
     def __init__(self, meshes: list[DeviceMesh] | None) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.table, self.norm = nn.Embedding(2 * SIZE, SIZE, dtype=F64), nn.LayerNorm(SIZE, dtype=F64)
         self.heads = nn.ModuleList(nn.Linear(SIZE, SIZE, dtype=F64) for _ in range(3))
         self.out = nn.Linear(SIZE, SIZE, bias=False, dtype=F64)
-        self.norm = nn.LayerNorm(SIZE, dtype=F64)
+        up, down = (nn.Linear(SIZE, SIZE, dtype=F64) for _ in range(2))
+        self.mlp = nn.Sequential(up, nn.GELU(), down)
         self.norm.bias.requires_grad_(False)
-        self.up, self.down = (nn.Linear(SIZE, SIZE, bias=False, dtype=F64) for _ in range(2))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, SIZE, dtype=F64))
         self.meshes = meshes
         if meshes is not None:
-            stretto.shard(self.heads, meshes[0], COLUMNS)
-            stretto.shard(self.out, meshes[0], ROWWISE)
-            stretto.shard(self.norm, meshes[1], WHOLE)
-            stretto.shard(self.up, meshes[1], COLUMNS)
-            stretto.shard(self.down, meshes[1], ROWWISE)
+            for module, how in (
+                (self.table, COLUMNS),
+                (self.norm, WHOLE),
+                (self.heads, COLUMNS),
+                (self.out, ROWWISE),
+            ):
+                stretto.shard(module, meshes[0], how)
             self.scale = stretto.shard(self.scale, meshes[1])
+            styles = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
+            parallelize_module(self.mlp, meshes[1], dict(zip("02", styles, strict=True)))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def reshard(self, x: torch.Tensor, place: int, placement: Placement) -> torch.Tensor:
+        return x if self.meshes is None else stretto.reshard(x, self.meshes[place], [placement])  # type: ignore[arg-type]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.reshard(self.table(tokens), 0, S1))
+        x = self.reshard(x, 0, R)
         rows, length, _ = x.shape
         q, k, v = (head(x).view(rows, length, 4, 2).transpose(1, 2) for head in self.heads)
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         seen = (q @ k.transpose(-1, -2)).masked_fill(later, float("-inf")).softmax(dim=-1) @ v
-        x = x + self.out(seen.transpose(1, 2).reshape(rows, length, SIZE))
-        if self.meshes is not None:
-            x = stretto.reshard(x, self.meshes[1], [Replicate()])  # type: ignore[arg-type]
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x) * self.scale)))
-        return out
+        x = self.reshard(x + self.out(seen.transpose(1, 2).reshape(rows, length, SIZE)), 1, R)
+        return x + self.mlp(x * self.scale)
 
 
-def test_heads_are_spread() -> None:
-    made = torch.sin(torch.arange(2 * ROWS * 6 * SIZE, dtype=F64)).reshape(2, ROWS, 6, SIZE)
-    given = {"x": made[0], "y": made[1]}
+def test_a_transformer() -> None:
+    given = {"x": torch.arange(ROWS * 6).reshape(ROWS, 6) * 5 % (2 * SIZE)}
+    given["y"] = torch.linspace(-1.0, 1.0, SIZE, dtype=F64).repeat(ROWS, 6, 1)
     assert_as_plain(captured(Attention, given=given), lambda: Attention(None), given)
 
 
@@ -300,21 +254,18 @@ class Between(nn.Module):
         h = self.act(torch.tanh(self.a(x)), self.table)
         if self.meshes is not None:
             h = stretto.reshard(h, self.meshes[1], [Replicate()])  # type: ignore[arg-type]
-        out: torch.Tensor = self.b(h)
-        return out
+        return self.b(h)
 
 
 def places(h: torch.Tensor, table: nn.Module) -> torch.Tensor:
-    found: torch.Tensor = h.cumsum(1) + h.flip(1) * h.roll(1, 1) + h.sort(1)[0]
-    return found
+    return h.cumsum(1) + h.flip(1) * h.roll(1, 1) + h.sort(1)[0]
 
 
 def rows_of_tables(h: torch.Tensor, table: nn.Module) -> torch.Tensor:
     """Two lookups, of which the first is used after the second."""
     rows = torch.arange(len(h)) % (ROWS // MICROBATCHES)
     first, second = table(rows), table(5 - rows)
-    found: torch.Tensor = h * first + second * first
-    return found
+    return h * first + second * first
 
 
 def attention(h: torch.Tensor, table: nn.Module) -> torch.Tensor:
@@ -361,3 +312,55 @@ def test_a_write_that_would_be_lost_is_refused() -> None:
 
     with pytest.raises(stretto.CaptureError, match=r"made\[:, 1:3\] = 0.0(.|\n)*gathered copy"):
         captured(lambda meshes: Between(meshes, lost))
+
+
+SENT, COLS = 6, 4
+
+
+class Exchanging(nn.Module):
+    """A layer whose result is exchanged. sizes: what an end sends to each, and gets from each."""
+
+    def __init__(self, sizes: Sequence[list[int] | None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(COLS, COLS)
+        self.sizes = sizes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = all_to_all_single_autograd(self.layer(x), *self.sizes, dist.group.WORLD)  # type: ignore[arg-type]
+        return made * 2
+
+
+def converted(sizes: Sequence[list[int] | None] = (None, None), world: int = 2, ranks: int = 2) -> list[Op]:
+    model = Exchanging(sizes)
+    mode = torch_adapter.fake_mode()
+    with lone_rank(0, world):
+        with mode:
+            x = torch.empty(SENT, COLS)
+        with torch_adapter.fake_state(model, mode, torch.device("cpu"), None):
+            joint, _ = torch_adapter.export_joint(
+                model, lambda model, x: model(x).sum(), lambda leaves: leaves[0], [x], mode, None, None, None
+            )
+        names = {node: f"{kind}/{key}" for node, (kind, key) in joint.inputs.items()}
+        ops, _ = convert(joint, names, (), ranks)
+    return [traced.op for traced in ops]
+
+
+def test_it_is_a_start_and_a_wait_and_its_gradient_goes_back_so() -> None:
+    ops = converted()
+    starts = [op for op in ops if op.kind is not None]
+    assert [op.target for op in starts] == ["comm.all_to_all"] * 2
+    for start in starts:
+        assert isinstance(start.args[0], Ref)
+        assert start.args[1:] == ("tp", 2)
+        assert [str(spec) for spec in start.outputs] == [f"float32[{SENT},{COLS}]"]
+        (wait,) = (op for op in ops if op.target == "comm.wait" and op.uses == (start.name,))
+        assert wait.alias == start.name
+
+
+def test_what_a_program_cannot_have_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"different sizes, \[4, 2\] rows to send and \[3, 3\] to receive"):
+        converted(([3, 3], [4, 2]))
+    with pytest.raises(CaptureError, match="all-to-all is of 3 ranks, and the model is spread over tp = 2"):
+        converted(world=3)
+    with pytest.raises(CaptureError, match="all-to-all is of 2 ranks, and the model is spread over tp = 1"):
+        converted(ranks=1)

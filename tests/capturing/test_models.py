@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,19 +13,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import stretto
+from stretto.capturing.evaluation import capture_evaluation
 from stretto.capturing.trace import trace
-from stretto.ir.action import Phase
+from stretto.ir.action import Phase, Schedule, parse_slot
+from tests.capturing.steps import assert_plain
 from tests.capturing.zoo import (
     EQUAL,
     WIDTH,
     BatchNorm,
     Chain,
     OneGradForTwo,
-    Shared,
     Skips,
     mean_square,
     rows,
 )
+from tests.clusters import cores
 from tests.runtime.equality import (
     assert_equal,
     assert_same_bits,
@@ -35,6 +39,8 @@ from tests.runtime.equality import (
     run,
 )
 
+WITHOUT = {"Frozen": "layers.2.weight", "Unused": "extra.weight"}
+"""Parameters that have no gradient."""
 BLOCKS = ["layers.1", "layers.2", "layers.3"]
 
 
@@ -44,17 +50,14 @@ def test_the_plain_models_numbers(name: str) -> None:
     expected = plain(model, batch, mean_square)
     found = trace(model, batch, mean_square, microbatches=4)
     for stages in (2, 4):
-        assert_equal(run(plan_of(evenly(found, stages, 4), "zb-h1"), model, batch), expected, 1e-10)
-
-
-def test_a_module_used_by_several_stages_sums_its_parts_once_a_step() -> None:
-    model, batch = Shared(), rows()
-    found = trace(model, batch, mean_square, microbatches=4)
-    job = evenly(found, 2, 4)
-    weight = next(p for p in job.parameters if p.name == "layers.0.weight")
-    assert weight.stages == (0, 1)
-    assert [stage for stage, _, _ in weight.grads] == [0, 1], "one part from each stage"
-    assert_equal(run(plan_of(job, "zb-h2"), model, batch), plain(model, batch, mean_square), 1e-10)
+        job = evenly(found, stages, 4)
+        result = run(plan_of(job, "zb-h1"), model, batch)
+        assert_equal(result, expected, 1e-10)
+        if name == "Shared" and stages == 2:  # one part of each stage, summed once a step
+            weight = next(p for p in job.parameters if p.name == "layers.0.weight")
+            assert [stage for stage, _, _ in weight.grads] == list(weight.stages) == [0, 1]
+        if name in WITHOUT:
+            assert result.grads[WITHOUT[name]] is None
 
 
 def test_skips_are_edges_to_the_stages_that_use_them() -> None:
@@ -127,14 +130,6 @@ def test_a_buffer_that_two_stages_write_is_refused() -> None:
         job_of(found, 2, 4, ["layers.2"])
 
 
-def test_frozen_and_unused_parameters_have_no_gradient() -> None:
-    batch = rows()
-    for name, without in (("Frozen", "layers.2.weight"), ("Unused", "extra.weight")):
-        model = EQUAL[name]()
-        found = run(plan_of(evenly(trace(model, batch, mean_square, microbatches=2), 2, 2)), model, batch)
-        assert found.grads[without] is None
-
-
 class Leaves(Chain):
     """Reads a tree: integers, booleans, nested tensors, and leaves that are no tensors."""
 
@@ -184,8 +179,7 @@ class Checkpointed(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=False)
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 def test_activation_checkpointing_is_said_to_have_no_effect() -> None:
@@ -222,3 +216,109 @@ def test_bf16_computes_in_bfloat16_and_gives_float32_gradients() -> None:
     # bfloat16 has 8 bits: one rounding is 2**-8 of the value, and each gradient passes through a few.
     assert_equal(results[0], expected, 0.04)
     assert max(float((results[0].grads[n] - g).norm() / g.norm()) for n, g in expected.grads.items()) > 1e-4
+
+
+FOUR = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+NAMES = ["1", "2", "3"]
+
+
+def job_of_four(model: nn.Module = FOUR, columns: int = 4, **given: Any) -> stretto.Job:
+    parallel = stretto.Parallel(microbatches=2, **given)
+    return stretto.capture(model, torch.randn(2, columns), loss=mean_square, parallel=parallel)
+
+
+def linears(count: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
+
+
+class Tied(nn.Module):
+    def __init__(self, detached: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.detached = detached
+        self.embedding = nn.Embedding(16, 8)
+        self.hidden = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.embedding.weight.requires_grad_(not frozen)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.hidden(self.embedding(tokens))
+        return nn.functional.linear(x, self.head.weight.detach()) if self.detached else self.head(x)
+
+
+def next_tokens(model: nn.Module, batch: Any) -> torch.Tensor:
+    logits = model(batch["x"])
+    return nn.functional.cross_entropy(logits.reshape(-1, 16), batch["y"].reshape(-1))
+
+
+IDS = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, dict[str, Any]]] = {
+    **{
+        f"views cut at {cut}": (lambda: linears(4), X, mean_square, {"split": [cut], "schedule": "zb-h1"})
+        for cut in NAMES
+    },
+    "a tie": (Tied, IDS, mean_square, {"split": ["hidden"]}),
+    "a tie that one stage trains": (lambda: Tied(True), IDS, mean_square, {"split": ["hidden"]}),
+    "a tie that none trains": (lambda: Tied(frozen=True), IDS, mean_square, {"split": ["hidden"]}),
+    "slices of one tensor": (
+        lambda: nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)),
+        {"x": IDS[:, :-1], "y": IDS[:, 1:]},
+        next_tokens,
+        {"microbatches": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_the_plain_models(name: str) -> None:
+    make, batch, loss, layout = CASES[name]
+    torch.manual_seed(0)
+    assert_plain(make().double(), batch, loss, stretto.Parallel(**{"pp": 2, "microbatches": 4, **layout}))
+
+
+def test_replaced_and_frozen_parameters() -> None:
+    model = nn.Linear(4, 4)
+    runner = stretto.Runner(stretto.plan(job_of_four(model), cores()), model)
+    model.bias.requires_grad_(False)
+    runner.step(torch.randn(2, 4))
+    assert model.bias.grad is None
+    assert model.weight.grad is not None
+    model.weight.data = torch.randn(4, 4)
+    with pytest.raises(stretto.UsageError, match="parameter 'weight' has got another tensor"):
+        runner.step(torch.randn(2, 4))
+
+
+def test_capture_works_where_gradients_are_off() -> None:
+    with torch.no_grad():
+        job = job_of_four()
+    assert all(parameter.grads for parameter in job.parameters)
+
+
+def own_order(*ranks: str) -> Schedule:
+    orders = tuple(tuple(parse_slot(token) for token in order.split()) for order in ranks)
+    return Schedule("by hand", 4, 2, (0, 1, 0, 1), orders)
+
+
+LOOPED = own_order("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1")
+
+
+def test_stages_that_are_not_one_a_rank_need_a_schedule_of_ones_own() -> None:
+    job = job_of_four(pp=2, split=NAMES, schedule="1f1b")
+    with pytest.raises(stretto.UsageError, match="capture with 2 stages"):
+        stretto.plan(job, cores())
+    assert stretto.plan(job, cores(), schedule=LOOPED).ranks == 2
+    with pytest.raises(stretto.UsageError, match="is for 2 ranks, but pp = 4"):
+        stretto.plan(replace(job, pp=4), cores(), schedule=LOOPED)
+    with pytest.raises(stretto.UsageError, match="max_live = 1"):
+        stretto.plan(replace(job, max_live=1), cores(), schedule=LOOPED)
+
+
+def test_evaluation_stays_on_the_ranks_of_the_training() -> None:
+    x, job = torch.randn(2, 4), job_of_four(pp=2, split=NAMES)
+    training = stretto.plan(job, cores(), schedule=LOOPED)
+    evaluation = capture_evaluation(FOUR, x, mean_square, job)
+    plan = stretto.plan(evaluation, cores(), schedule=training.schedule)
+    assert plan.schedule.stage_ranks == (0, 1, 0, 1)
+    results = stretto.run_threads(plan, lambda _: FOUR, lambda runner: float(runner.step(x)))
+    assert results == pytest.approx([mean_square(FOUR, x).item()] * 2, rel=1e-5)

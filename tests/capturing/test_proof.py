@@ -22,8 +22,7 @@ Batch = dict[str, Tensor]
 
 
 def square(model: nn.Module, batch: Batch) -> Tensor:
-    out: Tensor = model(batch["x"]).square().mean()
-    return out
+    return model(batch["x"]).square().mean()
 
 
 def batch_of(*shape: int) -> Batch:
@@ -48,8 +47,7 @@ class Attention(nn.Module):
         q = self.q(x).view(rows, tokens, -1, self.d).transpose(1, 2)
         k, v = self.both(x).split(self.d, dim=-1)
         weights = (torch.einsum("bhsd,btd->bhst", q, k) / self.d**0.5).softmax(-1)
-        out: Tensor = self.out(torch.einsum("bhst,btd->bshd", weights, v).reshape(rows, tokens, -1))
-        return out
+        return self.out(torch.einsum("bhst,btd->bshd", weights, v).reshape(rows, tokens, -1))
 
 
 @pytest.mark.parametrize("style", [None, "replicated", "colwise_gather_output"])
@@ -68,8 +66,7 @@ class Gated(nn.Module):
         self.up, self.gate, self.down = nn.Linear(8, 16), nn.Linear(8, 4), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.up(x) * self.gate(x).mean(-1, keepdim=True))
-        return out
+        return self.down(self.up(x) * self.gate(x).mean(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("style", [None, "colwise_gather_output"])
@@ -97,8 +94,7 @@ class Coded(nn.Module):
         self.up, self.down, self.code = nn.Linear(8, 16), nn.Linear(16, 8), code
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.code(self, self.up(x)))
-        return out
+        return self.down(self.code(self, self.up(x)))
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
-from stretto.batch.constants import ConstantsWatch, part
+from stretto.batch.constants import part
 from tests.capturing.steps import assert_plain, plan_of
 from tests.capturing.zoo import WIDTH, Chain, mean_square, rows
 
 PIPELINE = stretto.Parallel(pp=2, microbatches=2)
+ONE = stretto.Parallel(microbatches=2)
 GLOBAL = 0.5
 SETTINGS = types.SimpleNamespace(weight=1.0, step=0)
 
@@ -63,8 +65,7 @@ class Weighted:
 
     def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
         targets = torch.zeros(batch.shape[0], dtype=torch.int64)
-        made: Tensor = self.criterion(model(batch), targets) * self.weight * GLOBAL * SETTINGS.weight
-        return made
+        return self.criterion(model(batch), targets) * self.weight * GLOBAL * SETTINGS.weight
 
 
 def set_global(value: float) -> None:
@@ -133,8 +134,27 @@ def test_values_that_the_forward_does_not_need_may_change() -> None:
     after_a_change(Reader(), loss, change)
 
 
-def test_values_of_the_loss() -> None:
-    weight, calls, table, loss = 0.3, 0, {"lam": 0.1, "steps": 0}, Weighted()
+LOSS: list[tuple[str, Callable[[Any], object]]] = [
+    ("weight is 0.5 now, and was 0.3", lambda loss: setattr(loss, "weight", 0.5)),
+    ("criterion.label_smoothing is 0.2", lambda loss: setattr(loss.criterion, "label_smoothing", 0.2)),
+    ("GLOBAL is 0.25 now, and was 0.5", lambda _: set_global(0.25)),
+    ("SETTINGS.weight is 3.0 now, and was 1.0", lambda _: setattr(SETTINGS, "weight", 3.0)),
+]
+
+
+@pytest.mark.parametrize(("message", "change"), LOSS)
+def test_values_of_a_loss_that_is_an_object(
+    message: str, change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL", 0.5)
+    monkeypatch.setattr(SETTINGS, "weight", 1.0)
+    loss = Weighted()
+    with pytest.raises(stretto.UsageError, match=re.escape(message)):
+        after_a_change(Reader(), loss, lambda _: change(loss))
+
+
+def test_values_of_a_closure() -> None:
+    weight, calls, table = 0.3, 0, {"lam": 0.1, "steps": 0}
 
     def closure(model: nn.Module, batch: Tensor) -> Tensor:
         nonlocal calls
@@ -145,25 +165,11 @@ def test_values_of_the_loss() -> None:
         nonlocal weight
         weight = 0.4
 
-    def count(_: nn.Module) -> None:
-        nonlocal calls
-        calls += 1
-        table["steps"] += 1
-
-    after_a_change(Reader(), closure, count)
-    for given, change, message in (
-        (closure, set_weight, "weight is 0.4 now, and was 0.3"),
-        (closure, lambda _: table.update(lam=0.2), "table['lam'] is 0.2 now, and was 0.1"),
-        (loss, lambda _: setattr(loss, "weight", 0.5), "weight is 0.5 now, and was 0.3"),
-        (loss, lambda _: setattr(loss.criterion, "label_smoothing", 0.2), "criterion.label_smoothing is 0.2"),
-        (loss, lambda _: set_global(0.25), "GLOBAL is 0.25 now, and was 0.5"),
-        (loss, lambda _: setattr(SETTINGS, "weight", 3.0), "SETTINGS.weight is 3.0 now, and was 1.0"),
-    ):
-        with pytest.raises(stretto.UsageError) as caught:
-            after_a_change(Reader(), given, change)
-        assert message in str(caught.value)
-        set_global(0.5)
-        SETTINGS.weight = 1.0
+    after_a_change(Reader(), closure, lambda _: table.update(steps=1))
+    with pytest.raises(stretto.UsageError, match=r"weight is 0\.4 now, and was 0\.3"):
+        after_a_change(Reader(), closure, set_weight)
+    with pytest.raises(stretto.UsageError, match=r"table\['lam'\] is 0\.2 now, and was 0\.1"):
+        after_a_change(Reader(), closure, lambda _: table.update(lam=0.2))
 
 
 def test_equal_layers_that_were_not_traced() -> None:
@@ -173,8 +179,7 @@ def test_equal_layers_that_were_not_traced() -> None:
             self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.drop(torch.tanh(self.linear(x)))
-            return out
+            return self.drop(torch.tanh(self.linear(x)))
 
     model = nn.Sequential(*(Layer() for _ in range(6))).double()
     jobs = [
@@ -188,7 +193,7 @@ def test_equal_layers_that_were_not_traced() -> None:
 
 def test_a_plan_from_a_file_looks_at_its_own_model(tmp_path: Path) -> None:
     model, file = Reader(), tmp_path / "plan.json"
-    plan_of(model, rows(), mean_square, stretto.Parallel(microbatches=2)).save(file)
+    plan_of(model, rows(), mean_square, ONE).save(file)
     runner = stretto.Runner(stretto.load_plan(file), model)
     runner.step(rows())
     model.drop.p = 0.25
@@ -216,8 +221,8 @@ def test_what_may_change_in_every_step() -> None:
     def loss(m: nn.Module, mb: Any) -> Tensor:
         return mean_square(m, mb["x"]) * mb["weight"]
 
-    model, parallel = Buffered(), stretto.Parallel(microbatches=2)
-    plan = plan_of(model, {"x": rows(), "weight": stretto.whole(0.5)}, loss, parallel)
+    model = Buffered()
+    plan = plan_of(model, {"x": rows(), "weight": stretto.whole(0.5)}, loss, ONE)
     runner = stretto.Runner(plan, model)
     first = float(runner.step({"x": rows(), "weight": stretto.whole(0.5)}))
     dict(runner.named_buffers())["alpha"].fill_(4.0)
@@ -226,24 +231,14 @@ def test_what_may_change_in_every_step() -> None:
 
 
 def test_an_evaluation_is_of_any_mode() -> None:
-    model, models = Reader(), dict[int, nn.Module]()
-    plan = plan_of(model, rows(), mean_square, PIPELINE)
-
-    def made(rank: int) -> nn.Module:
-        models[rank] = copy.deepcopy(model)
-        return models[rank]
-
-    def work(runner: stretto.Runner) -> float:
-        own = models[runner.rank]
-        evaluation = stretto.Evaluation(runner, own, rows(), mean_square, parallel=PIPELINE)
-        runner.step(rows())
-        own.eval()
-        told = evaluation.loss([rows()])
-        own.train()
-        runner.step(rows())
-        return told
-
-    assert stretto.run_threads(plan, made, work)[0] > 0
+    model = Reader()
+    runner = stretto.Runner(plan_of(model, rows(), mean_square, ONE), model)
+    evaluation = stretto.Evaluation(runner, model, rows(), mean_square, parallel=ONE)
+    runner.step(rows())
+    model.eval()
+    assert evaluation.loss([rows()]) > 0
+    model.train()
+    runner.step(rows())
 
 
 def test_classes_are_as_they_were_and_the_step_is_the_plain_models() -> None:
@@ -261,22 +256,23 @@ def test_classes_are_as_they_were_and_the_step_is_the_plain_models() -> None:
     assert [dict(vars(kind)) for kind in kinds] == before
 
 
-def test_copies_of_a_job_watch_nothing_and_paths_run_no_code() -> None:
+def test_copies_of_a_job_watch_nothing() -> None:
     job = stretto.capture(Reader(), rows(), Weighted(), PIPELINE)
-    assert job.watch is not None
     for copied in (pickle.loads(pickle.dumps(job)), copy.deepcopy(job)):
         assert copied == job
-        assert isinstance(copied.watch, ConstantsWatch)
         copied.watch.check()
 
-    class Trap:
-        @property
-        def value(self) -> int:
-            raise AssertionError("a property was called")
 
-        def __getitem__(self, key: object) -> int:
-            raise AssertionError("code was called")
+class Trap:
+    @property
+    def value(self) -> int:
+        raise AssertionError("a property was called")
 
+    def __getitem__(self, key: object) -> int:
+        raise AssertionError("code was called")
+
+
+def test_paths_run_no_code() -> None:
     for step in (".value", ".missing", "[0", "['a'", "[__import__('os')"):
         part(Trap(), step)
     assert part({"a": 1}, "['a'") == 1

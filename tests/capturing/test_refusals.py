@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
-from torch._higher_order_ops.while_loop import while_loop
 from torch.autograd import backward as torch_backward
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -80,10 +78,6 @@ CODE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: torch.cond(x.sum() > 0, lambda t: t.tanh(), lambda t: t.sin(), (x,)),
         "choose with torch.where",
     ),
-    "while_loop": (
-        lambda x: while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t.sin()), (x[0, 0].long(), x))[1],
-        "choose with torch.where",
-    ),
     "scan": (
         lambda x: scan(lambda c, t: (c + t, c * t), torch.zeros_like(x[0]), x)[1],
         "choose with torch.where",
@@ -93,7 +87,7 @@ CODE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         "cannot capture Acts",
     ),
 }
-WITHOUT_A_LINE = {"Python's random", "NumPy's random", "while_loop", "scan", "cond", "error in a branch"}
+WITHOUT_A_LINE = {"Python's random", "NumPy's random", "scan", "cond", "error in a branch"}
 
 
 @pytest.mark.parametrize(
@@ -179,15 +173,9 @@ def test_losses(loss: Any, word: str) -> None:
     message = refusal(Chain(), rows(), loss)
     assert word in message
     assert "ValueError: " not in message
-    assert f"{Path('stretto', 'loss.py')}:" not in message, "the line is the user's"
     if "loss(model, microbatch) at" in message or "the loss at" in message:
         code = getattr(loss, "__wrapped__", loss).__code__
         assert "mean_square" in code.co_name or f"{__file__}:{code.co_firstlineno}" in message
-
-
-def test_the_user_may_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        stretto.capture(Chain(), rows(), raising(KeyboardInterrupt()), PARALLEL)
 
 
 # --- models and batches ------------------------------------------------------------------------------------
@@ -224,10 +212,7 @@ class Replaces(Chain):
 MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: nn.Sequential(nn.LazyLinear(4)), "parameter '0.weight' has no shape"),
     (lambda: nn.Sequential(nn.Linear(8, 8), nn.LazyBatchNorm1d()), "'1.weight' has no shape"),
-    (
-        lambda: with_parameter(nn.Parameter(torch.eye(2, WIDTH).double().to_sparse())),
-        "'out.weight' is a sparse",
-    ),
+    (lambda: with_parameter(nn.Parameter(torch.eye(2, WIDTH).to_sparse())), "'out.weight' is a sparse"),
     (lambda: with_parameter(Chain().out.weight * 1), "'out.weight' is the result of a computation"),
     (lambda: with_buffer(torch.eye(3).to_sparse()), "buffer 'rows' is a sparse"),
     (lambda: with_buffer(torch.eye(3).to_sparse_csr(), "layers.2"), "buffer 'layers.2.rows' is a sparse"),
@@ -245,25 +230,25 @@ def test_models(make: Callable[[], nn.Module], word: str) -> None:
 class Looks(nn.Module):
     """Looks rows up, with sparse gradients."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, by: Callable[[Tensor, Tensor], Tensor] | None) -> None:
         super().__init__()
-        self.how = how
-        self.table = nn.Embedding(9, WIDTH, sparse=how == "module")
-        self.bag = nn.EmbeddingBag(9, WIDTH, sparse=how == "bag", mode="sum")
-        self.out = nn.Linear(WIDTH, 2)
+        self.table, self.by = nn.Embedding(9, WIDTH, sparse=True), by
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.how == "function":
-            return self.out(nn.functional.embedding(ids, self.table.weight, sparse=True))
-        if self.how == "gather":
-            at = ids.reshape(-1, 1).expand(-1, WIDTH)
-            return self.out(torch.gather(self.table.weight, 0, at, sparse_grad=True))
-        return self.out(self.bag(ids) if self.how == "bag" else self.table(ids))
+        return self.table(ids) if self.by is None else self.by(ids, self.table.weight)
 
 
-@pytest.mark.parametrize("how", ["module", "function", "bag", "gather"])
-def test_sparse_gradients(how: str) -> None:
-    assert "give sparse=False" in refusal(Looks(how), torch.zeros(4, 3, dtype=torch.int64), mean_square)
+LOOKUPS: list[Callable[[Tensor, Tensor], Tensor] | None] = [
+    None,
+    lambda ids, w: nn.functional.embedding(ids, w, sparse=True),
+    lambda ids, w: nn.functional.embedding_bag(ids, w, sparse=True, mode="sum"),
+    lambda ids, w: torch.gather(w, 0, ids.reshape(-1, 1).expand(-1, WIDTH), sparse_grad=True),
+]
+
+
+@pytest.mark.parametrize("by", LOOKUPS)
+def test_sparse_gradients(by: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+    assert "give sparse=False" in refusal(Looks(by), torch.zeros(4, 3, dtype=torch.int64), mean_square)
 
 
 def test_a_model_on_two_devices() -> None:
@@ -355,17 +340,17 @@ class Imported(Own):
 
 
 class Checkpointed(Chain):
-    def __init__(self, how: Any, where: int | None, frozen: bool) -> None:
+    def __init__(self, how: Any, frozen: bool) -> None:
         super().__init__()
-        self.how, self.where = how, where
+        self.how = how
         self.layers[0].requires_grad_(not frozen)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
         if not x.requires_grad:
             x.requires_grad_(True)  # as peft does for frozen embeddings
-        for at, layer in enumerate(self.layers[1:], 1):
-            x = torch.tanh(self.how(layer, x) if self.where in (None, at) else layer(x))
+        for layer in self.layers[1:]:
+            x = torch.tanh(self.how(layer, x))
         return self.out(x)
 
 
@@ -378,10 +363,9 @@ BACKWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("where", [None, 3])
 @pytest.mark.parametrize("name", BACKWARDS)
-def test_a_backward_within_the_backward(name: str, where: int | None, frozen: bool) -> None:
-    model = Checkpointed(BACKWARDS[name], where, frozen)
+def test_a_backward_within_the_backward(name: str, frozen: bool) -> None:
+    model = Checkpointed(BACKWARDS[name], frozen)
     message = refusal(model, rows(), mean_square)
     assert "runs a backward of its own" in message
     assert "recompute='full'" in message
@@ -390,25 +374,6 @@ def test_a_backward_within_the_backward(name: str, where: int | None, frozen: bo
         backward_in_loss(model, rows())
         assert all(p.grad is not None for p in model.parameters())
         Own.apply(model.out, rows().requires_grad_()).sum().backward()
-
-
-class Stopped(torch.autograd.Function):
-    """Ctrl-C comes while PyTorch traces the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_in_the_backward_is_no_error_of_an_op() -> None:
-    model = Acts(Stopped.apply)
-    with warnings.catch_warnings(record=True, action="always") as seen, pytest.raises(KeyboardInterrupt):
-        stretto.capture(model, rows(), mean_square, PARALLEL)
-    assert not [one for one in seen if "Error detected" in str(one.message)]
 
 
 def of_a_value(layer: nn.Module, watch: Any) -> Any:
@@ -459,23 +424,12 @@ def reduced(x: Tensor) -> Tensor:
     return x
 
 
-def gathered(x: Tensor) -> Tensor:
-    found = [torch.empty_like(x)]
-    dist.all_gather(found, x)
-    return found[0]
-
-
 def waited(x: Tensor) -> Tensor:
     dist.barrier()
     return x
 
 
-def exchanged(x: Tensor) -> Tensor:
-    dist.all_gather_object([None], 1)
-    return x
-
-
-@pytest.mark.parametrize("act", [reduced, gathered, waited, exchanged])
+@pytest.mark.parametrize("act", [reduced, waited])
 def test_collectives_of_the_models_own(act: Callable[[Tensor], Tensor], world: None) -> None:
     message = refusal(Acts(act), rows(), mean_square)
     assert "communicates by torch.distributed" in message

@@ -40,8 +40,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = self.act(layer(x))
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 class InPlace(Chain):
@@ -105,8 +104,7 @@ class Shared(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(4):
             x = self.act(self.layers[0](x))
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 class Skips(Chain):
@@ -119,8 +117,7 @@ class Skips(Chain):
             x = self.act(layer(x))
             if at == 2:
                 x = x + seen[0] * seen[1]
-        out: Tensor = self.out(x + torch.stack(seen).sum(0) + torch.cat(seen, -1).view(-1, 4, WIDTH).mean(1))
-        return out
+        return self.out(x + torch.stack(seen).sum(0) + torch.cat(seen, -1).view(-1, 4, WIDTH).mean(1))
 
 
 class ViewOfAView(Chain):
@@ -131,8 +128,7 @@ class ViewOfAView(Chain):
             x = self.act(layer(x)).view(-1, 2, 4).transpose(1, 2)
             x = torch.tanh(x.reshape(-1, WIDTH))
             x = x.t().contiguous().t()
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 class OneGradForTwo(Chain):
@@ -178,8 +174,7 @@ class AddedLast(Chain):
             x = self.act(layer(x))
             if number == 1:
                 x = x + self.added
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 class Frozen(Chain):
@@ -277,6 +272,10 @@ class Complex(Chain):
         return super().forward((torch.fft.fft(x) @ self.filter).abs())
 
 
+EQUAL: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (Chain, *Chain.__subclasses__())}
+"""Models whose loss and gradients are those of the plain model, in float64."""
+
+
 class BatchNorm(Chain):
     """A buffer that every microbatch updates; `shared` uses one norm after every layer."""
 
@@ -287,8 +286,7 @@ class BatchNorm(Chain):
     def forward(self, x: Tensor) -> Tensor:
         for at, layer in enumerate(self.layers):
             x = self.act(self.norms[at % len(self.norms)](layer(x)))
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 class Dropout(Chain):
@@ -299,34 +297,3 @@ class Dropout(Chain):
 class Noise(Chain):
     def act(self, x: Tensor) -> Tensor:
         return torch.tanh(x) + 0.1 * torch.randn_like(x) * torch.rand(1, dtype=x.dtype)
-
-
-EQUAL: dict[str, type[nn.Module]] = {
-    kind.__name__: kind
-    for kind in (
-        Chain,
-        InPlace,
-        Masked,
-        OwnFunction,
-        OwnOp,
-        Shared,
-        Skips,
-        ViewOfAView,
-        OneGradForTwo,
-        WeightUsedTwice,
-        Penalised,
-        AddedLast,
-        Frozen,
-        Unused,
-        Recurrent,
-        Convolutions,
-        Encoder,
-        WeightNorm,
-        Hooked,
-        Constants,
-        GradientOfGradient,
-        Sorts,
-        Complex,
-    )
-}
-"""Models whose loss and gradients are those of the plain model, in float64."""

@@ -18,10 +18,9 @@ from stretto.config.pretrained import complete
 from stretto.errors import RunError, UsageError
 from stretto.ir.serialize import job_text
 from stretto.models.build import build_model, hollow, huggingface_sum
-from stretto.models.fitting import weights_of
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.models.pretrained import save_gpt
-from stretto.models.weight_files import INDEX
+from stretto.models.weight_files import INDEX, weights_of
 from stretto.runtime.runner import Runner
 from stretto.runtime.shards import Part
 from stretto.saving.pretrained import fill, read

@@ -1,12 +1,8 @@
 """Constants of a captured step: values of Python in the batch, and those that model and loss read.
 
-`text_of` writes a value as text, equal for equal values alone, to the last bit. A repr would not do: NumPy
-shortens long arrays, objects show their address, or less than they contain.
-
-    numbers, text, bytes, None, types of PyTorch and NumPy, dates, paths   as Python writes them
-    arrays of NumPy                                                       dtype, shape and a hash of the bytes
-    enums, data classes, other objects of Python classes                  their class and their content
-    anything else                                                         refused
+`text_of` writes a value as text, equal for equal values alone, to the last bit: numbers, text, types and
+dates as Python writes them; arrays by dtype, shape and a hash of the bytes; enums, data classes and other
+objects of Python classes by class and content. Anything else is refused.
 
 A `ConstantsWatch` looks before every step at what model and loss have read:
 
@@ -114,7 +110,6 @@ def _text(value: Any, path: str, within: tuple[int, ...]) -> str:
 
 
 def _object(value: Any, path: str, inner: Any) -> str:
-    """An object of a Python class, by its class and its content."""
     kind = type(value)
     content: dict[str, Any] = dict(getattr(value, "__dict__", {}))
     if isinstance(value, types.SimpleNamespace):

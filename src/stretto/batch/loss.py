@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from stretto.errors import UsageError
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
-"""`loss(model, microbatch)`."""
 
 MEANT = "return its mean loss, a scalar tensor, or (sum, count): the sum, and how many it is of"
 
@@ -88,7 +87,6 @@ def _advice(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """Where an output has its loss, as Python writes it."""
     if isinstance(getattr(value, "loss", None), Tensor):
         return ".loss"
     if isinstance(value, Mapping) and isinstance(value.get("loss"), Tensor):

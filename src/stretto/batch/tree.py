@@ -18,7 +18,6 @@ from stretto.batch.constants import text_of
 from stretto.errors import UsageError
 
 NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
-"""What `whole` makes a tensor of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +66,6 @@ def _leaves(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_object(path: str, item: Any) -> None:
-    """Raises UsageError for an object that has tensors: they would be no leaves."""
     attributes = {} if isinstance(item, (torch.Tensor, torch.nn.Module)) else getattr(item, "__dict__", {})
     names = [str(name) for name, value in attributes.items() if isinstance(value, torch.Tensor)]
     if names:
@@ -175,7 +173,6 @@ def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
 
 
 def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
-    """All leaves that are cut have as many rows."""
     sizes: dict[int, str] = {}
     for name, shape in shapes.items():
         sizes.setdefault(shape[0], name)

@@ -18,7 +18,6 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Job
 
 DEVICES = ("cpu", "cuda")
-"""Kinds of devices that a step can be captured for."""
 
 DEGREES = (2, 4)
 """Numbers of chunks that `ampipe_degree = "auto"` captures beside 1. MindSpeed's are 2 to 4; more make
@@ -52,7 +51,7 @@ def capture(
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
     precision: "float32" computes with the parameters as they are; "bf16" with bfloat16 copies of them.
     device: where the step will run; the model's own device by default, "cpu" for a model on "meta". For
-        "cuda" the machine that captures needs none (`stretto.capturing.absent_cuda`).
+        "cuda" the machine that captures needs none (`stretto.capturing.substitutes`).
     tp_plan: which modules are spread over tensor-parallel ranks, pattern of module names -> style (a word, or
         PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or the
         model's own, by default.
@@ -72,21 +71,12 @@ def capture(
     if precision not in DTYPES:
         raise UsageError(f"unknown precision {precision!r}: give {' or '.join(map(repr, DTYPES))}")
     _check_arguments(model, loss, parallel, device, stages)
-    captures = Captures(
-        model,
-        batch,
-        loss,
-        dtype=DTYPES[precision],
-        device=device,
-        tp_plan=tp_plan,
-        equal_layers=equal_layers,
-    )
+    captures = Captures(model, batch, loss, DTYPES[precision], device, tp_plan, equal_layers)
     job, *others = _forms(captures, parallel, stages)
     return replace(job, forms=tuple(others))
 
 
 def _forms(captures: Captures, parallel: ParallelSettings, stages: int | None) -> Iterator[Job]:
-    """The step in each form that the settings leave to planning, the simplest first."""
     counts = (stages,) if stages is not None else captures.stages(parallel)
     for count in counts:
         yield captures.job(parallel, count)
@@ -108,7 +98,6 @@ def _in_chunks(made: Callable[[int], Job]) -> Iterator[Job]:
 
 
 def _check_arguments(model: object, loss: object, parallel: object, device: object, stages: object) -> None:
-    """Raises UsageError for an argument that is something else than `capture` takes."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"capture takes a model, a torch.nn.Module, not {type(model).__name__}")
     if not callable(loss):

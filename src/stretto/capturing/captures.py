@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,34 +55,24 @@ EACH = (1, 2, 4)
 arXiv 2104.04473), messages and the time of planning grow with it."""
 
 
+@dataclass(slots=True)
 class Captures:
     """A model, its loss, and what has been traced of them. Arguments are those of `stretto.capture`; dtype:
     of the parameters in the computation, None for their own."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        tp_plan: Mapping[str, Any] | None = None,
-        equal_layers: bool = True,
-    ) -> None:
-        self._model = model
-        self._batch = batch
-        self._loss = loss
-        self._dtype = dtype
-        self._device = device
-        self._tp_plan = tp_plan
-        self._equal_layers = equal_layers
-        self._traced: OrderedDict[str, tuple[Traced, Layout]] = OrderedDict()
+    model: nn.Module
+    batch: Any
+    loss: Loss
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    tp_plan: Mapping[str, Any] | None = None
+    equal_layers: bool = True
+    _traced: OrderedDict[str, tuple[Traced, Layout]] = field(default_factory=OrderedDict, init=False)
 
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
         `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
-        with explained(self._model):
+        with explained(self.model):
             return self._job(parallel, stages, degree)
 
     def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:
@@ -93,30 +83,28 @@ class Captures:
             return (asked,)
         if parallel.virtual_stages != "auto":
             return (parallel.pp * virtual_stages_of(parallel.schedule, parallel.virtual_stages),)
-        if on_meshes(self._model, parallel, self._tp_plan) is not None:
+        if on_meshes(self.model, parallel, self.tp_plan) is not None:
             return (parallel.pp,)  # its meshes are the stages
-        most = len(layer_names(self._model)) // parallel.pp
+        most = len(layer_names(self.model)) // parallel.pp
         return tuple(parallel.pp * each for each in EACH if each == 1 or each <= most)
 
     def _job(self, parallel: ParallelSettings, stages: int | None, degree: int | None) -> Job:
         count = stages if stages is not None else self.stages(parallel)[0]
-        check_split(self._model, parallel.split)  # names are checked before what takes long
-        check_synchronised(self._model, parallel.dp)
-        meshes = on_meshes(self._model, parallel, self._tp_plan)
+        check_split(self.model, parallel.split)  # names are checked before what takes long
+        check_synchronised(self.model, parallel.dp)
+        meshes = on_meshes(self.model, parallel, self.tp_plan)
         if meshes is None:
             traced, layout = self._trace(parallel, degree)
-        else:
-            layout = Layout(meshes.tensor_parallel(self._model))
-            traced = self._traced_now(parallel, layout, meshes)
-        if meshes is not None and count != len(meshes.meshes):
+            ranks = stage_ranks_of(parallel.schedule, parallel.pp, count)
+            placement = split(traced, count, parallel.split, ranks)
+        elif count != len(meshes.meshes):
             raise UsageError(
                 f"the model is on {len(meshes.meshes)} meshes, which are its stages; stages={count} is not"
             )
-        placement = (
-            split(traced, count, parallel.split, stage_ranks_of(parallel.schedule, parallel.pp, count))
-            if meshes is None
-            else place_on_meshes(traced, meshes)
-        )
+        else:
+            layout = Layout(meshes.tensor_parallel(self.model))
+            traced = self._traced_now(parallel, layout, meshes)
+            placement = place_on_meshes(traced, meshes)
         job = cut(traced, placement, count, parallel.microbatches)
         job = replace(
             job,
@@ -133,12 +121,11 @@ class Captures:
         return on_job(job, parallel.skip_passes)
 
     def _trace(self, parallel: ParallelSettings, degree: int | None) -> tuple[Traced, Layout]:
-        """What was traced before, or is now."""
         key = traced_by(parallel, degree)
         if key in self._traced:
             self._traced.move_to_end(key)
         else:
-            layout = layout_of(self._model, parallel, self._tp_plan, degree)
+            layout = layout_of(self.model, parallel, self.tp_plan, degree)
             self._traced[key] = self._traced_now(parallel, layout), layout
             while len(self._traced) > KEPT:
                 self._traced.popitem(last=False)
@@ -146,14 +133,14 @@ class Captures:
 
     def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
         return trace(
-            self._model,
-            self._batch,
-            self._loss,
+            self.model,
+            self.batch,
+            self.loss,
             microbatches=parallel.microbatches * parallel.dp,
-            param_dtype=self._dtype,
-            device=self._device,
+            param_dtype=self.dtype,
+            device=self.device,
             layout=layout,
-            equal_layers=self._equal_layers,
+            equal_layers=self.equal_layers,
             skip_passes=parallel.skip_passes,
             meshes=meshes,
         )

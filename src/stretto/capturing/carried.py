@@ -1,13 +1,11 @@
 """What one call of the forward leaves in Python, and whether the next one reads it.
 
 The step of a plan runs one captured forward for every microbatch. That is the plain model's only if no call
-reads what the call before it has left in an attribute, a list or a counter (buffers apart, which the graph
-has as inputs). Every run of the forward while it is captured therefore begins with the state of the user's
-model, and where it leaves another:
+reads what the call before it has left (buffers apart, which are inputs of the graph). So every run of the
+forward begins with the state of the user's model, and where it leaves another:
 
     1. The forward is captured again from what it has left.
-    2. The nodes of both graphs get numbers: that of the op with the numbers of its arguments, so that
-       equal numbers mean equal values, whatever else is computed.
+    2. The nodes of both graphs get numbers: that of the op with the numbers of its arguments.
     3. A tensor that the first call left has in the second graph the number of its value in the first, if that
        depends on constants alone (a mask that is kept for the next call); else it has none of its own.
     4. The loss, gradients and updates must have the same numbers in both.
@@ -83,7 +81,6 @@ class ForwardCalls:
         return [(left[name], tensor) for name, tensor in self._left.items()]
 
     def _number_left(self) -> None:
-        """Step 3: the numbers of tensors that this run left."""
         under_way = nodes_of(self._new_tensors(self._first.again()))
         if under_way is not None:
             graph, holder, nodes = under_way
@@ -131,7 +128,6 @@ class ForwardCalls:
             raise carried
 
     def _results(self, joint: JointGraph) -> dict[tuple[str, str], int]:
-        """Step 4's numbers, by (kind, name) of the output."""
         result = self._numbered(joint.module.graph, joint.module, joint.inputs)
         made = {(kind, name): node for kind, name, node in joint.outputs if node is not None}
         return {key: result[node][0] for key, node in made.items()}
@@ -168,7 +164,6 @@ class ForwardCalls:
 
 
 def _generators() -> dict[str, Any]:
-    """States of the generators that are not PyTorch's, by the names of their modules."""
     result: dict[str, Any] = {"Python's random": random.getstate()}
     numpy = sys.modules.get("numpy")
     return result if numpy is None else {**result, "numpy.random": numpy.random.get_state()}

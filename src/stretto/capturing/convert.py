@@ -14,16 +14,18 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from stretto.backend.dispatch_adapter import draws, returns_view
-from stretto.capturing import torch_adapter
 from stretto.capturing.calls_adapter import constant_value, is_dispatched
 from stretto.capturing.explain import CONTROL_FLOW
 from stretto.capturing.graph import JointGraph, TracedOp
+from stretto.capturing.torch_adapter import CALL, SEGMENT, mark_of
 from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.alone import Matched, Shape
 from stretto.parallelize.ops import NAMESPACE
+from stretto.parallelize.unseen import CHUNK as CHUNK_MARK
+from stretto.parallelize.unseen import OWN
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 """Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
@@ -68,7 +70,7 @@ def convert(
     made_by: dict[tuple[int, int | None], list[int]] = {}
     tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
     for node in joint.module.graph.nodes:
-        segment = torch_adapter.segment_of(node)
+        segment = mark_of(node, SEGMENT)
         module = joint.segments[segment] if segment is not None else ""
         try:
             if node.op == "get_attr":
@@ -84,11 +86,11 @@ def convert(
         backward = backward or any(source in tainted for source in node.all_input_nodes)
         roots[op.name] = op.alias if op.alias is not None else op.name
         if matched and not backward:
-            number = torch_adapter.call_of(node)
+            number = mark_of(node, CALL)
             if number is not None and number < len(matched):
-                chunk = torch_adapter.chunk_of(node) if matched[number].chunks else None
+                chunk = mark_of(node, CHUNK_MARK) if matched[number].chunks else None
                 made_by.setdefault((number, chunk), []).append(len(ops))
-        own = torch_adapter.is_own(node)
+        own = bool(mark_of(node, OWN))
         ops.append(TracedOp(replace(op, module=module), segment, backward, own=own))
     for (number, chunk), places in made_by.items():
         call = matched[number]
@@ -175,7 +177,6 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
 
 
 def _check_parts(node: torch.fx.Node, ranks: int) -> None:
-    """PyTorch's all-to-all names how many rows go to each rank, and come from each."""
     parts = [tuple(sizes) for sizes in node.args[1:3] if isinstance(sizes, (list, tuple))]
     if {len(sizes) for sizes in parts} != {ranks}:
         raise CaptureError(
@@ -195,7 +196,6 @@ def _communication(
     outputs: tuple[TensorSpec | None, ...],
     roots: Mapping[str, str],
 ) -> Op:
-    """An op of `stretto.parallelize.ops` in the words of programs."""
     word = str(node.target).split(".")[1]
     if word == "axis_index":
         return Op(node.name, INDEX, args[1:], (), outputs)
@@ -246,7 +246,6 @@ def _constant(module: torch.fx.GraphModule, node: torch.fx.Node) -> Constant:
 
 
 def _flops(node: torch.fx.Node) -> int:
-    """Floating-point operations by PyTorch's formulas; its attention formula serves all attention ops."""
     assert is_dispatched(node.target)
     packet = node.target.overloadpacket
     formula = flop_registry.get(packet)

@@ -26,12 +26,7 @@ FEWEST = 4
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 Attribute = tuple[str, str]
 """(name of the module within the layer, attribute)."""
@@ -118,7 +113,6 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _differing(a: nn.Module, b: nn.Module, a_name: str, b_name: str) -> set[Attribute] | None:
-    """The attributes in which two layers may differ; None when they are not equal."""
     ours, theirs = dict(a.named_modules()), dict(b.named_modules())
     if list(ours) != list(theirs):
         return None
@@ -151,8 +145,6 @@ def _same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """Whether two things mean the same, one in layer a and the other in layer b."""
-
     counterpart: dict[int, nn.Module]
     a_name: str
     b_name: str

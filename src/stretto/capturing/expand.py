@@ -5,13 +5,10 @@ Given are the ops between the marks that `stretto.capturing.repeat` left:
     forward     enter ... the layer's ops ... leave              or  layer
     backward    leave_grad ... the layer's ops ... enter_grad    or  layer_grad
 
-    1. Find the ops of each traced layer. Nothing else is between its marks, and what it makes is used by
-       itself and through its marks only.
+    1. Find the ops of each traced layer. What it makes is used by itself and through its marks only.
     2. The first traced layer of a kind is the second, op by op, but for names.
-    3. In the place of `layer` and `layer_grad` come the first layer's ops: parameters, buffers, modules and
-       segments are those of the layer, and what goes in are the arguments of its op.
-    4. Marks go, values are named anew in order (as a trace of everything names them), and it is noted again
-       whose storage views share.
+    3. In the place of `layer` and `layer_grad` come the first layer's ops, with the layer's own names.
+    4. Marks go, values are named anew in order, and it is noted again whose storage views share.
 
 Where anything is otherwise, `NotRepeatedError` is raised, and all layers are traced.
 """
@@ -151,7 +148,6 @@ def _word(op: Op) -> str:
 
 
 def _inside(ops: Sequence[TracedOp], number: int, call: LayerCall) -> _Inside:
-    """Step 1 for one call."""
     marks: dict[str, dict[int, int]] = {word: {} for word in MARKS}
     stray: list[int] = []
     for at, item in enumerate(ops):
@@ -268,19 +264,16 @@ def _form(
 def _check_layout(
     call: LayerCall, specs: Mapping[str, tuple[TensorSpec | None, ...]], value: str, other: str
 ) -> None:
-    """What replaces another value must be of its shape, dtype and strides."""
     if specs.get(value) != specs.get(other):
         raise NotRepeatedError(f"{call.layer}: {other} has another layout than {value}")
 
 
 def _external(name: str, source: str, target: str) -> str:
-    """A parameter or buffer of one layer, in another."""
     kind, slash, rest = name.partition("/")
     return kind + slash + renamed(rest, source, target) if slash else name
 
 
 def _with_names(op: Op, name: Callable[[str], str]) -> Op:
-    """The op with all values that it names renamed, its own too."""
     alias = None if op.alias is None else name(op.alias)
     return replace(with_uses(op, name), name=name(op.name), alias=alias)
 

@@ -26,10 +26,8 @@ WHERE = "stretto_where"
 """Attribute of an exception: the module that was running, and those that had been called."""
 
 SHAPE_WORDS = ("size", "shape", "dim", "broadcast", "must match", "expanded", "out of bounds", "out of range")
-"""What PyTorch prints where tensors do not fit together."""
 
 WHOLE = ("sequence", "replicated", "attributes")
-"""Styles that leave a module's parameters whole."""
 
 CONTROL_FLOW = (
     "control flow operators (torch.cond, while_loop, scan) and compiled regions cannot be captured: compute "
@@ -40,13 +38,11 @@ COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py", "distributed
 """Files of PyTorch in which code is that communicates by itself."""
 
 INTERNAL = "INTERNAL ASSERT"
-"""What PyTorch prints where it has failed itself."""
 
 NAMED = 4
 """How many modules or parameters a message names."""
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
-"""Modules that communicate by themselves."""
 
 
 def check_model(model: nn.Module) -> None:
@@ -203,7 +199,6 @@ def _counts(model: nn.Module, place: str, reason: str, size: int) -> str:
 
 
 def _entries(names: Sequence[str], style: str = "replicated") -> str:
-    """Entries of a tp_plan, for all layers."""
     patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
     return "{" + ", ".join(f"{pattern!r}: {style!r}" for pattern in patterns) + "}"
 
@@ -236,11 +231,9 @@ _REASONS = {
     "GuardOnDataDependentSymNode": "the code asks for the value of a tensor",
     "DynamicOutputShapeException": "a tensor's shape depends on values",
 }
-"""What the exporter's errors mean, in plain words."""
 
 
 def _of_the_loss(model: nn.Module, loss: Callable[..., Any] | None) -> str:
-    """The parameters that the loss has beside the model's, and how they are trained."""
     own = {id(parameter) for parameter in model.parameters()}
     tensors = {} if loss is None else PythonState(("", loss)).named_tensors()
     loose = [name for name, x in tensors.items() if isinstance(x, nn.Parameter) and id(x) not in own]

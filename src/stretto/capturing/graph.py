@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from stretto.batch.constants import ConstantsWatch, Path
-from stretto.errors import CaptureError
-from stretto.ir.metrics import Joined
+from stretto.ir.metrics import Metric
 from stretto.ir.program import Constant, Count, Op, Shard, TensorSpec
 
 
@@ -69,33 +68,6 @@ class TracedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class ObservedValue:
-    """As `ir.metrics.Metric`, before there are stages."""
-
-    module: str
-    name: str
-    value: str
-    joined: Joined
-    partial: tuple[str, ...] = ()
-
-    def renamed(
-        self, now: Mapping[str, str], partial: Mapping[str, tuple[str, ...]] | None = None
-    ) -> ObservedValue:
-        """With the name that the value has now. partial: value before -> axes along which it is partial.
-
-        Raises CaptureError for the greatest of partial values, which is not the greatest of their sums.
-        """
-        axes = self.partial if partial is None else partial.get(self.value, ())
-        if axes and self.joined == "max":
-            raise CaptureError(
-                f"{self.module or 'the model'} calls observe({self.name!r}, ..., 'max') with a value that is "
-                f"partial along {', '.join(axes)}, and the greatest partial value is no greatest sum: "
-                "observe it joined by 'sum', or observe what is made of it where it is replicated"
-            )
-        return replace(self, value=now.get(self.value, self.value), partial=axes)
-
-
-@dataclass(frozen=True, slots=True)
 class Traced:
     """One microbatch's forward and backward. segments: the module that runs in each segment.
 
@@ -105,7 +77,7 @@ class Traced:
     shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
     layers: names of the model's repeated modules (`stretto.capturing.split`).
     read, watch: as in `ir.program.Job`.
-    borders: as in `JointGraph`.
+    borders: as in `JointGraph`. seen: what is observed, all in stage 0.
     """
 
     name: str
@@ -127,7 +99,7 @@ class Traced:
     count: Count | None = None
     mean_over: Count | None = None
     frozen: frozenset[str] = frozenset()
-    seen: tuple[ObservedValue, ...] = ()
+    seen: tuple[Metric, ...] = ()
     layers: frozenset[str] = frozenset()
     read: tuple[tuple[Path, str], ...] = ()
     watch: ConstantsWatch = field(default_factory=ConstantsWatch, compare=False, repr=False)

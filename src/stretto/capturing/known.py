@@ -1,15 +1,11 @@
 """Values that code makes of constants alone (positions, masks): known while a model is captured.
 
-Tensors of a model that is captured have no elements. Those that depend on no parameter, no leaf of the batch
-and no draw are known all the same, by the calls that made them:
-
-    1. Of each call of a PyTorch function whose tensors are all known, a recipe is kept: the function, its
-       arguments, and the recipes of its tensors. Equal recipes have equal numbers.
-    2. What is written to later, under whatever name, is known no more (its version counter shows it), unless
-       the call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), and
-       where an op of another library writes, nothing is known any more of what was made before.
-    3. To answer a question, the calls are made again on real tensors. None of them may draw, or leave
-       elements unset.
+1. Of each call of a PyTorch function whose tensors are all known, a recipe is kept: the function, its
+   arguments, and the recipes of its tensors. Equal recipes have equal numbers.
+2. What is written to later, under whatever name, is known no more (its version counter shows it), unless
+   the call that writes is itself such a call. Where a name is made that is not counted (UNCOUNTED), and
+   where an op of another library writes, nothing is known any more of what was made before.
+3. To answer a question, the calls are made again on real tensors. None may draw, or leave elements unset.
 """
 
 from __future__ import annotations
@@ -46,7 +42,6 @@ LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros
 """Functions that read shape and dtype of their first tensor alone."""
 
 TURNED = frozenset(("T", "mT", "H", "mH"))
-"""Attributes that are the tensor, turned."""
 
 UNCOUNTED = frozenset(
     ("data", "set_", "untyped_storage", "storage", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes")
@@ -79,8 +74,6 @@ class KnownRecipe:
 
 @dataclass(frozen=True, slots=True)
 class _Blank:
-    """A tensor of which no element is read."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -176,8 +169,6 @@ class Known:
         return KnownRecipe(number, *call, at, writes, x.numel() * x.element_size(), tuple(x.shape), x.dtype)
 
     def _frozen(self, leaves: Sequence[Any], like: bool) -> tuple[Any, ...] | None:
-        """Arguments with recipes in the places of tensors; None where one is not known. like: of the first
-        tensor no element is read."""
         frozen: list[Any] = []
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
@@ -221,7 +212,6 @@ def _made_again(recipe: KnownRecipe) -> Tensor:
 
 
 def _needed(recipe: KnownRecipe, order: dict[int, KnownRecipe]) -> None:
-    """The recipe after those of which it is made."""
     if recipe.number not in order:
         for leaf in recipe.leaves:
             if isinstance(leaf, KnownRecipe):
@@ -230,7 +220,6 @@ def _needed(recipe: KnownRecipe, order: dict[int, KnownRecipe]) -> None:
 
 
 def _real(leaf: Any, values: Mapping[int, Tensor], copies: bool) -> Any:
-    """An argument on the processor: a real tensor in the place of a recipe, a copy for a call that writes."""
     if isinstance(leaf, KnownRecipe):
         known = values[leaf.number]
         return known.clone() if copies else known

@@ -2,14 +2,10 @@
 
 `F.scaled_dot_product_attention` with a mask takes other kernels than with `is_causal=True`, which pass half
 of the products over. A mask that depends on constants alone is known (`known`): where it is exactly causal,
-the call is made with `is_causal=True` in its place; where it hides nothing, without it. Any other mask stays:
-one of the batch (padding), a parameter or a buffer, a window, a bias.
+the call is made with `is_causal=True` in its place; where it hides nothing, without it. Any other mask stays.
 
 Models of `transformers` (5.17 and later) leave such masks out where they train, and write them out where they
-are exported, since an exported model may be called with another length; a captured step has one length. And
-without a cache they look for sequences that are packed into one row, in positions whose elements they do not
-know then. They do here as they do when they train, by these names, without which masks are written out and
-recognised in attention's calls:
+are exported. They do here as they do when they train, by these names:
 
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS   what makes masks, by kind of attention; _local_mapping of it
     masking_utils.find_packed_sequence_indices   which tokens belong together, by their positions
@@ -18,17 +14,18 @@ recognised in attention's calls:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from stretto.capturing.known import Known
-from stretto.capturing.torch_state_adapter import not_exporting
+from stretto.capturing.substitutes import PyTorchCalls
+from stretto.capturing.torch_state_adapter import exporting
 
 CAUSAL, NOTHING = "causal", "nothing"
 """What a mask hides: later keys, or none."""
@@ -37,40 +34,29 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 """Of attention's arguments that may be positional."""
 
 KINDS = ("sdpa", "eager")
-"""Kinds of attention whose masks are tensors."""
 
 
 @contextmanager
 def masks_recognised(known: Known, others: Iterable[tuple[Tensor, Tensor]] = ()) -> Iterator[None]:
     """Around one run of the forward. others: as `Known.begin` takes them."""
     known.begin(others)
-    with masks_as_in_training(known), _Calls(known):
+    with masks_as_in_training(known), PyTorchCalls(partial(_called, known)):
         yield
 
 
-class _Calls(TorchFunctionMode):
-    """Sees every call of a PyTorch function."""
-
-    def __init__(self, known: Known) -> None:
-        super().__init__()
-        self._known = known
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func is not F.scaled_dot_product_attention:
-            return self._known.call(func, args, named)
-        given = {**dict(zip(_NAMES, args, strict=False)), **named}
-        mask = given.get("attn_mask")
-        if not isinstance(mask, Tensor) or given.get("is_causal"):
-            return func(*args, **named)
-        hides = self._known.ask(mask, hidden_by)
-        lengths = given["query"].shape[-2], given["key"].shape[-2]
-        if hides == NOTHING or (hides == CAUSAL and lengths == tuple(mask.shape[-2:])):
-            given |= {"attn_mask": None, "is_causal": hides == CAUSAL}
-            args, named = tuple(given.pop(name) for name in _NAMES[:3]), given
-        return func(*args, **named)
+def _called(known: Known, function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    if function is not F.scaled_dot_product_attention:
+        return known.call(function, args, named)
+    given = {**dict(zip(_NAMES, args, strict=False)), **named}
+    mask = given.get("attn_mask")
+    if not isinstance(mask, Tensor) or given.get("is_causal"):
+        return function(*args, **named)
+    hides = known.ask(mask, hidden_by)
+    lengths = given["query"].shape[-2], given["key"].shape[-2]
+    if hides == NOTHING or (hides == CAUSAL and lengths == tuple(mask.shape[-2:])):
+        given |= {"attn_mask": None, "is_causal": hides == CAUSAL}
+        args, named = tuple(given.pop(name) for name in _NAMES[:3]), given
+    return function(*args, **named)
 
 
 def hidden_by(mask: Tensor) -> str | None:
@@ -125,7 +111,7 @@ def _by_shapes(own: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
             return own(*args, **kwargs)
-        with not_exporting():
+        with exporting(on=False):
             return own(*args, **kwargs)
 
     return made

@@ -1,23 +1,19 @@
 """A program on several meshes while it is traced: one rank's part of all stages, in one process.
 
-1. This process is the first rank of every mesh, so that all stages compute here, on the part of
-   tensor-parallel rank 0. Parameters and buffers are tensors on their meshes, made of plain parts; the
-   gradient of a part is brought to the parameter's placement.
-2. Placements change by `stretto.parallelize.ops`, wherever DTensor or the program changes them. All ranks of
-   a mesh walk one program, so that nothing may depend on the rank that captures; DTensor's own way cuts out
-   the part of the rank on which it runs.
+1. This process is the first rank of every mesh. Parameters and buffers are tensors on their meshes, made of
+   plain parts; the gradient of a part is brought to the parameter's placement.
+2. Placements change by `stretto.parallelize.ops`, wherever DTensor or the program changes them, since nothing
+   may depend on the rank that captures:
 
        from         to Replicate       to Shard(d)              to Partial()
        Replicate    -                  own slice                rank 0 keeps it, others have zeros
        Shard(d)     all-gather         all-gather, own slice    all-gather, as Replicate
        Partial()    all-reduce         reduce-scatter           -
 
-   Parts must be equal: one program has one shape. DTensor has two inner placements: a shard of a dim that is
-   several in one, which is a Shard of the dim's blocks; and the sum of what each rank finds in its rows of a
-   table, before which indices become those of the rank's rows.
-3. A `reshard` to another mesh is three things: placements change on the first mesh to what crosses; the
-   border, at which execution goes on at the other; placements change there to what is wanted. Rank i of
-   the one mesh sends to rank i of the other, and the gradient goes the same way back.
+   Parts must be equal. DTensor has two inner placements: a shard of a dim that is several in one, and the sum
+   of what each rank finds in its rows of a table.
+3. A `reshard` to another mesh changes placements to what crosses, goes on at the other mesh (the border), and
+   changes placements there. Rank i sends to rank i; the gradient goes the same way back.
 4. The loss becomes replicated on the last mesh.
 """
 
@@ -187,7 +183,6 @@ def _whole(placement: Placement) -> Placement:
 
 
 def _on(spec: Spec, placement: Placement, mesh: DeviceMesh | None = None) -> Spec:
-    """The same tensor, placed otherwise."""
     meta = spec.tensor_meta
     assert meta is not None, "it is the description of a tensor"
     return new_spec(spec.mesh if mesh is None else mesh, (placement,), meta.shape, meta.stride, meta.dtype)
@@ -199,8 +194,6 @@ def _placed(x: DTensor, placement: Placement) -> GlobalTensor:
 
 
 class _TwoWays(torch.autograd.Function):
-    """A function, and the one that its gradient goes through."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any]) -> GlobalTensor:
         ctx.set_materialize_grads(False)
@@ -219,7 +212,6 @@ def _both_ways(x: Tensor, there: Callable[[Any], Any], back: Callable[[Any], Any
 
 
 def _entered(part: Tensor, spec: Spec) -> GlobalTensor:
-    """A plain part as a tensor on a mesh."""
     (placement,) = spec.placements
     return _both_ways(
         part,
@@ -229,7 +221,6 @@ def _entered(part: Tensor, spec: Spec) -> GlobalTensor:
 
 
 def _moved(x: DTensor, placement: Placement) -> GlobalTensor:
-    """Another placement on the same mesh; the gradient goes back to the one before."""
     (old,) = x.placements
 
     def there(x: DTensor) -> GlobalTensor:
@@ -277,12 +268,13 @@ def redistributed(local: Tensor, source: Spec, target: Spec) -> Tensor:
         return _own_rows(local, new, size)
     if table_rows(old) is not None:
         local = _found_here(local, old)
-    if old.is_partial() and is_shard(new):
-        return _reduced_to_shard(local, _reduction(old), new, size)
+    if old.is_partial() and is_shard(new) and REDUCTIONS[_reduction(old)] == "sum":
+        result = _by_blocks(ops.reduce_scatter, local, new, size)
+        return result / size if _reduction(old) == "avg" else result
     if old.is_partial():
         local = _reduced(local, _reduction(old), size)
     elif is_shard(old):
-        local = _gathered(local, old, size)
+        local = _by_blocks(ops.all_gather, local, old, size)
     if is_shard(new):
         return _own_part(local, new, size)
     if new.is_partial() and _reduction(new) == "sum":
@@ -343,7 +335,6 @@ def _own_rows(indices: Tensor, new: Placement, size: int) -> Tensor:
 
 
 def _found_here(local: Tensor, old: Placement) -> Tensor:
-    """Zeros for what is in other ranks' rows."""
     elsewhere = elsewhere_of(old)
     if elsewhere.dim() < local.dim():
         elsewhere = elsewhere.unsqueeze(-1)
@@ -362,33 +353,15 @@ def _reduced(local: Tensor, reduction: str, size: int) -> Tensor:
     return result / size if reduction == "avg" else result
 
 
-def _reduced_to_shard(local: Tensor, reduction: str, new: Placement, size: int) -> Tensor:
-    if REDUCTIONS[reduction] != "sum":
-        return _own_part(_reduced(local, reduction, size), new, size)
-    blocks, dim = _in_blocks(local, new)
-    result = _joined(ops.reduce_scatter(blocks, dim, AXIS, size), new)
-    return result / size if reduction == "avg" else result
-
-
-def _gathered(local: Tensor, old: Placement, size: int) -> Tensor:
-    blocks, dim = _in_blocks(local, old)
-    return _joined(ops.all_gather(blocks, dim, AXIS, size), old)
-
-
 def _own_part(whole: Tensor, new: Placement, size: int) -> Tensor:
-    blocks, dim = _in_blocks(whole, new)
-    return _joined(ops.own_chunk(blocks, dim, AXIS, size).contiguous(), new)
+    return _by_blocks(lambda *given: ops.own_chunk(*given).contiguous(), whole, new, size)
 
 
-def _in_blocks(x: Tensor, placement: Placement) -> tuple[Tensor, int]:
-    """The tensor with its sharded dim cut into blocks, and the dim of which each rank has a part."""
+def _by_blocks(change: Callable[..., Tensor], x: Tensor, placement: Placement, size: int) -> Tensor:
+    """A change of the sharded dim, of which each rank has a part in each of its blocks."""
     dim: int = placement.dim  # type: ignore[attr-defined]
     count = split_factor(placement)
     if count == 1:
-        return x, dim
-    return x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim + 1
-
-
-def _joined(x: Tensor, placement: Placement) -> Tensor:
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    return x if split_factor(placement) == 1 else x.flatten(dim, dim + 1)
+        return change(x, dim, AXIS, size)
+    blocks = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+    return change(blocks, dim + 1, AXIS, size).flatten(dim, dim + 1)

@@ -1,17 +1,13 @@
-"""A program on several meshes becomes pipeline stages: each mesh is a stage's place.
+"""A program on several meshes becomes pipeline stages.
 
-    1. The meshes are those of the model's parameters and buffers, all with the same number of ranks: ranks 0,
-       1, ... are on the first, and so on. Stage k is what lies on mesh k; the ranks of a mesh are its
-       tensor-parallel ranks.
-    2. While the program is traced, `reshard` moves nothing (`stretto.capturing.mesh_program`): it means that
-       execution goes on at another mesh. The first time that it goes on at mesh k is the border at which
-       stage k begins.
-    3. What is used beyond a border and made before it is a cross-stage edge, as in every captured model: a
-       reshard to the next mesh, a skip over several, and the gradients' ways back.
+    1. The meshes are those of the model's parameters and buffers, all with the same number of ranks, in
+       order. Stage k is what lies on mesh k; the ranks of a mesh are its tensor-parallel ranks.
+    2. While the program is traced, `reshard` moves nothing (`stretto.capturing.mesh_program`). The first time
+       that execution goes on at mesh k is the border at which stage k begins.
+    3. What is used beyond a border and made before it is a cross-stage edge, as in every captured model.
 
-Stages come one after another, so a program that goes back to a mesh in its forward is refused, and so is one
-that reshards to a later mesh before the work of an earlier one has ended. What has no parameters is computed
-where execution is, which is where its tensors are in such a program.
+A program that goes back to a mesh in its forward is refused, and so is one that reshards to a later mesh
+before the work of an earlier one has ended.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from stretto.backend.observe_adapter import TARGET
-from stretto.capturing.graph import ObservedValue, TracedOp
+from stretto.capturing.graph import TracedOp
 from stretto.errors import CaptureError
 from stretto.ir.flow import is_external
+from stretto.ir.metrics import Metric
 from stretto.ir.op_names import LIKELIHOODS
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Count, Op, Ref, TensorSpec
 
@@ -97,7 +98,6 @@ def mean_over(
 
 
 def _labels(ops: Mapping[str, Op], loss: Op, given: Mapping[str, TensorSpec]) -> Count | None:
-    """How many targets a likelihood does not ignore."""
     target = loss.args[1].name
     needed, read = _closure(ops, target)
     if not _of_microbatch(needed, read):
@@ -110,7 +110,6 @@ def _labels(ops: Mapping[str, Op], loss: Op, given: Mapping[str, TensorSpec]) ->
 
 
 def _divisor(ops: Mapping[str, Op], dividend: str, divisor: str) -> Count | None:
-    """A number that follows from the microbatch, by which one is divided that depends on parameters."""
     if is_external(divisor) or not _is_number(ops[divisor]):
         return None
     needed, read = _closure(ops, divisor)
@@ -124,7 +123,6 @@ def _of_microbatch(needed: Sequence[Op], read: Sequence[str]) -> bool:
 
 
 def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
-    """The ops from which a value follows, in order, and the values from outside the step that they read."""
     result: set[str] = set()
     read: dict[str, None] = {}
     left = [value]
@@ -140,7 +138,6 @@ def _closure(ops: Mapping[str, Op], value: str) -> tuple[list[Op], list[str]]:
 
 
 def _is_mean(ops: Mapping[str, Op], value: str) -> bool:
-    """Whether a value is the mean that an op took, as it is."""
     op = ops.get(value)
     if op is None:
         return False
@@ -159,11 +156,11 @@ def _communicates(op: Op) -> bool:
     return op.target in (*STARTS, WAIT, INDEX, CHUNK)
 
 
-def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[ObservedValue, ...]]:
+def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[Metric, ...]]:
     """Step 3: the other ops, and what is observed. Raises CaptureError for a value of the backward, and for
     one name with several shapes."""
     kept: list[TracedOp] = []
-    seen: list[ObservedValue] = []
+    seen: list[Metric] = []
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     for item in ops:
         op = item.op
@@ -181,5 +178,17 @@ def observed_of(ops: Sequence[TracedOp]) -> tuple[list[TracedOp], tuple[Observed
             raise CaptureError(
                 f"{where} of shape {list(made.shape)} after one of {list(first)}: give them two names"
             )
-        seen.append(ObservedValue(op.module, name, value, joined))
+        seen.append(Metric(op.module, name, 0, value, joined))
     return kept, tuple(seen)
+
+
+def with_partial(metric: Metric, axes: tuple[str, ...], now: str) -> Metric:
+    """A metric whose value is partial along axes, and is called otherwise now. Raises CaptureError for the
+    greatest of partial values, which is not the greatest of their sums."""
+    if axes and metric.joined == "max":
+        raise CaptureError(
+            f"{metric.module or 'the model'} calls observe({metric.name!r}, ..., 'max') with a value that is "
+            f"partial along {', '.join(axes)}, and the greatest partial value is no greatest sum: "
+            "observe it joined by 'sum', or observe what is made of it where it is replicated"
+        )
+    return replace(metric, value=now, partial=axes)

@@ -3,17 +3,13 @@
     1. Parameters are held as their shards say, the batch and buffers whole.
     2. Every op is placed, in order (`stretto.ir.placements`). Where the shape is known that a result has in
        the model alone, the rank's shape and the placement must come to it.
-    3. An op that would be right if an addend were summed before gets the sum: a module's style proposes
-       collectives for the use that its author had in mind, and a value may have others. (A key that all ranks
-       hold whole, beside queries that are spread, has gradients that are addends.) What is added to a sum
-       over ranks is added to its addends, and one sum is made of both. A sum over ranks of what is whole
-       already is left out.
+    3. An op that would be right if an addend were summed before gets the sum. What is added to a sum over
+       ranks is added to its addends, and one sum is made of both. A sum of what is whole is left out.
     4. The loss and the buffers must be whole at the end, and a gradient spread as its parameter is; that of a
        whole parameter may be an addend on every rank, which is summed once a step.
 
 Whatever does not fit is refused, with the module and what to write. Copies of a shard (heads of keys that
 several ranks share) make two axes of one: along the first the shards differ, along the second they are equal.
-A value is placed along each. Touches traced ops and `stretto.ir`.
 """
 
 from __future__ import annotations
@@ -114,7 +110,6 @@ class Proof:
     # --- steps 2 and 3 ------------------------------------------------------------------------------------
 
     def _add(self, item: TracedOp) -> None:
-        """Place one op, with what must be summed before it."""
         item = replace(item, op=with_uses(item.op, self._now)) if self.renamed else item
         op = item.op
         if op.target == WAIT and not self._is_start(op.args[0].name):
@@ -174,7 +169,6 @@ class Proof:
             self.specs[op.name] = op.outputs[0]
 
     def _summed(self, item: TracedOp, names: Sequence[str]) -> Callable[[str], str]:
-        """Sum these before the op; what its operands are called then."""
         result: dict[str, str] = {}
         for name in names:
             kinds = {placer.of(name).kind for _, placer in self.placers}
@@ -307,7 +301,6 @@ class Proof:
         self.renamed[now] = self._summed(replace(item), (now,))(now)
 
     def _addends(self, value: str) -> tuple[str, ...]:
-        """Axes along which ranks have addends of what is observed."""
         now = self._now(value)
         held = [placer.of(now) for _, placer in self.placers]
         if all(one.kind == "equal" or one == UNKNOWN for one in held):
@@ -371,7 +364,6 @@ class Proof:
         )
 
     def _said(self, what: str) -> str:
-        """Values by the parameter or the module that they come from, too."""
         for name in what.replace(",", " ").split():
             at = self.at.get(name)
             module = self.made[at].op.module if at is not None else ""

@@ -203,7 +203,6 @@ def _parts(item: Any, read: Iterable[str]) -> Iterator[Part]:
 
 
 def _of_function(item: types.FunctionType) -> Iterator[Part]:
-    """Of the user's own: variables of its closure, defaults, and the globals that it names."""
     if not users_code(item):
         return
     for name, cell in zip(item.__code__.co_freevars, item.__closure__ or (), strict=False):
@@ -234,7 +233,6 @@ def _of_cell(cell: types.CellType) -> Any:
 
 
 def _named(code: types.CodeType) -> Iterator[Any]:
-    """Texts and numbers that code names, of which some are keys, and attributes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

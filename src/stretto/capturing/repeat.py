@@ -1,19 +1,14 @@
-"""Equal layers are traced twice, and every later call of one is one op.
-
-The model's own code runs through all of its layers; only what happens inside an equal layer is not traced
-again (`stretto.capturing.expand` puts it there afterwards). What is done to a call of such a layer:
+"""Equal layers are traced twice, and every later call of one is one op (`stretto.capturing.expand`).
 
     1. Calls are of one kind when their layers are equal (`stretto.capturing.equal`) and their arguments are:
-       tensors of the same shape, dtype, stride, need of a gradient and, where they are known, value; all else
-       equal.
+       tensors of the same form, need of a gradient and, where they are known, value; all else equal.
     2. The first two calls of a kind run, between marks: `enter` for each tensor that goes in and `leave` for
        each that comes out, with `enter_grad` and `leave_grad` in the backward.
     3. Every later call becomes one op, `layer`, and `layer_grad` in the backward.
 
-A layer is thereby taken to be a function of its arguments, parameters, buffers and attributes. Whatever can
-be seen to be otherwise raises `NotRepeatedError`, upon which the whole is traced: a layer that reads an
-attribute in which it may differ from the others (its index), that writes to an attribute, to a buffer or to
-an argument, or returns what needs no gradient.
+What can be seen to be no function of arguments, parameters, buffers and attributes raises `NotRepeatedError`:
+a layer that reads an attribute in which it may differ from the others (its index), that writes to an
+attribute, to a buffer or to an argument, or returns what needs no gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +16,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,14 +44,6 @@ TEMPLATES = 2
 """Calls of a kind that are traced: one to repeat, and one to see that it is repeated rightly."""
 
 
-class Segments(Protocol):
-    """What is needed of the numbering of segments (`torch_adapter`)."""
-
-    names: list[str]
-
-    def follow(self, names: list[str]) -> None: ...
-
-
 _library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
 for _name in MARKS:
     _library.define(f"{_name}(Tensor x, int call, int at) -> Tensor")
@@ -76,22 +64,10 @@ def _new(form: TensorForm) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
-def _same(x: Tensor, call: int, at: int) -> Tensor:
-    return _new(_form(x))
-
-
-def _layer(inputs: list[Tensor], call: int) -> list[Tensor]:
-    return [_new(form) for form in _tracing[call].outputs]
-
-
-def _layer_grad(grads: list[Tensor], call: int, which: list[int]) -> list[Tensor]:
-    return [_new(_tracing[call].inputs[at]) for at in _tracing[call].grads]
-
-
 _fakes: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(MARKS, _same),
-    "layer": _layer,
-    "layer_grad": _layer_grad,
+    **dict.fromkeys(MARKS, lambda x, call, at: _new(_form(x))),
+    "layer": lambda inputs, call: [_new(form) for form in _tracing[call].outputs],
+    "layer_grad": lambda grads, call, which: [_new(_tracing[call].inputs[at]) for at in _tracing[call].grads],
 }
 for _name, _shapes in _fakes.items():
     torch.library.register_fake(f"{NAMESPACE}::{_name}", _shapes, lib=_library)
@@ -141,16 +117,16 @@ class Layers:
         self.calls: list[LayerCall] = []
         self._modules = dict(model.named_modules())
         self._groups = groups
-        self._segments: Segments | None = None
+        self._segments: Any = None
         self._known = Known()
         self._kinds: dict[Any, int] = {}
         self._traced: dict[int, int] = {}
         self._running = False
         self._kept: list[Any] = []
 
-    def begin(self, segments: Segments, known: Known, reads: Reads | None = None) -> None:
-        """Before each run of the forward (the exporter runs it twice). known: what is known of its tensors.
-        reads: notes the attributes that it reads."""
+    def begin(self, segments: Any, known: Known, reads: Reads | None = None) -> None:
+        """Before each run of the forward (the exporter runs it twice). segments: numbers them
+        (`torch_adapter`); known: what is known of its tensors; reads: notes the attributes that it reads."""
         self._segments = segments
         self._known = known
         self._reads = reads
@@ -166,24 +142,14 @@ class Layers:
         with _one_at_a_time, ExitStack() as undo:
             for at, group in enumerate(self._groups):
                 for name in group.names:
-                    self._install(at, name, undo)
+                    module = self._modules[name]
+                    undo.callback(put_forward(module, partial(self._called, at, name, module.forward)))
             try:
                 yield
             finally:
                 _tracing.clear()
 
-    def _install(self, group: int, name: str, undo: ExitStack) -> None:
-        own = self._modules[name].forward
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._called(group, name, own, args, kwargs)
-
-        undo.callback(put_forward(self._modules[name], forward))
-
-    def _called(
-        self, group: int, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        assert self._segments is not None
+    def _called(self, group: int, name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._running:
             return own(*args, **kwargs)  # a layer that another calls is a part of that
         if any(call.layer == name for call in self.calls):
@@ -223,7 +189,6 @@ class Layers:
     def _observed(
         self, name: str, group: int, own: Callable[..., Any], args: Any, kwargs: Any, entered: list[Tensor]
     ) -> Any:
-        """Run a layer and see that it only computes, and reads no attribute in which layers may differ."""
         modules = dict(self._modules[name].named_modules())
         before = [dict(module.__dict__) for module in modules.values()]
         versions = [x._version for x in entered]
@@ -246,7 +211,6 @@ class Layers:
         return made
 
     def _stand_in(self, number: int, like: LayerCall, tensors: list[Tensor]) -> Any:
-        assert self._segments is not None
         call = self.calls[number]
         call.outputs, call.result = like.outputs, like.result
         made = _StandIn.apply(number, *tensors)  # type: ignore[no-untyped-call]
@@ -288,7 +252,6 @@ def _key(leaf: Any, tensors: Sequence[Tensor], kept: list[Any]) -> Any:
 
 
 def _replaced(leaves: Sequence[Any], form: Any, tensors: Sequence[Tensor]) -> Any:
-    """A structure with other tensors in the places of those among its leaves."""
     others = iter(tensors)
     return tree_unflatten([next(others) if isinstance(x, Tensor) else x for x in leaves], form)
 

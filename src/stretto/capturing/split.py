@@ -1,21 +1,17 @@
 """Which stage an op belongs to: cut the forward into contiguous stages, and let the backward follow.
 
-1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that
-   begins a stage. By name: the segment in which the named module is entered. By a text of stages: where
-   its layers are entered; of stages that begin with one segment all but the last are empty. Automatic: cuts
-   that make stages, and ranks with several stages, as even as can be, a message counted as part of its stage.
-2. A forward op is in the stage of its segment. A backward op is in the stage of the forward op that
-   it derives; a sum of gradients where its last part arises, which is the lowest of its parts' stages.
+1. Segments (see `torch_adapter`) number the forward in execution order; a cut is a segment that begins a
+   stage: where a named module is entered, or a layer of a text of stages (of stages that begin with one
+   segment all but the last are empty), or as even as can be, a message counted as part of its stage.
+2. A forward op is in the stage of its segment, a backward op in that of the forward op that it derives, a sum
+   of gradients in the lowest of its parts' stages.
 3. What neither depends on parameters nor draws at random, and is cheap beside a message (masks, rotary
    tables), belongs to every stage that uses it.
 
-Layers are the model's repeated modules, by which a text of stages cuts it (`stretto.config.stage_text`): the
-members of its lists (`ModuleList`, `Sequential`) that have modules of their own: all of a ModuleList, and of
-a Sequential those whose class is there more than once, as a wrapper in a Sequential is no layer. A list in a
-list is looked into; within a layer nothing is looked for. Where a model has none of these, its lists' members
-with parameters are layers. A layer counts as often as the forward calls it, in the order in which it does.
-What runs between two layers belongs to the one before, "embedding" is what runs before the first, "loss" what
-runs after the last.
+Layers are the members of the model's lists (`ModuleList`, `Sequential`) that have modules of their own; of a
+Sequential those whose class is there more than once. A list in a list is looked into. Where there are none,
+members with parameters are layers. A layer counts as often as the forward calls it. What runs between two
+belongs to the one before, "embedding" is what runs before the first, "loss" what runs after the last.
 """
 
 from __future__ import annotations
@@ -112,7 +108,6 @@ def place(traced: Traced, stages: int, cuts: Sequence[int], *, buffers: bool = T
 
 
 def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
-    """Step 1, by name: the first segment of each named module, without that of stage 0."""
     first: dict[str, int] = {}
     for segment, module in enumerate(traced.segments):
         first.setdefault(module, segment)
@@ -133,7 +128,6 @@ def _named_cuts(traced: Traced, stages: int, names: Sequence[str]) -> list[int]:
 
 
 def _cuts_of_text(traced: Traced, stages: int, text: str) -> list[int]:
-    """Step 1, by a text of stages."""
     try:
         result = read_stages(text)
     except ValueError as error:
@@ -202,7 +196,6 @@ def _auto_cuts(traced: Traced, stages: int, free: frozenset[str], ranks: Sequenc
 
 
 def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
-    """Step 3: values that depend on no parameter, no tangent and no draw, at little cost."""
     free: set[str] = set()
     spent: dict[str, float] = {}
     # A buffer that the model writes is up to date in one stage only.
@@ -225,7 +218,6 @@ def _free(traced: Traced, buffers: bool = True) -> frozenset[str]:
 
 
 def _share(traced: Traced, placed: Mapping[str, int], free: frozenset[str]) -> Placement:
-    """Free ops go to all stages that use them; the loss and other roots keep their own."""
     stages: dict[str, set[int]] = defaultdict(set)
     kept = {traced.loss, *(update for _, update in traced.buffers.values() if update is not None)}
     kept |= {one.value for one in traced.seen}
@@ -263,7 +255,6 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def _found(name: str, module: nn.Module, is_layer: Callable[[nn.Module, nn.Module], bool]) -> list[str]:
-    """The layers within a module."""
     result: list[str] = []
     for child, member in module.named_children():
         full = f"{name}.{child}" if name else child
@@ -309,7 +300,6 @@ def _layer_cuts(name: str, segments: Sequence[str], layers: Collection[str], sta
 
 
 def _calls(segments: Sequence[str], layers: Collection[str]) -> tuple[list[int], list[int]]:
-    """The segment in which each call of a layer begins, and the first one after it."""
     begins: list[int] = []
     ends: list[int] = []
     inside: str | None = None

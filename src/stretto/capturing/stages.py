@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from stretto.capturing.graph import Traced
 from stretto.capturing.split import Placement
 from stretto.errors import CaptureError
 from stretto.ir.action import Phase
 from stretto.ir.flow import is_external
-from stretto.ir.metrics import Metric
 from stretto.ir.program import Buffer, Edge, Job, Op, Parameter, Ref, Stage
 from stretto.passes.rewrite import stage_of
 
@@ -99,10 +99,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         whole=traced.whole,
         count=traced.count,
         mean_over=traced.mean_over,
-        metrics=tuple(
-            Metric(one.module, one.name, homes[one.value][0], one.value, one.joined, one.partial)
-            for one in traced.seen
-        ),
+        metrics=tuple(replace(one, stage=homes[one.value][0]) for one in traced.seen),
         read=traced.read,
         watch=traced.watch,
     )
@@ -177,7 +174,6 @@ def _gradient_parts(
 def _leaving(
     forward: Sequence[Sequence[Op]], backward: Sequence[Sequence[Op]], homes: dict[str, tuple[int, ...]]
 ) -> list[set[str]]:
-    """For each stage, the values of its backward that other stages use."""
     leaving: list[set[str]] = [set() for _ in backward]
     made = [{op.name for op in ops} for ops in backward]
     for stage, ops in enumerate(zip(forward, backward, strict=True)):
@@ -191,7 +187,6 @@ def _leaving(
 def _split_backward(
     ops: Sequence[Op], leaving: set[str], grads: dict[str, tuple[tuple[int, str], ...]]
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Step 2: the input-gradient ops and the weight-gradient ops, each in order."""
     into: set[str] = set()
     if leaving:
         into = set(leaving)

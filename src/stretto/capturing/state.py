@@ -1,19 +1,14 @@
 """What a model, and the code around it, keep in Python: taken down, compared, and put back.
 
-A forward may leave anything behind: a tensor of its last call in an attribute, an item in a list, a counter.
-While it is captured these are tensors without values, of a call that never was; so all is put back.
-
-    1. From the model and its loss, what they refer to is walked, the nearest first: attributes, lists, dicts,
-       sets, deques, small arrays of NumPy, objects of Python classes, variables of closures; and of the
-       user's own code the attributes of classes, and globals that its functions name.
-    2. Of each object that can change, the content is taken down (not copied: the same objects). A `_Kind`
-       reads an object as a list of (key, value), and puts such a list back into the same object; methods
-       that a class of the user's overrides are passed by.
+    1. From the model and its loss, what they refer to is walked, the nearest first: attributes, containers,
+       small arrays of NumPy, objects of Python classes, variables of closures; and of the user's own code the
+       attributes of classes, and globals that its functions name.
+    2. Of each object that can change, the content is taken down (the same objects, not copies). A `_Kind`
+       reads an object as a list of (key, value), and puts such a list back into the same object.
     3. Each object with another content later gets its content back.
 
-Left alone: globals and classes of libraries; iterators, files and objects of C; what several threads use (it
-has a lock, or is of `threading`, `queue`, `logging` and their like); larger arrays of NumPy, and what is
-farther than `MOST_OBJECTS`. Values of parameters and buffers are for `torch_adapter.fake_state`.
+Left alone: globals and classes of libraries; iterators, files and objects of C; what several threads use;
+larger arrays, and what is farther than `MOST_OBJECTS`.
 """
 
 from __future__ import annotations
@@ -50,7 +45,6 @@ LEFT_ALONE = frozenset(
 is outside of Python, of PyTorch, and this one, whose own objects are at work while the model runs."""
 
 LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib", "purelib", "platlib"))
-"""Where code is that is not the user's."""
 
 HEAP_TYPE = 1 << 9
 """Flag of a class that Python code made."""
@@ -63,8 +57,6 @@ Content = list[tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How one kind of object is read and written. dot: its keys are attributes."""
-
     read: Callable[[Any], Content]
     write: Callable[[Any, Content], None]
     dot: bool = False
@@ -72,8 +64,6 @@ class _Kind:
 
 @dataclass(slots=True)
 class _KeptObject:
-    """Step 2 of one object. table: it is one of parameters or of buffers."""
-
     path: str
     item: Any
     kind: _Kind
@@ -198,7 +188,6 @@ def _same_item(before: Mapping[Any, Any], after: Mapping[Any, Any], key: Any) ->
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """The same object, or one that cannot be distinguished from it."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -224,7 +213,6 @@ def _replaced(value: Any, others: Mapping[int, Any]) -> Any:
 
 
 def _kinds(item: Any) -> Iterator[tuple[Any, _Kind]]:
-    """What of an object can change: (the object with the content, its kind)."""
     for kind, how in _CONTAINERS.items():
         if isinstance(item, kind):
             if not isinstance(item, Sized) or len(item) <= MOST_OBJECTS:

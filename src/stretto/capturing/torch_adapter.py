@@ -35,11 +35,10 @@ from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import MeshProgram, OnMeshes
 from stretto.capturing.read import Reads
 from stretto.capturing.repeat import Layers
-from stretto.capturing.substitutes import LossesInFloat32, in_float32
+from stretto.capturing.substitutes import PyTorchCalls, in_float32, losses_in_float32
 from stretto.capturing.torch_state_adapter import hooks_that_change, tracing_state
 from stretto.errors import CaptureError
 from stretto.parallelize.alone import Beside
-from stretto.parallelize.unseen import CHUNK, OWN
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
@@ -176,7 +175,6 @@ class _ModelAndLoss(nn.Module):
 
 
 def _check_loss(loss: torch.Tensor, function: Loss) -> None:
-    """Raises CaptureError for a loss that has no gradient."""
     code = getattr(function, "__code__", None)
     where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
     if loss.is_complex():
@@ -224,7 +222,7 @@ def export_joint(
             watched(),
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
-            LossesInFloat32() if float32_losses else nullcontext(),
+            PyTorchCalls(losses_in_float32) if float32_losses else nullcontext(),
             masks_recognised(values, calls.stand_ins(left)),
             OpsSeen() as seen,
         ):
@@ -288,7 +286,6 @@ def _joint(module: torch.fx.GraphModule, segments: _Segments, count: float | Non
 
 
 def _plain(name: str) -> str:
-    """Names without the wrapper's own prefix."""
     return name.removeprefix("model.")
 
 
@@ -326,23 +323,7 @@ def _output(desc: Any) -> tuple[str, str]:
     raise CaptureError(f"the graph has an output of a kind that is not supported: {desc}")
 
 
-def call_of(node: torch.fx.Node) -> int | None:
-    """The number of the call that made the node, if one did."""
-    custom = node.meta.get("custom")
-    return custom.get(CALL) if custom else None
-
-
-def chunk_of(node: torch.fx.Node) -> int | None:
-    """The number of the chunk of a sequence that the node is of, if it is of one."""
-    return (node.meta.get("custom") or {}).get(CHUNK)
-
-
-def is_own(node: torch.fx.Node) -> bool:
-    """Whether the node belongs to the library's own code (`stretto.parallelize.unseen.own_code`)."""
-    return bool((node.meta.get("custom") or {}).get(OWN))
-
-
-def segment_of(node: torch.fx.Node) -> int | None:
-    """The segment whose code made the node, forward or backward; None for sums of gradients."""
-    custom = node.meta.get("custom")
-    return custom.get(SEGMENT) if custom else None
+def mark_of(node: torch.fx.Node, key: str) -> Any:
+    """What the node, forward or backward, is marked with; None where it is not. key: `SEGMENT` (sums of
+    gradients have none), `CALL`, `CHUNK` of a sequence, or `OWN` of the library's own code."""
+    return (node.meta.get("custom") or {}).get(key)

@@ -1,8 +1,7 @@
 """PyTorch's global state while a model is traced, and back as it was when that is over.
 
-Code that has no place in a graph is refused here: a backward of its own, and backward hooks that only watch
-(what a hook makes of a gradient is captured, and its code is not run again). Private corners of PyTorch (2.11
-to 2.13), like `torch_adapter`:
+Code that has no place in a graph is refused here: a backward of its own, and backward hooks that only watch.
+Private corners of PyTorch (2.11 to 2.13), like `torch_adapter`:
 
     torch.compiler._is_compiling_flag, _is_exporting_flag   what model code reads of `torch.export`
     torch._C._set_mkldnn_enabled                            recurrent layers as plain ops
@@ -21,8 +20,8 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -30,9 +29,9 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._library import simple_registry
 from torch.nn.modules import module as of_all
-from torch.overrides import TorchFunctionMode
 
 from stretto.capturing.explain import INTERNAL
+from stretto.capturing.substitutes import PyTorchCalls
 from stretto.errors import CaptureError
 
 
@@ -43,7 +42,7 @@ def tracing_state() -> Iterator[None]:
         _transforms_ended(),
         _checkpoints_told(),
         _no_inner_backward(),
-        _exporting(),
+        exporting(),
         _plain_ops(),
         _checks_dropped(),
     ):
@@ -82,7 +81,7 @@ def _checks_dropped() -> Iterator[None]:
 
 
 @contextmanager
-def _exporting(on: bool = True) -> Iterator[None]:
+def exporting(on: bool = True) -> Iterator[None]:
     """Tell model code that it is being exported, as `torch.export` does: models (Hugging Face's among them)
     ask `torch.compiler.is_compiling()` before they look at the values of tensors."""
     flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
@@ -91,11 +90,6 @@ def _exporting(on: bool = True) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags
-
-
-def not_exporting() -> AbstractContextManager[None]:
-    """Tell code that it is not, where it cannot look at the values of tensors."""
-    return _exporting(on=False)
 
 
 @contextmanager
@@ -187,7 +181,6 @@ def _no_inner_backward() -> Iterator[None]:
 
 
 def _runs_backward(method: Any) -> bool:
-    """Whether a function's code names PyTorch's backward, or computes again and calls one."""
     result = inspect.unwrap(method)
     code = getattr(result, "__code__", None)
     if code is None:
@@ -196,13 +189,10 @@ def _runs_backward(method: Any) -> bool:
     return named or ("backward" in code.co_names and bool({"autograd", "enable_grad"} & {*code.co_names}))
 
 
-class _Hooks(TorchFunctionMode):
-    """Hooks of tensors."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.register_hook and len(args) == 2:
-            args = (args[0], _that_changes(args[1], "a hook on a tensor (register_hook)"))
-        return func(*args, **(kwargs or {}))
+def _registered(function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
+    if function is torch.Tensor.register_hook and len(args) == 2:
+        args = args[0], _that_changes(args[1], "a hook on a tensor (register_hook)")
+    return function(*args, **named)
 
 
 @contextmanager
@@ -219,7 +209,7 @@ def hooks_that_change(model: nn.Module) -> Iterator[None]:
     try:
         for what, table in tables:
             table.update({key: _that_changes(hook, what) for key, hook in table.items()})
-        with _Hooks():
+        with PyTorchCalls(_registered):
             yield
     finally:
         for table, hooks in kept:

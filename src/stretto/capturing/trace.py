@@ -27,7 +27,6 @@ from stretto.backend.process_memory import rarely_collected
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capturing import torch_adapter
-from stretto.capturing.absent_cuda import CudaChoices, with_cuda_results
 from stretto.capturing.convert import convert, dtype_name, spec_of
 from stretto.capturing.equal import NotRepeatedError, equal_layers, renamed
 from stretto.capturing.expand import expand, named
@@ -36,19 +35,25 @@ from stretto.capturing.graph import JointGraph, Traced, TracedOp, TracedStep
 from stretto.capturing.known import Known
 from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import OnMeshes
-from stretto.capturing.outputs import count_of, mean_over, observed_of
+from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
 from stretto.capturing.proof import Proof
 from stretto.capturing.read import Reads
 from stretto.capturing.repeat import layers_of
 from stretto.capturing.split import layer_names
 from stretto.capturing.state import PythonState
-from stretto.capturing.substitutes import HALF, LossesInFloat32, batch_norms_in_ops
+from stretto.capturing.substitutes import (
+    PyTorchCalls,
+    attention_on_cuda,
+    batch_norms_in_ops,
+    losses_in_float32,
+    with_cuda_results,
+)
 from stretto.capturing.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
 from stretto.parallelize.alone import Beside, Key, PlainCall, with_gathered_logits
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.lower_right_adapter import as_on_cuda
+from stretto.parallelize.lower_right_adapter import HALF, as_on_cuda
 from stretto.parallelize.split_logits import WrittenError
 from stretto.parallelize.unseen import alone
 from stretto.passes import check_names, on_graph
@@ -116,10 +121,10 @@ def trace(
     batch: the full batch or its like (only shapes and dtypes are read); a microbatch is its
     `microbatches`-th part along the first dim. param_dtype: compute with parameters (and floating-point
     inputs) of this dtype. device: where the step will run; the model's own by default, "cpu" for "meta"; for
-    "cuda" there need not be one here (`absent_cuda` has the choices). layout: trace one rank's part
-    of a model that is laid out so. equal_layers: whether layers that are equal are
-    traced twice and repeated (`repeat`); False traces every layer, for the same result. skip_passes: names of
-    passes to leave out. meshes: where a program on several meshes lies (`stretto.capturing.meshes`).
+    "cuda" there need not be one here (`substitutes` has the choices). layout: trace one rank's part of a
+    model that is laid out so. equal_layers: whether layers that are equal are traced twice and repeated
+    (`repeat`), for the same result. skip_passes: passes to leave out. meshes: where a program on several
+    meshes lies (`stretto.capturing.meshes`).
 
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
@@ -180,10 +185,16 @@ def _trace(
         values = tuple(one.value for one in seen)
         proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, meshes is not None, values)
         proved = proof.proved()
-        ops, partial_along, sharded = list(proved.ops), proved.partial, _sharded(proof)
+        ops, partial_along = list(proved.ops), proved.partial
+        placers = [placer for _, placer in proof.placers]
+        sharded = frozenset(
+            item.op.name
+            for item in proof.made
+            if any(not dim for p in placers for dim, _ in p.of(item.op.name).at)
+        )
         grads = {name: value and proved.renamed[value] for name, value in grads.items()}
         kept = {what: proved.renamed[value] for what, value in kept.items()}
-        seen = tuple(one.renamed(proved.renamed, proved.seen) for one in seen)
+        seen = tuple(with_partial(one, proved.seen[one.value], proved.renamed[one.value]) for one in seen)
     roots = {value for value in grads.values() if value is not None} | {*kept.values()}
     ops, now = _passed(ops, roots | {one.value for one in seen}, given, sharded, skip_passes)
     grads = {name: value and now.get(value, value) for name, value in grads.items()}
@@ -220,7 +231,7 @@ def _trace(
         count=count,
         mean_over=divided,
         frozen=frozenset(name for name, p in parameters.items() if not p.requires_grad),
-        seen=tuple(one.renamed(now) for one in seen),
+        seen=tuple(replace(one, value=now.get(one.value, one.value)) for one in seen),
         layers=layer_names(model),
         read=read,
         watch=watch,
@@ -238,7 +249,6 @@ def _set_up(
     meshes: OnMeshes | None,
     repeats: bool,
 ) -> _TraceSetup:
-    """Step 1, after all that can be refused before it."""
     leaves = tree.flatten(batch)
     check_batch(leaves)
     shapes = tree.microbatch_shapes(batch, microbatches)
@@ -264,7 +274,6 @@ def _set_up(
 
 
 def _exported(setup: _TraceSetup) -> _ExportedStep:
-    """Steps 2 and 3."""
     model, layout, tensor = setup.model, setup.layout, setup.layout.tensor
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
     beside = None
@@ -274,7 +283,7 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
         beside = Beside(model, leaves_at, tensor.size, result, torch_adapter.mark_call)
     with (
         setup.fake_state(layout.part_shapes(model)),
-        CudaChoices() if setup.absent else nullcontext(),
+        PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
         as_on_cuda() if setup.absent else nullcontext(),
         layout.applied(model),
     ):
@@ -332,7 +341,7 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
         nullcontext() if layers is None else layers.installed(),
         calls.forward(),
         watched(),  # it calls what the sharded model calls
-        LossesInFloat32() if setup.param_dtype in HALF else nullcontext(),
+        PyTorchCalls(losses_in_float32) if setup.param_dtype in HALF else nullcontext(),
         masks_recognised(known),
     ):
         before = PythonState(("", model), ("the loss", loss))
@@ -349,13 +358,6 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
             inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
             result.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
     return result
-
-
-def _sharded(proof: Proof) -> frozenset[str]:
-    """Values whose first dim ranks share, once it is proved."""
-    made = [item.op.name for item in proof.made]
-    placers = [placer for _, placer in proof.placers]
-    return frozenset(name for name in made if any(not dim for one in placers for dim, _ in one.of(name).at))
 
 
 def _passed(

@@ -1,16 +1,19 @@
-"""The words of a command become flags with values, by the table, as Python's argparse would read them."""
+"""The words of a command become flags with values, by the table, as Python's argparse would read them; and a
+tally of the settings that are made of flags."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from stretto.convert.flags import EXPERTS, LAYOUT, MODEL, TRAINING, Flag, Value
-from stretto.convert.flags_untaken import LACKING, NOT_NEEDED, REFUSED
+import tomlkit
 
-ROWS = (*MODEL, *EXPERTS, *LAYOUT, *TRAINING, *NOT_NEEDED, *LACKING, *REFUSED)
+from stretto.convert.flags import LACKING, NOT_NEEDED, REFUSED, TAKEN, Fate, Flag, Value
+
+ROWS = (*TAKEN, *NOT_NEEDED, *LACKING, *REFUSED)
 TABLE: dict[str, Flag] = {row.name: row for row in ROWS}
 
 ALIASES = {
@@ -19,7 +22,6 @@ ALIASES = {
     "--model-parallel-size": "--tensor-model-parallel-size",
     "--checkpoint-activations": "--recompute-activations",
 }
-"""Older names of the same flags."""
 
 NEAR = 0.75
 """Similarity of a known name that is offered, from 0 to 1. Two flags of the table often have 0.9."""
@@ -94,18 +96,15 @@ def _number(word: str) -> float | None:
 
 
 def _most(row: Flag) -> int:
-    """Words that may follow."""
     return {"nothing": 0, "many": 1 << 30}.get(row.takes if isinstance(row.takes, str) else "", 1)
 
 
 def _written(name: str, values: Sequence[str], equals: bool = False) -> str:
-    """The flag for people: with quotes where they are needed."""
     quoted = [f'"{text}"' if " " in text or not text else text for text in values]
     return f"{name}={quoted[0]}" if equals else " ".join([name, *quoted])
 
 
 def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given | None, str | None]:
-    """The flag with its value, or what is wrong with it."""
     written = _written(name, values, equals)
     takes = row.takes
     if takes == "nothing":
@@ -133,3 +132,77 @@ def _expected(row: Flag) -> str:
     if isinstance(row.takes, tuple):
         return " or ".join(row.takes)
     return {"int": "a whole number", "float": "a number"}.get(row.takes, "a text")
+
+
+@dataclass(slots=True)
+class Tally:
+    """values: by dotted key. culprits: the flags of each key, as written. made_of: the same as a text; of a
+    key that no flag made, why it is there. fates: of each flag that was decided, and what is said of it.
+    absent: what Megatron does where a flag is not given, and Stretto cannot. refused: why nothing can be
+    written."""
+
+    given: Mapping[str, Given]
+    values: dict[str, Any] = field(default_factory=dict)
+    made_of: dict[str, str] = field(default_factory=dict)
+    culprits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    fates: dict[str, tuple[Fate, str]] = field(default_factory=dict)
+    absent: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def is_given(self, name: str) -> bool:
+        """Whether a flag is given and does something."""
+        needs = TABLE[name].needs
+        return name in self.given and (not needs or self.is_given(needs))
+
+    def get(self, name: str) -> Any:
+        """A flag's value, or Megatron's default."""
+        return self.given[name].value if self.is_given(name) else TABLE[name].default
+
+    def written(self, name: str) -> str:
+        """A flag as the user wrote it, or its name."""
+        return self.given[name].written if name in self.given else name
+
+    def put(self, key: str, value: Any, *names: str, why: str = "") -> None:
+        """A setting, and the flags that it is made of. why: where no flag is given."""
+        from_flags = tuple(self.written(name) for name in names if self.is_given(name))
+        defaults = [name for name in names if not self.is_given(name)]
+        self.values[key] = value
+        self.culprits[key] = from_flags
+        self.made_of[key] = ", ".join(from_flags) or why or f"Megatron's default of {', '.join(defaults)}"
+        for name in names:
+            if self.is_given(name):
+                said = f"{key} = {toml_value(value)}"
+                fate, before = self.fates.get(name, ("taken", ""))
+                self.fates[name] = ("taken", f"{before}, {said}" if before and fate == "taken" else said)
+
+    def lack(self, why: str, *names: str) -> None:
+        """Flags without which the settings are written, where nothing is said of them yet."""
+        for name in names:
+            if self.is_given(name):
+                self.fates.setdefault(name, ("lacking", why))
+
+    def also(self, name: str, what: str) -> None:
+        """A remark on a flag that is decided."""
+        if name in self.fates:
+            fate, said = self.fates[name]
+            self.fates[name] = (fate, f"{said}; {what}")
+
+    def refuse(self, name: str, why: str) -> None:
+        """Nothing can be written with this flag."""
+        self.refused.append(f"{self.written(name)}: {why}")
+
+    def need(self, name: str) -> int:
+        """The value of a flag that must be given, a whole number from 1 on. A faulty one
+        is refused, and 1 returned."""
+        value = self.get(name)
+        if value is None:
+            self.refused.append(f"{name} is missing; append {name} and a whole number")
+        elif value < 1:
+            self.refuse(name, "expected a whole number from 1 on")
+        return value if value is not None and value >= 1 else 1
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
+    text: str = tomlkit.item(value).as_string()
+    return text

@@ -103,7 +103,6 @@ def read_command(text: str) -> Command:
 
 
 def _split(text: str) -> list[str]:
-    """The words of a command. Raises UsageError for what only a shell can read."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -128,7 +127,6 @@ def _of_words(words: Sequence[str], flags_alone: bool = False) -> Command:
 
 
 def _program(words: Sequence[str]) -> int | None:
-    """Where the arguments of a training command begin; None for another command."""
     for at, word in enumerate(words):
         module = at > 0 and words[at - 1] in ("-m", "--module") and not word.startswith("torch.")
         if word.endswith(".py") or module:
@@ -138,7 +136,6 @@ def _program(words: Sequence[str]) -> int | None:
 
 
 def _ranks(words: Sequence[str]) -> int | None:
-    """Ranks a node times nodes, where the launcher's words say both as numbers."""
     for names, each, nodes in LAUNCHERS:
         if any(word.rpartition("/")[2] in names for word in words):
             count, of = _option(words, each, None), _option(words, nodes, 1)
@@ -176,7 +173,6 @@ def _of_table(text: str) -> Command:
 
 
 def _flag_of(name: str, value: str, given: Container[str]) -> Iterator[str]:
-    """The words of an argument; none where it says nothing. given: arguments that have a value."""
     for off in (INVERTED.get(name, ""), f"--no-{name}", f"--disable-{name}"):
         row = TABLE.get(off.replace("_", "-"))
         if row is not None and row.takes == "nothing":
@@ -195,7 +191,6 @@ def _flag_of(name: str, value: str, given: Container[str]) -> Iterator[str]:
 
 
 def _words(row: Flag, value: str) -> list[str]:
-    """What follows a flag."""
     if row.takes == "nothing":
         return []
     if row.takes == "many":

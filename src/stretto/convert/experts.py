@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from stretto.convert.tally import Tally
+from stretto.convert.arguments import Tally
 
 MOST_LAYERS = 10_000
 CAPACITY = (
@@ -22,8 +22,8 @@ SHARED = ("--moe-shared-expert-intermediate-size", "--n-shared-experts")
 
 @dataclass(frozen=True, slots=True)
 class ExpertFlags:
-    """width: of an expert. plain: of a block's MLP without experts. dense: the blocks without. capacity: over
-    an even share, 0 for dropless. aux, z: the weights of their losses."""
+    """width: of an expert. plain: of a block's MLP without experts. dense: the blocks without. aux: weight of
+    the balancing loss."""
 
     count: int
     top_k: int
@@ -31,9 +31,7 @@ class ExpertFlags:
     plain: int
     layers: int
     dense: tuple[int, ...]
-    capacity: float
     aux: float
-    z: float
 
 
 def experts_of(tally: Tally, real: Sequence[int], plain: int) -> ExpertFlags | None:
@@ -49,9 +47,7 @@ def experts_of(tally: Tally, real: Sequence[int], plain: int) -> ExpertFlags | N
         plain,
         len(real),
         tuple(at for at, number in enumerate(real) if number in dense),
-        _capacity(tally),
         _balance(tally),
-        tally.get("--moe-z-loss-coeff"),
     )
 
 
@@ -70,24 +66,22 @@ def _put_own(tally: Tally, experts: ExpertFlags, hidden: int) -> None:
     tally.put("model.top_k", experts.top_k, "--moe-router-topk")
     wide = "--moe-ffn-hidden-size" if tally.is_given("--moe-ffn-hidden-size") else "--ffn-hidden-size"
     tally.put("model.expert_ratio", experts.width / hidden, wide, why="an expert is as wide as an MLP")
-    tally.put("model.capacity_factor", experts.capacity, *_capacity_flags(tally))
+    capacity, flags = _capacity(tally)
+    tally.put("model.capacity_factor", capacity, *flags)
     tally.put("model.aux_weight", experts.aux, "--moe-aux-loss-coeff", KINDS)
-    tally.put("model.z_weight", experts.z, "--moe-z-loss-coeff")
+    tally.put("model.z_weight", tally.get("--moe-z-loss-coeff"), "--moe-z-loss-coeff")
     shared = _shared(tally, experts.width)
     if shared:
         tally.put("model.shared_experts", shared, *SHARED)
-    tally.skip("there are none", *SHARED)
     every = _every(experts)
     if every is None:
-        tally.refused.append(
-            f"{tally.written(_placed(tally))}: Stretto has experts in every block, or a plain MLP in "
-            "one block of "
-            "so many, the first block first; append --moe-layer-freq 1, or a list such as ([0]*1+[1]*"
-            f"{experts.layers - 1})"
+        tally.refuse(
+            _placed(tally),
+            "Stretto has experts in every block, or a plain MLP in one block "
+            f"of so many; append --moe-layer-freq 1, or a list such as ([0]*1+[1]*{experts.layers - 1})",
         )
     elif every:
         tally.put("model.dense_every", every, _placed(tally))
-    tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
 
 
 def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
@@ -105,10 +99,8 @@ def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
     else:
         wide = width[0] if tally.is_given(width[0]) else width[1]
         tally.put(f"{key}intermediate_size", experts.width, wide)
-        tally.skip("every block has experts, as wide as --moe-ffn-hidden-size says", width[1])
         if experts.dense:
             tally.lack(f"every block of {name} has experts", _placed(tally))
-    tally.skip("every block has experts", "--moe-layer-freq", "--expert-interval")
     if experts.aux:
         # Megatron sums the losses of blocks; transformers takes one over all blocks together, in which each
         # of a token's choices counts, not their mean (`load_balancing_loss_func`).
@@ -120,31 +112,20 @@ def _put_transformers(tally: Tally, experts: ExpertFlags, name: str) -> None:
             "--moe-aux-loss-coeff",
             "times blocks / top k, as transformers takes one loss over all blocks and choices",
         )
-    tally.skip("no balancing loss is asked for", "--moe-aux-loss-coeff", KINDS)
-    if experts.z:
+    if tally.get("--moe-z-loss-coeff"):
         tally.lack(f"{name} has no loss for its routers' scores", "--moe-z-loss-coeff")
-    tally.skip("there is none", "--moe-z-loss-coeff")
-    if experts.capacity:
+    if _capacity(tally)[0]:
         tally.lack(f"{name} is dropless: every token is served", *CAPACITY)
-    tally.skip(f"{name} is dropless", *CAPACITY)
     if _shared(tally, 1):
         tally.lack(f"{name} has no experts that all tokens share", *SHARED)
-    tally.skip("there are none", *SHARED)
 
 
-def _capacity(tally: Tally) -> float:
-    """Megatron is dropless without its factor; MindSpeed's deepspeed_moe has a capacity of its own."""
+def _capacity(tally: Tally) -> tuple[float, tuple[str, ...]]:
+    """Over an even share (0 for dropless), and the flags that say it; deepspeed_moe has its own."""
     if tally.get("--moe-model-type") == "deepspeed_moe":
-        return 0.0 if tally.get("--moe-no-drop") else float(tally.get("--moe-train-capacity-factor"))
-    return float(tally.get("--moe-expert-capacity-factor") or 0.0)
-
-
-def _capacity_flags(tally: Tally) -> tuple[str, ...]:
-    if tally.get("--moe-model-type") == "deepspeed_moe":
-        tally.skip("deepspeed_moe has --moe-train-capacity-factor", CAPACITY[0])
-        return ("--moe-train-capacity-factor", "--moe-no-drop", "--moe-model-type")
-    tally.skip("only --moe-model-type deepspeed_moe reads it", "--moe-train-capacity-factor", "--moe-no-drop")
-    return ("--moe-expert-capacity-factor", "--moe-model-type")
+        share = 0.0 if tally.get("--moe-no-drop") else float(tally.get("--moe-train-capacity-factor"))
+        return share, CAPACITY[1:]
+    return float(tally.get(CAPACITY[0]) or 0.0), CAPACITY[::3]
 
 
 def _balance(tally: Tally) -> float:
@@ -157,34 +138,32 @@ def _balance(tally: Tally) -> float:
     except ValueError:
         weights = []
     if not weights or len(weights) not in (1, len(kinds)):
-        tally.refused.append(f"{tally.written(name)}: expected a number, or one for each kind of balance")
+        tally.refuse(name, "expected a number, or one for each kind of balance")
         return 0.0
     if kinds == ["none"]:
         return 0.0
     if kinds != ["aux_loss"]:
-        tally.refused.append(
-            f"{tally.written(KINDS)}: Stretto balances by the loss of Switch Transformers over a "
-            f"microbatch; append {KINDS} aux_loss, or none"
+        tally.refuse(
+            KINDS,
+            "Stretto balances by the loss of Switch Transformers over a "
+            f"microbatch; append {KINDS} aux_loss, or none",
         )
     return weights[0]
 
 
 def _shared(tally: Tally, width: int) -> int:
-    """How many experts of this width all tokens share."""
     count, total = tally.get(SHARED[1]), tally.get(SHARED[0])
     if count is not None or total is None:
         return int(count or 0)
     if total % width:
         near = max(total // width, 1) * width
-        tally.refused.append(
-            f"{tally.written(SHARED[0])}: shared experts are as wide as the others, {width}; append "
-            f"{SHARED[0]} {near}"
+        tally.refuse(
+            SHARED[0], f"shared experts are as wide as the others, {width}; append {SHARED[0]} {near}"
         )
     return int(total // width)
 
 
 def _placed(tally: Tally) -> str:
-    """The flag that says which blocks have experts."""
     return "--expert-interval" if tally.is_given("--expert-interval") else "--moe-layer-freq"
 
 
@@ -200,9 +179,10 @@ def _dense(tally: Tally, layers: int) -> tuple[int, ...]:
         return tuple(n for n in range(layers) if n % int(text))
     pattern = _pattern(text)
     if pattern is None or len(pattern) != layers:
-        tally.refused.append(
-            f"{tally.written('--moe-layer-freq')}: expected a number from 1 on, or a list of 0 and 1 for "
-            f"{layers} layers, such as ([0]*1+[1]*{layers - 1})"
+        tally.refuse(
+            "--moe-layer-freq",
+            "expected a number from 1 on, or a list of 0 and 1 for "
+            f"{layers} layers, such as ([0]*1+[1]*{layers - 1})",
         )
         return ()
     return tuple(n for n, has in enumerate(pattern) if not has)
@@ -219,9 +199,7 @@ def _every(experts: ExpertFlags) -> int | None:
 
 
 def _pattern(text: str) -> list[int] | None:
-    """Megatron's `([0]*3+[1]*1)*2`, without running it."""
-    if not re.fullmatch(r"[0-9\s()\[\],+*]+", text):
-        return None
+    """Megatron's `([0]*3+[1]*1)*2`, without running it; None for another text, or too long a list."""
     try:
         return _list(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -229,23 +207,15 @@ def _pattern(text: str) -> list[int] | None:
 
 
 def _list(node: ast.expr) -> list[int]:
-    if isinstance(node, ast.List):
-        return [_number(one, (0, 1)) for one in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _short(_list(node.left) + _list(node.right))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        part, times = _list(node.left), _number(node.right)
-        return part * times if len(part) * times <= MOST_LAYERS else _short([0] * (MOST_LAYERS + 1))
-    raise ValueError("no list of 0 and 1")
-
-
-def _short(made: list[int]) -> list[int]:
-    if len(made) > MOST_LAYERS:
-        raise ValueError("too long")
-    return made
-
-
-def _number(node: ast.expr, allowed: tuple[int, ...] | None = None) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int and (not allowed or node.value in allowed):
-        return node.value
-    raise ValueError("no number")
+    match node:
+        case ast.List(elts):
+            made: list[Any] = [one.value for one in elts if isinstance(one, ast.Constant)]
+            if len(made) == len(elts) and all(type(one) is int and one in (0, 1) for one in made):
+                return made
+        case ast.BinOp(left, ast.Add(), right):
+            return _list(left) + _list(right)
+        case ast.BinOp(left, ast.Mult(), ast.Constant(int(times))):
+            part = _list(left)
+            if len(part) * times <= MOST_LAYERS:
+                return part * times
+    raise ValueError("no list of 0 and 1, or too long")

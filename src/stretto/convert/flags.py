@@ -1,4 +1,4 @@
-"""The table of flags: what a row is, and the rows of flags that become settings.
+"""The table of flags: what a row is, and all rows.
 
 A flag is
 
@@ -8,12 +8,17 @@ A flag is
   refused      without it another model or another job would be trained, so nothing is written
 
 Names, arities and defaults are those of Megatron-LM's megatron/training/arguments.py and of MindSpeed's
-mindspeed/arguments.py and features_manager. `flags_untaken` has the rows of the other three.
+mindspeed/arguments.py and features_manager.
+
+A paragraph of a text is a reason and, indented, the flags that share it. Behind a flag's name is what it
+takes (`:i` int, `:f` float, `:t` text, `:m` many, `:(a|b)` one of these); then `=` and its default or, if it
+is not taken, the value with which it does nothing; then `->` and keys of settings. A reason that begins with
+`needs --X:` is of flags that do nothing without --X.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Fate = Literal["taken", "not needed", "lacking", "refused"]
@@ -37,143 +42,335 @@ class Flag:
     idle: str | None = None
 
 
-def taken(name: str, takes: Takes, *keys: str, default: Value = None, needs: str = "") -> Flag:
-    """A row of a flag that becomes settings."""
-    return Flag(name, takes, "taken", "", keys, default, needs)
-
-
 SHORT: dict[str, Takes] = {"": "nothing", "i": "int", "f": "float", "t": "text", "m": "many"}
 
 
-def rows_of(fate: Fate, text: str) -> tuple[Flag, ...]:
-    """Rows of a text: a reason, and below it, indented, the flags that share it (`flags_untaken`)."""
+def _rows(fate: Fate, text: str) -> tuple[Flag, ...]:
     rows = []
-    for paragraph in text.strip().split("\n\n"):
+    for paragraph in text.strip("\n").split("\n\n"):
         lines = paragraph.splitlines()
         why = " ".join(line for line in lines if not line.startswith(" "))
         needs = ""
         if why.startswith("needs "):
-            needs, why = why.removeprefix("needs ").split(": ", 1)
+            needs, _, why = why.removeprefix("needs ").partition(":")
         for one in " ".join(line for line in lines if line.startswith(" ")).split():
+            one, _, keys = one.partition("->")
             name, _, rest = one.partition(":")
-            letter, _, idle = rest.partition("=")
-            rows.append(Flag(f"--{name}", SHORT[letter], fate, why, needs=needs, idle=idle or None))
+            letter, _, value = rest.partition("=")
+            takes = tuple(letter[1:-1].split("|")) if letter.startswith("(") else SHORT[letter]
+            row = Flag(
+                f"--{name}", takes, fate, why.strip(), tuple(keys.split(",")) if keys else (), needs=needs
+            )
+            default, idle = (_default(takes, value), None) if fate == "taken" else (None, value or None)
+            rows.append(replace(row, default=default, idle=idle))
     return tuple(rows)
 
 
-E, RG, GQA, PIPE = "--num-experts", "--recompute-granularity", "--group-query-attention", "--use-pipe-experts"
+def _default(takes: Takes, text: str) -> Value:
+    if takes == "nothing":
+        return False
+    if not text or takes == "many":
+        return [text] if text else None
+    return int(text) if takes == "int" else float(text) if takes == "float" else text
 
-MODEL = (
-    taken("--num-layers", "int"),
-    taken("--hidden-size", "int"),
-    taken("--num-attention-heads", "int"),
-    taken(GQA, "nothing", default=False),
-    taken("--num-query-groups", "int", default=1, needs=GQA),
-    taken("--kv-channels", "int"),
-    taken("--ffn-hidden-size", "int"),
-    taken("--max-position-embeddings", "int"),
-    taken(
-        "--position-embedding-type",
-        ("learned_absolute", "rope", "mrope", "relative", "none"),
-        default="learned_absolute",
-    ),
-    taken("--use-rotary-position-embeddings", "nothing", default=False),
-    taken("--no-position-embedding", "nothing", default=False),
-    taken("--rotary-base", "float", default=10000.0),
-    taken("--normalization", ("LayerNorm", "RMSNorm"), default="LayerNorm"),
-    taken("--norm-epsilon", "float", default=1e-5),
-    taken("--swiglu", "nothing", default=False),
-    taken("--disable-bias-linear", "nothing", default=False),
-    taken("--add-qkv-bias", "nothing", default=False),
-    taken("--qk-layernorm", "nothing", default=False),
-    taken("--untie-embeddings-and-output-weights", "nothing", default=False),
-    taken("--attention-dropout", "float", default=0.1),
-    taken("--hidden-dropout", "float", default=0.1),
-    taken("--init-method-std", "float", default=0.02),
-    taken("--vocab-size", "int"),
-    taken("--padded-vocab-size", "int"),
-    taken("--make-vocab-size-divisible-by", "int", default=128),
+
+TAKEN = _rows(
+    "taken",
+    """
+it is what the model has anyway
+    num-layers:i hidden-size:i num-attention-heads:i group-query-attention kv-channels:i ffn-hidden-size:i
+    max-position-embeddings:i
+    position-embedding-type:(learned_absolute|rope|mrope|relative|none)=learned_absolute
+    use-rotary-position-embeddings no-position-embedding rotary-base:f=10000
+    normalization:(LayerNorm|RMSNorm)=LayerNorm norm-epsilon:f=1e-05 swiglu disable-bias-linear add-qkv-bias
+    qk-layernorm untie-embeddings-and-output-weights attention-dropout:f=0.1 hidden-dropout:f=0.1
+    init-method-std:f=0.02 vocab-size:i padded-vocab-size:i make-vocab-size-divisible-by:i=128
+    num-experts:i
+
+needs --group-query-attention: there are as many groups as heads
+    num-query-groups:i=1
+
+needs --num-experts: it is what the experts have anyway, or another flag says it
+    moe-router-topk:i=2 moe-ffn-hidden-size:i moe-shared-expert-intermediate-size:i n-shared-experts:i
+    moe-layer-freq:t=1 expert-interval:i=1 moe-expert-capacity-factor:f
+    moe-model-type:(megatron_moe|deepspeed_moe)=megatron_moe moe-train-capacity-factor:f=1 moe-no-drop
+    moe-aux-loss-coeff:m=0.0 moe-router-load-balancing-type:m=aux_loss moe-z-loss-coeff:f=0
+
+needs --num-experts: tensor-parallel ranks share experts too, and every other rank has all of them
+    expert-model-parallel-size:i=1 expert-tensor-parallel-size:i use-pipe-experts
+
+needs --use-pipe-experts: one slice is no cut, or expert-parallel ranks send nothing
+    pipe-experts-multi-data:i=1
+
+    tensor-model-parallel-size:i=1->parallel.tp pipeline-model-parallel-size:i=1->parallel.pp
+
+there is one tensor-parallel rank
+    sequence-parallel tp-comm-overlap use-ascend-mc2 use-ascend-coc
+
+one chunk is no cut
+    ampipe-degree:i=1
+
+there is one pipeline rank, or another flag says which stages it has
+    use-nanopipe schedules-method:(dualpipev) num-layers-per-virtual-pipeline-stage:i
+    num-virtual-stages-per-pipeline-rank:i microbatch-group-size-per-virtual-pipeline-stage:i
+    pipeline-model-parallel-layout:t decoder-first-pipeline-num-layers:i decoder-last-pipeline-num-layers:i
+    account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split standalone-embedding-stage
+    num-layer-list:t noop-layers:t
+
+"full" computes all of a block again
+    recompute-activations recompute-activation-function recompute-norm
+    recompute-granularity:(full|selective)
+
+needs --num-experts: "full" computes all of a block again
+    moe-layer-recompute
+
+needs --recompute-granularity: every block is recomputed from its input
+    recompute-method:(uniform|block) recompute-num-layers:i
+
+another flag says it
+    micro-batch-size:i global-batch-size:i train-iters:i train-samples:i seq-length:i->data.sequence_length
+    split:t seed:i=1234->training.seed,data.seed lr:f->optimizer.lr min-lr:f=0
+    lr-decay-style:(constant|linear|cosine|inverse-square-root|WSD)=linear lr-decay-iters:i
+    lr-decay-samples:i lr-warmup-iters:i=0 lr-warmup-samples:i=0 lr-warmup-fraction:f adam-beta1:f=0.9
+    adam-beta2:f=0.999 adam-eps:f=1e-08->optimizer.eps weight-decay:f=0.01->optimizer.weight_decay
+    clip-grad:f=1->optimizer.grad_clip_norm bf16 fp16 eval-interval:i=1000 eval-iters:i=100
+    log-interval:i=100->training.log_every save-interval:i save:t tensorboard-dir:t
+
+AdamW is the one there is
+    optimizer:(adam|sgd|muon|dist_muon)=adam
+
+a run goes on from its own newest checkpoint by itself (checkpoint.resume)
+    load:t
+""",
 )
-EXPERTS = (
-    taken(E, "int"),
-    taken("--moe-router-topk", "int", default=2, needs=E),
-    taken("--moe-ffn-hidden-size", "int", needs=E),
-    taken("--moe-shared-expert-intermediate-size", "int", needs=E),
-    taken("--n-shared-experts", "int", needs=E),
-    taken("--moe-layer-freq", "text", default="1", needs=E),
-    taken("--expert-interval", "int", default=1, needs=E),
-    taken("--moe-expert-capacity-factor", "float", needs=E),
-    taken("--moe-model-type", ("megatron_moe", "deepspeed_moe"), default="megatron_moe", needs=E),
-    taken("--moe-train-capacity-factor", "float", default=1.0, needs=E),
-    taken("--moe-no-drop", "nothing", default=False, needs=E),
-    taken("--moe-aux-loss-coeff", "many", default=["0.0"], needs=E),
-    taken("--moe-router-load-balancing-type", "many", default=["aux_loss"], needs=E),
-    taken("--moe-z-loss-coeff", "float", default=0.0, needs=E),
-    taken("--expert-model-parallel-size", "int", default=1, needs=E),
-    taken("--expert-tensor-parallel-size", "int", needs=E),
-    taken(PIPE, "nothing", default=False, needs=E),
-    taken("--pipe-experts-multi-data", "int", default=1, needs=PIPE),
+"""Of the model, its experts, the layout and the training. The reason is why a flag is not needed that no
+setting comes of."""
+
+NOT_NEEDED = _rows(
+    "not needed",
+    """
+gradient reductions start inside the backward, and the order puts compute over them
+    overlap-grad-reduce no-align-grad-reduce ddp-num-buckets:i ddp-bucket-size:i ddp-average-in-collective
+    ddp-pad-buckets-for-high-nccl-busbw no-gradient-reduce-div-fusion
+
+the all-to-alls of one microbatch run under the opposite pass of another (parallel.overlap = "window", the
+default)
+    overlap-moe-expert-parallel-comm moe-fb-overlap moe-shared-expert-overlap moe-alltoall-overlap-comm
+    moe-allgather-overlap-comm moe-permutation-async-comm
+
+tensor-parallel collectives are ops of the one graph, in chunks too; the order prefetches and delays them
+    ampipe-tp-sp-comm-overlap disable-tp-comm-overlap-ag disable-tp-comm-overlap-rs
+    tp-comm-overlap-rs-dgrad disable-tp-comm-bulk-dgrad disable-tp-comm-bulk-wgrad
+    disable-tp-comm-split-ag disable-tp-comm-split-rs tp-comm-overlap-cfg:t tp-comm-bootstrap-backend:t
+    no-async-tensor-model-parallel-allreduce coc-mode:i coc-parallel-num:i coc-fused-kernel
+    defer-embedding-wgrad-compute wgrad-deferral-limit:i
+
+weight gradients are ops of their own, and the order puts them under what communicates
+    delay-wgrad-compute
+
+stages are cut where their times are balanced (parallel.split)
+    automated-pipeline automated-pipeline-perf
+
+all-to-alls have a lane of their own, and the order says when each starts
+    pipe-experts-multi-stream
+
+messages between stages leave when their tensor is ready
+    no-overlap-p2p-communication overlap-p2p-communication overlap-p2p-communication-warmup-flush
+    optimize-send-recv-comm optimize-vpp-send-recv-comm no-scatter-gather-tensors-in-pipeline
+    use-ring-exchange-p2p
+
+a repeated op is an op as any other: the order may put it into a bubble, or before it is needed
+    recompute-in-bubble recompute-in-advance
+
+recompute = "selective" takes what saves most bytes for its time
+    recompute-modules:m recompute-activation-function-num-layers:i recompute-norm-num-layers:i
+
+Stretto makes its own communicators
+    distributed-backend:t pipeline-model-parallel-comm-backend:t distributed-timeout-minutes:i
+    nccl-communicator-config-path:t use-tp-pp-dp-mapping use-sharp use-nccl-ub local-rank:i
+    disable-gloo-process-groups disable-gloo-group high-priority-stream-groups:m hccl-slice-size:i
+
+it chooses an implementation; here it is PyTorch's own
+    attention-backend:t use-flash-attn use-fusion-attn-v2 shape-order:t sparse-mode:i pre-tockens:i
+    next-tockens:i no-masked-softmax-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
+    no-bias-dropout-fusion no-rope-fusion cross-entropy-loss-fusion cross-entropy-fusion-impl:t
+    no-gradient-accumulation-fusion gemm-gradient-accumulation-fusion no-persist-layer-norm
+    moe-permute-fusion moe-router-fusion use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb
+    use-fused-moe-token-permute-and-unpermute transformer-impl:t use-mcore-models use-legacy-models
+    jit-compile use-te-activation-func
+
+tokens travel by all-to-all; dropless experts are one grouped product, others have slots of one size
+    moe-grouped-gemm moe-use-legacy-grouped-gemm moe-token-dispatcher-type:t moe-enable-deepep
+    moe-deepep-num-sms:i moe-pad-expert-input-to-capacity moe-dynamic-padding enable-token-rearrange-opt
+
+the router works in float32
+    moe-router-dtype:t
+
+gradients, their reductions and the optimizer's state are float32
+    accumulate-allreduce-grads-in-fp32 attention-softmax-in-fp32 reuse-fp32-param
+    ddp-reduce-scatter-with-fp32-accumulation disable-bf16-reduced-precision-matmul
+
+bfloat16 needs no scaled loss
+    loss-scale:f initial-loss-scale:f min-loss-scale:f loss-scale-window:f hysteresis:i
+
+the optimizer's state is on every data-parallel rank, so nothing is gathered
+    overlap-param-gather overlap-param-gather-with-optimizer-step no-align-param-gather
+
+Stretto's checkpoints have one form, are saved by all ranks and are read under any layout
+    ckpt-format:t use-dist-ckpt dist-ckpt-format:t auto-detect-ckpt-format ckpt-fully-parallel-save
+    no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure
+    dist-ckpt-strictness:t use-persistent-ckpt-worker no-save-rng
+
+it says how a checkpoint of Megatron's is read, and none is
+    no-load-optim no-load-rng no-initialization exit-on-missing-checkpoint override-opt_param-scheduler
+    override-opt-param-scheduler use-checkpoint-opt_param-scheduler use-checkpoint-opt-param-scheduler
+
+each parameter is drawn in float32 on the processor, from the seed and its name
+    use-cpu-initialization data-parallel-random-init
+
+batches are read from a file of tokens, and causal attention needs no mask
+    num-workers:i dataloader-type:t data-cache-path:t no-mmap-bin-files num-dataset-builder-threads:i
+    no-create-attention-mask-in-dataloader attention-mask-type:t attention-mask-on-cpu
+
+it is about Megatron's own process: logs, timers, garbage, checks
+    log-params-norm log-num-zeros-in-grad log-throughput log-progress log-energy timing-log-level:i
+    timing-log-option:t no-barrier-with-level-1-timing tensorboard-log-interval:i tensorboard-queue-size:i
+    log-timers-to-tensorboard no-log-loss-scale-to-tensorboard log-validation-ppl-to-tensorboard
+    log-memory-to-tensorboard log-world-size-to-tensorboard log-batch-size-to-tensorboard
+    log-learning-rate-to-tensorboard moe-per-layer-logging no-one-logger one-logger-project:t
+    one-logger-run-name:t logging-level:i manual-gc manual-gc-interval:i no-manual-gc-eval
+    empty-unused-memory-level:i no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad
+    check-for-spiky-loss check-for-large-grads train-sync-interval:i optimization-level:i
+    use-pytorch-profiler profile profile-step-start:i profile-step-end:i profile-ranks:m profile-level:t
+    profile-with-cpu profile-with-stack profile-with-memory profile-record-shapes profile-save-path:t
+    distributed-timeout-seconds-after-init:i
+
+every token counts alike, however microbatches and copies share them
+    calculate-per-token-loss
+
+it says how context-parallel ranks work together, and there are none
+    cp-comm-type:m context-parallel-algo:t ulysses-degree-in-cp:i cp-window-size:i
+    use-cp-send-recv-overlap use-fused-ring-attention-update hierarchical-context-parallel-sizes:m
+
+it is about multi-latent attention, which is not asked for
+    q-lora-rank:i kv-lora-rank:i qk-head-dim:i qk-pos-emb-head-dim:i v-head-dim:i qk-rope-head-dim:i
+    qk-nope-head-dim:i rotary-scaling-factor:f mscale:f mscale-all-dim:f
+""",
 )
-LAYOUT = (
-    taken("--tensor-model-parallel-size", "int", "parallel.tp", default=1),
-    taken("--pipeline-model-parallel-size", "int", "parallel.pp", default=1),
-    taken("--sequence-parallel", "nothing", default=False),
-    taken("--ampipe-degree", "int", default=1),
-    taken("--use-nanopipe", "nothing", default=False),
-    taken("--schedules-method", ("dualpipev",)),
-    taken("--num-layers-per-virtual-pipeline-stage", "int"),
-    taken("--num-virtual-stages-per-pipeline-rank", "int"),
-    taken("--microbatch-group-size-per-virtual-pipeline-stage", "int"),
-    taken("--pipeline-model-parallel-layout", "text"),
-    taken("--decoder-first-pipeline-num-layers", "int"),
-    taken("--decoder-last-pipeline-num-layers", "int"),
-    taken("--account-for-embedding-in-pipeline-split", "nothing", default=False),
-    taken("--account-for-loss-in-pipeline-split", "nothing", default=False),
-    taken("--standalone-embedding-stage", "nothing", default=False),
-    taken("--num-layer-list", "text"),
-    taken("--noop-layers", "text"),
-    taken("--tp-comm-overlap", "nothing", default=False),
-    taken("--use-ascend-mc2", "nothing", default=False),
-    taken("--use-ascend-coc", "nothing", default=False),
-    taken("--recompute-activations", "nothing", default=False),
-    taken(RG, ("full", "selective")),
-    taken("--recompute-method", ("uniform", "block"), needs=RG),
-    taken("--recompute-num-layers", "int", needs=RG),
-    taken("--recompute-activation-function", "nothing", default=False),
-    taken("--recompute-norm", "nothing", default=False),
-    taken("--moe-layer-recompute", "nothing", default=False, needs=E),
+
+LACKING = _rows(
+    "lacking",
+    """
+every data-parallel rank keeps all of the optimizer's state: more memory, the same numbers
+    use-distributed-optimizer use-megatron-fsdp use-torch-fsdp2 fsdp-double-buffer enable-zero3
+    torch-fsdp2-no-reshard-after-forward optimizer-cpu-offload overlap-cpu-optimizer-d2h-h2d
+    swap-optimizer
+
+every data-parallel rank keeps all that it computes with: more memory, the same numbers
+    data-parallel-sharding-strategy:t=no_shard
+
+activations stay on the device; parallel.recompute, with a number of bytes, keeps a limit
+    swap-attention swap-modules:t smart-swap cpu-offloading-num-layers:i=0
+    adaptive-recompute-device-size:i=-1 adaptive-recompute-device-swap adaptive-recompute-profiling-step:i
+    adaptive-memory-optimization moe-zero-memory:t=disable moe-zero-memory-num-layers:i
+    moe-adaptive-recompute-activation moe-adaptive-recompute-activation-scale:f
+    distribute-saved-activations enable-recompute-layers-per-pp-rank
+
+Stretto reads text (.txt, .jsonl, .parquet), not files of token ids: give the text as data.paths, else the
+Python standard library's own source is trained on
+    data-path:m train-data-path:m valid-data-path:m test-data-path:m data-args-path:t
+    per-split-data-args-path:t mock-data
+
+Stretto learns a byte-pair encoding of data.vocab_size tokens from the text; give --vocab-size to keep the
+model's size
+    tokenizer-type:t tokenizer-model:t tokenizer-name-or-path:t tokenizer-not-use-fast vocab-file:t
+    merge-file:t vocab-extra-ids:i=0 legacy-tokenizer trust-remote-code
+
+texts follow each other in a sequence, and attention and loss go over their ends
+    reset-position-ids reset-attention-mask eod-mask-loss variable-seq-lengths
+
+every step has all of the global batch, the first too
+    rampup-batch-size:m
+
+the rate begins at lr / warmup_steps, decays over all steps, and is one for all parameters
+    lr-warmup-init:f=0 decoupled-lr:f decoupled-min-lr:f
+
+weight decay stays what it is
+    start-weight-decay:f end-weight-decay:f weight-decay-incr-style:t=constant
+
+computation is in bfloat16, losses and gradient reductions in float32
+    fp8-format:t fp8-recipe:t fp8-margin:i fp8-interval:i fp8-amax-history-len:i fp8-amax-compute-algo:t
+    no-fp8-wgrad fp8-param-gather first-last-layers-bf16 fp4-format:t fp4-recipe:t grad-reduce-in-bf16
+    fp16-lm-cross-entropy fp32-residual-connection moe-router-padding-for-fp8
+
+a rotary position turns every pair of a head's dims by Su et al.'s angles, unscaled
+    rotary-percent:f=1 rotary-interleaved rotary-seq-len-interpolation-factor:i use-rope-scaling
+    rope-scaling-factor:f=1 rope-scaling-type:t rope-type:t=rope no-rope-freq:t
+
+attention is causal over the whole sequence, with PyTorch's softmax
+    window-size:t window-attn-skip-freq:t softmax-type:t=vanilla apply-query-key-layer-scaling qk-l2-norm
+
+the model's norms, activations and residuals are those of its kind
+    apply-layernorm-1p apply-residual-connection-post-layernorm openai-gelu squared-relu quick-geglu
+    add-dense-bias skip-bias-add init-method-xavier-uniform embedding-init-method-std:f
+
+needs --num-experts: the router takes the softmax of its scores, and the weights of a token's experts sum
+to 1 (of one alone it is the probability)
+    moe-router-score-function:t=softmax moe-router-pre-softmax moe-router-num-groups:i
+    moe-router-group-topk:i moe-router-topk-scaling-factor:f=1 moe-router-enable-expert-bias
+    moe-router-bias-update-rate:f moe-input-jitter-eps:f=0 noisy-gate-policy:t=None moe-use-sinkhorn
+    moe-apply-probs-on-input moe-router-force-load-balancing
+
+needs --num-experts: beyond a capacity later choices are dropped first, by position
+    moe-token-drop-policy:t=position no-use-rts
+
+needs --num-experts: tensor-parallel ranks share each expert's matrices
+    moe-tp-extend-ep moe-extended-tp
+
+Megatron's checkpoints are not read: a run starts with fresh weights, or from its own checkpoint
+    finetune pretrained-checkpoint:t ckpt-step:i use-checkpoint-args use-mp-args-from-checkpoint-args
+    moe-use-upcycling moe-upcycling-granularity:i load-main-params-from-ckpt
+
+the ranks that train write a checkpoint and go on when it is written; the newest two stay
+(checkpoint.keep)
+    async-save no-save-optim save-retain-interval:i non-persistent-save-interval:i
+    non-persistent-ckpt-type:t
+
+a run ends with its last step; SIGTERM ends it at once, and its last checkpoint stays
+    exit-interval:i exit-duration-in-mins:i exit-signal-handler adlr-autoresume adlr-autoresume-interval:i
+    enable-high-availability enable-ft-package inprocess-restart
+
+metrics are written to a file (metrics.jsonl) and, if asked, for TensorBoard
+    wandb-project:t wandb-entity:t wandb-exp-name:t wandb-save-dir:t
+
+kernels are those that PyTorch takes by itself
+    deterministic-mode npu-deterministic enable-cuda-graph external-cuda-graph cuda-graph-impl:t
+    cuda-graph-scope:t te-rng-tracker
+
+no average of the weights is kept
+    use-ema ema-decay:f
+
+the held-out text is measured in eval-iters batches
+    full-validation
+""",
 )
-TRAINING = (
-    taken("--micro-batch-size", "int"),
-    taken("--global-batch-size", "int"),
-    taken("--train-iters", "int"),
-    taken("--train-samples", "int"),
-    taken("--seq-length", "int", "data.sequence_length"),
-    taken("--split", "text"),
-    taken("--seed", "int", "training.seed", "data.seed", default=1234),
-    taken("--optimizer", ("adam", "sgd", "muon", "dist_muon"), default="adam"),
-    taken("--lr", "float", "optimizer.lr"),
-    taken("--min-lr", "float", default=0.0),
-    taken(
-        "--lr-decay-style", ("constant", "linear", "cosine", "inverse-square-root", "WSD"), default="linear"
-    ),
-    taken("--lr-decay-iters", "int"),
-    taken("--lr-decay-samples", "int"),
-    taken("--lr-warmup-iters", "int", default=0),
-    taken("--lr-warmup-samples", "int", default=0),
-    taken("--lr-warmup-fraction", "float"),
-    taken("--adam-beta1", "float", default=0.9),
-    taken("--adam-beta2", "float", default=0.999),
-    taken("--adam-eps", "float", "optimizer.eps", default=1e-8),
-    taken("--weight-decay", "float", "optimizer.weight_decay", default=0.01),
-    taken("--clip-grad", "float", "optimizer.grad_clip_norm", default=1.0),
-    taken("--bf16", "nothing", default=False),
-    taken("--fp16", "nothing", default=False),
-    taken("--eval-interval", "int", default=1000),
-    taken("--eval-iters", "int", default=100),
-    taken("--log-interval", "int", "training.log_every", default=100),
-    taken("--save", "text"),
-    taken("--load", "text"),
-    taken("--save-interval", "int"),
-    taken("--tensorboard-dir", "text"),
+
+REFUSED = _rows(
+    "refused",
+    """
+context parallelism is to come: append --context-parallel-size 1, whose ranks are then data-parallel ones,
+and see that a rank has room for a full sequence
+    context-parallel-size:i=1
+
+its attention is another model: write model.kind = "huggingface" with DeepseekV3ForCausalLM by hand
+    multi-latent-attention multi-head-latent-attention
+
+Stretto trains causal language models of equal blocks; this flag is for another kind of model
+    encoder-num-layers:i decoder-num-layers:i encoder-seq-length:i decoder-seq-length:i
+    hybrid-attention-ratio:f=0 hybrid-override-pattern:t heterogeneous-layers-config-path:t spec:m
+    retro-project-dir:t mtp-num-layers:i=0
+
+Stretto trains; it does not evaluate alone, fine-tune by instructions or by reward
+    skip-train sft perform-rl-step
+""",
 )

@@ -1,15 +1,13 @@
 """The flags that distribute a step over ranks: `[parallel]`, the number of microbatches, and the pipeline.
 
-Megatron shares layers equally unless a flag says otherwise; Stretto cuts where times are balanced. So where
-no flag says which layers a stage has, `parallel.split` stays "auto"; else it is what Megatron would do:
+Where no flag says which layers a stage has, `parallel.split` stays "auto"; else it is what Megatron would do:
 
     1. a layout, as it is written; else MindSpeed's list of layers of every rank;
     2. else so many layers on the first rank or the last, and equally many on the others;
     3. else equally many, where embedding or loss count as a layer, or the embedding has a rank of its own;
     4. layers that do nothing (MindSpeed's noop layers) are no layers: their stages have fewer, or none.
 
-A rank's layers are shared equally by its virtual stages. Stage s is on rank s modulo ranks, with dualpipev in
-a V.
+A rank's layers are shared equally by its virtual stages.
 """
 
 from __future__ import annotations
@@ -17,22 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.config.stage_text import Stages, of_counts, read_stages
+from stretto.convert.arguments import Tally
 from stretto.convert.experts import ExpertFlags
-from stretto.convert.tally import Tally
 
 LAYERS, NOOP = "--num-layers", "--noop-layers"
 EACH, OF_EACH = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
 METHOD, NANO = "--schedules-method", "--use-nanopipe"
-TEXT, LIST, STANDALONE = (
-    "--pipeline-model-parallel-layout",
-    "--num-layer-list",
-    "--standalone-embedding-stage",
-)
+TEXT, LIST = "--pipeline-model-parallel-layout", "--num-layer-list"
+STANDALONE = "--standalone-embedding-stage"
 ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
-ONE = "it is about several stages a rank, and there is one"
 OVERLAPPED = ("--tp-comm-overlap", "--use-ascend-mc2", "--use-ascend-coc")
 PARTLY = (
     "--recompute-activations",
@@ -55,25 +49,20 @@ def put_layout(tally: Tally, experts: ExpertFlags | None, ranks: int | None, rea
             tally.put("parallel.sequence_parallel", True, "--sequence-parallel")
         if any(map(tally.is_given, OVERLAPPED)):
             tally.put("parallel.split_ops", True, *OVERLAPPED)
-    tally.skip("there is one tensor-parallel rank; Megatron ignores it too", "--sequence-parallel")
-    tally.skip("there is one tensor-parallel rank", *OVERLAPPED)
     put_pipeline(tally, pp, real)
     if experts is not None:
         _put_experts(tally, experts, tp)
     degree = tally.get("--ampipe-degree")
     if degree != 1:
         tally.put("parallel.ampipe_degree", degree, "--ampipe-degree")
-    tally.skip("one chunk is no cut", "--ampipe-degree")
     _put_recompute(tally)
 
 
 def _copies(tally: Tally, others: int, ranks: int | None) -> int | None:
-    """Data-parallel ranks."""
     if ranks is None:
         tally.refused.append(
-            "how many ranks there are, the command does not say: give --world N (or the torchrun "
-            "command with "
-            f"--nproc_per_node and --nnodes, as numbers), a multiple of tp x pp = {others}"
+            "how many ranks there are, the command does not say: give --world N (or the torchrun command "
+            f"with --nproc_per_node and --nnodes), a multiple of tp x pp = {others}"
         )
         return None
     if ranks % others:
@@ -93,15 +82,10 @@ def _put_batch(tally: Tally, micro: int, dp: int) -> None:
     else:
         batch_size = tally.need("--global-batch-size")
         if batch_size % (micro * dp):
-            lower, upper = (
-                batch_size // (micro * dp) * micro * dp,
-                -(-batch_size // (micro * dp)) * micro * dp,
-            )
-            tally.refused.append(
-                f"{tally.written('--global-batch-size')} must be a multiple of "
-                f"{tally.written('--micro-batch-size')} "
-                f"times {dp} data-parallel ranks; append --global-batch-size {lower or upper}"
-            )
+            each = micro * dp
+            near = max(batch_size // each, 1) * each
+            why = f"no multiple of {tally.written('--micro-batch-size')} times {dp} data-parallel ranks"
+            tally.refuse("--global-batch-size", f"{why}; append --global-batch-size {near}")
             return
         tally.put("training.global_batch", batch_size, "--global-batch-size")
     batch = tally.values["training.global_batch"]
@@ -112,17 +96,11 @@ def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
     ep = tally.get("--expert-model-parallel-size")
     if ep != 1:
         tally.put("parallel.ep", ep, "--expert-model-parallel-size")
-    tally.skip("every rank has all experts", "--expert-model-parallel-size")
-    if tally.get("--expert-tensor-parallel-size") in (None, tp):
-        tally.skip("tensor-parallel ranks share experts too", "--expert-tensor-parallel-size")
-    tally.lack(
-        f"experts are shared by as many tensor-parallel ranks as all else, {tp}",
-        "--expert-tensor-parallel-size",
-    )
+    if tally.get("--expert-tensor-parallel-size") not in (None, tp):
+        why = f"experts are shared by as many tensor-parallel ranks as all else, {tp}"
+        tally.lack(why, "--expert-tensor-parallel-size")
     slices = tally.get("--pipe-experts-multi-data")
     if ep == 1:
-        why = "it cuts what expert-parallel ranks send each other, and there is one"
-        tally.skip(why, "--use-pipe-experts", "--pipe-experts-multi-data")
         return
     if tally.is_given("--use-pipe-experts"):
         if tally.values.get("model.capacity_factor"):
@@ -134,14 +112,6 @@ def _put_experts(tally: Tally, experts: ExpertFlags, tp: int) -> None:
         )
         if slices != 1:
             tally.put("parallel.pipe_experts_multi_data", slices, "--pipe-experts-multi-data")
-        tally.skip("one slice is no cut", "--pipe-experts-multi-data")
-        degree = tally.get("--ampipe-degree")
-        least = degree if tally.is_given("--pipe-experts-multi-stream") else degree + 1
-        if degree > 1 and (slices % degree or slices < least):
-            tally.also(
-                "--use-pipe-experts",
-                f"MindSpeed switches it off beside {tally.written('--ampipe-degree')}, here it works",
-            )
 
 
 def _put_recompute(tally: Tally) -> None:
@@ -154,11 +124,8 @@ def _put_recompute(tally: Tally) -> None:
             tally.lack(why, "--recompute-method", "--recompute-num-layers")
         elif method == "uniform" and layers not in (None, 1):
             tally.lack("the input of every block is kept, not of one in so many", "--recompute-num-layers")
-        tally.skip("every block is recomputed from its input", "--recompute-method", "--recompute-num-layers")
-        tally.skip('"full" computes all of a block again', *PARTLY)
     elif granularity == "selective" or any(map(tally.is_given, PARTLY)):
         tally.put("parallel.recompute", "selective", "--recompute-granularity", *PARTLY)
-        tally.skip("only for full recomputation", "--recompute-method", "--recompute-num-layers")
 
 
 def real_layers(tally: Tally) -> tuple[int, ...]:
@@ -170,9 +137,10 @@ def real_layers(tally: Tally) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
     idle = {int(word) for word in words if word.isdecimal()}
     if not all(map(str.isdecimal, words)) or not idle < set(every):
-        tally.refused.append(
-            f"{tally.written(NOOP)}: expected numbers of some layers, from 0 to {len(every) - 1}; append "
-            f"{NOOP} with these, or leave it out"
+        tally.refuse(
+            NOOP,
+            f"expected numbers of some layers, from 0 to {len(every) - 1}; append "
+            f"{NOOP} with these, or leave it out",
         )
         return every
     return tuple(number for number in every if number not in idle)
@@ -181,8 +149,6 @@ def real_layers(tally: Tally) -> tuple[int, ...]:
 def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
     """`parallel.schedule` and what goes with it. ranks: of the pipeline; real: `real_layers`."""
     if ranks == 1:
-        why = "there is one pipeline rank"
-        tally.skip(why, EACH, OF_EACH, GROUP, METHOD, NANO, TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
         return
     dual = tally.get(METHOD) == "dualpipev"
     written = _written(tally, real)
@@ -196,11 +162,8 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         tally.put("parallel.split", tally.get(TEXT), TEXT)
     else:
         _put_split(tally, ranks, each, dual, real)
-    tally.skip("another flag says which layers a stage has", TEXT, LIST, STANDALONE, *ENDS, *COUNTED)
     if dual:
         tally.put("parallel.schedule", "dualpipev", METHOD)
-        tally.skip("dualpipev has two stages a rank", EACH, OF_EACH)
-        tally.skip("dualpipev splits backwards where it helps", NANO)
     elif each > 1:
         of = TEXT if written is not None else EACH if tally.is_given(EACH) else OF_EACH
         tally.put("parallel.schedule", "interleaved-1f1b", of)
@@ -212,7 +175,6 @@ def put_pipeline(tally: Tally, ranks: int, real: Sequence[int]) -> None:
         nano = [NANO] if tally.get(NANO) else []
         why = "Megatron's; eager-1f1b hides messages, for more memory"
         tally.put("parallel.schedule", "zb-h1" if nano else "1f1b", *nano, why=why)
-    tally.skip("another flag says how many stages a rank has" if each > 1 else ONE, EACH, OF_EACH, GROUP)
 
 
 def _layers(tally: Tally) -> int:
@@ -221,7 +183,6 @@ def _layers(tally: Tally) -> int:
 
 
 def _each(tally: Tally, ranks: int) -> int:
-    """Stages of a rank, where no layout says it."""
     if tally.is_given(EACH):
         return tally.need(EACH)
     if not tally.is_given(OF_EACH):
@@ -232,9 +193,8 @@ def _each(tally: Tally, ranks: int) -> int:
     fitting = [n for n in range(1, layers // ranks + 1) if layers % (ranks * n) == 0]
     nearest = min(fitting, key=lambda n: abs(n - wanted), default=None)
     append = f"{OF_EACH} {nearest}" if nearest else f'{TEXT} "{_even(_layers(tally), ranks).text}"'
-    tally.refused.append(
-        f"{tally.written(OF_EACH)}: {layers} layers on {ranks} pipeline ranks are not shared out by {wanted}"
-        f"; append {append}"
+    tally.refuse(
+        OF_EACH, f"{layers} layers on {ranks} pipeline ranks are not shared out by {wanted}; append {append}"
     )
     return 1
 
@@ -245,7 +205,6 @@ def _even(layers: int, stages: int) -> Stages:
 
 
 def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
-    """Step 1: the layout, if there is one."""
     text = tally.get(TEXT)
     if text is None:
         return None
@@ -255,15 +214,15 @@ def _written(tally: Tally, real: Sequence[int]) -> Stages | None:
         tally.refused.append(f"{TEXT} {error}")
         return None
     if stages.layers != len(real):
-        tally.refused.append(
-            f"{tally.written(TEXT)}: it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
-            f'"{stages.with_layers(len(real)).text}"'
+        tally.refuse(
+            TEXT,
+            f"it has {stages.layers} layers, and the model {len(real)}; append {TEXT} "
+            f'"{stages.with_layers(len(real)).text}"',
         )
     return stages
 
 
 def _put_split(tally: Tally, ranks: int, each: int, dual: bool, real: Sequence[int]) -> None:
-    """`parallel.split` by steps 1 to 4, where a flag says which layers a stage has."""
     named = ((LIST,), ENDS, (STANDALONE,), COUNTED, (NOOP,))
     names = next((names for names in named if any(map(tally.is_given, names))), ())
     if not names:
@@ -300,7 +259,6 @@ def _of_ranks(tally: Tally, names: Sequence[str], layers: int, ranks: int) -> li
 
 
 def _of_stages(ranks: Sequence[int] | None, each: int, dual: bool) -> list[int] | None:
-    """Layers of every stage; None where a rank's are not shared equally."""
     if ranks is None or any(count % each for count in ranks):
         return None
     once = [count // each for count in ranks]
@@ -308,7 +266,6 @@ def _of_stages(ranks: Sequence[int] | None, each: int, dual: bool) -> list[int] 
 
 
 def _without(counts: Sequence[int], real: Sequence[int]) -> list[int]:
-    """Step 4."""
     shares, first = [], 0
     for count in counts:
         shares.append(sum(first <= number < first + count for number in real))

@@ -15,12 +15,11 @@ from typing import Any
 import tomlkit
 
 from stretto.config import TrainSettings
-from stretto.convert.arguments import TABLE, Given, ReadFlags, read_arguments
+from stretto.convert.arguments import TABLE, Given, ReadFlags, Tally, read_arguments
 from stretto.convert.command import read_command
 from stretto.convert.flags import Fate, Flag
 from stretto.convert.layout import put_layout, real_layers
 from stretto.convert.model import put_model
-from stretto.convert.tally import Tally
 from stretto.convert.training import put_training
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml
@@ -96,7 +95,6 @@ def _put_all(tally: Tally, ranks: int | None) -> None:
 
 
 def _constant(tally: Tally) -> list[FlagOutcome]:
-    """The flags whose fate is the table's own, and those that do nothing."""
     outcomes = []
     for name, given in tally.given.items():
         row = given.row
@@ -118,10 +116,8 @@ def _idle(row: Flag, given: Given) -> bool:
 
 
 def _decided(tally: Tally) -> list[FlagOutcome]:
-    """The flags that this command's other flags decide."""
-    idle: tuple[Fate, str] = ("not needed", "beside the other flags it does nothing")
     return [
-        FlagOutcome(given.written, *tally.fates.get(name, idle))
+        FlagOutcome(given.written, *tally.fates.get(name, ("not needed", given.row.why)))
         for name, given in tally.given.items()
         if given.row.fate == "taken" and tally.is_given(name)
     ]
@@ -136,7 +132,6 @@ def _others(flags: ReadFlags) -> list[FlagOutcome]:
 
 
 def _faults(tally: Tally) -> list[str]:
-    """The tree's own errors, each with the flags that made what is wrong."""
     known = _lines(tally.values, tally)
     worded = []
     for source, line in known:
@@ -207,5 +202,4 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _printable(text: str) -> str:
-    """TOML's comments forbid control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in text)

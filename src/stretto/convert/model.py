@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stretto.convert.arguments import Tally
 from stretto.convert.experts import ExpertFlags, experts_of, put_experts
 from stretto.convert.layout import NOOP
-from stretto.convert.tally import Tally
 
 OWN_DEVIATION, OWN_EPSILON, OWN_BASE = 0.02, 1e-5, 10000.0
 """Of `models.gpt`: its initial weights, its norms, its rotary positions."""
@@ -57,23 +57,19 @@ def put_model(tally: Tally, real: Sequence[int]) -> ExpertFlags | None:
 
 
 def _rotary(tally: Tally) -> bool:
-    """Whether positions are rotary, else they are learned."""
     kind = tally.get("--position-embedding-type")
     rotary = kind == "rope" or bool(tally.get("--use-rotary-position-embeddings"))
     if not rotary and kind != "learned_absolute":
-        tally.refused.append(
-            f"{tally.written('--position-embedding-type')}: Stretto's models have rotary or learned "
-            "positions; "
-            "append --position-embedding-type rope or learned_absolute"
+        tally.refuse(
+            "--position-embedding-type",
+            "Stretto's models have rotary or learned positions; "
+            "append --position-embedding-type rope or learned_absolute",
         )
-    if tally.get("--no-position-embedding"):
-        if rotary:
-            tally.skip("rotary positions take the place of an embedding", "--no-position-embedding")
-        else:
-            tally.refused.append(
-                "--no-position-embedding without rotary positions: a model of Stretto must know positions; "
-                "append --position-embedding-type rope"
-            )
+    if tally.get("--no-position-embedding") and not rotary:
+        tally.refused.append(
+            "--no-position-embedding without rotary positions: a model of Stretto must know positions; "
+            "append --position-embedding-type rope"
+        )
     return rotary
 
 
@@ -92,38 +88,29 @@ def _put_own(tally: Tally, sizes: Sizes, experts: ExpertFlags | None, rotary: bo
     tally.lack(f"Stretto's own GPT has a GELU{wanted}", "--swiglu")
     if tally.get("--normalization") == "RMSNorm":
         tally.lack(f"Stretto's own GPT has layer norms{wanted}", "--normalization")
-    else:
-        tally.skip("Stretto's own GPT has layer norms", "--normalization")
     if sizes.groups < sizes.heads:
         names = ("--group-query-attention", "--num-query-groups")
         tally.lack(f"Stretto's own GPT has as many heads of keys as of queries{wanted}", *names)
-    else:
-        tally.skip("there are as many groups as heads", "--group-query-attention", "--num-query-groups")
     tally.lack(f"Stretto's own GPT has none{wanted}", "--add-qkv-bias", "--qk-layernorm")
-    tally.skip("Stretto's own GPT has no biases in its matrices", "--disable-bias-linear")
     if not tally.get("--disable-bias-linear"):
         tally.absent.append(
-            "without --disable-bias-linear Megatron's matrices have biases; those of Stretto's own "
-            "GPT have none"
+            "without --disable-bias-linear Megatron's matrices have biases; here they have none"
         )
     _fixed(tally, "--norm-epsilon", OWN_EPSILON, "the epsilon of its norms is")
     _fixed(tally, "--init-method-std", OWN_DEVIATION, "the standard deviation of initial weights is")
     _fixed(tally, "--rotary-base", OWN_BASE, "the base of its rotary positions is")
     channels = tally.get("--kv-channels")
     if channels is not None and channels * sizes.heads != sizes.hidden:
-        tally.refused.append(
-            f"{tally.written('--kv-channels')}: a head of Stretto's own GPT has --hidden-size / "
+        tally.refuse(
+            "--kv-channels",
+            "a head of Stretto's own GPT has --hidden-size / "
             f"--num-attention-heads = {sizes.hidden / sizes.heads:g} dims; append --kv-channels "
-            f"{sizes.hidden // sizes.heads}"
+            f"{sizes.hidden // sizes.heads}",
         )
-    tally.skip("a head has hidden / heads dims", "--kv-channels")
 
 
 def _fixed(tally: Tally, name: str, own: float, what: str) -> None:
-    """A number that Stretto's own GPT does not leave open."""
-    if tally.get(name) == own:
-        tally.skip(f"in Stretto's own GPT {what} {own:g}", name)
-    else:
+    if tally.get(name) != own:
         tally.lack(f"in Stretto's own GPT {what} {own:g}", name)
 
 
@@ -158,7 +145,8 @@ def _put_transformers(tally: Tally, sizes: Sizes, experts: ExpertFlags | None) -
     tally.put(f"{key}max_position_embeddings", sizes.context, sizes.longest)
     channels = tally.get("--kv-channels")
     if name == "Qwen2ForCausalLM":
-        _fixed_channels(tally, name, channels, sizes)
+        if channels is not None and channels * sizes.heads != sizes.hidden:
+            tally.lack(f"a head of {name} has hidden / heads dims", "--kv-channels")
     else:
         dims = channels or sizes.hidden // sizes.heads
         tally.put(f"{key}head_dim", dims, "--kv-channels", why="hidden / heads")
@@ -170,23 +158,14 @@ def _put_transformers(tally: Tally, sizes: Sizes, experts: ExpertFlags | None) -
     tally.put(f"{key}attention_dropout", tally.get("--attention-dropout"), "--attention-dropout")
     if experts is None:
         tally.put(f"{key}intermediate_size", sizes.width, "--ffn-hidden-size")
-    tally.skip(f"positions of {name} are rotary", *POSITIONS)
     dropped = tally.get("--hidden-dropout")
     if dropped:
         tally.lack(f"{name} drops nothing outside attention", "--hidden-dropout")
         if not tally.is_given("--hidden-dropout"):
             tally.absent.append(f"without --hidden-dropout Megatron drops {dropped:g}; {name} drops nothing")
-    else:
-        tally.skip(f"{name} drops nothing outside attention", "--hidden-dropout")
     if norms:
         tally.put("model.architecture", name, "--qk-layernorm")
     _put_biases(tally, name, bias)
-
-
-def _fixed_channels(tally: Tally, name: str, channels: int | None, sizes: Sizes) -> None:
-    if channels is not None and channels * sizes.heads != sizes.hidden:
-        tally.lack(f"a head of {name} has hidden / heads dims", "--kv-channels")
-    tally.skip(f"a head of {name} has hidden / heads dims", "--kv-channels")
 
 
 def _put_biases(tally: Tally, name: str, bias: bool) -> None:
@@ -195,8 +174,8 @@ def _put_biases(tally: Tally, name: str, bias: bool) -> None:
     else:
         tally.lack(f"{name} has no biases in attention alone", "--add-qkv-bias")
     if tally.get("--disable-bias-linear"):
-        tally.skip(f"{name} has no other biases in its matrices", "--disable-bias-linear")
-    elif name == "LlamaForCausalLM":
+        return
+    if name == "LlamaForCausalLM":
         for key in ("attention_bias", "mlp_bias"):
             tally.put(f"model.config.{key}", True, "--disable-bias-linear")
     else:
@@ -207,7 +186,6 @@ def _put_vocabulary(tally: Tally, key: str) -> None:
     tokens, rows = tally.get("--vocab-size"), tally.get("--padded-vocab-size")
     divisor = tally.get("--make-vocab-size-divisible-by") * max(tally.get("--tensor-model-parallel-size"), 1)
     if tokens is None and rows is None:
-        tally.skip("the embedding has a row for each token", "--make-vocab-size-divisible-by")
         tally.absent.append(
             "without --vocab-size the embedding has as many rows as Stretto's tokenizer has tokens "
             "(data.vocab_size), which changes the model's size"
@@ -215,12 +193,11 @@ def _put_vocabulary(tally: Tally, key: str) -> None:
         return
     if rows is None:
         if divisor < 1:
-            tally.refused.append(f"{tally.written('--make-vocab-size-divisible-by')}: expected 1 or more")
+            tally.refuse("--make-vocab-size-divisible-by", "expected 1 or more")
             return
         rows = -(-tokens // divisor) * divisor
         tally.put(key, rows, "--vocab-size", "--make-vocab-size-divisible-by")
     else:
         tally.put(key, rows, "--padded-vocab-size")
-        tally.skip("--padded-vocab-size says the rows", "--make-vocab-size-divisible-by")
     names = ("--vocab-size",) if tokens is not None else ("--padded-vocab-size",)
     tally.put("data.vocab_size", rows if tokens is None else tokens, *names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stretto.convert.tally import Tally
+from stretto.convert.arguments import Tally
 
 WARMUP = ("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples")
 DECAY = ("--lr-decay-iters", "--lr-decay-samples")
@@ -35,7 +35,6 @@ def _put_steps(tally: Tally) -> int:
         return max(steps, 1)
     steps = tally.need("--train-iters")
     tally.put("training.steps", steps, "--train-iters")
-    tally.skip("--train-iters says the steps", "--train-samples")
     return steps
 
 
@@ -45,50 +44,39 @@ def _put_rates(tally: Tally, steps: int) -> None:
         tally.refused.append("--lr is missing; append --lr and the highest rate")
         return
     if style not in ("constant", "linear", "cosine"):
-        tally.refused.append(
-            f"{tally.written('--lr-decay-style')}: Stretto's rates are constant, linear or cosine; append "
-            "--lr-decay-style cosine"
+        tally.refuse(
+            "--lr-decay-style",
+            "Stretto's rates are constant, linear or cosine; append --lr-decay-style cosine",
         )
         return
     tally.put("lr_schedule.kind", style, "--lr-decay-style")
-    if style == "constant":
-        tally.skip("a constant rate has no least", "--min-lr")
-    elif peak > 0:
+    if style != "constant" and peak > 0:
         tally.put("lr_schedule.min_lr_ratio", least / peak, "--min-lr", "--lr")
     batch = tally.values.get("training.global_batch", 1)
     decay, samples = tally.get("--lr-decay-iters"), tally.get("--lr-decay-samples")
     over = decay if decay is not None else samples // batch if samples is not None else steps
     _put_warmup(tally, over, batch)
-    if style == "constant":
-        tally.skip("a constant rate does not decay", *DECAY)
-    elif over == steps:
-        tally.skip("the rate decays over all steps", *DECAY)
-    tally.lack(f"the rate decays over all {steps} steps, not over {over}", *DECAY)
+    if style != "constant" and over != steps:
+        tally.lack(f"the rate decays over all {steps} steps, not over {over}", *DECAY)
 
 
 def _put_warmup(tally: Tally, over: int, batch: int) -> None:
     fraction, steps, samples = (tally.get(name) for name in WARMUP)
     if fraction is not None:
         if not 0 <= fraction <= 1:
-            tally.refused.append(f"{tally.written(WARMUP[0])}: expected a number from 0 to 1")
+            tally.refuse(WARMUP[0], "expected a number from 0 to 1")
             return
         tally.put("lr_schedule.warmup_steps", round(fraction * over), WARMUP[0])
     elif tally.is_given(WARMUP[2]) and samples:
         tally.put("lr_schedule.warmup_steps", math.ceil(samples / batch), WARMUP[2])
     else:
         tally.put("lr_schedule.warmup_steps", steps, WARMUP[1])
-    tally.skip("another flag says the warm-up", *WARMUP)
 
 
 def _put_optimizer(tally: Tally) -> None:
     kind = tally.get("--optimizer")
     if kind != "adam":
-        tally.refused.append(
-            f"{tally.written('--optimizer')}: Stretto's optimizer is AdamW, and needs rates of its "
-            "own; append "
-            "--optimizer adam and its rates"
-        )
-    tally.skip("AdamW is the one there is", "--optimizer")
+        tally.refuse("--optimizer", "Stretto's optimizer is AdamW; append --optimizer adam and its rates")
     betas = [tally.get("--adam-beta1"), tally.get("--adam-beta2")]
     tally.put("optimizer.betas", betas, "--adam-beta1", "--adam-beta2")
 
@@ -98,7 +86,6 @@ def _put_evaluation(tally: Tally) -> None:
     if batches == 0:
         tally.put("training.eval_every", 0, "--eval-iters")
         tally.also("--eval-iters", "the held-out text is still measured after the last step")
-        tally.skip("--eval-iters 0 measures nothing meanwhile", "--eval-interval")
     else:
         tally.put("training.eval_batches", batches, "--eval-iters")
         tally.put("training.eval_every", tally.get("--eval-interval"), "--eval-interval")
@@ -114,7 +101,7 @@ def _put_split(tally: Tally) -> None:
     except ValueError:
         parts = []
     if not 1 <= len(parts) <= 3 or min(parts) < 0 or not 0 < sum(parts) < math.inf:
-        tally.refused.append(f"{tally.written('--split')}: expected up to three shares, such as 969,30,1")
+        tally.refuse("--split", "expected up to three shares, such as 969,30,1")
     elif sum(parts[1:]) == 0:
         tally.lack("some text is always held out: data.held_out_fraction keeps its default", "--split")
     else:
@@ -127,9 +114,7 @@ def _put_saving(tally: Tally) -> None:
         tally.put("checkpoint.dir", saved, "--save")
     if tally.get("--save-interval") is not None:
         tally.put("checkpoint.every_steps", tally.get("--save-interval"), "--save-interval")
-    if loaded is not None and loaded == saved:
-        tally.skip("a run goes on from its own newest checkpoint by itself (checkpoint.resume)", "--load")
-    elif loaded is not None:
+    if loaded is not None and loaded != saved:
         tally.lack("Megatron's checkpoints are not read: the run starts with fresh weights", "--load")
     if tally.is_given("--tensorboard-dir"):
         tally.put("output.tensorboard", True, "--tensorboard-dir")

@@ -32,7 +32,6 @@ from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
 ModelSettings = GPTSettings | MoESettings | HuggingFaceSettings
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""How classes of `transformers` that predict the next token are called."""
 
 NOT_OF_A_CONFIG = {
     "name_or_path": "give model.pretrained, which brings its weights too",
@@ -48,7 +47,6 @@ SAME = {
     "pretrained_model_name_or_path": "name_or_path",
     "torch_dtype": "dtype",
 }
-"""Other names of these."""
 
 END_OF_TEXT_ID = 0
 """The token between documents, as `stretto.train.text` numbers it; architectures' own numbers for the

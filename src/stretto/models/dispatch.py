@@ -1,5 +1,4 @@
-"""Tokens to experts and back: rows are brought to the experts that were chosen, and their results are
-weighed.
+"""Tokens to experts and back: rows are brought to the chosen experts, and their results are weighed.
 
     within_capacity    each expert has a fixed number of slots. First choices are served before second ones,
                        earlier tokens before later (GShard, arXiv 2006.16668; DeepSpeed-MoE); what finds no
@@ -7,9 +6,7 @@ weighed.
     dropless           every choice is served: rows are sorted by expert (MegaBlocks, arXiv 2211.15841).
 
 Shapes depend on no values. Rows are only ever gathered, in the backward too, where PyTorch would add them one
-by one to where they came from: on an accelerator, thousands of empty slots to one row of zeros. Weights
-may be finer than tokens, as routers of `transformers` give them: results are of the tokens' dtype. Dims of
-tensors, as suffixes:
+by one to where they came from. Results are of the tokens' dtype. Dims of tensors, as suffixes:
   N tokens   K choices of a token   D hidden   E experts   C slots of an expert   R rows, N x K of them
 """
 

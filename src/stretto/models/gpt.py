@@ -116,12 +116,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each after a norm and added to the residual stream: (B, S, D) to (B, S, D)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden)
         self.attention = Attention(config)
         self.mlp_norm = nn.LayerNorm(config.hidden)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if mlp is None else mlp
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BSD: Tensor) -> Tensor:

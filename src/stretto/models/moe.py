@@ -26,7 +26,7 @@ from stretto.models.gpt import (
     GPT,
     MLP,
     TP_PLAN,
-    Attention,
+    Block,
     GPTConfig,
     count_targets,
     cross_entropy,
@@ -167,19 +167,14 @@ class MoE(nn.Module):
         return y_ND.view(x_BSD.shape), routed.losses
 
 
-class MoEBlock(nn.Module):
+class MoEBlock(Block):
     """Attention, then experts or an MLP, each after a norm and added to the residual stream: (B, S, D) and
     the routers' losses so far (2,) to the same."""
 
     def __init__(self, config: MoEConfig, dense: bool) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.hidden)
-        self.mlp = MLP(config) if dense else MoE(config)
-        self.dropout = nn.Dropout(config.dropout)
+        super().__init__(config, None if dense else MoE(config))
 
-    def forward(self, x_BSD: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSD: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
         made = self.mlp(self.mlp_norm(x_BSD))
         if isinstance(self.mlp, MoE):

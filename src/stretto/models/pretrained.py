@@ -19,7 +19,7 @@ from stretto.files.parse import parse_json
 from stretto.ir.limits import MOST_LAYERS
 from stretto.models.gpt import GPT, GPTConfig
 from stretto.models.moe import MoEConfig, MoEGPT
-from stretto.models.weight_files import WeightFiles
+from stretto.models.weight_files import WEIGHTS, weights_of
 
 KINDS: dict[str, tuple[type[GPT], type[GPTConfig]]] = {
     "stretto-moe": (MoEGPT, MoEConfig),
@@ -27,12 +27,10 @@ KINDS: dict[str, tuple[type[GPT], type[GPTConfig]]] = {
 }
 """What config.json calls a kind of model -> its class and that of its shape; the more special kind first."""
 CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
 READING = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     SafetensorError,
 )
-"""What a file of others may make of reading it."""
 
 
 def save_gpt(model: GPT, folder: Path) -> None:
@@ -58,7 +56,7 @@ def load_gpt(folder: str | Path) -> GPT:
         if data.get("layers", 0) > MOST_LAYERS:
             raise ValueError(f"layers = {data['layers']} in {CONFIG} is more than {MOST_LAYERS:,}")
         with torch.device("meta"):
-            _check(kind(config(**data)), folder)
+            weights_of(kind(config(**data)), folder)  # before it takes memory
         model = kind(config(**data))
         load_model(model, str(folder / WEIGHTS))
     except UsageError:
@@ -66,15 +64,3 @@ def load_gpt(folder: str | Path) -> GPT:
     except READING as error:
         raise UsageError(f"{folder}: no GPT can be read from it: {error}") from None
     return model.eval()
-
-
-def _check(model: GPT, folder: Path) -> None:
-    """Raises ValueError where the file has not the weights of the model, before that is made."""
-    stored = WeightFiles(folder).stored
-    tied: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        tied.setdefault(id(tensor), []).append(name)
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names = tied[id(tensor)]
-        if not any(one in stored and stored[one].shape == tuple(tensor.shape) for one in names):
-            raise ValueError(f"{WEIGHTS} lacks {name}, or has it in another shape")

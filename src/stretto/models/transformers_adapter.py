@@ -66,7 +66,6 @@ def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[WeightRe
 def _join(
     model: Any, rule: Any, target: str, parts: list[tuple[str, str]], read: Read
 ) -> Mapping[str, Tensor]:
-    """What a rule makes of several tensors of files, by names in the model."""
     rule = deepcopy(rule)
     for name, pattern in parts:
         rule.add_tensor(target, name, pattern, partial(read, name))

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
-from stretto.ir.gradients import PRODUCTS
+from stretto.ir.storage import PRODUCTS
 from stretto.ir.program import VIEW, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.passes.rewrite import Graph, changed, live, rebuilt, spec_with, strides_of
 

@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.models.fitting import Weights, weights_of
-from stretto.models.weight_files import weights_folder
+from stretto.models.weight_files import Weights, weights_folder, weights_of
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import together, together_slowly
 from stretto.runtime.shards import Part

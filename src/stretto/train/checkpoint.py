@@ -16,8 +16,7 @@ from torch import nn
 from stretto.config import TrainSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.models.build import build_model
-from stretto.models.fitting import weights_of
-from stretto.models.weight_files import weights_folder
+from stretto.models.weight_files import weights_folder, weights_of
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first
 from stretto.runtime.shards import Part

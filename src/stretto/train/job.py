@@ -23,8 +23,7 @@ from stretto.files.kept import Kept, cache_dir
 from stretto.files.say import Say, unheard
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function, hollow
-from stretto.models.fitting import weights_of
-from stretto.models.weight_files import weights_folder
+from stretto.models.weight_files import weights_folder, weights_of
 from stretto.parallelize.ampipe import check_attention
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.tensor.dtensor_adapter import without_values
