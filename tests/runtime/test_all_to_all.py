@@ -96,17 +96,6 @@ def test_the_simulation_counts_it(stages: int, tp: int, sizes: Sizes | None) -> 
         assert span.nbytes in wanted.sizes
 
 
-def test_unequal_parts_take_as_long_as_equal_ones_of_the_busiest_rank() -> None:
-    equal, sized = (plan_of(1, 2, sizes).job.stages[0].ops[Phase.F] for sizes in (None, TWO))
-    (one, *_), (other, *_) = (
-        [o.collective for o in ops if "there_start" in o.name] for ops in (equal, sized)
-    )
-    assert one is not None
-    assert other is not None
-    assert (one.kind, one.size) == (other.kind, other.size)
-    assert 6 * other.nbytes == 8 * one.nbytes  # rows to the other rank
-
-
 def test_the_file_keeps_sizes() -> None:
     plan = plan_of(1, 2, TWO)
     assert plan_from_text(plan_to_text(plan)) == plan

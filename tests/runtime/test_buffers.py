@@ -115,33 +115,6 @@ def drops_what_it_sends(plain: Callable[..., Any]) -> Callable[..., Any]:
     return send
 
 
-def writes_what_it_sends(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def send(self: RankState, edge: int, microbatch: int, value: Tensor) -> None:
-        plain(self, edge, microbatch, mine := value.clone())
-        mine.zero_()
-
-    return send
-
-
-def drops_the_source(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def start(self: RankState, *given: Any, **owned: Any) -> Started:
-        *said, value, size = given
-        found: Started = plain(self, *said, value.clone(), size, **owned)
-        found.source = torch.empty(0)
-        return found
-
-    return start
-
-
-def drops_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def start(self: RankState, *given: Any, **owned: Any) -> Started:
-        found: Started = plain(self, *given, **owned)
-        found.result = found.source = torch.empty(0)
-        return found
-
-    return start
-
-
 def writes_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
     def start(self: RankState, *given: Any, **owned: Any) -> Started:
         found: Started = plain(self, *given, **owned)
@@ -153,9 +126,6 @@ def writes_the_result(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 MISTAKES = (
     ("pipeline", "send", drops_what_it_sends, "what is sent on pp .* was freed"),
-    ("pipeline", "send", writes_what_it_sends, "what is sent on pp .* was written"),
-    ("sequence", "start", drops_the_source, "what (all_gather|reduce_scatter) gives on tp was freed"),
-    ("tp", "start", drops_the_result, "the result of lane tp was freed"),
     ("tp", "start", writes_the_result, "the result of lane tp was written"),
 )
 

@@ -19,7 +19,7 @@ from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner, run_threads
-from stretto.runtime.compile import block_of, cut, find_stretch, require_compiler
+from stretto.runtime.compile import cut, require_compiler
 from stretto.runtime.generate import Externals, generate
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import TOLERANCE
@@ -36,7 +36,6 @@ def has_compiler() -> bool:
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 
 SPEC = TensorSpec((4, 4), "float32")
-PAIR = (SPEC, SPEC)
 
 
 def op(name: str, target: str, *uses: str, alias: str | None = None, **other: Any) -> Op:
@@ -84,38 +83,6 @@ def test_between_communications_each_part_stands_together() -> None:
     items = tuple(Item(ItemKind.OP, part, name) for part, name in order)
     window = Window("0F+0F", ((0, Phase.F), (0, Phase.F)), items)
     assert cut(window, {(0, o.name): o for o in (one, other, started)}) == [(0, 2), (1, 3), (4,), (5,)]
-
-
-def test_block_of_names_the_outermost_number() -> None:
-    assert block_of("transformer.h.11.mlp.experts.3") == "transformer.h.11"
-    assert block_of("head") == block_of("layer1.conv") == "-"
-    assert block_of("") == ""
-
-
-def test_products_and_views_stay_outside_and_dead_ops_go() -> None:
-    ops = [
-        op("g", "aten.exp.default", "x"),
-        op("dead", "aten.exp.default", "x"),
-        op("t", "aten.t.default", "g", alias="g"),
-        op("p", "aten.mm.default", "t", "y"),
-    ]
-    found = find_stretch([(0, one) for one in ops], outside=set(), products={(0, "p")})
-    assert [one.name for _, one in found.graph] == ["g"]
-    assert found.inputs == ((0, "x"),)
-    assert found.outputs == ((0, "g"),)
-    assert found.after == {(0, "t"), (0, "p")}
-
-
-def test_parts_of_tuples_are_taken_before_and_tuples_leave_in_parts() -> None:
-    ops = [
-        op("first", "getitem", "given"),
-        op("both", "aten.native_layer_norm.default", "first", outputs=PAIR),
-    ]
-    found = find_stretch([(0, one) for one in ops], outside={(0, "both")}, products=set())
-    assert [one.name for _, one in found.before] == ["first"]
-    assert found.inputs == ((0, "first"),)
-    assert found.outputs == ((0, "both#0"), (0, "both#1"))
-    assert found.tuples == {(0, "both"): 2}
 
 
 # Weight gradients, compiled or not.

@@ -80,12 +80,6 @@ def test_all_microbatches_are_counted_at_once_where_that_is_possible(
     assert counter._batched is batched
 
 
-def test_a_count_of_what_is_given_whole_is_not_batched() -> None:
-    job = plan_for(lambda model, batch: (summed(model, batch)[0], torch.ones_like(batch["x"]).sum())).job
-    assert job.count is not None
-    assert Counter(job, job.count, CPU).counts(fit_batch(job, batch_of(), CPU)).tolist() == [32, 32]
-
-
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"pp": 2}], ids=str)
 def test_ranks_that_are_given_different_batches_are_refused(layout: dict[str, int]) -> None:
     def work(runner: stretto.Runner) -> str:

@@ -99,19 +99,6 @@ def test_they_run_once_a_step_in_autograds_order() -> None:
     assert stretto.run_threads(plan_of("tp"), lambda _: hooked(lambda _: None), work) == [[expected] * 2] * 2
 
 
-def test_one_that_is_frozen_since_the_capture_has_none() -> None:
-    said: list[int] = []
-
-    def work(runner: Runner) -> None:
-        for parameter in runner.parameters():
-            parameter.register_hook(lambda _: said.append(1))
-            parameter.requires_grad_(False)
-        runner.step(batch_of())
-
-    stretto.run_threads(plan_of("one"), lambda _: hooked(lambda _: None), work)
-    assert not said
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("layout", ["tp", "pp tp"])
 def test_a_hook_on_a_parameter_that_is_trained_in_parts_is_refused_on_all_ranks(
@@ -172,15 +159,3 @@ def test_gradients_are_not_copied_and_are_summed() -> None:
     assert one.grad.data_ptr() == address
     assert one.grad.tolist() == [[3.0, 3.0]] * 3
     accumulate([], [])
-
-
-def test_a_hook_on_a_part_knows_that_its_gradient_is_of_one() -> None:
-    def work(runner: Runner) -> str:
-        part = dict(runner.named_parameters())[SPREAD]
-        part.register_hook(lambda grad: grad / grad.norm())
-        with pytest.raises(stretto.UsageError) as caught:
-            runner.step(batch_of())
-        return str(caught.value)
-
-    for said in stretto.run_threads(plan_of("tp"), lambda _: hooked(lambda _: None), work):
-        assert "this rank's part of a sharded" in said

@@ -157,13 +157,6 @@ def test_no_process_group() -> None:
         stretto.Runner(plan_for(model), model)
 
 
-def test_a_plan_for_one_rank_needs_no_process_group() -> None:
-    model, batch = Chain(), rows()
-    runner = stretto.Runner(plan_for(model, stages=1), model)
-    assert float(runner.step(batch)) == pytest.approx(float(mean_square(model, batch)), rel=1e-12)
-    assert model.out.bias.grad is not None
-
-
 def narrower() -> nn.Module:
     """Equal in every op's name to the others, and different in one number."""
     model = Chain()
@@ -229,12 +222,6 @@ def test_an_interruption_ends_all_ranks() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
-
-
-def test_a_timeline_before_a_step() -> None:
-    model = Chain()
-    with pytest.raises(stretto.RunError, match="there is no measured step yet: call step"):
-        stretto.Runner(plan_for(model, stages=1), model).timeline()
 
 
 def test_parameters_are_the_models_own_and_only_this_ranks() -> None:

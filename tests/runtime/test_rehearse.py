@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ from stretto.ir.program import Op
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.report.perfetto import to_perfetto
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
 from stretto.runtime.rank import RankState
@@ -164,28 +162,6 @@ def test_a_model_and_a_batch_may_be_given() -> None:
         rehearse(plan, 1, batch=batch()[:, :9], steps=1)
 
 
-def values_of(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The losses of all microbatches on all ranks that have one."""
-    seen: list[float] = []
-    plain = RankState.add_loss
-
-    def add_loss(self: RankState, microbatch: int, value: Tensor) -> None:
-        seen.append(float(value))
-        plain(self, microbatch, value)
-
-    monkeypatch.setattr(RankState, "add_loss", add_loss)
-    for rank in range(plan.world):
-        rehearse(plan, rank, steps=1)
-    return seen
-
-
-@pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, {"dp": 2}], ids=str)
-def test_made_up_values_are_finite(layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = values_of(plan_of(**layout), monkeypatch)
-    assert losses
-    assert all(math.isfinite(value) and value > 0 for value in losses)
-
-
 def test_made_up_tokens_are_rows_of_the_embedding_and_masks_are_bits() -> None:
     assert rows_named(plan_of(pp=2).job) == {"batch": 64}
     # Of a vocabulary that is spread, a rank holds half the rows.
@@ -207,16 +183,6 @@ def test_made_up_tokens_are_rows_of_the_embedding_and_masks_are_bits() -> None:
     assert int(made["input_ids"].max()) > 1
     assert made["input_ids"].shape == ids.shape
     assert set(made["attention_mask"].unique().tolist()) <= {0, 1}
-
-
-def test_tied_parameters_are_one_tensor() -> None:
-    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=16, tie_embeddings=True))
-    plan = make_plan(job := capture(model, batch(), next_token_loss, Parallel()), made_up_costs(job))
-    own, read = made_up_parameters(plan, 0, torch.device("cpu"), seed=0)
-    names = {p.name: k for k, p in enumerate(job.parameters)}
-    tied = [names[p.name] for p in job.parameters if p.tied_to != p.name]
-    assert all(own[k] is own[names[job.parameters[k].tied_to]] for k in tied)
-    assert own.keys() == read.keys() == set(range(len(job.parameters)))
 
 
 # Refusals.
@@ -395,64 +361,3 @@ def test_a_plain_module_may_be_rehearsed() -> None:
     job = capture(model, data, lambda m, x: m(x).square().mean(), Parallel(pp=2, microbatches=2, split=["2"]))
     plan = make_plan(job, made_up_costs(job))
     assert stretto.rehearse(plan, rank=1, steps=1).step_us > 0
-
-
-# A trace proves it.
-
-
-def under_collectives(trace: bytes) -> float:
-    """Share of the collectives' time on tp in which the same rank computes, read from a Perfetto trace."""
-    from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace, TrackEvent
-
-    tracks: dict[int, str] = {}
-    open_at: dict[int, list[tuple[int, str]]] = {}
-    slices: dict[str, list[tuple[int, int]]] = {"tp": [], COMPUTE_LANE: []}
-    for packet in sorted(Trace.FromString(trace).packet, key=lambda p: p.timestamp):
-        if packet.HasField("track_descriptor"):
-            tracks[packet.track_descriptor.uuid] = packet.track_descriptor.name
-            continue
-        event, at = packet.track_event, packet.timestamp
-        lane = tracks.get(event.track_uuid, "")
-        if event.type == TrackEvent.TYPE_SLICE_BEGIN:
-            open_at.setdefault(event.track_uuid, []).append((at, event.categories[0]))
-        elif event.type == TrackEvent.TYPE_SLICE_END and lane in slices:
-            begun, kind = open_at[event.track_uuid].pop()
-            if kind not in ("exposed", "bubble", "op"):
-                slices[lane].append((begun, at))
-    whole = sum(end - begin for begin, end in slices["tp"])
-    both = sum(
-        max(0, min(end, stop) - max(begin, start))
-        for begin, end in slices["tp"]
-        for start, stop in slices[COMPUTE_LANE]
-    )
-    return both / whole
-
-
-@pytest.mark.quiet
-def test_the_trace_shows_compute_under_collectives() -> None:
-    """With overlap; and none without it, though the compute and the collectives are the same."""
-    job = capture(gpt(), batch(), next_token_loss, Parallel(microbatches=4, tp=2))
-    collectives = {
-        ("tp", kind): CollectiveCost(Curve(((0.0, 600.0),))) for kind in ("all_reduce", "all_gather")
-    }
-    costs = replace(made_up_costs(job), collectives=collectives, action_us=0.0)
-    plans = {
-        mode: make_plan(
-            job, replace(costs, op_us=dict.fromkeys(costs.op_us, 20.0)), schedule="1f1b", overlap=mode
-        )
-        for mode in ("off", "local", "window")
-    }
-    for _ in range(3):  # a busy machine can spoil a measurement, never make it better thrice
-        shares = {}
-        for mode, plan in plans.items():
-            assert plan.overlap == mode
-            found = rehearse(plan, 0, steps=1)
-            shares[mode] = under_collectives(to_perfetto(found.timeline, plan))
-            assert plan.prediction is not None
-            assert found.peak_bytes == pytest.approx(plan.prediction.peak_bytes[0], rel=0.1), mode
-        if 4 * shares["off"] < 2 * shares["local"] < shares["window"]:
-            break
-    # Ratios: how much of a collective some ops fill depends on the processor, for all three alike.
-    assert shares["off"] < 0.1
-    assert shares["local"] > 2 * shares["off"]
-    assert shares["window"] > 2 * shares["local"]

@@ -48,13 +48,6 @@ def test_a_rank_holds_what_dtensor_gives_it(shape, mesh_shape, placements):
         assert layout.regions(shape)[rank] == region
 
 
-def test_chunks_of_ten_five_and_two_over_four():
-    layout = Layout((0, 1, 2, 3), (Shard(0),))
-    assert list(layout.regions((10,)).values()) == [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
-    assert list(layout.regions((5,)).values()) == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 5),)]
-    assert list(layout.regions((2,)).values()) == [((0, 1),), ((1, 2),), ((2, 2),), ((2, 2),)]
-
-
 def test_an_empty_shard_stands_at_the_end_of_the_dim():
     layout = Layout(((0, 1, 2), (3, 4, 5)), (Shard(0), Shard(0)))
     assert layout.region((4,), 1) == ((1, 2),)
