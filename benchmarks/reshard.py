@@ -20,8 +20,7 @@ from stretto.errors import RunError, UsageError
 from stretto.lab.rates import parse_rate
 from stretto.tensor.layout import Layout, Region, region_shape
 from stretto.tensor.reshard.agree import agreement
-from stretto.tensor.reshard.execute import LocalBox, execute
-from stretto.tensor.reshard.lines import lines
+from stretto.tensor.reshard.execute import LocalBox, execute, lines
 from stretto.tensor.reshard.plan import (
     Choice,
     Hosts,

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 import stretto
 from stretto.ir.program import Job
 from stretto.runtime.local import run_threads
-from stretto.runtime.shards import part_of
+from stretto.runtime.rank_tensors import part_of
 from tests.clusters import cores
 from tests.tensor.lone import lone_rank
 

@@ -21,7 +21,7 @@ from stretto.parallelize.expert_trial import DENSE, ExpertTrial
 from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
-from stretto.runtime.shards import join
+from stretto.runtime.rank_tensors import join
 from tests.clusters import cores
 
 WIDTH, INNER, EXPERTS, VOCAB = 8, 6, 4, 16

@@ -21,7 +21,7 @@ from stretto.models.moe import MoEConfig, MoEGPT, Routed, moe_token_sum
 from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
 from stretto.runtime import Runner, run_threads
-from stretto.runtime.shards import pieces_of
+from stretto.runtime.rank_tensors import pieces_of
 from tests.clusters import cores
 
 VOCAB, CONTEXT, ROWS = 32, 12, 8

@@ -17,8 +17,8 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.ir.transfers import summed_bytes
+from stretto.runtime.rank_tensors import Part, part_of
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import Part, part_of
 from stretto.train.clip import GradientClip
 from tests.clusters import cores
 from tests.parallelize.equality import assert_plan_is_plain, batch_of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.ir.plan import Plan
-from stretto.runtime.shards import join
+from stretto.runtime.rank_tensors import join
 from tests.clusters import cores
 from tests.parallelize.random_networks import Network, draw_network
 from tests.parallelize.random_state import hooked

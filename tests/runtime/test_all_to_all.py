@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.collectives import Sizes
 from stretto.ir.plan import Plan
-from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text, save_plan
+from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
@@ -28,7 +24,6 @@ from stretto.simulating import simulate
 from stretto.verifying import verify
 from tests.clusters import cores
 from tests.exchange_job import Products, batch_of, exchange_job
-from tests.runtime.launch import launch
 from tests.verifying.edits import op
 
 Grads = dict[str, torch.Tensor]
@@ -67,18 +62,6 @@ def test_it_gives_the_values_of_the_plain_model(stages: int, tp: int, sizes: Siz
             whole = grads[name]
             own = whole.chunk(tp, int(name.startswith("up")))[rank % tp]
             torch.testing.assert_close(part, own, rtol=1e-12, atol=float(whole.abs().max()) * 1e-13)
-
-
-def test_processes_give_the_same_bits_as_threads(tmp_path: Path) -> None:
-    plans = {"equal": plan_of(1, 2, None), "sized": plan_of(1, 2, TWO)}
-    for name, plan in plans.items():
-        save_plan(plan, tmp_path / f"{name}.json")
-    launch(2, __file__, str(tmp_path))
-    for name, plan in plans.items():
-        for rank, (loss, parts) in enumerate(on_threads(plan)):
-            told, theirs = json.loads((tmp_path / f"{name}{rank}.json").read_text())
-            assert told == loss
-            assert theirs == {key: part.flatten().tolist() for key, part in parts.items()}
 
 
 @pytest.mark.parametrize(("stages", "tp", "sizes"), CASES)
@@ -138,20 +121,3 @@ def test_rows_that_have_no_equal_parts_are_refused() -> None:
     odd = replace(spec, shape=(11, *spec.shape[1:]))
     with pytest.raises(PlanError, match=r"the all_to_all of h0, .* is none. Dim 0 must be a multiple of 2"):
         verify(op(0, "h0", outputs=(odd,))(plan))
-
-
-def _process(folder: Path) -> None:
-    for name in ("equal", "sized"):
-        plan = load_plan(folder / f"{name}.json")
-        runner = Runner(plan, Products(1))
-        loss, found = step(runner)
-        parts = {key: part.flatten().tolist() for key, part in found.items()}
-        (folder / f"{name}{dist.get_rank()}.json").write_text(json.dumps((loss, parts)))
-        runner.close()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    _process(Path(sys.argv[1]))
-    dist.destroy_process_group()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +22,7 @@ from stretto.runtime.runner import Runner
 from stretto.runtime.transport import ThreadTransport
 from tests.order.test_order_equality import costs_of
 from tests.parallelize.equality import batch_of, gpt
+from tests.runtime.equality import on_ends
 from tests.runtime.poison import PoisonError, PoisonTransport
 
 Numbers = list[tuple[Tensor, dict[str, Tensor]]]
@@ -56,30 +55,18 @@ def numbers(plan: Plan, poisoned: bool) -> Numbers:
     ends: list[Any] = ThreadTransport.group(plan.world)
     if poisoned:
         ends = PoisonTransport.around(ends)
-    results: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
-    errors: list[BaseException] = []
 
-    def body(end: ThreadTransport) -> None:
-        torch.set_num_threads(1)
-        try:
-            runner = Runner(plan, gpt(tie_embeddings=True).double(), transport=end)
-            loss = runner.step(batch_of())
-            grads = {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
-            results[end.rank] = (loss, copy.deepcopy(grads))
-            if isinstance(end, PoisonTransport):
-                assert end.checked > 8, "the step communicates"
-        except BaseException as error:
-            errors.append(error)
-            end.fail(f"rank {end.rank} failed")
+    def work(end: ThreadTransport) -> tuple[Tensor, dict[str, Tensor]]:
+        runner = Runner(plan, gpt(tie_embeddings=True).double(), transport=end)
+        loss = runner.step(batch_of())
+        assert not isinstance(end, PoisonTransport) or end.checked > 8, "the step communicates"
+        return loss, {n: p.grad.clone() for n, p in runner.named_parameters() if p.grad is not None}
 
-    threads = [threading.Thread(target=body, args=(end,)) for end in ends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = on_ends(ends, work)
+    errors = [result for result in results if isinstance(result, BaseException)]
     if errors:
         raise next((e for e in errors if isinstance(e, PoisonError)), errors[0])
-    return [results[rank] for rank in range(plan.world)]
+    return results
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import torch
 import stretto
 from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
-from stretto.runtime.clock import DeviceClock
-from stretto.runtime.record import Marks
+from stretto.runtime.record import DeviceClock, Marks
 from tests.clusters import cores
 
 

@@ -69,22 +69,6 @@ def test_communication_and_draws_end_a_stretch() -> None:
     assert cut_names(*ops) == [("a", "b"), ("start",), ("c",), ("wait",), ("d",), ("e",), ("f",)]
 
 
-def test_a_new_block_ends_a_stretch_and_what_no_module_made_does_not() -> None:
-    modules = ("embed", "blocks.0.norm", "", "blocks.0.mlp", "blocks.1.norm", "", "norm", "head", "")
-    ops = [op(f"v{k}", "aten.exp.default", "x", module=module) for k, module in enumerate(modules)]
-    assert cut_names(*ops) == [("v0",), ("v1", "v2", "v3"), ("v4", "v5"), ("v6", "v7", "v8")]
-
-
-def test_between_communications_each_part_stands_together() -> None:
-    """Ops of a forward and a backward may alternate in a window; neither waits for the other."""
-    one, other = op("v", "aten.exp.default", "x"), op("w", "aten.exp.default", "v")
-    started = Op("start", "comm.all_reduce", (Ref("v"), "sum", "tp", 2), (), (SPEC,))
-    order = ((0, "v"), (1, "v"), (0, "w"), (1, "w"), (0, "start"), (1, "start"))
-    items = tuple(Item(ItemKind.OP, part, name) for part, name in order)
-    window = Window("0F+0F", ((0, Phase.F), (0, Phase.F)), items)
-    assert cut(window, {(0, o.name): o for o in (one, other, started)}) == [(0, 2), (1, 3), (4,), (5,)]
-
-
 # Weight gradients, compiled or not.
 
 

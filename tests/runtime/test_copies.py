@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,8 @@ from stretto.runtime.copies import CHUNK, digest
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.zoo import BatchNorm, Chain, mean_square, rows
 from tests.parallelize.equality import batch_of, gpt
-from tests.runtime.equality import lowered
+from tests.runtime.equality import lowered, on_ends
+from tests.runtime.test_state_dict import told
 
 ADVICE = ": copies that start apart stay apart. Seed all ranks alike before the model is made (not by rank), "
 
@@ -37,22 +37,11 @@ def model_of(**changes: Any) -> nn.Module:
 
 def said(plan: Plan, models: Sequence[nn.Module]) -> list[str]:
     """What each rank says when it makes its Runner; "" where it makes one."""
-    ends = ThreadTransport.group(plan.world)
-    found = ["nothing"] * plan.world
 
-    def start(rank: int) -> None:
-        try:
-            stretto.Runner(plan, models[rank], transport=ends[rank])
-            found[rank] = ""
-        except stretto.UsageError as error:
-            found[rank] = str(error)
+    def start(end: ThreadTransport) -> str:
+        return told(lambda: stretto.Runner(plan, models[end.rank], transport=end))
 
-    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(plan.world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return on_ends(ThreadTransport.group(plan.world), start)
 
 
 def nudge(tensor: Tensor) -> None:
@@ -91,18 +80,13 @@ def test_a_copy_that_differs_by_one_bit(layout: dict[str, Any], changed: str, na
 
 def test_ranks_that_seed_by_rank_or_load_on_one_alone() -> None:
     plan = plan_for(dp=4, microbatches=1)
-    found = said(plan, [gpt(tie_embeddings=True).double(), *(Other().made for _ in range(3))])
+    models = [model_of() for _ in range(4)]
+    for other in models[1:]:
+        other.init_weights(4)  # type: ignore[operator]
+    found = said(plan, models)
     assert found == [found[0]] * 4
     which = "parameter 'embedding.weight' (and 8 more)"
     assert found[0].startswith(f"{which} has other values on ranks 1, 2, 3 than on rank 0")
-
-
-class Other:
-    """A GPT of another seed."""
-
-    def __init__(self) -> None:
-        self.made = model_of()
-        self.made.init_weights(4)  # type: ignore[operator]
 
 
 def test_equal_copies_train_and_parts_that_come_apart_are_refused() -> None:

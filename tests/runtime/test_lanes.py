@@ -51,7 +51,7 @@ def creation(folder: Path) -> None:
     transport = runner.transport
     refused = ""
     try:
-        transport.all_reduce("a lane that nobody opened", torch.zeros(1))
+        transport.broadcast("a lane that nobody opened", torch.zeros(1), 0)
     except RunError as error:
         refused = str(error)
     told = {"made": made, "before": before, "refused": refused}
@@ -80,7 +80,7 @@ def blocked(folder: Path) -> None:
     def start(lane: str, at: int) -> Any:
         value = torch.arange(6.0) + 10 * rank
         if at % 3 == 0:
-            return transport.all_reduce(lane, value), value
+            return transport.collective(lane, "all_reduce", value, value, "sum"), value
         result = torch.empty(12 if at % 3 == 1 else 3)
         kind = "all_gather" if at % 3 == 1 else "reduce_scatter"
         return transport.collective(lane, kind, result, value, "sum"), result
@@ -169,7 +169,6 @@ def test_threads_refuse_lanes_that_were_not_opened() -> None:
         lambda: end.send("tied w", value, 1),
         lambda: end.recv("pp 1>0", value, 1),
         lambda: end.broadcast("loss", value, 1),
-        lambda: end.all_reduce("tp", value),
         lambda: end.collective("tp", "all_gather", value, value),
     ):
         with pytest.raises(RunError, match=r"was not opened on this rank.*Open are 'pp 0>1'"):

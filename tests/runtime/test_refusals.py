@@ -19,7 +19,7 @@ from stretto.ir.plan import Plan
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.runtime.equality import evenly, gather, gpt, job_of, plan_of, tokens
+from tests.runtime.equality import evenly, gather, gpt, job_of, on_ends, plan_of, tokens
 
 MICROBATCHES = 4
 
@@ -65,23 +65,17 @@ def test_another_model(change: Callable[[nn.Module], nn.Module], message: str) -
     assert message in told
 
 
-def test_a_model_whose_parameters_were_tied_since() -> None:
-    """Each rank would train a copy of its own."""
-    batch = tokens(4, columns=8)
-    plan = plan_of(job_of(trace(gpt(False), batch, next_token_loss, microbatches=4), 2, 4))
-    told = refused(plan, gpt(True), batch)
-    assert "'embedding.weight' and 'head.weight' are one tensor in this model, but two in the model" in told
-
-
-def test_a_model_whose_parameters_were_untied_since() -> None:
-    """As `to_empty` leaves it: each rank would train a tensor of its own from values of its own."""
-    batch = tokens(4, columns=8)
-    plan = plan_of(job_of(trace(gpt(True), batch, next_token_loss, microbatches=4), 2, 4))
-    untied = gpt(True)
-    untied.head.weight = nn.Parameter(untied.embedding.weight.detach().clone())
-    told = refused(plan, untied, batch)
-    assert "'embedding.weight' and 'head.weight' are two tensors in this model, but one in the model" in told
-    assert "tie them again before making a Runner" in told
+@pytest.mark.parametrize(
+    ("was_tied", "word"),
+    [(False, "one tensor in this model, but two in"), (True, "two tensors in this model, but one in")],
+)
+def test_a_model_whose_parameters_were_tied_or_untied_since(was_tied: bool, word: str) -> None:
+    """Each rank would train a copy of its own; `to_empty` unties."""
+    batch, model = tokens(4, columns=8), gpt(True)
+    plan = plan_of(job_of(trace(gpt(was_tied), batch, next_token_loss, microbatches=4), 2, 4))
+    if was_tied:
+        model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+    assert f"'embedding.weight' and 'head.weight' are {word}" in refused(plan, model, batch)
 
 
 def test_a_tie_that_joins_ranks_may_be_on_meta_where_another_rank_holds_it() -> None:
@@ -174,22 +168,11 @@ def test_different_plans_on_different_ranks() -> None:
         (plan_for(half), plan_for(double)),
     ]
     for plans in pairs:
-        ends = ThreadTransport.group(2)
-        told: list[str] = []
-
-        def start(rank: int, ends=ends, plans=plans, told=told) -> None:
-            try:
-                stretto.Runner(plans[rank], Chain(), transport=ends[rank])
-            except stretto.UsageError as error:
-                told.append(str(error))
-
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(told) == 2
-        assert all("ranks have different plans" in text for text in told)
+        found = on_ends(
+            ThreadTransport.group(2),
+            lambda end, plans=plans: stretto.Runner(plans[end.rank], Chain(), transport=end),
+        )
+        assert all("ranks have different plans" in str(error) for error in found)
 
 
 def test_one_rank_that_fails_wakes_the_others() -> None:

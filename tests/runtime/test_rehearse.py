@@ -193,7 +193,7 @@ def test_lanes_that_were_not_opened_and_starts_that_are_not_planned_are_refused(
     transport = EmulatedTransport(plan, 0)
     transport.begin()
     with pytest.raises(RunError, match="lane 'tp' was not opened"):
-        transport.all_reduce("tp", torch.zeros(1))
+        transport.broadcast("tp", torch.zeros(1), 0)
     transport.open(
         [Communicator("loss", (0,)), *plan.communicators], torch.device("cpu"), Mesh((("pp", 1), ("tp", 2)))
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stretto
-from stretto.runtime.clock import HostClock
+from stretto.runtime.record import HostClock
 from tests.capturing.zoo import Chain, mean_square, rows
 from tests.clusters import cores
 

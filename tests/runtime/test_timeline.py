@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 
 import stretto
 from stretto.capturing.trace import trace
-from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
-from stretto.ir.program import WAIT
 from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Stall, Timeline
 from stretto.models.gpt import next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.planning.pair import whole
 from stretto.price.flat import described_costs
 from stretto.runtime.record import Marks, build_timeline
 from stretto.runtime.torch_transport import TorchTransport
-from stretto.schedule.families import make_schedule
 from tests.capturing.zoo import Chain, mean_square, rows
 from tests.clusters import cores
 from tests.runtime.equality import FAMILIES, evenly, gpt, job_of, lowered, plan_of, tokens
-from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 from tests.verifying.plans import hand_schedule
 
 
@@ -120,36 +114,6 @@ def test_clocks_of_two_machines_are_compared(monkeypatch: pytest.MonkeyPatch) ->
     assert end.clock_offset_us() == pytest.approx(5_100.0)
     monkeypatch.setattr(end, "all_gather", lambda item: [item, item])
     assert end.clock_offset_us() == 0.0, "one machine, one clock"
-
-
-def test_a_wait_belongs_to_the_start_of_its_own_microbatch() -> None:
-    """In a window of several microbatches, an op's waits may stand in another order than its starts."""
-    schedule = whole(make_schedule("1f1b", 1, 2))
-    assert schedule is not None
-    job = make_comm_job(1, 2)
-    plan = plan_with(job, schedule, make_comm_costs(job), overlap="window")
-    (window,) = (found for found in plan.windows.values() if found.actions)
-    items = list(window.items)
-    start, wait = "fr0.0", next(op.name for op in job.stages[0].ops[Phase.F] if op.target == WAIT)
-    at = {(item.ref, window.parts[item.part], item.part): n for n, item in enumerate(items)}
-    parts = [part for part, (_, phase) in enumerate(window.parts) if phase is Phase.F]
-    starts, waits = ([at[ref, (0, Phase.F), part] for part in parts] for ref in (start, wait))
-    # Both starts, and then the second microbatch's wait before the first's.
-    rest = [item for n, item in enumerate(items) if n not in {*starts, *waits}]
-    moved = (*(items[n] for n in starts), items[waits[1]], items[waits[0]], *rest)
-    plan = replace(plan, windows={**plan.windows, window.name: replace(window, items=moved)})
-    ((_, instruction, _),) = plan.runs(0)
-    marks = Marks(0, 1_000_000, [(window.name, instruction.microbatches, 0, 1_000_000)])
-    marks.parts += [(0, parts[0]), (150_000, parts[1]), (820_000, parts[0])]
-    name = f"tp all_reduce {start}"
-    marks.starts += [(name, 8, 100_000), (name, 8, 200_000)]
-    marks.finishes += [(name, "tp", 500_000, 800_000), (name, "tp", 850_000, 900_000)]
-    one, two = (
-        s for s in build_timeline(plan, [marks, marks], [0.0, 0.0]).spans if s.name == name and s.nbytes
-    )
-    mine = [instruction.microbatches[part] for part in parts]
-    assert (one.start_us, one.stage, one.phase, one.microbatch) == (200.0, 0, Phase.F, mine[1])
-    assert (two.start_us, two.stage, two.phase, two.microbatch) == (100.0, 0, Phase.F, mine[0])
 
 
 def test_a_measured_timeline_tells_actions_of_one_window_apart() -> None:

@@ -22,8 +22,8 @@ from stretto.models.fitting import weights_of
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.models.pretrained import save_gpt
 from stretto.models.weight_files import INDEX, WEIGHTS
+from stretto.runtime.rank_tensors import Part
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import Part
 from stretto.saving.pretrained import fill, read
 from tests.runtime.equality import DEEPSEEK_V3, from_transformers, lowered
 from tests.saving.pretrained import KINDS, SIZES, write_pretrained

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import stretto
+from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.tensor.clip import nothing
 from stretto.tensor.dtensor_adapter import local_of
-from stretto.runtime.memory_adapter import MemoryMeter
 from tests.tensor.lone import Kernels
 from tests.tensor.world import all_end_well
 

@@ -15,7 +15,7 @@ import stretto
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.runtime.shards import part_of
+from stretto.runtime.rank_tensors import part_of
 from stretto.train.clip import GradientClip
 
 

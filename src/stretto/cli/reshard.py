@@ -19,8 +19,7 @@ from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.arguments import HELP, between_meshes, read
 from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
-from stretto.tensor.reshard.tasks import MODES, Mode
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import MODES, Hosts, Mode
 
 SHOWN = 64
 """Transfers that are listed at most; `--json` lists all."""

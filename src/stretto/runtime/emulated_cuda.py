@@ -69,7 +69,7 @@ class CudaTransport(SingleRankEnd):
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         super().open(communicators, device, mesh)
-        for lane in self._members:
+        for lane in self.members:
             stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
             self._streams[lane] = stream
         self._delay = DeviceDelay(device)

@@ -16,11 +16,10 @@ The contract:
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,42 +28,30 @@ import torch
 from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
 from stretto.ir.collectives import KINDS, How
-from stretto.ir.mesh import Mesh
-from stretto.ir.plan import Communicator, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span
 from stretto.runtime.record import idle_spans
-from stretto.runtime.transport import Handle, Pending, not_open
+from stretto.runtime.transport import Handle, Pending, Transport
 from stretto.simulating.clock import Moment
 from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
 from stretto.verifying.trace import EventKind
 
 
-class SingleRankEnd(ABC):
+class SingleRankEnd(Transport):
     """The transport of rank `rank` of a plan, of which no other runs. `begin` comes before each step.
 
     Raises PlanError for a plan that cannot be simulated.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.rank = rank
-        self.size = plan.world
+        super().__init__(rank, plan.world)
         self._plan = plan
         self._pp_rank = plan.mesh.place(rank)
         self._windows = ready_windows(plan)
         self._works = calls_of(plan, self._pp_rank, self._windows)
         self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
         self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)
-        self._members: dict[str, tuple[int, ...]] = {}
-
-    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
-        for communicator in communicators:
-            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
-            if group is not None:
-                self._members[communicator.name] = group
-
-    def close(self) -> None:
-        self._members.clear()
 
     def begin(self) -> None:
         """A step begins: nothing that the plan's order has on a lane has started."""
@@ -79,13 +66,10 @@ class SingleRankEnd(ABC):
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
         return self._collective(lane)
 
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        return self._collective(lane)
-
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
     ) -> Handle:
-        row, members = KINDS[kind], self._members[lane]
+        row, members = KINDS[kind], self.members_of(lane)
         if row.in_place:
             return self._collective(lane)
         me = members.index(self.rank)
@@ -97,16 +81,9 @@ class SingleRankEnd(ABC):
     def all_gather(self, item: Any) -> list[Any]:
         return [item] * self.size
 
-    def clock_offset_us(self) -> float:
-        return 0.0
-
-    def during_step(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
         """What the plan's order starts next on a lane. Raises RunError when that is nothing."""
-        if lane not in self._members:
-            raise not_open(self.rank, lane, self._members)
+        self.members_of(lane)
         if not queues.get(lane):
             raise RunError(f"rank {self.rank}: the plan's order has nothing more to start on lane {lane!r}")
         return queues[lane].popleft()

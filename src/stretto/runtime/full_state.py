@@ -17,8 +17,7 @@ from torch import nn
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
-from stretto.runtime.rank_tensors import RankTensors
-from stretto.runtime.shards import full_spec, part_of
+from stretto.runtime.rank_tensors import RankTensors, full_spec, part_of
 from stretto.runtime.stale_adapter import unmarked
 from stretto.runtime.transport import Transport
 

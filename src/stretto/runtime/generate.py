@@ -80,7 +80,7 @@ def generate(job: Job, window: Window, externals: Externals) -> Generated:
 
 
 class Writer:
-    """Writes a window's function, item by item (`compiled_window` writes stretches of them)."""
+    """Writes a window's function, item by item (`compile.CompiledWriter` writes stretches of them)."""
 
     def __init__(self, job: Job, window: Window, externals: Externals) -> None:
         self.job = job

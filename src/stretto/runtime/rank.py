@@ -17,14 +17,12 @@ from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.runtime.clock import clock_of
-from stretto.runtime.compile import Compiler
-from stretto.runtime.compiled_window import generate_compiled
+from stretto.runtime.compile import Compiler, generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.gradients import Slot, apart, slot_of, together
 from stretto.runtime.observed import ObservedWatch
-from stretto.runtime.record import Marks
+from stretto.runtime.record import Marks, clock_of
 from stretto.runtime.transport import Handle, Transport
 
 _DRAWING = threading.Lock()

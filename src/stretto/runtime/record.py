@@ -1,16 +1,29 @@
 """What happened when: cheap marks during the step, and a timeline from all ranks' marks afterwards.
 
-A mark is a tuple with readings of a clock (`stretto.runtime.clock`), appended to a list; nothing is computed
-while the step runs. The timeline has the same tracks and accounts as the simulated one.
+A mark is a tuple with readings of a clock, appended to a list; nothing is computed while the step runs. The
+clock is the host's on processors, and the device's own on accelerators: there the host queues work and goes
+on, and a mark is an event on the stream that computes. Nothing waits for it; the marks are read when the step
+is asked for.
+
+    1. `now` gives a mark, `read` a step's marks in nanoseconds of this process's monotonic clock.
+    2. Events are reused from step to step: the marks of a step are lost when the next begins.
+    3. The device's time is tied to the host's by one event that the host waits for. Events differ exactly, so
+       that what a rank does is exact, however rough the tie.
+
+The timeline has the same tracks and accounts as the simulated one.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any, Protocol
+
+import torch
 
 from stretto.ir.action import Action, Phase
 from stretto.ir.axes import PIPELINE
@@ -308,3 +321,73 @@ def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
     if end - cursor > LEAST_SPAN_US:
         result.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "end of the step", cursor, end))
     return result
+
+
+class Clock(Protocol):
+    """What `Marks` are made with."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def now(self) -> Any:
+        """A mark: what `read` will know the time of."""
+
+    def read(self, marks: Marks) -> Marks:
+        """The same marks, in nanoseconds of `time.perf_counter_ns`; those that are read already stay."""
+
+
+class HostClock:
+    """Marks are nanoseconds at once."""
+
+    now = staticmethod(time.perf_counter_ns)
+
+    def begin(self) -> None:
+        """Nothing is kept."""
+
+    def read(self, marks: Marks) -> Marks:
+        return marks
+
+
+class DeviceClock:
+    """Marks are events on the current stream of `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+
+    def begin(self) -> None:
+        """Step 2."""
+        self._used = 0
+
+    def now(self) -> torch.cuda.Event:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        event = self._events[self._used]
+        self._used += 1
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def read(self, marks: Marks) -> Marks:
+        """Step 3. Waits for the device. The sooner after the step, the better: two clocks drift apart, and a
+        long time between events is known to fewer digits."""
+        if not isinstance(marks.start, torch.cuda.Event):
+            return marks
+        tie = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        tie.record(torch.cuda.current_stream(self._device))
+        tie.synchronize()
+        host_ns = time.perf_counter_ns()
+        start: Any = marks.start
+        start_ns = host_ns - round(1e6 * start.elapsed_time(tie))
+
+        def ns(mark: Any) -> Any:
+            if isinstance(mark, torch.cuda.Event):
+                return start_ns + round(1e6 * start.elapsed_time(mark))
+            return [tuple(map(ns, item)) for item in mark] if isinstance(mark, list) else mark
+
+        return replace(marks, **{field.name: ns(getattr(marks, field.name)) for field in fields(marks)})
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device's work."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.runtime.clock import HostClock
 from stretto.runtime.rank import RankState
+from stretto.runtime.record import HostClock
 
 WALKED = 2
 """Step 1. The first makes what is made on first use; the second is as all that follow, and has marks."""

@@ -36,10 +36,10 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.idle_class import keeping_core, lanes_first
 from stretto.errors import LostRankError, RunError, UsageError
-from stretto.ir.collectives import ALL_REDUCE, How
+from stretto.ir.collectives import How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.transport import Handle, not_open
+from stretto.runtime.transport import Handle, Transport
 
 TIMEOUT_S = 300.0
 """How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
@@ -52,7 +52,7 @@ NETWORK_WORDS = ("connection", "socket", "closed", "timed out", "timeout", "brok
 """Words of Gloo's errors when a peer is gone, as seen with PyTorch 2.13; it raises plain RuntimeError."""
 
 
-class TorchTransport:
+class TorchTransport(Transport):
     """One process's end. `torch.distributed` must be initialised (`init_process_group`)."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -61,11 +61,9 @@ class TorchTransport:
                 "torch.distributed is not initialised: run under torchrun and call "
                 "torch.distributed.init_process_group() first"
             )
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        super().__init__(dist.get_rank(), dist.get_world_size())
         self._timeout_s = timeout_s
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._members: dict[str, tuple[int, ...]] = {}
         self._opened: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._on_processors = True
         with gloo_adapter.calm_new_loops():  # step 4
@@ -97,7 +95,7 @@ class TorchTransport:
                 if self.rank not in members:
                     continue
                 assert isinstance(group, dist.ProcessGroup)
-                self._members[communicator.name] = members
+                self.members[communicator.name] = members
                 self._groups[communicator.name] = group
                 if device.type != "cpu":
                     self._connect(communicator.name, device)
@@ -118,7 +116,7 @@ class TorchTransport:
         group = self._group(lane)
         touch = torch.zeros(1, device=device)
         if lane.startswith("pp "):
-            sender, receiver = self._members[lane]
+            sender, receiver = self.members[lane]
             if self.rank == sender:
                 dist.send(touch, receiver, group=group)
             else:
@@ -132,8 +130,8 @@ class TorchTransport:
         for group in self._groups.values():
             dist.destroy_process_group(group)
         dist.destroy_process_group(self._control)
+        super().close()
         self._groups.clear()
-        self._members.clear()
         self._opened.clear()
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
@@ -146,9 +144,6 @@ class TorchTransport:
         return self._start(
             lane, None, lambda: dist.broadcast(value, source, group=self._group(lane), async_op=True), value
         )
-
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        return self.collective(lane, ALL_REDUCE.name, value, value, op)
 
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
@@ -183,10 +178,8 @@ class TorchTransport:
 
     def _group(self, lane: str) -> dist.ProcessGroup:
         """Step 3."""
-        group = self._groups.get(lane)
-        if group is None:
-            raise not_open(self.rank, lane, self._groups)
-        return group
+        self.members_of(lane)
+        return self._groups[lane]
 
     def _start(self, lane: str, peer: int | None, begin: Any, *buffers: torch.Tensor) -> Handle:
         try:
@@ -197,7 +190,7 @@ class TorchTransport:
             raise self._lost(lane, peer, error) from error
 
     def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
-        others = [member for member in self._members.get(lane, ()) if member != self.rank]
+        others = [member for member in self.members.get(lane, ()) if member != self.rank]
         if peer is None and len(others) == 1:
             peer = others[0]
         # Without the place in the library's source that it begins with, and its advice.
@@ -206,7 +199,7 @@ class TorchTransport:
         if not network and not any(word in reason.lower() for word in NETWORK_WORDS):
             return RunError(f"rank {self.rank}: a message on lane {lane!r} could not be carried: {reason}")
         if "imed out" in reason or "imeout" in reason:
-            who = f"rank {peer}" if peer is not None else f"a rank of {self._members.get(lane, 'all')}"
+            who = f"rank {peer}" if peer is not None else f"a rank of {self.members.get(lane, 'all')}"
             return LostRankError(
                 f"rank {self.rank}: {who} did not answer on lane {lane!r} within {self._timeout_s:.0f} s; it "
                 f"may be lost or stuck. Look at its output; resume from the last checkpoint ({reason})",

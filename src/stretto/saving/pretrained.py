@@ -18,7 +18,7 @@ from stretto.models.fitting import Weights, weights_of
 from stretto.models.weight_files import weights_folder
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import together, together_slowly
-from stretto.runtime.shards import Part
+from stretto.runtime.rank_tensors import Part
 
 
 def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from stretto.errors import StrettoError
 from stretto.runtime.all_or_none import together, together_slowly
-from stretto.runtime.shards import Part
+from stretto.runtime.rank_tensors import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import ELSE, TABLE, digest_of, digest_of_next, read_checked
 from stretto.saving.folder import Writing

@@ -20,7 +20,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
 from stretto.tensor import errors
-from stretto.tensor.captured import captured
 from stretto.tensor.clip import is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
 from stretto.tensor.global_tensor import GlobalTensor
@@ -28,6 +27,7 @@ from stretto.tensor.layout import region_shape
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import checked_placements
 from stretto.tensor.reshard.move import reshard, reshard_all
+from stretto.tensor.tracing_adapter import captured
 
 __all__ = ["GlobalTensor", "local", "reshard", "reshard_all", "shard"]
 

@@ -31,7 +31,6 @@ from stretto.ir.dim_labels import SUMMED, Dims, broadcast, labels_of, results_al
 from stretto.ir.dims import POOLS, dims_of
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.tensor import errors
-from stretto.tensor.captured import captured
 from stretto.tensor.clip import Wrap, has_empty_part, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     SHAPE_UNKNOWN,
@@ -53,6 +52,7 @@ from stretto.tensor.dtensor_adapter import (
     with_placements,
     without_values,
 )
+from stretto.tensor.tracing_adapter import captured
 from stretto.tensor.trusted import ELEMENT_LOSS_GRADIENTS, ELEMENT_LOSSES, NONE, reduction_of
 
 IN_PARTS = frozenset(

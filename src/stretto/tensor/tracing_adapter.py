@@ -1,4 +1,5 @@
-"""The room of `stretto.tensor` that knows what tracing needs of DTensor's private corners (2.11 to 2.13).
+"""What `stretto.tensor` does while a program is captured, and what tracing needs of DTensor's private corners
+(2.11 to 2.13). Nothing moves: who captures does what `shard`, `reshard`, `local` and `redistribute` would.
 
 What it uses, so that the next release breaks this file alone, with a test for each:
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.tensor._api
@@ -23,6 +25,39 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.tensor.dtensor_adapter import Spec
+
+
+class Capturing(Protocol):
+    """Who captures a program on meshes; its methods replace the functions of these names."""
+
+    def shard(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None
+    ) -> Any: ...
+
+    def reshard(self, x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any: ...
+
+    def redistribute(self, x: Any, placements: Sequence[Placement]) -> Any: ...
+
+    def local(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+_captured: ContextVar[Capturing | None] = ContextVar("stretto_captured_program", default=None)
+
+
+@contextmanager
+def capturing(program: Capturing) -> Iterator[None]:
+    """While the context lasts, a program is being captured."""
+    token = _captured.set(program)
+    try:
+        yield
+    finally:
+        _captured.reset(token)
+
+
+def captured() -> Capturing | None:
+    """Who captures the program that runs; None where it just runs."""
+    return _captured.get()
+
 
 Redistribute = Callable[[torch.Tensor, Spec, Spec], torch.Tensor]
 """A rank's part, and what it is a part of before and after -> the part after."""

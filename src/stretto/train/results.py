@@ -33,7 +33,7 @@ from stretto.report.html import REPORT, lacks_page, write_page
 from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
-from stretto.runtime.shards import full_spec
+from stretto.runtime.rank_tensors import full_spec
 from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model

@@ -16,8 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.order import SendArranger, covering, in_rounds
 from stretto.tensor.reshard.plan import bound_us, least_load
-from stretto.tensor.reshard.tasks import Tensor, UnitTask, needs_of, sends_of
-from stretto.tensor.reshard.timeline import Hosts, LinkTimeline, footprint
+from stretto.tensor.reshard.tasks import Hosts, LinkTimeline, Tensor, UnitTask, footprint, needs_of, sends_of
 
 HOSTS = Hosts.of(1, 8, link_bytes_per_s=1e6)
 

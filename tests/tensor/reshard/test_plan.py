@@ -14,8 +14,7 @@ from stretto.errors import UsageError
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.arguments import between_meshes, read
 from stretto.tensor.reshard.plan import Tensor, plan_reshard, plan_reshards
-from stretto.tensor.reshard.tasks import UnitTask, cut, sends_of
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import Hosts, UnitTask, cut, sends_of
 
 from .replay import check_values
 

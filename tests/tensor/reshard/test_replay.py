@@ -16,8 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.plan import Tensor, Together, plan_reshards, plan_together
-from stretto.tensor.reshard.tasks import MODES
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import MODES, Hosts
 
 from .replay import check_times, check_values
 
@@ -166,15 +165,6 @@ def test_a_host_that_gets_it_for_one_target_has_it_for_the_other():
         assert (len(found.parts) == 1) == (mode != "point_to_point")
 
 
-def test_targets_stay_apart_where_nothing_is_won():
-    """Two hosts have it, and each serves the target that it is nearest to."""
-    hosts = Hosts.of(2, 4)
-    tensor = Tensor((9, 4), 4, Layout((0, 2), (R,)), [Layout((1,), (R,)), Layout((3,), (R,))])
-    found = together([tensor], hosts)
-    assert found.parts == ((0, (0,)), (0, (1,)))
-    assert [(one.sender, one.receivers) for one in found.plan.transfers] == [(0, (1,)), (2, (3,))]
-
-
 def test_terms_of_a_sum_are_a_target_apart():
     hosts = Hosts.of(1, 5)
     targets = [Layout((1,), (R,)), Layout((2, 4), (Partial(),)), Layout((3,), (R,))]
@@ -185,20 +175,6 @@ def test_terms_of_a_sum_are_a_target_apart():
         plan_reshards([Tensor((50,), 8, Layout((0,), (R,)), targets)], hosts)
     with pytest.raises(UsageError, match="no target layout"):
         plan_reshards([Tensor((50,), 8, Layout((0,), (R,)), [])], hosts)
-
-
-def test_several_tensors_share_the_links_and_each_chooses():
-    """The second's targets stand on one host; the first's, on two that hold it already."""
-    hosts = Hosts.of(2, 8, link_bytes_per_s=1e6)
-    tensors = [
-        Tensor((10, 10), 8, Layout((0, 2), (R,)), [Layout((1,), (S0,)), Layout((3,), (R,))]),
-        Tensor((6, 6), 8, Layout((4, 5), (S1,)), [Layout((6,), (S0,)), Layout((7, 2), (S1,))]),
-    ]
-    found = together(tensors, hosts)
-    assert found.parts == ((0, (0,)), (0, (1,)), (1, (0, 1)))
-    apart = plan_reshards([replace(one, target=target) for one in tensors for target in one.targets], hosts)
-    assert found.plan.makespan_us <= apart.makespan_us
-    assert found.plan.link_bytes < apart.link_bytes
 
 
 @st.composite

@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor, moved_by
@@ -35,11 +34,10 @@ from stretto.tensor.layout import Layout, region_shape
 from stretto.tensor.parts import part_under
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import Move, check_way, checked_move, checked_moves, text_of
-from stretto.tensor.reshard.execute import LocalBox, execute
-from stretto.tensor.reshard.lines import lines
+from stretto.tensor.reshard.execute import LocalBox, execute, lines
 from stretto.tensor.reshard.plan import Together, plan_together
-from stretto.tensor.reshard.tasks import Mode, Tensor
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import Hosts, Mode, Tensor
+from stretto.tensor.tracing_adapter import captured
 
 
 def between(

@@ -28,8 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stretto.tensor.reshard.tasks import UnitTask, by_host
-from stretto.tensor.reshard.timeline import Footprint, Hosts, Link, LinkTimeline, footprint
+from stretto.tensor.reshard.tasks import Footprint, Hosts, Link, LinkTimeline, UnitTask, by_host, footprint
 
 
 @dataclass(frozen=True, slots=True)

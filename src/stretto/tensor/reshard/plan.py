@@ -36,8 +36,17 @@ import networkx as nx
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, Region
 from stretto.tensor.reshard.order import Arrangement, SendArranger
-from stretto.tensor.reshard.tasks import Copy, Mode, Needs, Tensor, UnitTask, needs_of, sends_of
-from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S, Hosts
+from stretto.tensor.reshard.tasks import (
+    MICROSECONDS_PER_S,
+    Copy,
+    Hosts,
+    Mode,
+    Needs,
+    Tensor,
+    UnitTask,
+    needs_of,
+    sends_of,
+)
 
 __all__ = [
     "Choice",
