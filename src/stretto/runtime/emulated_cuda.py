@@ -1,17 +1,13 @@
 """The emulated transport of an accelerator: every lane is a side stream, on which a transfer is a kernel that
 lasts as long as the plan predicts.
 
-The contract:
-
 1. A lane is a stream of high priority. A transfer waits there for what was queued on the compute stream
    before it (an event), then takes its time; a wait makes the compute stream wait for the transfer's event.
    The processor that queues the work never stalls.
 2. What takes time is a kernel that leaves the device free (`stretto.backend.device_time`).
-3. A received message begins at the time of the plan's simulation, counted from the step's start, or when its
-   receive is posted and the one before it has arrived, whichever is later. The peers do not answer to this
-   rank's pace, as they do on processors: nothing knows the time on the device while work is queued.
-4. Lanes do not share network cards here: each has its own time.
-5. Times are those of the device's events.
+3. A received message begins at the time of the plan's simulation, or when its receive is posted and the one
+   before it has arrived. Peers do not answer to this rank's pace: nothing knows the device's time meanwhile.
+4. Lanes do not share network cards here. Times are those of the device's events.
 """
 
 from __future__ import annotations

@@ -3,15 +3,13 @@
 A rank whose connection breaks or stays silent is named, except in a collective, where it may be any. Lanes:
 
 1. Every communicator is a process group of its own, so that no lane waits for another. On Gloo it has threads
-   and connections of its own; on NCCL a stream of its own, of high priority, so that a collective that is
-   ready is not delayed by a long kernel. What it reads was written on the compute stream, and what it
-   writes is read there: the process group joins the two with events, at the start and at the wait. Nothing
-   relies on the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), for nothing relies on kernels
-   starting in the order in which they were queued on different streams.
+   and connections of its own; on NCCL a stream of high priority, so that a collective that is ready is not
+   delayed by a long kernel. The process group joins it with the compute stream by events, at the start and at
+   the wait. Nothing relies on kernels starting in the order in which they were queued on different streams.
 2. They are created when the transport is opened, in the plan's order, which all ranks compare first: groups
    that are made in different orders would wait for each other for ever. An accelerator's communicators are
    used once then, because they connect on first use.
-3. No lane comes to be later: what starts on a lane that was not opened is refused.
+3. What starts on a lane that was not opened is refused.
 4. Gloo's threads of lanes do not take the core of one that has what they need
    (`stretto.backend.gloo_adapter`); during a step the thread that computes gives way to them
    (`stretto.backend.idle_class`).

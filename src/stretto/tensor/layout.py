@@ -50,7 +50,9 @@ class Layout:
         object.__setattr__(self, "placements", tuple(self.placements))
         try:
             if not self.mesh_shape:
-                raise UsageError(f"mesh ranks {self.mesh_ranks}: give ranks as nested tuples: ((0, 1), (2, 3))")
+                raise UsageError(
+                    f"mesh ranks {self.mesh_ranks}: give nested tuples, such as ((0, 1), (2, 3))"
+                )
         except ValueError:
             raise UsageError(f"mesh ranks {self.mesh_ranks} are ragged; give rows of one length") from None
         ranks = self.ranks

@@ -1,13 +1,11 @@
 """An op on tensors of a mesh that is computed here, not by DTensor: on parts, or on replicated tensors.
 
-    1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another: of
-       `cumsum(x, dim)` all dims but `dim`. Which they are follows from the op's rule in the one table of
-       rules (`stretto.ir.dims`): a label that need not be whole is one. Of a sum over a label each rank has
-       a partial. Along each axis of the mesh, arguments that are sharded along a free dim stay so, and those
-       that share it are sharded in the same way; all others become replicated.
-    2. The op itself runs on these parts, and its results are sharded as its arguments are. An op without free
-       dims runs on replicated tensors, on every rank of the mesh. Ops with free dims are taken from a list:
-       those whose arguments do not state sizes, which would be those of the full tensor.
+    1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another.
+       They are the labels of the op's rule (`stretto.ir.dims`) that need not be whole. Of a sum over a label
+       each rank has a partial. Along each axis of the mesh, arguments that are sharded along a free dim stay
+       so, and those that share it are sharded in the same way; all others become replicated.
+    2. The op itself runs on these parts, and its results are sharded as its arguments are. Ops with free dims
+       are taken from a list: those whose arguments do not state sizes of the full tensor.
     3. What it writes has afterwards the placements that it had before.
 
 Every rank knows the results' shapes from a run on tensors without values, so that what cannot run is refused

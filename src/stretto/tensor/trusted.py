@@ -1,22 +1,20 @@
 """Which ops DTensor may compute as it does, and on what; and losses that reduce, which it gets wrong.
 
-DTensor has rules for a thousand ops, and more in each release; some give wrong values, some wrong gradients,
-some an error on one rank alone. So it computes an op only if that is in this table, and only with tensors
-for which `tests/tensor/sweep` has shown it right; all else is computed by `stretto.tensor.parts`, which is
-right by construction and gathers more. An op of the table on other tensors is asked the same.
+Some of DTensor's thousand rules give wrong values, some wrong gradients, some an error on one rank alone. So
+it computes an op only if that is in this table, and only with tensors for which `tests/tensor/sweep` has
+shown it right; all else is computed by `stretto.tensor.parts`, right by construction, which gathers more.
 
     1. Partial tensors go only into ops that are linear in them; else they are reduced first.
     2. A tensor of which some rank has no element goes only into ops of elements.
     3. Of some ops only some dims may be cut.
 
-PyTorch derives how a reducing loss is sharded from its decomposition, and calls the op on the parts: a mean
-of means, which is right only where parts are equal and rows weigh the same, with a gradient that is too large
-by the number of ranks. Here:
+PyTorch calls a reducing loss on the parts: a mean of means, which is right only where parts are equal and
+rows weigh the same, with a gradient that is too large by the number of ranks. Here:
 
 * a loss of elements is computed for each element, then summed, then divided by the full tensor's size; its
   gradient is that of the elements, of a gradient divided by this size;
 * `nll_loss`, that of cross-entropy, gives the sum of the rows that count and the sum of their weights; the
-  mean is the one over the other, of the full tensor. Its backward pass takes the sum of weights as it is.
+  mean is the one over the other. Its backward pass takes the sum of weights as it is.
 """
 
 from __future__ import annotations

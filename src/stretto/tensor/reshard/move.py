@@ -2,15 +2,12 @@
 
 1. All ranks agree that they make the same reshard                         arguments, agree
 2. On one mesh: DTensor's collectives, where they are right
-3. Else: Partial axes are reduced on the source mesh, to distinct tiles
-   where dims allow; transfers of all tensors are planned together, on
-   every rank the same; and carried out by the ranks of any of the meshes     plan, execute
+3. Else: Partial axes are reduced on the source mesh; transfers of all
+   tensors are planned together, and carried out by the ranks of any mesh   plan, execute
 4. Ranks off the target mesh have the description alone                    clip
-5. A gradient is a tensor on the target mesh; it goes the way back: a
-   reshard to the source's mesh and placements. Gradients of tensors that
-   went together go back together, those that there are; where one tensor
-   went to several meshes, its gradient is the sum. A Partial source has
-   a whole gradient, as in DTensor.
+5. A gradient goes back to the source's mesh and placements, with those of
+   the tensors that went together; where one tensor went to several
+   meshes, it is the sum. A Partial source has a full gradient.
 """
 
 from __future__ import annotations

@@ -3,22 +3,18 @@
     1. needs_of       the boxes that must move, and the copies that ranks make for themselves    tasks
     2. sends_of       what the mode makes of them                                                tasks
     3. bound_us       the time that no plan can be under
-    4. SendArranger       senders and order, the best of a few rules                                 order
+    4. SendArranger   senders and order, the best of a few rules                                 order
 
-A plan needs no device, and each rank may make it for itself: equal input gives an equal plan. Its list of
-transfers is the order in which every rank does those that it takes part in, so no two ranks wait for each
-other in a circle.
-
-`plan_together` is for tensors that several meshes need at one time: a rank that has received a box may send
-it on.
+A plan needs no device. Each rank may make it for itself: equal input gives an equal plan. Every rank does its
+transfers in the order of the list, so no two ranks wait for each other in a circle.
 
 The bound is the load of the links, with senders chosen as well as they could be. Into a host, each box must
 go once if a rank of it needs the box and none has it. Out of the hosts, each box must go as often as there
 are such hosts: once at least out of a host that had it at first, and otherwise out of any of these and those
-that it has come to. With boxes divided at will among the hosts that may send them, the least that the busiest
-uplink must send is the largest, over sets of hosts, of the bytes that only the set can send, for each host of
-the set (Hall's condition). A maximum flow finds a set that cannot send its bytes at a given load; the load
-then grows to what that set needs, until there is none (Dinkelbach's method).
+that it has come to. The least that the busiest uplink must send is the largest, over sets of hosts, of the
+bytes that only the set can send, for each host of the set (Hall's condition). A maximum flow finds a set that
+cannot send its bytes at a given load; the load then grows to what that set needs, until there is none
+(Dinkelbach's method).
 """
 
 from __future__ import annotations
