@@ -114,38 +114,25 @@ def test_other_losses_say_nothing(loss: Any) -> None:
     assert steps(plan_for(mean, microbatches=1), batch_of()) == [], "one microbatch is the whole batch"
 
 
+NOT_MARKED = "is not marked stretto.whole, but was when"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "word"),
     [
-        (
-            {"scale": 2.0},
-            "'scale' is not marked stretto.whole, but was when the plan was captured: give every",
-        ),
-        (
-            {"scale": torch.tensor(2.0)},
-            "batch leaf 'scale' is not marked stretto.whole, but was when the plan",
-        ),
-        (
-            {"x": stretto.whole(rows())},
-            "batch leaf 'x' is marked stretto.whole, but was not when the plan was",
-        ),
-        (
-            {"scale": stretto.whole(torch.ones(2))},
-            "has shape [2]; the plan was",
-        ),
-        (
-            {"scale": stretto.whole(torch.tensor(2j))},
-            "'scale' is torch.complex64; the plan was made for torch.fl",
-        ),
+        ({"scale": 2.0}, NOT_MARKED),
+        ({"scale": torch.tensor(2.0)}, NOT_MARKED),
+        ({"x": stretto.whole(rows())}, "is marked stretto.whole, but was not when"),
+        ({"scale": stretto.whole(torch.ones(2))}, r"has shape \[2\]"),
+        ({"scale": stretto.whole(torch.tensor(2j))}, "complex64"),
     ],
     ids=["a number", "a tensor", "marked", "shape", "dtype"],
 )
-def test_marks_are_those_of_the_captured_batch(change: dict[str, Any], message: str) -> None:
+def test_marks_are_those_of_the_captured_batch(change: dict[str, Any], word: str) -> None:
     job = plan_for(summed).job
     fit_batch(job, batch_of(scale=3), CPU)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=word):
         fit_batch(job, {**batch_of(), **change}, CPU)
-    assert message in str(caught.value)
 
 
 def test_a_constant_that_changes_names_the_mark() -> None:

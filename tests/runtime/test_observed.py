@@ -207,6 +207,7 @@ def test_without_a_capture_it_does_nothing() -> None:
         (lambda x: x.expand(1000, ROWS, WIDTH), "sum", "at most 4096"),
         (lambda x: 3.0, "sum", "not float"),
         (lambda x: x.sum(), "mean", "not 'mean'"),
+        (lambda x: stretto.observe("wrong", x.sum()) or x.sum(dim=0), "sum", "give them two names"),
     ],
 )
 def test_what_it_does_not_take_is_refused(value: Any, joined: Any, said: str) -> None:
@@ -217,17 +218,6 @@ def test_what_it_does_not_take_is_refused(value: Any, joined: Any, said: str) ->
 
     with pytest.raises((UsageError, CaptureError), match=said):
         capture(nn.Sequential(Wrong()), {"x": torch.ones(ROWS, WIDTH)}, loss, Parallel())
-
-
-def test_two_shapes_of_one_name_are_refused() -> None:
-    class Two(Layer):
-        def forward(self, x: Tensor) -> Tensor:
-            stretto.observe("sum", x.sum())
-            stretto.observe("sum", x.sum(dim=0))
-            return super().forward(x)
-
-    with pytest.raises(CaptureError, match="give them two names"):
-        capture(nn.Sequential(Two()), {"x": torch.ones(ROWS, WIDTH)}, loss, Parallel())
 
 
 def test_stretches_of_steps_follow_each_other() -> None:

@@ -121,23 +121,6 @@ def test_floating_point_numbers_of_another_dtype_are_converted() -> None:
     assert found[0] == found[1]
 
 
-def test_the_order_of_leaves_does_not_matter() -> None:
-    model = Chain()
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return mean_square(model, batch["a"] + 2 * batch["b"])
-
-    batch = {"a": rows(seed=1), "b": rows(seed=2)}
-    plan = plan_of(evenly(trace(model, batch, loss, microbatches=2), 2, 2))
-    turned = {"b": batch["b"], "a": batch["a"]}
-
-    def work(runner: stretto.Runner) -> list[torch.Tensor]:
-        return [runner.step(batch), runner.step(turned)]
-
-    for one, other in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
-        assert torch.equal(one, other)
-
-
 def test_another_number_of_ranks() -> None:
     model = Chain()
     end = ThreadTransport.group(3)[0]

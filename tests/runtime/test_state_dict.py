@@ -50,6 +50,12 @@ def test_it_is_the_plain_models_trained(layout: str) -> None:
         copy.deepcopy(model()).load_state_dict(found)
 
 
+def test_a_tied_parameter_has_its_first_name_on_every_rank() -> None:
+    owned = run("pp", lambda runner, _: {name: runner.owns(name) for name, _ in runner.named_parameters()})
+    assert [names.get("embedding.weight") for names in owned] == [True, False]
+    assert {*owned[0], *owned[1]} == {name for name, _ in model().named_parameters()}
+
+
 def test_one_rank_alone_may_have_it() -> None:
     found = run("pp tp", lambda runner, _: runner.state_dict(only_on=2))
     assert [bool(one) for one in found] == [False, False, True, False]

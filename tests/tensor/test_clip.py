@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import stretto
 from stretto.tensor.clip import nothing
@@ -209,10 +209,3 @@ def test_redistribute_to_another_mesh_moves_and_pytorchs_own_does_not() -> None:
         moved = stretto.shard(torch.ones(4, 4), near, [Shard(0)]).redistribute(far, [Shard(0)])
         assert moved.device_mesh == far
         assert stretto.local(moved) is None
-
-
-def test_a_partial_0d_result_keeps_its_placement() -> None:
-    with lone_rank(3, 4):
-        x = stretto.shard(torch.ones(4, 4), DeviceMesh("cpu", [0, 1]), [Shard(0)])
-        assert x.sum().placements == (Partial(),)
-        assert local_of(x.sum()).untyped_storage().nbytes() == 0

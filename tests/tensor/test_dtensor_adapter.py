@@ -151,10 +151,3 @@ def test_writes_and_memory() -> None:
 def test_the_store_is_there() -> None:
     with lone_rank(0, 2):
         assert adapter.shared_store("stretto") is not None
-
-
-def test_a_tree_comes_back_as_it_was() -> None:
-    tree = {"a": [1, (2, None)], "b": 3}
-    leaves, spec = adapter.tree_flatten(tree)
-    assert leaves == adapter.tree_leaves(tree) == [1, 2, None, 3]
-    assert adapter.tree_unflatten(leaves, spec) == tree
