@@ -13,14 +13,12 @@ from torch import Tensor
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import StrettoError, UsageError
-from stretto.ir.action import Phase
-from stretto.ir.plan import Item, ItemKind, Plan, Window
-from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.ir.plan import Plan
+from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner, run_threads
-from stretto.runtime.compile import cut, require_compiler
-from stretto.runtime.generate import Externals, generate
+from stretto.runtime.compile import require_compiler
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import TOLERANCE
 
@@ -35,38 +33,8 @@ def has_compiler() -> bool:
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler on this machine")
 
-SPEC = TensorSpec((4, 4), "float32")
-
-
-def op(name: str, target: str, *uses: str, alias: str | None = None, **other: Any) -> Op:
-    return Op(name, target, tuple(map(Ref, uses)), (), other.pop("outputs", (SPEC,)), alias, **other)
-
 
 # What a stretch is.
-
-
-def cut_names(*ops: Op) -> list[tuple[str, ...]]:
-    """The ops' names, cut as items of one window."""
-    items = tuple(Item(ItemKind.OP, 0, one.name) for one in ops)
-    window = Window("0F", ((0, Phase.F),), items)
-    found = cut(window, {(0, one.name): one for one in ops})
-    return [tuple(ops[at].name for at in places) for places in found]
-
-
-def test_communication_and_draws_end_a_stretch() -> None:
-    start = Op("start", "comm.all_reduce", (Ref("b"), "sum", "tp", 2), (), (SPEC,))
-    wait = Op("wait", "comm.wait", (Ref("start"),), (), (SPEC,))
-    ops = (
-        op("a", "aten.exp.default", "x"),
-        op("b", "aten.exp.default", "a"),
-        start,
-        op("c", "aten.exp.default", "a"),
-        wait,
-        op("d", "aten.exp.default", "wait"),
-        op("e", "aten.bernoulli.default", "d", random=True),
-        op("f", "aten.exp.default", "e"),
-    )
-    assert cut_names(*ops) == [("a", "b"), ("start",), ("c",), ("wait",), ("d",), ("e",), ("f",)]
 
 
 # Weight gradients, compiled or not.
@@ -85,19 +53,6 @@ def batch() -> dict[str, Tensor]:
 
 def job_of(model: GPT, **parallel: Any) -> Job:
     return capture(model, batch(), next_token_loss, Parallel(microbatches=4, **parallel))
-
-
-def test_gradients_of_matrices_are_given_as_their_factors() -> None:
-    model = gpt()
-    job = job_of(model)
-    plan = make_plan(job, costs_of(job), overlap="off")
-    fixed = {f"param/{p.name}": dict(model.named_parameters())[p.name].detach() for p in job.parameters}
-    fixed |= {f"const/{c.name}": torch.tensor(c.data).reshape(c.spec.shape) for c in job.constants}
-    fixed["tangent"] = torch.tensor(job.tangent)
-    sources = [generate(job, w, Externals(fixed, torch.device("cpu"))).source for w in plan.windows.values()]
-    matrices = [name for name, p in model.named_parameters() if p.dim() == 2 and "embedding" not in name]
-    assert sum(source.count("hooks.add_product(") for source in sources) == len(matrices)
-    assert sum(source.count("hooks.add_grad(") for source in sources) == len(job.parameters) - len(matrices)
 
 
 # Numbers.

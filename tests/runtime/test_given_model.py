@@ -334,28 +334,3 @@ def test_parts_of_two_runners_are_apart_unless_they_are_shared(shares: bool) -> 
         return told(lambda: other.step(batch_of()))
 
     assert [ELSEWHERE in one for one in run("tp", work)] == [not shares] * 2
-
-
-@pytest.mark.parametrize("layout", ["pp", "tp", "dp"])
-def test_a_runner_of_one_rank_beside_one_of_several(layout: str) -> None:
-    """What it trains is the model's own, so that parts follow; what parts train it has stale."""
-
-    plan = plan_of("one")
-
-    def alone(old: nn.Module) -> Runner:
-        return Runner(plan, old, transport=ThreadTransport.group(1)[0])
-
-    def reads(runner: Runner, old: nn.Module) -> str:
-        one = alone(old)
-        train(runner, adamw(runner.named_parameters()), 1)
-        return told(lambda: one.step(batch_of()))
-
-    def trains(runner: Runner, old: nn.Module) -> tuple[Tensor, Tensor]:
-        one = alone(old)
-        train(one, adamw(one.named_parameters()), 1)
-        expected = one.step(batch_of())
-        return runner.step(batch_of()), expected
-
-    assert [ELSEWHERE in found for found in run(layout, reads)] == [layout != "dp"] * 2
-    for found, expected in run(layout, trains):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)

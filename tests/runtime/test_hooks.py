@@ -119,21 +119,6 @@ def test_a_hook_on_a_parameter_that_is_trained_in_parts_is_refused_on_all_ranks(
         assert "Register it on the parameter in runner.named_parameters()" in said
 
 
-def test_one_that_is_registered_later_is_refused_at_the_next_step() -> None:
-    models = [hooked(lambda _: None) for _ in range(2)]
-
-    def work(runner: Runner) -> str:
-        runner.step(batch_of())
-        models[runner.rank].get_parameter(SPREAD).register_hook(lambda grad: grad * 2)
-        models[runner.rank].get_parameter("norm.weight").register_hook(lambda grad: grad * 2)
-        with pytest.raises(stretto.UsageError) as caught:
-            runner.step(batch_of())
-        return str(caught.value)
-
-    for said in stretto.run_threads(plan_of("tp"), models.__getitem__, work):
-        assert SPREAD in said
-
-
 def test_what_pytorch_keeps_of_hooks() -> None:
     for kind in ("register_hook", "register_post_accumulate_grad_hook"):
         parameter = nn.Parameter(torch.ones(2))

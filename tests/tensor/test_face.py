@@ -73,13 +73,13 @@ def losses(
     return found
 
 
-def check_mlp(first: DeviceMesh, second: DeviceMesh, tensor_parallel: bool, optimizer: Optimizer) -> None:
+def check_mlp(first: DeviceMesh, second: DeviceMesh, optimizer: Optimizer) -> None:
     expected = losses(MLP(lambda h: h), ranged(10, 8), ranged(10, 6), optimizer, lambda v: v.item())
     everywhere = DeviceMesh("cpu", list(range(dist.get_world_size())))
     whole = [Replicate()]
 
     def border(h: torch.Tensor) -> torch.Tensor:
-        return stretto.reshard(h, second, [Shard(1)] if tensor_parallel else whole)
+        return stretto.reshard(h, second, [Shard(1)])
 
     def value(loss: torch.Tensor) -> float:
         part = stretto.local(stretto.reshard(loss, everywhere, whole))
@@ -87,25 +87,19 @@ def check_mlp(first: DeviceMesh, second: DeviceMesh, tensor_parallel: bool, opti
         return part.item()
 
     model = MLP(border)
-    stretto.shard(model.first, first, [Shard(0)] if tensor_parallel else whole)
-    stretto.shard(model.second, second, [Shard(1)] if tensor_parallel else whole)
+    stretto.shard(model.first, first, [Shard(0)])
+    stretto.shard(model.second, second, [Shard(1)])
     x, y = stretto.shard(ranged(10, 8), first, whole), stretto.shard(ranged(10, 6), second, whole)
     found = losses(model, x, y, optimizer, value)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert found[-1] < found[0]
 
 
-def two_ranks() -> None:
-    first, second = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1])
-    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
-        check_mlp(first, second, False, optimizer)
-
-
 def four_ranks() -> None:
     first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     for optimizer in (torch.optim.SGD, torch.optim.AdamW):
-        check_mlp(first, second, True, optimizer)
-    check_mlp(DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [2, 3]), True, torch.optim.SGD)
+        check_mlp(first, second, optimizer)
+    check_mlp(DeviceMesh("cpu", [0, 1, 2]), DeviceMesh("cpu", [2, 3]), torch.optim.SGD)
     gradients()
     checkpoint()
     microbatches_run_ahead(first, second)
@@ -257,7 +251,7 @@ def four_ranks_memory() -> None:
 
 
 def test_programs() -> None:
-    programs = ((2, two_ranks), (3, three_meshes), (4, four_ranks_memory))
+    programs = ((3, three_meshes), (4, four_ranks_memory))
     all_end_well([(ranks, f"tests.tensor.test_face:{program.__name__}") for ranks, program in programs])
 
 

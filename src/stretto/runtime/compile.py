@@ -98,7 +98,6 @@ def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ..
 
 
 def _by_block(ops: Sequence[tuple[int, Op]]) -> Iterator[tuple[int, ...]]:
-    """Ops of one part with their positions, cut where another block begins."""
     stretch: list[int] = []
     block = ""
     for at, op in ops:
@@ -248,7 +247,6 @@ def _index(key: Key) -> str:
 
 
 def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
-    """The stretch as a graph of dispatcher calls."""
     graph = fx.Graph()
     nodes: dict[Key, fx.Node] = {key: graph.placeholder(f"x{k}") for k, key in enumerate(stretch.inputs)}
 
@@ -344,7 +342,6 @@ class CompiledWriter(Writer):
         return [(item.part, self.ops[self.window.parts[item.part][0], str(item.ref)]) for item in items]
 
     def _stretch(self, positions: Sequence[int], last: Mapping[Key, int]) -> Stretch | None:
-        """The stretch of these items when it is worth compiling."""
         ops = self._ops(positions)
         products: set[Key] = set()
         outside: set[Key] = set()
@@ -392,7 +389,6 @@ class CompiledWriter(Writer):
                 self.keep_results(part, op, stage, phase, may_own=False)
 
     def _spec(self, part: int, name: str) -> TensorSpec:
-        """Shape, dtype and strides of a value that a stretch reads."""
         if name in self.externals.fixed:
             kept = self.externals.fixed[name]
             stride = None if kept.is_contiguous() else tuple(kept.stride())

@@ -62,7 +62,6 @@ def _copies(
     buffers: Mapping[int, torch.Tensor],
     full_tensors: Mapping[str, torch.Tensor],
 ) -> dict[Copy, torch.Tensor]:
-    """Step 1, for one rank."""
     job, coordinates = plan.job, plan.mesh.coordinates(rank)
     stages: dict[str, set[int]] = {}
     for parameter in job.parameters:
@@ -100,7 +99,7 @@ def digest(tensor: torch.Tensor) -> str:
     words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     odd = 2 * torch.arange(min(CHUNK, len(words)), device=words.device) + 1
     placed = (chunk * odd[: len(chunk)] for chunk in torch.split(words, CHUNK))
-    # Mixed each by itself, and no two alike; without this, minus a tensor of one number would have its digest.
+    # Mixed each by itself, and no two alike: else minus a tensor of one number would have its digest.
     sums = torch.stack([((words ^ (words >> 31 & 2**33 - 1)) * MIX).sum() for words in placed])
     text = f"{tensor.dtype} {tuple(tensor.shape)} {sums.tolist()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]

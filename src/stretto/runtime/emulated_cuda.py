@@ -157,12 +157,10 @@ class CudaTransport(SingleRankEnd):
         return Pending(partial(self._wait_for, taken))
 
     def _spend(self, lane: str, us: float) -> None:
-        """Step 2."""
         with torch.cuda.stream(self._streams[lane]):
             self._delay.spend(us, lane)
 
     def _wait_for(self, taken: Taken) -> None:
-        """The compute stream waits for the transfer."""
         stream = torch.cuda.current_stream(self._device)
         before = mark(stream)
         stream.wait_event(taken.ended)

@@ -151,7 +151,6 @@ class EmulatedTransport(SingleRankEnd):
         return Pending(partial(self._wait_for, built.done, built.name, fill))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
-        """Step 3."""
         key = (like.shape, like.dtype)
         if key not in self._noise:
             built = torch.zeros_like(like)
@@ -161,7 +160,6 @@ class EmulatedTransport(SingleRankEnd):
         return self._noise[key]
 
     def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
-        """Step 4."""
         start_us = self.now_us()
         self._live.advance(start_us)
         end_us = start_us if moment.happened else self._live.until(moment, name)

@@ -99,7 +99,6 @@ def fit_batch(
 def _check_marks(
     job: Job, batch: Any, given: Mapping[str, torch.Tensor], given_whole: Collection[str]
 ) -> None:
-    """The leaves that are marked are those of the captured batch."""
     numbers = tree.fixed(batch)
     for name, _ in job.batch:
         marked, captured = name in given_whole, name in job.whole
@@ -216,7 +215,6 @@ class Ranges:
         self._uses = [use for use in result if use is not None]
 
     def _use(self, op: Op) -> _Use | None:
-        """Step 1."""
         shape = self._shape(op.args[0]) if op.target in (EMBEDDING, *LIKELIHOODS) else None
         if shape is None:
             return None
@@ -272,7 +270,6 @@ class Ranges:
         return values[wrong] if bool(wrong.any()) else None
 
     def _refuse(self, use: _Use, leaf: torch.Tensor) -> None:
-        """Step 3."""
         full = use.leaf in self._job.whole
         read = Alone(self._job, use.ops, use.value, torch.device("cpu")) if use.ops else None
         for at, part in enumerate((leaf,) if full else leaf.chunk(self._job.pieces)):

@@ -123,7 +123,6 @@ def _with_values(model: nn.Module, values: Mapping[str, torch.Tensor], call: Cal
 
 
 def _made(model: Any, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The `state_dict` that the model's own code makes of these values."""
     own = {(value.data_ptr(), value.shape, value.dtype): value for value in values.values()}
 
     def copied(value: Any) -> Any:
@@ -234,7 +233,6 @@ def _loaded(
 
 
 def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
-    """The value of a parameter under any of its names."""
     names = [key for key, entry in entries.items() if entry.parameter == tie and key in values]
     return values[names[0]] if names else None
 

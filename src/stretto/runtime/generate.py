@@ -303,7 +303,6 @@ class Writer:
         return op_key(drawn)
 
     def _communication(self, part: int, op: Op) -> str:
-        """The expression for an op that is not the framework's."""
         at, size = self.externals.coordinates, int(op.args[-1]) if op.target != WAIT else 0
         if op.target == INDEX:
             number = torch.tensor(at.get(str(op.args[0]), 0), device=self.externals.device)
@@ -320,7 +319,6 @@ class Writer:
         return f"hooks.start({self._asked(op)}, {value}, {size})"
 
     def _asked(self, op: Op) -> str:
-        """The arguments of a start before the value."""
         assert op.kind is not None
         return f"{op.label!r}, {op.kind.name!r}, {op.how!r}, {op.lane!r}"
 

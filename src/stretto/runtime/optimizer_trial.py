@@ -85,7 +85,6 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
 
 @functools.cache
 def _guard_optimizers() -> None:
-    """Once a process."""
     register_optimizer_step_pre_hook(_meet)
     guard_torch_clip(lambda tensor: (piece := piece_of(tensor)) is not None and piece.partial)
 

@@ -124,7 +124,6 @@ class RankState:
         self._clear()
 
     def _peer(self, pp_rank: int) -> int:
-        """The rank with which this one exchanges messages, at another pipeline rank."""
         return self.plan.mesh.rank({**self.coordinates, PIPELINE: pp_rank})
 
     def _clear(self) -> None:

@@ -159,7 +159,6 @@ class RankTensors:
         self._owned = self._find_owned()
 
     def _adopt(self, model: nn.Module, shares: RankTensors | None) -> None:
-        """Take this rank's parameters and buffers from the model, by name, and check that they fit."""
         stages = set(self.plan.schedule.stages_of(self.coordinates[PIPELINE]))
         given = dict(model.named_parameters(remove_duplicate=False))
         kept = dict(model.named_buffers(remove_duplicate=False))
@@ -345,7 +344,6 @@ def _check_shares(plan: Plan, trained: Plan) -> None:
 
 
 def _pipeline_ranks(plan: Plan) -> dict[str, set[int]]:
-    """First name of a tie -> the pipeline ranks that use the parameter."""
     ranks: dict[str, set[int]] = {}
     for p in plan.job.parameters:
         ranks.setdefault(p.tied_to, set()).update(map(plan.rank_of, p.stages))

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -323,32 +323,22 @@ def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
     return result
 
 
-class Clock(Protocol):
-    """What `Marks` are made with."""
+class HostClock:
+    """What `Marks` are made with: nanoseconds at once."""
 
     def begin(self) -> None:
         """A step begins."""
 
     def now(self) -> Any:
         """A mark: what `read` will know the time of."""
+        return time.perf_counter_ns()
 
     def read(self, marks: Marks) -> Marks:
         """The same marks, in nanoseconds of `time.perf_counter_ns`; those that are read already stay."""
-
-
-class HostClock:
-    """Marks are nanoseconds at once."""
-
-    now = staticmethod(time.perf_counter_ns)
-
-    def begin(self) -> None:
-        """Nothing is kept."""
-
-    def read(self, marks: Marks) -> Marks:
         return marks
 
 
-class DeviceClock:
+class DeviceClock(HostClock):
     """Marks are events on the current stream of `device`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -388,6 +378,6 @@ class DeviceClock:
         return replace(marks, **{field.name: ns(getattr(marks, field.name)) for field in fields(marks)})
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> HostClock:
     """The clock of a device's work."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()

@@ -212,7 +212,6 @@ def _step(
     leaves: Mapping[str, torch.Tensor],
     peak_bytes: int,
 ) -> Timeline:
-    """One step's timeline."""
     transport.begin()
     state.step(leaves)
     state.grads = {}

@@ -279,7 +279,6 @@ class Runner:
         return loss
 
     def _of_part(self, k: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient, which of a part of a parameter knows that it is."""
         is_part = self.plan.job.parameters[k].tied_to in self.tensors.cut_along
         return grad.as_subclass(PartGradient) if is_part else grad
 

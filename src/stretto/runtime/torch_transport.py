@@ -99,7 +99,6 @@ class TorchTransport(Transport):
                     self._connect(communicator.name, device)
 
     def _agree(self, lanes: list[tuple[str, tuple[int, ...], tuple[str, ...]]]) -> None:
-        """All ranks are about to open the same lanes in the same order."""
         for rank, others in enumerate(self.all_gather(lanes)):
             if others != lanes:
                 raise UsageError(
@@ -175,7 +174,6 @@ class TorchTransport(Transport):
         return statistics.median(offsets_ns) / 1000.0
 
     def _group(self, lane: str) -> dist.ProcessGroup:
-        """Step 3."""
         self.members_of(lane)
         return self._groups[lane]
 

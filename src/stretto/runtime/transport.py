@@ -100,8 +100,6 @@ class Pending:
 
 @dataclass
 class _Board:
-    """What the threads share."""
-
     size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
     mail: dict[str, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))

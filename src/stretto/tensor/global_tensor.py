@@ -85,7 +85,7 @@ class GlobalTensor(DTensor):
             return _present_call(op, tuple(_made_whole(value) for value in args), kwargs)
         views.check(op, args, kwargs)
         if views.renumbers(op):
-            return views.renumbered(op, args, kwargs)
+            raise errors.renumbers(op, args[0])
         result = _computed(op, args, kwargs, mesh)
         if views.is_view(op):
             views.remember(op, args, kwargs, result)
@@ -215,7 +215,6 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
 
 
 def _reduced(value: Any) -> Any:
-    """Partial tensors as replicated ones."""
     if isinstance(value, (list, tuple)):
         return type(value)(_reduced(item) for item in value)
     if not isinstance(value, DTensor) or not is_partial(value):

@@ -234,7 +234,6 @@ def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> F
 
 
 def _leaves_one_empty(tensors: Sequence[DTensor], chosen: Sequence[FreeDim | None]) -> bool:
-    """Whether some rank would compute on no element of an argument."""
     return any(
         has_empty_part(
             x.device_mesh, tuple(_argument_placement(dim, number) for dim in chosen), tuple(x.shape)

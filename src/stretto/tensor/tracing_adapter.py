@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.tensor._api
@@ -26,27 +26,13 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.tensor.dtensor_adapter import Spec
 
-
-class Capturing(Protocol):
-    """Who captures a program on meshes; its methods replace the functions of these names."""
-
-    def shard(
-        self, tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None
-    ) -> Any: ...
-
-    def reshard(self, x: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any: ...
-
-    def redistribute(self, x: Any, placements: Sequence[Placement]) -> Any: ...
-
-    def local(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
-_captured: ContextVar[Capturing | None] = ContextVar("stretto_captured_program", default=None)
+_captured: ContextVar[Any] = ContextVar("stretto_captured_program", default=None)
 
 
 @contextmanager
-def capturing(program: Capturing) -> Iterator[None]:
-    """While the context lasts, a program is being captured."""
+def capturing(program: Any) -> Iterator[None]:
+    """While the context lasts, a program is being captured: the methods of `program` replace the functions
+    `shard`, `reshard`, `redistribute` and `local`."""
     token = _captured.set(program)
     try:
         yield
@@ -54,7 +40,7 @@ def capturing(program: Capturing) -> Iterator[None]:
         _captured.reset(token)
 
 
-def captured() -> Capturing | None:
+def captured() -> Any:
     """Who captures the program that runs; None where it just runs."""
     return _captured.get()
 

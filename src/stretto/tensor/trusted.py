@@ -249,7 +249,6 @@ def reduction_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments in their order."""
     result = list(args)
     for argument in op._schema.arguments[len(args) :]:
         result.append(kwargs.get(argument.name, argument.default_value))

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -21,49 +20,6 @@ from stretto.tensor.reshard.tasks import MODES, Hosts
 from .replay import check_times, check_values
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-MESHES = {
-    # (source, target): what is special about the pair
-    ((0, 1, 2, 3), (4, 5, 6, 7)): "apart, of one size",
-    ((0, 1), (2, 3, 4)): "apart, of two sizes",
-    ((0, 1, 2, 3), (2, 3, 4)): "overlapping",
-    ((0, 1, 2, 3), (3, 1, 0, 2)): "one mesh, ranks in another order",
-    ((0, 1, 2, 3), (1, 2)): "whole to part",
-    ((1, 2), (0, 1, 2, 3)): "part to whole",
-    (((0, 1), (2, 3)), (4, 5, 6)): "other dimensionality",
-    (((0, 1), (2, 3)), ((4, 5, 6), (7, 8, 9))): "two axes each",
-    (((3, 1), (0, 2)), ((0, 1), (2, 3))): "two axes each, ranks in another order",
-    ((5,), ((0, 1), (2, 3))): "one rank to a mesh",
-}
-
-
-def layouts(ranks, ndim=2):
-    axes = 2 if isinstance(ranks[0], tuple) else 1
-    return [Layout(ranks, held) for held in product((R, S0, S1)[: ndim + 1], repeat=axes)]
-
-
-@pytest.mark.parametrize(("source", "target"), MESHES, ids=MESHES.values())
-@pytest.mark.parametrize("mode", MODES)
-def test_every_pair_of_placements_arrives_whole(source, target, mode):
-    """Shapes: uneven, with fewer rows than ranks, and with an even split."""
-    hosts = Hosts.of(2, 10, latency_us=3.0)
-    for shape in ((10, 5), (2, 7), (12, 1)):
-        for before, after in product(layouts(source), layouts(target)):
-            tensors = [Tensor(shape, 4, before, after)]
-            plan = plan_reshards(tensors, hosts, mode)
-            check_values(plan, tensors)
-            check_times(plan, hosts)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,)])
-def test_tensors_with_nothing_to_cut(shape, mode):
-    hosts = Hosts.of(2, 8)
-    tensors = [Tensor(shape, 8, Layout((0, 1, 2), (R,)), Layout(((2, 3), (4, 5)), (R, R)))]
-    plan = plan_reshards(tensors, hosts, mode)
-    check_values(plan, tensors)
-    check_times(plan, hosts)
-    assert len(plan.copies) == (0 if 0 in shape else 1)
 
 
 @pytest.mark.parametrize("mode", MODES)

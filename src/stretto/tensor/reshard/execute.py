@@ -296,7 +296,6 @@ def _receive(
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor: bytes, for transports know few dtypes."""
     return x.detach().view(-1).view(torch.uint8)
 
 

@@ -72,7 +72,6 @@ def between(
 
 
 def _unfilled(x: GlobalTensor, target: Layout, device_type: str) -> torch.Tensor:
-    """Step 1, for one result."""
     rank = dist.get_rank()
     region = target.region(tuple(x.shape), rank)
     if region is None:
@@ -88,7 +87,6 @@ def _result(x: GlobalTensor, move: Move, part: torch.Tensor) -> GlobalTensor:
 
 @lru_cache(maxsize=4096)
 def _plan(tensors: tuple[Tensor, ...], mode: Mode) -> Together:
-    """Step 2."""
     return plan_together(tensors, hosts_of_launch(), mode)
 
 
@@ -195,7 +193,6 @@ class _Way:
 
 
 def _agreed(tensors: Sequence[DTensor], moves: tuple[Move, ...], way: _Way) -> tuple[GlobalTensor, ...]:
-    """Step 1, and the rest."""
     agreement().enter(text_of(tensors, moves, way.mode, way.in_flight_bytes))
     return _apply([as_global(x) for x in tensors], moves, way) if moves else ()
 
@@ -241,7 +238,6 @@ class _Moves(torch.autograd.Function):
 
 
 def _placement_back(placement: Placement) -> Placement:
-    """Where the gradient of a tensor so placed goes."""
     return Replicate() if placement.is_partial() else plain_placement(placement)
 
 
@@ -262,7 +258,6 @@ def _moved(tensors: Sequence[GlobalTensor], moves: Sequence[Move], way: _Way) ->
 
 
 def _stays(x: GlobalTensor, move: Move) -> bool:
-    """Whether DTensor's collectives on the tensor's own mesh are right for a move."""
     same = mesh_ranks(x.device_mesh) == mesh_ranks(move.mesh)
     return same and (in_order(move.mesh) or move.placements == x.placements)
 

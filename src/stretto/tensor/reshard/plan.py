@@ -290,7 +290,6 @@ def _planned(
 
 
 def _is_better(plan: ReshardPlan, than: ReshardPlan) -> bool:
-    """Whether joined targets are worth their smaller boxes."""
     if plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE):
         return True
     return plan.makespan_us <= than.makespan_us * (1 + 1e-9) and plan.link_bytes < than.link_bytes
