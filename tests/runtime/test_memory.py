@@ -25,18 +25,13 @@ from tests.runtime.equality import FAMILIES, evenly, gpt, made_up_costs, plan_of
 from tests.synthetic_comm import make_comm_costs
 
 
-def plan_for(family: str, stages: int = 2) -> Plan:
-    return plan_of(
-        evenly(trace(gpt(True), tokens(4, columns=8), next_token_loss, microbatches=4), stages, 4), family
-    )
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_of_a_step_outlives_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that is sent or received or kept for a later window is gone when the step is."""
     model, batch = gpt(True), tokens(4, columns=8)
     seen: list[weakref.ref[Tensor]] = []
-    plan = plan_for(family, 4)
+    traced = trace(model, batch, next_token_loss, microbatches=4)
+    plan = plan_of(evenly(traced, 4, 4), family)
 
     def work(runner: stretto.Runner) -> None:
         send, wait = runner.state.send, runner.state.wait
@@ -93,17 +88,6 @@ def peaks_with_adamw(plan: Plan, model: torch.nn.Module, batch: Tensor) -> tuple
         return runner.timeline().peak_bytes
 
     return stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)[0]
-
-
-def test_measured_peak_is_the_predicted_one() -> None:
-    """Bytes counted while it runs against bytes counted in the simulation: the same values live."""
-    model, batch = gpt(True), tokens(4, columns=8)
-    for family in ("gpipe", "1f1b", "zb-h2"):
-        plan = plan_for(family)
-        peaks = peaks_with_adamw(plan, model, batch)
-        assert plan.prediction is not None
-        for rank, predicted in enumerate(plan.prediction.peak_bytes):
-            assert peaks[rank] == pytest.approx(predicted, rel=0.02), f"{family} rank {rank}"
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = (

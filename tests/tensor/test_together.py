@@ -22,6 +22,7 @@ from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.execute import PeerLinks
 from stretto.tensor.reshard.plan import plan_together
 from stretto.tensor.reshard.tasks import Hosts, Tensor
+from tests.tensor.reshard.test_execute import expected_part
 from tests.tensor.world import all_end_well
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -39,18 +40,9 @@ def ranged(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Te
     return (values % 2 == 0) if dtype == torch.bool else values.to(dtype)
 
 
-def expected_part(whole: torch.Tensor, where: Where) -> torch.Tensor | None:
-    """What this rank must hold of a whole value; None off the mesh."""
-    layout = layout_of(*where)
-    region = layout.region(tuple(whole.shape), dist.get_rank())
-    if region is None:
-        return None
-    part = whole[tuple(slice(*ends) for ends in region)]
-    return torch.zeros_like(part) if dist.get_rank() in layout.zero_ranks() else part
-
-
 def check(x: DTensor, whole: torch.Tensor, where: Where) -> None:
-    part, expected = stretto.local(x), expected_part(whole, where)
+    part = stretto.local(x)
+    expected = expected_part(whole, (where[0], [R] * where[0].ndim), where)
     assert (x.device_mesh, tuple(x.placements)) == (where[0], tuple(where[1]))
     assert (part is None) == (expected is None)
     if part is not None and expected is not None:

@@ -13,13 +13,17 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.arguments import between_meshes, read
-from stretto.tensor.reshard.plan import Tensor, plan_reshard, plan_reshards
+from stretto.tensor.reshard.plan import Tensor, plan_reshards
 from stretto.tensor.reshard.tasks import Hosts
 
 from .replay import check_values
 
 R, S0 = Replicate(), Shard(0)
 SHAPE = (1024, 1024, 512)
+
+
+def plan_reshard(shape, itemsize_bytes, source, target, hosts, mode="broadcast", **how):
+    return plan_reshards([Tensor(shape, itemsize_bytes, source, target)], hosts, mode, **how)
 
 
 def units(shape, source, target, **how):

@@ -30,7 +30,7 @@ from typing import Literal, TypeAlias
 import networkx as nx
 
 from stretto.errors import UsageError
-from stretto.tensor.layout import Layout, Region
+from stretto.tensor.layout import Region
 from stretto.tensor.reshard.order import Arrangement, SendArranger
 from stretto.tensor.reshard.tasks import (
     MICROSECONDS_PER_S,
@@ -50,7 +50,6 @@ __all__ = [
     "Mode",
     "ReshardPlan",
     "Tensor",
-    "plan_reshard",
     "plan_reshards",
 ]
 
@@ -118,28 +117,6 @@ class ReshardPlan:
     received_bytes: Mapping[int, int]
 
 
-def plan_reshard(
-    shape: Sequence[int],
-    itemsize_bytes: int,
-    source: Layout,
-    target: Layout,
-    hosts: Hosts,
-    mode: Mode = "broadcast",
-    *,
-    choice: Choice = "balanced",
-    piece_bytes: int = PIECE_BYTES,
-) -> ReshardPlan:
-    """Plan how a tensor comes from one layout to another; the meshes may be the same, overlap, or not.
-
-    shape: of the full tensor. mode: see `modes`.
-    choice: "naive": the first holder sends, in the order of the tasks, to compare with.
-    Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
-    without host.
-    """
-    tensor = Tensor(tuple(shape), itemsize_bytes, source, target)
-    return plan_reshards([tensor], hosts, mode, choice=choice, piece_bytes=piece_bytes)
-
-
 def plan_reshards(
     tensors: Sequence[Tensor],
     hosts: Hosts,
@@ -148,9 +125,13 @@ def plan_reshards(
     choice: Choice = "balanced",
     piece_bytes: int = PIECE_BYTES,
 ) -> ReshardPlan:
-    """Plan several tensors that change their layouts at one time, so that they share the links well.
+    """Plan how tensors come from one layout to another at one time, so that they share the links well. The
+    meshes may be the same, overlap, or not.
 
-    `BoxTransfer.tensor` and its like are indices into `tensors`. See `plan_reshard` for the rest.
+    `BoxTransfer.tensor` and its like are indices into `tensors`. mode: how a box goes to several ranks.
+    choice: "naive": the first holder sends, in the order of the tasks, to compare with.
+    Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
+    without host.
     """
     if piece_bytes < 1:
         raise UsageError(f"piece_bytes={piece_bytes}: give 1 or more")
