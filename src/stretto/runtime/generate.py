@@ -231,7 +231,9 @@ class Writer:
         later = self.later(stage, phase, name)
         if name.startswith("batch/"):
             self.line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")
-        elif name in self.externals.written and not self._earlier(stage, phase, name):
+        elif name in self.externals.written and not any(
+            name in self.reads[stage, sub] for sub in PHASES[: PHASES.index(phase.parts[0])]
+        ):
             buffer = self.bind("x", name, self.externals.fixed[name])
             self.line(f"{variable} = {buffer}.clone()" if later else f"{variable} = {buffer}")
             if later:
@@ -255,10 +257,6 @@ class Writer:
             for mate, subs in mates.items()
             for sub in subs
         )
-
-    def _earlier(self, stage: int, phase: Phase, name: str) -> bool:
-        before = PHASES[: PHASES.index(phase.parts[0])]
-        return any(name in self.reads[stage, sub] for sub in before)
 
     def call(self, part: int, op: Op) -> None:
         if op.target == GETITEM:

@@ -48,7 +48,14 @@ def shard(tensor: Thing, mesh: DeviceMesh, placements: Sequence[Placement] | Non
     Raises UsageError if arguments do not fit, if the tensor is on a mesh already, or is not a leaf.
     """
     if isinstance(tensor, nn.Module):
-        _shard_module(tensor, mesh, placements)
+        done: dict[torch.Tensor, torch.Tensor] = {}
+        for inner in tensor.modules():
+            for kept in (inner._parameters, inner._buffers):
+                for name, one in kept.items():
+                    if one is not None:
+                        if one not in done:
+                            done[one] = _shard_tensor(one, mesh, placements)
+                        kept[name] = done[one]  # type: ignore[assignment]
         return tensor
     program = captured()
     if program is not None:
@@ -122,14 +129,3 @@ def _part(
     # A view would keep the memory of the full tensor.
     full = part.numel() == tensor.numel()
     return part if full else part.clone(memory_format=torch.contiguous_format)
-
-
-def _shard_module(module: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> None:
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for inner in module.modules():
-        for kept in (inner._parameters, inner._buffers):
-            for name, tensor in kept.items():
-                if tensor is not None:
-                    if tensor not in made:
-                        made[tensor] = _shard_tensor(tensor, mesh, placements)
-                    kept[name] = made[tensor]  # type: ignore[assignment]

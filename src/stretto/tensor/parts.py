@@ -165,9 +165,10 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
 
     free = free_dims(op, args, kwargs, described)
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
-    if any(dim is not None for dim in chosen) and _leaves_one_empty(tensors, chosen):
+    targets = _targets(tensors, chosen)
+    if any(has_empty_part(mesh, target, tuple(x.shape)) for x, target in zip(tensors, targets)):
         chosen = [None] * mesh.ndim
-    targets = [tuple(_argument_placement(dim, number) for dim in chosen) for number in range(len(tensors))]
+        targets = _targets(tensors, chosen)
     written = {
         number
         for argument in op._schema.arguments
@@ -204,7 +205,7 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
         if meta is None:
             results.append(None)
             continue
-        placements = [_result_placement(dim, number) for dim in chosen]
+        placements = [_placement_along(None if dim is None else dim.results[number]) for dim in chosen]
         results.append(wrap(part, new_spec(mesh, placements, meta.shape, meta.stride, meta.dtype)))
     return tree_unflatten(results, result_tree)
 
@@ -233,22 +234,15 @@ def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> F
     return None
 
 
-def _leaves_one_empty(tensors: Sequence[DTensor], chosen: Sequence[FreeDim | None]) -> bool:
-    return any(
-        has_empty_part(
-            x.device_mesh, tuple(_argument_placement(dim, number) for dim in chosen), tuple(x.shape)
-        )
-        for number, x in enumerate(tensors)
-    )
+def _targets(tensors: Sequence[DTensor], chosen: Sequence[FreeDim | None]) -> list[tuple[Placement, ...]]:
+    """The placements of each argument."""
+    return [
+        tuple(_placement_along(None if dim is None else dim.arguments[number]) for dim in chosen)
+        for number in range(len(tensors))
+    ]
 
 
-def _argument_placement(dim: FreeDim | None, number: int) -> Placement:
-    at = None if dim is None else dim.arguments[number]
-    return Replicate() if at is None else Shard(at)
-
-
-def _result_placement(dim: FreeDim | None, number: int) -> Placement:
-    at = None if dim is None else dim.results[number]
+def _placement_along(at: int | str | None) -> Placement:
     if isinstance(at, str):
         return Partial()
     return Replicate() if at is None else Shard(at)

@@ -94,7 +94,9 @@ def is_trusted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
     """Whether DTensor's own way is right for an op on such tensors, Partial only where they may be."""
     if not _in_table(op):
         return False
-    if not _of_elements(op) and any(_has_empty_part(x) for x in tensors):
+    if not _of_elements(op) and any(
+        has_empty_part(x.device_mesh, tuple(x.placements), tuple(x.shape)) for x in tensors
+    ):
         return False
     condition = CONDITIONS.get(_name(op))
     return condition is None or condition(op, args, kwargs)
@@ -152,13 +154,6 @@ def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
 def is_partial(x: DTensor) -> bool:
     """Whether ranks have terms of a tensor, not the tensor."""
     return any(p.is_partial() for p in x.placements)
-
-
-def _has_empty_part(x: DTensor) -> bool:
-    placements = x.placements
-    if all(p.is_replicate() for p in placements):
-        return False
-    return has_empty_part(x.device_mesh, tuple(placements), tuple(x.shape))
 
 
 def _counts_once(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

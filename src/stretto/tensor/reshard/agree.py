@@ -176,7 +176,14 @@ class Agreement:
         try:
             self.drain()
             if not failed:
-                self._last_look()
+                self._raise_if_alarmed()
+                whose, count = self._first("last", str(self.number))
+                if int(count) != self.number:
+                    raise self.alarm(
+                        f"rank {self.rank} has made {self.number} reshards in this run, and rank {whose} "
+                        f"{count}: one of them has skipped some, or a backward pass; gradients or values "
+                        "may be missing"
+                    )
         except RunError as found:
             error = found
         self._keep_store(failed or error is not None)
@@ -184,15 +191,6 @@ class Agreement:
             sys.stdout.flush()
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
-
-    def _last_look(self) -> None:
-        self._raise_if_alarmed()
-        whose, count = self._first("last", str(self.number))
-        if int(count) != self.number:
-            raise self.alarm(
-                f"rank {self.rank} has made {self.number} reshards in this run, and rank {whose} {count}: "
-                "one of them has skipped some, or a backward pass; gradients or values may be missing"
-            )
 
     def _keep_store(self, failed: bool) -> None:
         """Rank 0 keeps the store where no launcher does, and leaves last, for the others look there; where it

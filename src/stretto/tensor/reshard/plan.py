@@ -244,7 +244,10 @@ def plan_together(
     for index, tensor in enumerate(tensors):
         if sum(not target.partial_axes for target in tensor.targets) > 1:
             other = _planned(tensors, joined | {index}, hosts, mode, piece_bytes)
-            if _is_better(other.plan, result.plan):
+            plan, than = other.plan, result.plan
+            is_faster = plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE)
+            is_as_fast = plan.makespan_us <= than.makespan_us * (1 + 1e-9)
+            if is_faster or (is_as_fast and plan.link_bytes < than.link_bytes):
                 joined, result = joined | {index}, other
     return result
 
@@ -268,12 +271,6 @@ def _planned(
         for index, targets in parts
     ]
     return Together(plan_reshards(split, hosts, mode, piece_bytes=piece_bytes), tuple(parts))
-
-
-def _is_better(plan: ReshardPlan, than: ReshardPlan) -> bool:
-    if plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE):
-        return True
-    return plan.makespan_us <= than.makespan_us * (1 + 1e-9) and plan.link_bytes < than.link_bytes
 
 
 Demands = Mapping[frozenset[int], int]
