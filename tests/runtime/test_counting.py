@@ -17,7 +17,7 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
 from stretto.runtime import run_threads
-from stretto.runtime.counting import NOTED_STEPS, Counter
+from stretto.runtime.counting import Counter
 from stretto.runtime.fit import fit_batch
 from tests.capturing.zoo import Chain, rows
 from tests.runtime.equality import lowered
@@ -100,12 +100,6 @@ def test_a_mean_over_unequal_numbers_of_labels_says_so_once() -> None:
     assert "returns a mean, and microbatches count unequally (1, 2, 0, 2)" in told[0]
     assert "the mean of their means" in told[0]
     assert 'return (sum, count), such as F.cross_entropy(..., reduction="sum"), (labels != -100)' in told[0]
-
-
-def test_labels_that_come_to_differ_are_seen_in_one_of_the_first_steps() -> None:
-    equal, plan = batch_of(LABELS.clamp(min=0)), plan_for(mean)
-    assert len(steps(plan, *[equal] * (NOTED_STEPS - 1), batch_of(), batch_of())) == 1
-    assert steps(plan, *[equal] * NOTED_STEPS, batch_of()) == [], "nobody looks for ever"
 
 
 @pytest.mark.parametrize("loss", [summed, lambda model, batch: summed(model, batch)[0] / batch["scale"]])

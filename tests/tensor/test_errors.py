@@ -124,12 +124,3 @@ def test_a_plain_tensor_of_a_parts_shape_that_is_the_whole_is_taken() -> None:
         found = stretto.local(x + torch.ones(4, 6))
         assert found is not None
         assert torch.equal(found, torch.full((4, 6), 2.0))
-
-
-def test_pytorchs_collectives_on_ranks_out_of_order() -> None:
-    """The names of ranks in a group ascend whatever the mesh: the day they do not, the refusal can go."""
-    with lone_rank(3, 4):
-        mesh = DeviceMesh("cpu", [3, 0])
-        assert mesh.get_coordinate() is not None
-        assert tuple(mesh.get_coordinate()) == (0,)
-        assert torch.distributed.get_process_group_ranks(mesh.get_group()) == [0, 3]

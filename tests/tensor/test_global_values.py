@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import stretto
-from stretto.tensor.dtensor_adapter import local_of, new_spec, wrapped
+from stretto.tensor.dtensor_adapter import local_of
 from tests.tensor.lone import lone_rank
 from tests.tensor.sweep_cases import ranged
 from tests.tensor.world import all_end_well
@@ -142,21 +142,3 @@ def test_in_inference_mode() -> None:
         y = F.linear(x, stretto.shard(ranged(3, 4), mesh, [R]))
         assert y.placements == (S0,)  # type: ignore[attr-defined]
         assert (x[1:3] + 1).placements == (R,)  # type: ignore[attr-defined]
-
-
-X = torch.linspace(0.1, 0.8, 8 * 6, dtype=torch.float64).reshape(8, 6)
-Y = torch.linspace(0.9, 0.2, 8 * 6, dtype=torch.float64).reshape(8, 6)
-
-
-def test_pytorchs_own_is_too_large() -> None:
-    """The day it is right, `stretto.tensor.trusted` goes."""
-    plain = X.clone().requires_grad_()
-    F.mse_loss(plain, Y).backward()
-    assert plain.grad is not None
-    with lone_rank(0, 2):
-        mesh = DeviceMesh("cpu", [0, 1])
-        spec = new_spec(mesh, [Shard(0)], X.shape, X.stride(), X.dtype)
-        x = wrapped(DTensor, X[:4].clone(), spec, requires_grad=True)
-        F.mse_loss(x, wrapped(DTensor, Y[:4], spec)).backward()
-        assert isinstance(x.grad, DTensor)
-        torch.testing.assert_close(local_of(x.grad), 2 * plain.grad[:4])

@@ -37,7 +37,7 @@ from stretto.errors import LostRankError, RunError, UsageError
 from stretto.ir.collectives import How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.transport import Handle, Transport
+from stretto.runtime.transport import Handle, Pending, Transport
 
 TIMEOUT_S = 300.0
 """How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
@@ -181,9 +181,18 @@ class TorchTransport(Transport):
         try:
             with keeping_core():
                 work = begin()
-            return _Work(self, lane, peer, work, buffers)
         except RuntimeError as error:
             raise self._lost(lane, peer, error) from error
+        kept = list(buffers)
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(lane, peer, error) from None
+            kept.clear()  # step 5
+
+        return Pending(wait)
 
     def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
         others = [member for member in self.members.get(lane, ()) if member != self.rank]
@@ -227,18 +236,3 @@ def _lane_options(device: torch.device) -> dict[str, Any]:
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     return {"backend": "nccl", "pg_options": options}
-
-
-class _Work:
-    def __init__(
-        self, end: TorchTransport, lane: str, peer: int | None, work: Any, buffers: tuple[torch.Tensor, ...]
-    ) -> None:
-        self._end, self._lane, self._peer, self._work = end, lane, peer, work
-        self._buffers = buffers
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._end._lost(self._lane, self._peer, error) from None
-        self._buffers = ()  # step 5

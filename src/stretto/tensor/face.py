@@ -74,7 +74,8 @@ def local(x: torch.Tensor) -> torch.Tensor | None:
     """
     program = captured()
     if program is not None:
-        return program.local(x)
+        part: torch.Tensor | None = program.local(x)
+        return part
     if not isinstance(x, DTensor):
         raise errors.not_distributed("local", x)
     return None if is_absent(x.device_mesh) else x.to_local()

@@ -111,16 +111,6 @@ def test_a_chain_runs_through_the_hosts_of_both_targets():
     assert alone.makespan_us == pytest.approx(8000)
 
 
-def test_a_host_that_gets_it_for_one_target_has_it_for_the_other():
-    hosts = Hosts.of(2, 4, link_bytes_per_s=1e6)
-    tensor = Tensor((8, 4), 4, Layout((0,), (R,)), [Layout((2,), (R,)), Layout((3,), (S0,))])
-    for mode, link_bytes in (("broadcast", 128), ("point_to_point", 256)):
-        found = together([tensor], hosts, mode)
-        assert found.plan.link_bytes == link_bytes, mode
-        # a copy to each is what point to point means, and nothing is won by smaller boxes
-        assert (len(found.parts) == 1) == (mode != "point_to_point")
-
-
 def test_terms_of_a_sum_are_a_target_apart():
     hosts = Hosts.of(1, 5)
     targets = [Layout((1,), (R,)), Layout((2, 4), (Partial(),)), Layout((3,), (R,))]
