@@ -49,26 +49,6 @@ def test_reading_the_old_model_is_refused_until_it_is_loaded_again() -> None:
         assert not any(found)
 
 
-def test_before_an_optimizer_has_stepped_the_model_can_be_read() -> None:
-    def work(runner: Runner, old: nn.Module) -> list[str]:
-        before = {name: value.clone() for name, value in old.state_dict().items()}
-        runner.step(batch_of())
-        copied = copy.deepcopy(old)  # the values are as they were
-        assert all(torch.equal(copied.state_dict()[name], value) for name, value in before.items())
-        assert not any(map(mark_of, copied.parameters()))
-        runner.step(batch_of())
-        found = [told(old.state_dict)]
-        with torch.no_grad():  # an optimizer that is none of PyTorch's kind
-            for parameter in runner.parameters():
-                parameter.data.add_(0.1)
-        runner.step(batch_of())
-        return [*found, told(old.state_dict), told(lambda: copy.deepcopy(old))]
-
-    for layout in ("sp", "pp"):
-        for found in run(layout, work):
-            assert [bool(one) for one in found] == [False, True, True], found
-
-
 def test_ranks_that_share_one_model_train_all_of_it() -> None:
     shared = gpt().double()
 
@@ -221,15 +201,11 @@ def test_buffers_that_other_ranks_write_are_old() -> None:
 
 @dataclass
 class Old:
-    """A mark, of a tensor that is stale as long as it says so."""
+    """A mark."""
 
     owner: object = None
     refuses_grad: bool = True
-    stale: bool = True
     writes: int = 0
-
-    def is_stale(self) -> bool:
-        return self.stale
 
     def written(self) -> None:
         self.writes += 1
@@ -256,9 +232,6 @@ def test_what_a_mark_answers(tensor: Tensor) -> None:
     assert mark.writes == 1
     assert type(tensor) is kind
     assert tensor.sum() == 0
-    mark_stale(tensor, mark)  # type: ignore[arg-type]
-    mark.stale = False
-    assert (tensor + 1).sum() == 6  # no longer stale: the first read takes the mark off
     assert mark_of(tensor) is None
 
 

@@ -8,7 +8,7 @@ keeps the model:
     2. What is written to the model reaches the parts: they are cut again. Other tensors in its place are
        refused, and values that another Runner of the model has trained since.
     3. After a step the model's tensors that this rank does not train are marked (`stale_adapter`): to read
-       them is refused as soon as an optimizer has stepped, until they have new values.
+       them is refused until they have new values.
 
 Marks stay when the Runner is gone, and keep none of its tensors alive.
 """
@@ -26,9 +26,6 @@ from stretto.errors import UsageError
 from stretto.ir.parameters import Parameter
 from stretto.runtime.rank_tensors import RankTensors, part_of
 from stretto.runtime.stale_adapter import has_hooks, mark_of, mark_stale, unguarded, unmark, version_of
-
-SAMPLED = 256
-"""Elements of a parameter that are compared, to know whether it has trained: optimizers change nearly all."""
 
 AGAIN = "capture the step again, plan it and make a new Runner"
 
@@ -50,7 +47,7 @@ class GivenTensor:
 
     known: the parameter in the plan. here: whether this rank trains any of it. part: what it trains, where
     that is another tensor. changes: whether steps change it. requires_grad, version: of the tensor, when it
-    was last looked at. places: the modules that have it, and under which attribute.
+    was last looked at; part_version: of the part, at first. places: the modules that have it, and under which attribute.
     """
 
     name: str
@@ -63,6 +60,7 @@ class GivenTensor:
     changes: bool
     requires_grad: bool
     version: int
+    part_version: int
     places: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
     @property
@@ -75,23 +73,16 @@ class GivenTensor:
         """Whether a read of its gradient is refused: it never gets one, and the optimizer would not train."""
         return self.part is not None
 
-    def is_stale(self) -> bool:
-        """Whether the value may be another than what is trained."""
-        given = self.given()
-        return given is None or self.known is None or given.has_trained()
-
-    def written(self) -> bool:
-        """The model's tensor may have another value: the part gets it. Whether there was one."""
+    def written(self) -> None:
+        """The model's tensor may have another value: the part gets it."""
         tensor, given = self.tensor(), self.given()
         part = None if self.part is None else self.part()
         if tensor is None or given is None:
-            return False
+            return
         self.version = version_of(tensor)
-        if part is None or self.known is None or tensor.is_meta:
-            return False
-        with torch.no_grad():
-            part.copy_(part_of(tensor, self.known, given.rank.plan.job, given.rank.coordinates))
-        return True
+        if part is not None and self.known is not None and not tensor.is_meta:
+            with torch.no_grad():
+                part.copy_(part_of(tensor, self.known, given.rank.plan.job, given.rank.coordinates))
 
     def __str__(self) -> str:
         why = "this rank's Runner trains nothing of it, and the model has the value from before"
@@ -118,8 +109,7 @@ class GivenModel:
         self._shares = shares
         self._owner: Owner = Owner(rank.plan.world, rank.rank) if shares is None else shares._owner
         self._tensors = self._given_tensors(model)
-        self._first = self._samples()
-        self._has_trained = self._looked = False
+        self._synchronised = False
         known = {parameter.name for parameter in rank.plan.job.parameters}
         given = model.named_parameters(remove_duplicate=False)
         new = [name for name, parameter in given if parameter.requires_grad and name not in known]
@@ -155,6 +145,7 @@ class GivenModel:
                 known is None or known.tied_to in changing,
                 tensor.requires_grad,
                 version_of(tensor),
+                0 if here is None else version_of(here),
             )
 
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -169,26 +160,6 @@ class GivenModel:
                     result[id(tensor)].places.append((weakref.ref(module), attribute))
         return list(result.values())
 
-    def _samples(self) -> dict[int, torch.Tensor]:
-        trained = (p for p in self.rank.parameters.values() if p.requires_grad and not p.is_meta)
-        return {id(parameter): _sample_of(parameter) for parameter in trained}
-
-    def _is_as_first(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter of this rank has the value that it had when the Runner was made."""
-        sample = self._first.get(id(tensor))
-        return sample is None or torch.equal(_sample_of(tensor), sample)
-
-    def has_trained(self) -> bool:
-        """Whether ranks may have other values than those of the model by now: an optimizer has stepped here,
-        or a value has changed. A rank without any cannot know."""
-        self._has_trained = (
-            self._has_trained
-            or not self._first
-            or bool(self.rank.optimizers)
-            or not all(map(self._is_as_first, self.rank.parameters.values()))
-        )
-        return self._has_trained
-
     def check(self) -> None:
         """Step 1. Raises UsageError."""
         with unguarded():
@@ -202,8 +173,7 @@ class GivenModel:
         """Step 2. Raises UsageError."""
         if self._shares is not None:
             self._shares.synchronise()
-        anew, self._looked = not self._looked, True
-        changed = False
+        anew, self._synchronised = not self._synchronised, True
         for one in self._tensors if not self.rank.on_mesh else ():
             tensor = one.tensor()
             if tensor is None or not one.here:
@@ -219,7 +189,7 @@ class GivenModel:
                 # Another rank of the same run, a thread of this process, may share the model.
                 theirs = mark.owner
                 another = theirs.world != self._owner.world or theirs.rank == self._owner.rank
-                if theirs is not self._owner and another and mark.is_stale():
+                if theirs is not self._owner and another:
                     raise UsageError(
                         "another Runner of this model has trained since, and this one has stale values of "
                         f"{one.name!r}, which it has on other ranks, or in parts of its own. Cut both plans "
@@ -229,14 +199,12 @@ class GivenModel:
                     )
             elif self._shares is None and one.part is not None and (part := one.part()) is not None:
                 # Before the first step, what was written through `.data` counts, too.
-                is_written = version_of(tensor) != one.version or (anew and self._is_as_first(part))
-                changed = (is_written and one.written()) or changed
-        if changed and not self._has_trained:
-            self._first = self._samples()
+                uncounted = anew and version_of(part) == one.part_version
+                if uncounted or version_of(tensor) != one.version:
+                    one.written()
 
     def changed(self, *, loaded: bool = False) -> None:
         """Step 3: the runner has taken a step, or all of its values were loaded."""
-        self._has_trained = self._has_trained or loaded
         trained: set[int] | None = None
         for one in self._tensors if not self.rank.on_mesh else ():
             tensor = one.tensor()
@@ -292,8 +260,3 @@ def _check_hooks(one: GivenTensor, tensor: torch.Tensor, known: Parameter) -> No
             "where it is given the gradient of this rank's part; or leave the parameter's module out "
             "of the tp_plan; or remove the hook"
         )
-
-
-def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // SAMPLED)].clone()

@@ -3,7 +3,7 @@
 A marked tensor gets a class of its own, whose `__torch_function__` PyTorch asks before every call:
 
     what it is (shape, dtype, address, whether it requires a gradient)    answered
-    its value: any op, a copy, a view, `.data`, pickling                  refused where it is stale
+    its value: any op, a copy, a view, `.data`, pickling                  refused
     its gradient                                                          refused where it never gets one
     a new value (`copy_`)                                                 taken, and the mark goes
 
@@ -15,7 +15,6 @@ and `_post_accumulate_grad_hooks`; and that a tensor's `__class__` can be set.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,7 @@ class _Marked:
             for tensor in tree_leaves((args, kwargs)):
                 mark = mark_of(tensor)
                 if mark is not None and tensor is not written and (mark.refuses_grad or not of_grad):
-                    _read(tensor, mark)
+                    raise UsageError(str(mark))
         with unguarded():
             result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.copy_ and (mark := mark_of(result)) is not None:
@@ -72,18 +71,10 @@ class _Marked:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _read(self, self._stretto_mark)
-        return copy.deepcopy(self, memo)  # of another class now
+        raise UsageError(str(self._stretto_mark))
 
     def __repr__(self) -> str:
         return f"<stale value: {self._stretto_mark}>"
-
-
-def _read(tensor: Any, mark: Mark) -> None:
-    """A marked tensor is read. Raises UsageError where it is stale; else the mark goes."""
-    if mark.is_stale():
-        raise UsageError(str(mark))
-    unmark(tensor)
 
 
 @functools.cache
@@ -98,8 +89,7 @@ def mark_of(tensor: Any) -> Mark | None:
 
 
 def mark_stale(tensor: torch.Tensor, mark: Mark) -> None:
-    """From now on the elements cannot be read while `mark.is_stale()`; `mark.written()` is called when
-    it has a new value."""
+    """From now on the elements cannot be read; `mark.written()` is called when there are new ones."""
     unmark(tensor)
     tensor._stretto_mark = mark  # type: ignore[attr-defined]
     tensor.__class__ = _marked_class(type(tensor))
