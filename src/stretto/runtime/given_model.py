@@ -47,7 +47,8 @@ class GivenTensor:
 
     known: the parameter in the plan. here: whether this rank trains any of it. part: what it trains, where
     that is another tensor. changes: whether steps change it. requires_grad, version: of the tensor, when it
-    was last looked at; part_version: of the part, at first. places: the modules that have it, and under which attribute.
+    was last looked at; part_version: of the part, at first. places: the modules that have it, and under
+    which attribute.
     """
 
     name: str
