@@ -130,16 +130,3 @@ def test_a_runtime_that_errs_is_found_out(
     monkeypatch.setattr(RankState, method, wrong(getattr(RankState, method)))
     with pytest.raises(PoisonError, match=said):
         numbers(plan_of(layout, "local"), poisoned=True)
-
-
-def test_a_read_before_the_wait_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = RankState.finish
-
-    def finish(self: RankState, started: Started) -> Tensor:
-        early = started.result.clone()
-        plain(self, started)
-        return early
-
-    monkeypatch.setattr(RankState, "finish", finish)
-    for loss, _ in numbers(plan_of("tp", "local"), poisoned=True):
-        assert bool(loss.isnan())

@@ -19,7 +19,7 @@ from stretto.ir.plan import Plan
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.runtime.equality import evenly, gather, gpt, job_of, on_ends, plan_of, tokens
+from tests.runtime.equality import evenly, gpt, job_of, on_ends, plan_of, tokens
 
 MICROBATCHES = 4
 
@@ -188,22 +188,6 @@ def test_an_interruption_ends_all_ranks() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
-
-
-def test_parameters_are_the_models_own_and_only_this_ranks() -> None:
-    model, batch = Chain(), rows()
-    plan = plan_for(model)
-    names: list[list[str]] = []
-
-    def work(runner: stretto.Runner) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        names.append([name for name, _ in runner.named_parameters()])
-        assert all(parameter is model.get_parameter(name) for name, parameter in runner.named_parameters())
-        assert all(runner.owns(name) for name, _ in runner.named_parameters())
-        return runner.step(batch), {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
-
-    found = gather(model, stretto.run_threads(plan, lambda _: model, work))
-    assert sorted(names[0] + names[1]) == sorted(name for name, _ in model.named_parameters())
-    assert all(grad is not None for grad in found.grads.values())
 
 
 def test_a_batch_that_is_divided_over_another_axis_than_dp() -> None:

@@ -260,8 +260,7 @@ def test_shard_cuts_as_dtensor_does_and_keeps_parameters_tied() -> None:
 
     with lone_rank(1, 4):
         mesh = DeviceMesh("cpu", [0, 1, 2])
-        x = stretto.shard(ranged(7, 4), mesh, [Shard(0)])
-        part = stretto.local(x)
+        part = stretto.local(stretto.shard(ranged(7, 4), mesh, [Shard(0)]))
         assert part is not None
         assert torch.equal(part, ranged(7, 4)[3:6])
         assert part.untyped_storage().nbytes() == 3 * 4 * 8
