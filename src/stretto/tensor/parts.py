@@ -45,7 +45,6 @@ from stretto.tensor.dtensor_adapter import (
     set_spec,
     spec_of,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
     with_placements,
     without_values,
@@ -169,12 +168,10 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
     if any(has_empty_part(mesh, target, tuple(x.shape)) for x, target in zip(tensors, targets)):
         chosen = [None] * mesh.ndim
         targets = _targets(tensors, chosen)
-    written = {
-        number
-        for argument in op._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for number in numbered(op, args, kwargs).get(argument.name, ())
-    }
+    ids = {id(x) for x in tensors}
+    # A tensor that is given twice is written where it comes first.
+    writes = [id(x) for x in written_values(op, args, kwargs)]
+    written = {next(at for at, x in enumerate(tensors) if id(x) == one) for one in writes if one in ids}
     for number, x in enumerate(tensors):
         if not in_order(mesh) and targets[number] != tuple(x.placements):
             raise errors.ranks_out_of_order(op, tensors)
@@ -208,19 +205,6 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
         placements = [_placement_along(None if dim is None else dim.results[number]) for dim in chosen]
         results.append(wrap(part, new_spec(mesh, placements, meta.shape, meta.stride, meta.dtype)))
     return tree_unflatten(results, result_tree)
-
-
-def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of each argument, by name, which of the tensors on the mesh it has, counted in the order of all. A
-    tensor that is given twice counts twice."""
-    names = [argument.name for argument in op._schema.arguments]
-    result: dict[str, tuple[int, ...]] = {}
-    count = 0
-    for name, value in (*zip(names, args), *kwargs.items()):
-        here = sum(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
-        result[name] = tuple(range(count, count + here))
-        count += here
-    return result
 
 
 def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
