@@ -40,6 +40,9 @@ from stretto.simulating import simulate
 from stretto.simulating.memory import bytes_throughout
 from stretto.verifying import verify
 
+End = EmulatedTransport | CudaTransport
+Kept = tuple[torch.Tensor, ...]
+
 LONGEST_US = 3600e6
 """A step that is longer is no step of training, but a cost that is wrong. Assumed."""
 
@@ -105,11 +108,8 @@ def rehearse(
         raise UsageError(f"seed = {seed} has more than 64 bits: give one from 0 to 2**63 - 1")
     verify(plan)
     _refuse_endless(plan)
-    transport: EmulatedTransport | CudaTransport
-    if device.type == "cuda":
-        transport = CudaTransport(plan, rank, device)
-    else:
-        transport = EmulatedTransport(plan, rank)
+    on_cuda = device.type == "cuda"
+    transport: End = CudaTransport(plan, rank, device) if on_cuda else EmulatedTransport(plan, rank)
     try:
         with explaining_failed_ops(rank):
             # 1. What is computed with.
@@ -169,12 +169,8 @@ def _device(plan: Plan) -> torch.device:
 
 
 def _walker(
-    plan: Plan,
-    model: nn.Module | None,
-    transport: EmulatedTransport | CudaTransport,
-    device: torch.device,
-    seed: int,
-) -> tuple[RankState, tuple[torch.Tensor, ...]]:
+    plan: Plan, model: nn.Module | None, transport: End, device: torch.device, seed: int
+) -> tuple[RankState, Kept]:
     """Step 1: what walks the plan, and the tensors that it keeps."""
     if model is not None:
         runner = Runner(plan, model, transport=transport, seed=seed)
@@ -190,12 +186,7 @@ def _walker(
     return state, (*own.values(), *read.values(), *buffers.values())
 
 
-def _warm_up(
-    state: RankState,
-    transport: EmulatedTransport | CudaTransport,
-    leaves: Mapping[str, torch.Tensor],
-    kept: tuple[torch.Tensor, ...],
-) -> int:
+def _warm_up(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], kept: Kept) -> int:
     """A step that does not count; returns its peak memory in bytes."""
     if state.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(state.device)
@@ -206,12 +197,7 @@ def _warm_up(
     return int(meter.peak_bytes)
 
 
-def _step(
-    state: RankState,
-    transport: EmulatedTransport | CudaTransport,
-    leaves: Mapping[str, torch.Tensor],
-    peak_bytes: int,
-) -> Timeline:
+def _step(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], peak_bytes: int) -> Timeline:
     transport.begin()
     state.step(leaves)
     state.grads = {}
