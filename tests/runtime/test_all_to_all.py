@@ -18,7 +18,6 @@ from stretto.price.flat import described_costs
 from stretto.price.wanted import wanted_collectives
 from stretto.report.traffic import communication_of
 from stretto.runtime.local import run_threads
-from stretto.runtime.rehearse import rehearse
 from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
 from stretto.verifying import verify
@@ -83,13 +82,6 @@ def test_the_file_keeps_sizes() -> None:
     plan = plan_of(1, 2, TWO)
     assert plan_from_text(plan_to_text(plan)) == plan
     assert '"comm.all_to_all_sized", ["%h0", [[4, 8], [8, 4]], "\'tp", 2]' in plan_to_text(plan)
-
-
-@pytest.mark.parametrize("sizes", [None, TWO])
-def test_a_rank_can_rehearse_it(sizes: Sizes | None) -> None:
-    plan = plan_of(2, 2, sizes)
-    found = rehearse(plan, 1, steps=1)
-    assert found.step_us > 0
 
 
 BASE = plan_of(1, 2, TWO)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.models.gpt import next_token_loss
-from stretto.runtime.gradients import accumulate
 from stretto.runtime.runner import Runner
 from stretto.runtime.stale_adapter import has_hooks
 from tests.parallelize.equality import batch_of, gpt
@@ -127,20 +126,3 @@ def test_what_pytorch_keeps_of_hooks() -> None:
         assert has_hooks(parameter)
         handle.remove()
         assert not has_hooks(parameter)
-
-
-def test_gradients_are_not_copied_and_are_summed() -> None:
-    one, two = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))
-    grads = [torch.full((3, 2), 2.0), torch.ones(2), torch.full((2,), 5.0)]
-    address = grads[0].data_ptr()
-    with torch.inference_mode():
-        accumulate([one, two, two], grads)
-    assert one.grad is not None
-    assert two.grad is not None
-    assert one.grad.data_ptr() == address
-    assert two.grad.tolist() == [6.0, 6.0]
-    assert not grads
-    accumulate([one], [torch.ones(2, 3).T])
-    assert one.grad.data_ptr() == address
-    assert one.grad.tolist() == [[3.0, 3.0]] * 3
-    accumulate([], [])
