@@ -11,7 +11,6 @@ from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.collectives import Sizes
 from stretto.ir.plan import Plan
-from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
 from stretto.price.flat import described_costs
@@ -76,12 +75,6 @@ def test_the_simulation_counts_it(stages: int, tp: int, sizes: Sizes | None) -> 
     for span in there:
         assert span.duration_us >= curve.us(span.nbytes) * 0.999
         assert span.nbytes in wanted.sizes
-
-
-def test_the_file_keeps_sizes() -> None:
-    plan = plan_of(1, 2, TWO)
-    assert plan_from_text(plan_to_text(plan)) == plan
-    assert '"comm.all_to_all_sized", ["%h0", [[4, 8], [8, 4]], "\'tp", 2]' in plan_to_text(plan)
 
 
 BASE = plan_of(1, 2, TWO)

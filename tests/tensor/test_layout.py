@@ -90,13 +90,3 @@ def test_a_partial_axis_is_reduced_to_distinct_tiles_where_it_can_be():
 def test_what_is_no_layout_is_refused(ranks, placements, said):
     with pytest.raises(UsageError, match=said):
         Layout(ranks, placements)
-
-
-def test_a_dim_that_the_tensor_does_not_have_is_refused():
-    layout = Layout((0, 1), (Shard(1),))
-    with pytest.raises(
-        UsageError, match=r"shape \(4,\): it has no dim 1; use Replicate\(\) or a dim below 1"
-    ):
-        layout.region((4,), 0)
-    with pytest.raises(UsageError, match="it has no dims"):
-        layout.regions(())

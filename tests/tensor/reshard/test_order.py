@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.order import SendArranger, in_rounds
 from stretto.tensor.reshard.plan import bound_us, least_load
-from stretto.tensor.reshard.tasks import Hosts, LinkTimeline, Tensor, UnitTask, footprint, needs_of, sends_of
+from stretto.tensor.reshard.tasks import Hosts, LinkTimeline, Tensor, UnitTask, footprint, needs_of
 
 HOSTS = Hosts.of(1, 8, link_bytes_per_s=1e6)
 
@@ -105,12 +105,6 @@ def test_the_latency_is_there_once_and_only_if_a_link_is_used():
     assert bound(Layout((0, 1), (R,)), Layout((1,), (R,)), hosts=slow) == 0.0
     together = Hosts.of(2, 8, latency_us=5.0)
     assert bound(Layout((0,), (R,)), Layout((1,), (R,)), hosts=together) == 0.0
-
-
-def test_a_mode_that_sends_more_than_it_must_has_a_bound_of_its_own():
-    tasks = needs_of([Tensor((120,), 1, Layout((0,), (R,)), Layout((1, 2, 3), (R,)))]).tasks
-    assert bound_us(sends_of(tasks, HOSTS, "broadcast"), HOSTS) == pytest.approx(120)
-    assert bound_us(sends_of(tasks, HOSTS, "point_to_point"), HOSTS) == pytest.approx(360)
 
 
 @given(
