@@ -60,6 +60,15 @@ def test_parts_under_other_placements() -> None:
         assert torch.equal(adapter.part_of(whole, spec, [Shard(1)]), whole[:, 3:])
 
 
+def test_dims_changed_in_place() -> None:
+    with lone_rank(0, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        spec = adapter.new_spec(mesh, [Shard(0)], (4, 6), (6, 1), torch.float32)
+        x = adapter.wrapped(DTensor, torch.ones(2, 6), spec)
+        adapter.shown_as(x, x.t(), aten.t_.default, (x,), {})
+        assert (x.shape, x.placements, x.to_local().shape) == ((6, 4), (Shard(1),), (6, 2))
+
+
 def test_rules_that_fail_are_no_rules() -> None:
     with lone_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
@@ -99,6 +108,8 @@ def test_writes_and_memory() -> None:
     assert not adapter.same_memory(x, x.clone())
     with torch.inference_mode():
         assert adapter.writes_of(torch.zeros(4)) is None
+    for op, view in ((aten.squeeze_.dim, aten.squeeze.dim), (aten.transpose_.default, aten.transpose.int)):
+        assert adapter.without_underscore(op) is view
 
 
 def test_the_store_is_there() -> None:

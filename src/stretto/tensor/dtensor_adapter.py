@@ -15,6 +15,7 @@ What it uses, so that the next release breaks this file alone, with a test for e
     torch._subclasses.fake_tensor                    FakeTensorMode, and what it raises
     torch.utils._pytree                              arguments and results as the dispatcher flattens them
     Tensor._version, UntypedStorage._cdata           writes that are counted, memory that is shared
+    torch.utils._mode_utils.no_dispatch, torch._C._set_meta_in_tls_dispatch_include   dims changed in place
 
 The schema of an op (`OpOverload._schema`) says which of its arguments it writes.
 """
@@ -39,6 +40,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, _redist
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec as TreeSpec
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -88,6 +90,18 @@ def part_of(
     target = with_placements(spec, placements)
     result: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
     return result
+
+
+def shown_as(x: DTensor, view: DTensor, op: Any, args: Any, kwargs: Any) -> None:
+    """What an op does that changes a tensor's dims in place: x has the view's part, and has its shape."""
+    x._local_tensor, x._spec = view._local_tensor, view._spec
+    with no_dispatch():  # the op on the wrapper itself, as `return_and_correct_aliasing` does it
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            op(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def wrapped(kind: type[Kind], local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> Kind:
@@ -274,6 +288,13 @@ def writes_of(x: torch.Tensor) -> int | None:
     """How often a tensor, or one that it is a view of, or a view of that one, has been written into. None in
     inference mode, where nobody counts."""
     return None if x.is_inference() else int(x._version)
+
+
+def without_underscore(op: Any) -> Any:
+    """Of an op that changes dims in place, the one that gives a view."""
+    name = str(op._schema.name).partition("::")[2]
+    overload = "int" if name == "transpose_" else op._overloadname
+    return getattr(getattr(torch.ops.aten, name.removesuffix("_")), overload)
 
 
 def plain_placement(placement: Placement) -> Placement:

@@ -85,7 +85,7 @@ class GlobalTensor(DTensor):
             return _present_call(op, tuple(_made_whole(value) for value in args), kwargs)
         views.check(op, args, kwargs)
         if views.renumbers(op):
-            raise errors.renumbers(op, args[0])
+            return views.renumbered(op, args, kwargs)
         result = _computed(op, args, kwargs, mesh)
         if views.is_view(op):
             views.remember(op, args, kwargs, result)

@@ -22,6 +22,8 @@ from stretto.tensor.dtensor_adapter import (
     local_of,
     needs_redistribution,
     same_memory,
+    shown_as,
+    without_underscore,
     writes_of,
 )
 
@@ -34,6 +36,8 @@ class _Copied:
     by: str
     version: int | None
 
+
+RENUMBERING = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_"})
 
 _MARK = "_stretto_copied"
 
@@ -81,7 +85,21 @@ def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 def renumbers(op: Any) -> bool:
     """Whether an op changes its tensor's dims in place."""
     name = str(op._schema.name).partition("::")[2]
-    return torch.Tag.inplace_view in op.tags and name != "detach_"
+    return name in RENUMBERING or (torch.Tag.inplace_view in op.tags and name != "detach_")
+
+
+def renumbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """What an op gives that changes its tensor's dims in place: the tensor, as the op without the underscore
+    would show it. Raises UsageError if that is a copy, or no such op is."""
+    name = str(op._schema.name).partition("::")[2]
+    x: DTensor = args[0]
+    if name not in RENUMBERING or getattr(x, _MARK, None) is not None:
+        raise errors.renumbers(op, x)
+    view = without_underscore(op)(*args, **kwargs)
+    if getattr(view, _MARK, None) is not None and not any(p.is_partial() for p in x.placements):
+        raise errors.renumbers(op, x)
+    shown_as(x, view, op, args, kwargs)
+    return x
 
 
 def _copies(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
