@@ -114,8 +114,8 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         for name, lane, start_ns, end_ns in m.finishes:
             members = plan.communicator(lane)
             key = name, asked_by(rank, name, start_ns)
-            all_of = mesh.group(rank, members.axes, members.ranks) or ()
-            at, last = max(((started[o][key][0], o) for o in all_of if key in started[o]), default=(0.0, rank))
+            them = mesh.group(rank, members.axes, members.ranks) or ()
+            at, last = max(((started[o][key][0], o) for o in them if key in started[o]), default=(0.0, rank))
             found.append((axis_of(name), last, at, start_ns, end_ns))
         for edge, mb, start_ns, end_ns in m.waits:
             of = mesh.rank({**here, PIPELINE: plan.rank_of(plan.job.edges[edge].source)})
