@@ -34,8 +34,8 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import save_plan
 from stretto.ir.timeline import Span, SpanKind, Timeline
 from stretto.report.files import save_json
+from stretto.runtime.rank_tensors import part_of
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import part_of
 from stretto.simulating import predict
 
 WARM_UPS = 2

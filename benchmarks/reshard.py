@@ -20,14 +20,12 @@ from stretto.errors import RunError, UsageError
 from stretto.lab.network import parse_rate
 from stretto.tensor.layout import Layout, Region, region_shape
 from stretto.tensor.reshard.agree import agreement
-from stretto.tensor.reshard.execute import LocalBox, execute
-from stretto.tensor.reshard.lines import lines
+from stretto.tensor.reshard.execute import LocalBox, execute, lines
 from stretto.tensor.reshard.plan import (
     Choice,
     Hosts,
     Mode,
     ReshardPlan,
-    plan_reshard,
     plan_reshards,
     plan_together,
 )
@@ -104,7 +102,9 @@ def planned(case: Case, rows: int, bytes_per_s: float) -> list[Planned]:
         joint = plan_together([_tensor(case, rows)], hosts, case.mode)
         return [Planned(joint.plan, tuple(targets for _, targets in joint.parts))]
     plans = (
-        plan_reshard(shape, ITEMSIZE_BYTES, case.source, target, hosts, case.mode, choice=case.choice)
+        plan_reshards(
+            [Tensor(shape, ITEMSIZE_BYTES, case.source, target)], hosts, case.mode, choice=case.choice
+        )
         for target in case.targets
     )
     return [Planned(plan, ((number,),)) for number, plan in enumerate(plans)]

@@ -20,7 +20,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.emulated_transport import SingleRankEnd
 from stretto.runtime.torch_transport import TorchTransport
-from stretto.runtime.transport import Pending, ThreadTransport
+from stretto.runtime.transport import Pending, ThreadTransport, Transport
 from tests.runtime.launch import launch
 
 ROWS = 6
@@ -112,9 +112,11 @@ def test_processes_get_what_the_formula_says(tmp_path: Path) -> None:
 class SingleRank(SingleRankEnd):
     """A rank, of no plan, whose collectives are over when they begin."""
 
+    send = recv = SingleRankEnd.broadcast
+
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self._members = {"tp": tuple(range(size))}
+        Transport.__init__(self, rank, size)
+        self.members = {"tp": tuple(range(size))}
 
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Pending:
         if fill is not None:

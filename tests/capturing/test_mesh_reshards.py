@@ -26,7 +26,7 @@ from stretto.capturing.convert import convert
 from stretto.errors import CaptureError
 from stretto.ir.program import Job, Op, Ref
 from stretto.runtime.local import run_threads
-from stretto.runtime.shards import part_of
+from stretto.runtime.rank_tensors import part_of
 from tests.clusters import cores
 from tests.tensor.lone import lone_rank
 

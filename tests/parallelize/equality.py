@@ -18,8 +18,8 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.runtime.local import run_threads
+from stretto.runtime.rank_tensors import pieces_of
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import pieces_of
 from tests.runtime.equality import from_transformers, huggingface_loss, lowered
 
 Loss = Callable[[nn.Module, Any], Any]

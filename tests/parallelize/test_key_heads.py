@@ -19,8 +19,8 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.program import Job, Shard
 from stretto.ir.transfers import summed_bytes
+from stretto.runtime.rank_tensors import part_of
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import part_of
 from stretto.train.clip import GradientClip
 from tests.clusters import cores
 from tests.parallelize.equality import SMALL, assert_plain, assert_plan_is_plain, batch_of

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +29,8 @@ from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
 from stretto.runtime import Runner, run_threads
-from stretto.runtime.shards import join
+from stretto.runtime.rank_tensors import join
+from stretto.runtime.transport import ThreadTransport
 
 torch.set_num_threads(1)
 """Ranks are threads of one process here, and machines that test are small."""
@@ -237,6 +239,21 @@ def gather(model: nn.Module, results: list[tuple[Tensor, dict[str, Tensor]]]) ->
             assert held is None or torch.equal(held, grad), f"{name} differs between ranks"
             grads[names[name]] = grad
     return Result(results[0][0], grads, tuple(found for _, found in results))
+
+
+def on_ends(ends: Sequence[ThreadTransport], work: Callable[[Any], Any]) -> list[Any]:
+    """What `work` gives on each rank, a thread, or the error that it raises."""
+
+    def body(end: ThreadTransport) -> Any:
+        torch.set_num_threads(1)
+        try:
+            return work(end)
+        except BaseException as error:
+            end.fail(f"rank {end.rank} failed")
+            return error
+
+    with ThreadPoolExecutor(len(ends)) as pool:
+        return list(pool.map(body, ends))
 
 
 RankResult = tuple[Mapping[str, int], Tensor, Mapping[str, Tensor]]

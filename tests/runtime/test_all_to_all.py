@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from stretto.errors import PlanError
 from stretto.ir.action import Phase
 from stretto.ir.collectives import Sizes
 from stretto.ir.plan import Plan
-from stretto.ir.serialize import load_plan, plan_from_text, plan_to_text, save_plan
 from stretto.ir.timeline import SpanKind
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import described_costs
 from stretto.price.shared import wanted_collectives
 from stretto.report.tables import communication_of
 from stretto.runtime.local import run_threads
-from stretto.runtime.rehearse import rehearse
 from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
 from stretto.verifying import verify
 from tests.clusters import cores
 from tests.exchange_job import Products, batch_of, exchange_job
-from tests.runtime.launch import launch
 from tests.verifying.edits import op
 
 Grads = dict[str, torch.Tensor]
@@ -69,18 +62,6 @@ def test_it_gives_the_values_of_the_plain_model(stages: int, tp: int, sizes: Siz
             torch.testing.assert_close(part, own, rtol=1e-12, atol=float(whole.abs().max()) * 1e-13)
 
 
-def test_processes_give_the_same_bits_as_threads(tmp_path: Path) -> None:
-    plans = {"equal": plan_of(1, 2, None), "sized": plan_of(1, 2, TWO)}
-    for name, plan in plans.items():
-        save_plan(plan, tmp_path / f"{name}.json")
-    launch(2, __file__, str(tmp_path))
-    for name, plan in plans.items():
-        for rank, (loss, parts) in enumerate(on_threads(plan)):
-            told, theirs = json.loads((tmp_path / f"{name}{rank}.json").read_text())
-            assert told == loss
-            assert theirs == {key: part.flatten().tolist() for key, part in parts.items()}
-
-
 @pytest.mark.parametrize(("stages", "tp", "sizes"), CASES)
 def test_the_simulation_counts_it(stages: int, tp: int, sizes: Sizes | None) -> None:
     plan = plan_of(stages, tp, sizes)
@@ -94,30 +75,6 @@ def test_the_simulation_counts_it(stages: int, tp: int, sizes: Sizes | None) -> 
     for span in there:
         assert span.duration_us >= curve.us(span.nbytes) * 0.999
         assert span.nbytes in wanted.sizes
-
-
-def test_unequal_parts_take_as_long_as_equal_ones_of_the_busiest_rank() -> None:
-    equal, sized = (plan_of(1, 2, sizes).job.stages[0].ops[Phase.F] for sizes in (None, TWO))
-    (one, *_), (other, *_) = (
-        [o.collective for o in ops if "there_start" in o.name] for ops in (equal, sized)
-    )
-    assert one is not None
-    assert other is not None
-    assert (one.kind, one.size) == (other.kind, other.size)
-    assert 6 * other.nbytes == 8 * one.nbytes  # rows to the other rank
-
-
-def test_the_file_keeps_sizes() -> None:
-    plan = plan_of(1, 2, TWO)
-    assert plan_from_text(plan_to_text(plan)) == plan
-    assert '"comm.all_to_all_sized", ["%h0", [[4, 8], [8, 4]], "\'tp", 2]' in plan_to_text(plan)
-
-
-@pytest.mark.parametrize("sizes", [None, TWO])
-def test_a_rank_can_rehearse_it(sizes: Sizes | None) -> None:
-    plan = plan_of(2, 2, sizes)
-    found = rehearse(plan, 1, steps=1)
-    assert found.step_us > 0
 
 
 BASE = plan_of(1, 2, TWO)
@@ -149,20 +106,3 @@ def test_rows_that_have_no_equal_parts_are_refused() -> None:
     odd = replace(spec, shape=(11, *spec.shape[1:]))
     with pytest.raises(PlanError, match=r"the all_to_all of h0, .* is none. Dim 0 must be a multiple of 2"):
         verify(op(0, "h0", outputs=(odd,))(plan))
-
-
-def _process(folder: Path) -> None:
-    for name in ("equal", "sized"):
-        plan = load_plan(folder / f"{name}.json")
-        runner = Runner(plan, Products(1))
-        loss, found = step(runner)
-        parts = {key: part.flatten().tolist() for key, part in found.items()}
-        (folder / f"{name}{dist.get_rank()}.json").write_text(json.dumps((loss, parts)))
-        runner.close()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    _process(Path(sys.argv[1]))
-    dist.destroy_process_group()

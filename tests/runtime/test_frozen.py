@@ -45,40 +45,30 @@ def told(plan: stretto.Plan, models: list[nn.Module], work: Callable[[stretto.Ru
     return stretto.run_threads(plan, models.__getitem__, caught)
 
 
-def test_unfrozen_between_capture_and_runner() -> None:
-    plan = plan_of(frozen_chain(), pp=2)
-    with pytest.raises(stretto.UsageError) as caught:
-        stretto.run_threads(plan, lambda _: Chain(), lambda runner: runner.step(rows()))
-    assert "'layers.0.weight' was frozen when the step was captured, and requires a gradient now" in str(
-        caught.value
-    )
-    assert AGAIN in str(caught.value)
+def by_the_model(_: stretto.Runner, model: nn.Module) -> None:
+    model.get_submodule("layers.0").requires_grad_(True)
 
 
-def test_unfrozen_while_the_runner_lives_is_seen_on_all_ranks() -> None:
-    """On the rank too that holds no part of it, which would wait for the other else."""
-    plan = plan_of(frozen_chain(), pp=2)
-    models = [frozen_chain(), frozen_chain()]
-
-    def work(runner: stretto.Runner) -> None:
-        runner.step(rows())
-        models[runner.rank].get_submodule("layers.0").requires_grad_(True)
-        runner.step(rows())
-
-    found = told(plan, models, work)
-    assert all("'layers.0.weight' was frozen when the step was captured" in text for text in found)
+def by_the_runner(runner: stretto.Runner, _: nn.Module) -> None:
+    for parameter in runner.parameters():
+        parameter.requires_grad_(True)
 
 
-def test_unfrozen_by_the_runners_parameters() -> None:
-    plan = plan_of(frozen_chain())
-    models = [frozen_chain()]
+@pytest.mark.parametrize(("pp", "unfreeze"), [(2, by_the_model), (1, by_the_model), (1, by_the_runner)])
+def test_unfrozen_since_the_capture_is_refused_on_all_ranks(pp: int, unfreeze: Callable[..., None]) -> None:
+    """On the rank too that has no part of it, which would wait for the other else."""
+    models = [frozen_chain() for _ in range(pp)]
 
     def work(runner: stretto.Runner) -> None:
-        for parameter in runner.parameters():
-            parameter.requires_grad_(True)
+        runner.step(rows())
+        unfreeze(runner, models[runner.rank])
         runner.step(rows())
 
-    assert AGAIN in told(plan, models, work)[0]
+    for text in told(plan_of(frozen_chain(), pp=pp), models, work):
+        assert "'layers.0.weight' was frozen when the step was captured" in text
+        assert AGAIN in text
+    with pytest.raises(stretto.UsageError, match="was frozen when the step was captured"):
+        stretto.run_threads(plan_of(frozen_chain(), pp=pp), lambda _: Chain(), lambda runner: None)
 
 
 def test_frozen_after_the_capture_has_no_gradient_and_the_rest_is_right() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.models.gpt import next_token_loss
-from stretto.runtime.gradients import accumulate
 from stretto.runtime.runner import Runner
 from stretto.runtime.stale_adapter import has_hooks
 from tests.parallelize.equality import batch_of, gpt
@@ -99,19 +98,6 @@ def test_they_run_once_a_step_in_autograds_order() -> None:
     assert stretto.run_threads(plan_of("tp"), lambda _: hooked(lambda _: None), work) == [[expected] * 2] * 2
 
 
-def test_one_that_is_frozen_since_the_capture_has_none() -> None:
-    said: list[int] = []
-
-    def work(runner: Runner) -> None:
-        for parameter in runner.parameters():
-            parameter.register_hook(lambda _: said.append(1))
-            parameter.requires_grad_(False)
-        runner.step(batch_of())
-
-    stretto.run_threads(plan_of("one"), lambda _: hooked(lambda _: None), work)
-    assert not said
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("layout", ["tp", "pp tp"])
 def test_a_hook_on_a_parameter_that_is_trained_in_parts_is_refused_on_all_ranks(
@@ -132,21 +118,6 @@ def test_a_hook_on_a_parameter_that_is_trained_in_parts_is_refused_on_all_ranks(
         assert "Register it on the parameter in runner.named_parameters()" in said
 
 
-def test_one_that_is_registered_later_is_refused_at_the_next_step() -> None:
-    models = [hooked(lambda _: None) for _ in range(2)]
-
-    def work(runner: Runner) -> str:
-        runner.step(batch_of())
-        models[runner.rank].get_parameter(SPREAD).register_hook(lambda grad: grad * 2)
-        models[runner.rank].get_parameter("norm.weight").register_hook(lambda grad: grad * 2)
-        with pytest.raises(stretto.UsageError) as caught:
-            runner.step(batch_of())
-        return str(caught.value)
-
-    for said in stretto.run_threads(plan_of("tp"), models.__getitem__, work):
-        assert SPREAD in said
-
-
 def test_what_pytorch_keeps_of_hooks() -> None:
     for kind in ("register_hook", "register_post_accumulate_grad_hook"):
         parameter = nn.Parameter(torch.ones(2))
@@ -155,32 +126,3 @@ def test_what_pytorch_keeps_of_hooks() -> None:
         assert has_hooks(parameter)
         handle.remove()
         assert not has_hooks(parameter)
-
-
-def test_gradients_are_not_copied_and_are_summed() -> None:
-    one, two = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))
-    grads = [torch.full((3, 2), 2.0), torch.ones(2), torch.full((2,), 5.0)]
-    address = grads[0].data_ptr()
-    with torch.inference_mode():
-        accumulate([one, two, two], grads)
-    assert one.grad is not None
-    assert two.grad is not None
-    assert one.grad.data_ptr() == address
-    assert two.grad.tolist() == [6.0, 6.0]
-    assert not grads
-    accumulate([one], [torch.ones(2, 3).T])
-    assert one.grad.data_ptr() == address
-    assert one.grad.tolist() == [[3.0, 3.0]] * 3
-    accumulate([], [])
-
-
-def test_a_hook_on_a_part_knows_that_its_gradient_is_of_one() -> None:
-    def work(runner: Runner) -> str:
-        part = dict(runner.named_parameters())[SPREAD]
-        part.register_hook(lambda grad: grad / grad.norm())
-        with pytest.raises(stretto.UsageError) as caught:
-            runner.step(batch_of())
-        return str(caught.value)
-
-    for said in stretto.run_threads(plan_of("tp"), lambda _: hooked(lambda _: None), work):
-        assert "this rank's part of a sharded" in said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,10 @@ from stretto.errors import RunError, UsageError
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.ir.serialize import load_plan
-from stretto.lab import Lab
 from stretto.models.gpt import next_token_loss
 from stretto.runtime import torch_transport
 from stretto.runtime.runner import Runner
 from stretto.runtime.torch_transport import TorchTransport
-from stretto.runtime.transport import ThreadTransport
-from tests.lab.conftest import _able, machine  # noqa: F401
 from tests.parallelize.equality import batch_of, gpt
 from tests.runtime.equality import lowered
 from tests.runtime.launch import launch
@@ -33,10 +28,6 @@ from tests.runtime.launch import launch
 PAIR = Mesh((("pp", 2),))
 LANES = [Communicator(name, (0, 1)) for name in ("first", "second", "third", "fourth")]
 CPU = torch.device("cpu")
-MESSAGE_BYTES = 2_500_000
-"""0.2 s at the lab's rate."""
-
-RATE = "100mbit"
 
 
 # What processes do.
@@ -59,7 +50,7 @@ def creation(folder: Path) -> None:
     transport = runner.transport
     refused = ""
     try:
-        transport.all_reduce("a lane that nobody opened", torch.zeros(1))
+        transport.broadcast("a lane that nobody opened", torch.zeros(1), 0)
     except RunError as error:
         refused = str(error)
     told = {"made": made, "before": before, "refused": refused}
@@ -88,7 +79,7 @@ def blocked(folder: Path) -> None:
     def start(lane: str, at: int) -> Any:
         value = torch.arange(6.0) + 10 * rank
         if at % 3 == 0:
-            return transport.all_reduce(lane, value), value
+            return transport.collective(lane, "all_reduce", value, value, "sum"), value
         result = torch.empty(12 if at % 3 == 1 else 3)
         kind = "all_gather" if at % 3 == 1 else "reduce_scatter"
         return transport.collective(lane, kind, result, value, "sum"), result
@@ -113,40 +104,6 @@ def blocked(folder: Path) -> None:
         results.append(result.tolist())
     (folder / f"{rank}.json").write_text(json.dumps(results))
     transport.close()
-
-
-def side_by_side(folder: Path) -> None:
-    """Times of: one message, one in each direction at once, and these under computation."""
-    rank = dist.get_rank()
-    torch.set_num_threads(1)
-    transport = TorchTransport(timeout_s=60)
-    transport.open([Communicator("pp 0>1", (0, 1)), Communicator("pp 1>0", (1, 0))], CPU, PAIR)
-    value, buffer = torch.zeros(MESSAGE_BYTES // 4), torch.empty(MESSAGE_BYTES // 4)
-    matrix = torch.randn(256, 256)
-
-    def compute(seconds: float) -> None:
-        until = time.thread_time() + seconds  # of this thread's own processor time
-        while time.thread_time() < until:
-            matrix @ matrix
-
-    def measure(both: bool, compute_s: float) -> float:
-        transport.all_gather(None)
-        start = time.perf_counter()
-        handles = []
-        if both or rank == 1:
-            handles.append(transport.recv("pp 0>1" if rank == 1 else "pp 1>0", buffer, 1 - rank))
-        if both or rank == 0:
-            handles.append(transport.send("pp 0>1" if rank == 0 else "pp 1>0", value, 1 - rank))
-        compute(compute_s)
-        for handle in handles:
-            handle.wait()
-        return max(transport.all_gather(time.perf_counter() - start))
-
-    measure(True, 0.0)
-    cases = {"one": (False, 0.0), "two": (True, 0.0), "busy": (True, 0.1)}
-    rounds = [{name: measure(*case) for name, case in cases.items()} for _ in range(3)]
-    fastest = {name: min(took[name] for took in rounds) for name in cases}
-    (folder / f"{rank}.json").write_text(json.dumps(fastest))
 
 
 # What is asked of them.
@@ -203,40 +160,6 @@ def test_a_lane_goes_on_while_others_are_blocked(two_ranks: Path) -> None:
         assert found == [*each, *message, *each]
 
 
-@pytest.mark.lab
-@pytest.mark.usefixtures("machine")
-def test_messages_of_two_lanes_travel_at_once_and_under_computation(tmp_path: Path) -> None:
-    # A busy machine can spoil a measurement, never make it better thrice.
-    for _ in range(3):
-        with Lab(hosts=2, rate=RATE) as lab:
-            command = [sys.executable, "-m", "tests.runtime.test_lanes", "side_by_side", str(tmp_path)]
-            hosts = [lab.popen(host, command, stdout=subprocess.PIPE) for host in range(2)]
-            said = [host.communicate(timeout=100)[0] for host in hosts]
-            assert [host.returncode for host in hosts] == [0, 0], said
-        took = json.loads((tmp_path / "0.json").read_text())
-        if took["two"] < 1.35 * took["one"] and took["busy"] < 1.35 * took["one"]:
-            break
-    assert 0.15 < took["one"] < 0.6, "the link carries 100 Mbit/s"
-    assert took["two"] < 1.35 * took["one"]
-    # Half as long as the messages, and it is hidden under them.
-    assert took["busy"] < 1.35 * took["one"]
-
-
-def test_threads_refuse_lanes_that_were_not_opened() -> None:
-    end = ThreadTransport.group(2)[0]
-    end.open([Communicator("pp 0>1", (0, 1)), Communicator("tied w", (1,))], CPU, PAIR)
-    value = torch.zeros(2)
-    for start in (
-        lambda: end.send("tied w", value, 1),
-        lambda: end.recv("pp 1>0", value, 1),
-        lambda: end.broadcast("loss", value, 1),
-        lambda: end.all_reduce("tp", value),
-        lambda: end.collective("tp", "all_gather", value, value),
-    ):
-        with pytest.raises(RunError, match=r"was not opened on this rank.*Open are 'pp 0>1'"):
-            start()
-
-
 class Options:
     """Stands for NCCL's, which PyTorch has only where it was built with it."""
 
@@ -260,7 +183,6 @@ if __name__ == "__main__":
         "creation": creation,
         "disagreement": disagreement,
         "blocked": blocked,
-        "side_by_side": side_by_side,
     }
     for at in range(1, len(sys.argv), 2):
         DONE[sys.argv[at]](Path(sys.argv[at + 1]))

@@ -26,12 +26,8 @@ def part() -> torch.Tensor:
     [
         torch.norm,
         torch.linalg.vector_norm,
-        torch.linalg.norm,
-        lambda g: g.detach().norm(),
         lambda g: g.data.float().square().sum(),
         lambda g: g.pow(2).mean(),
-        lambda g: g.abs().max(),
-        lambda g: g.flatten().std(),
         lambda g: torch._foreach_norm([g, g])[0],
         lambda g: torch.vdot(g.view(-1), torch.ones(6)),
         lambda g: torch.nn.utils.get_total_norm([g]),
@@ -47,15 +43,12 @@ def test_one_number_of_a_part_is_refused(one: Callable[[torch.Tensor], torch.Ten
     [
         lambda g: g.as_subclass(torch.Tensor).norm(),
         lambda g: g.isfinite().all(),
-        lambda g: g[1, 2],
         lambda g: g[0].sum(),
         lambda g: (g - 1).clone().norm(),
         lambda g: torch.zeros_like(g),
-        lambda g: torch.full_like(g, 3.0),
         lambda g: copy.deepcopy(g),
         lambda g: torch.zeros(2, 3).lerp_(g, 0.1),
         lambda g: g * torch.ones(2, 3),
-        lambda g: torch.chunk(g, 2)[1],
         lambda g: torch.cat([g, g]),
     ],
 )

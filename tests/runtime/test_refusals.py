@@ -19,7 +19,7 @@ from stretto.ir.plan import Plan
 from stretto.models.gpt import next_token_loss
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.runtime.equality import evenly, gather, gpt, job_of, plan_of, tokens
+from tests.runtime.equality import evenly, gpt, job_of, on_ends, plan_of, tokens
 
 MICROBATCHES = 4
 
@@ -65,23 +65,17 @@ def test_another_model(change: Callable[[nn.Module], nn.Module], message: str) -
     assert message in told
 
 
-def test_a_model_whose_parameters_were_tied_since() -> None:
-    """Each rank would train a copy of its own."""
-    batch = tokens(4, columns=8)
-    plan = plan_of(job_of(trace(gpt(False), batch, next_token_loss, microbatches=4), 2, 4))
-    told = refused(plan, gpt(True), batch)
-    assert "'embedding.weight' and 'head.weight' are one tensor in this model, but two in the model" in told
-
-
-def test_a_model_whose_parameters_were_untied_since() -> None:
-    """As `to_empty` leaves it: each rank would train a tensor of its own from values of its own."""
-    batch = tokens(4, columns=8)
-    plan = plan_of(job_of(trace(gpt(True), batch, next_token_loss, microbatches=4), 2, 4))
-    untied = gpt(True)
-    untied.head.weight = nn.Parameter(untied.embedding.weight.detach().clone())
-    told = refused(plan, untied, batch)
-    assert "'embedding.weight' and 'head.weight' are two tensors in this model, but one in the model" in told
-    assert "tie them again before making a Runner" in told
+@pytest.mark.parametrize(
+    ("was_tied", "word"),
+    [(False, "one tensor in this model, but two in"), (True, "two tensors in this model, but one in")],
+)
+def test_a_model_whose_parameters_were_tied_or_untied_since(was_tied: bool, word: str) -> None:
+    """Each rank would train a copy of its own; `to_empty` unties."""
+    batch, model = tokens(4, columns=8), gpt(True)
+    plan = plan_of(job_of(trace(gpt(was_tied), batch, next_token_loss, microbatches=4), 2, 4))
+    if was_tied:
+        model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+    assert f"'embedding.weight' and 'head.weight' are {word}" in refused(plan, model, batch)
 
 
 def test_a_tie_that_joins_ranks_may_be_on_meta_where_another_rank_holds_it() -> None:
@@ -114,36 +108,6 @@ def test_another_batch(batch: Any, message: str) -> None:
     assert message in refused(plan_for(model), model, batch)
 
 
-def test_floating_point_numbers_of_another_dtype_are_converted() -> None:
-    model = Chain()  # not by threads, which share the generator that it draws from
-    plan = plan_for(model)
-    exact = rows().float().double()
-    found = [
-        stretto.run_threads(
-            plan, lambda _: copy.deepcopy(model), lambda runner, given=given: runner.step(given)
-        )
-        for given in (exact, exact.float())
-    ]
-    assert found[0] == found[1]
-
-
-def test_the_order_of_leaves_does_not_matter() -> None:
-    model = Chain()
-
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return mean_square(model, batch["a"] + 2 * batch["b"])
-
-    batch = {"a": rows(seed=1), "b": rows(seed=2)}
-    plan = plan_of(evenly(trace(model, batch, loss, microbatches=2), 2, 2))
-    turned = {"b": batch["b"], "a": batch["a"]}
-
-    def work(runner: stretto.Runner) -> list[torch.Tensor]:
-        return [runner.step(batch), runner.step(turned)]
-
-    for one, other in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
-        assert torch.equal(one, other)
-
-
 def test_another_number_of_ranks() -> None:
     model = Chain()
     end = ThreadTransport.group(3)[0]
@@ -155,13 +119,6 @@ def test_no_process_group() -> None:
     model = Chain()
     with pytest.raises(stretto.UsageError, match=r"torch.distributed is not initialised: run under torchrun"):
         stretto.Runner(plan_for(model), model)
-
-
-def test_a_plan_for_one_rank_needs_no_process_group() -> None:
-    model, batch = Chain(), rows()
-    runner = stretto.Runner(plan_for(model, stages=1), model)
-    assert float(runner.step(batch)) == pytest.approx(float(mean_square(model, batch)), rel=1e-12)
-    assert model.out.bias.grad is not None
 
 
 def narrower() -> nn.Module:
@@ -181,22 +138,11 @@ def test_different_plans_on_different_ranks() -> None:
         (plan_for(half), plan_for(double)),
     ]
     for plans in pairs:
-        ends = ThreadTransport.group(2)
-        told: list[str] = []
-
-        def start(rank: int, ends=ends, plans=plans, told=told) -> None:
-            try:
-                stretto.Runner(plans[rank], Chain(), transport=ends[rank])
-            except stretto.UsageError as error:
-                told.append(str(error))
-
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(told) == 2
-        assert all("ranks have different plans" in text for text in told)
+        found = on_ends(
+            ThreadTransport.group(2),
+            lambda end, plans=plans: stretto.Runner(plans[end.rank], Chain(), transport=end),
+        )
+        assert all("ranks have different plans" in str(error) for error in found)
 
 
 def test_one_rank_that_fails_wakes_the_others() -> None:
@@ -229,28 +175,6 @@ def test_an_interruption_ends_all_ranks() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
-
-
-def test_a_timeline_before_a_step() -> None:
-    model = Chain()
-    with pytest.raises(stretto.RunError, match="there is no measured step yet: call step"):
-        stretto.Runner(plan_for(model, stages=1), model).timeline()
-
-
-def test_parameters_are_the_models_own_and_only_this_ranks() -> None:
-    model, batch = Chain(), rows()
-    plan = plan_for(model)
-    names: list[list[str]] = []
-
-    def work(runner: stretto.Runner) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        names.append([name for name, _ in runner.named_parameters()])
-        assert all(parameter is model.get_parameter(name) for name, parameter in runner.named_parameters())
-        assert all(runner.owns(name) for name, _ in runner.named_parameters())
-        return runner.step(batch), {n: p.grad for n, p in runner.named_parameters() if p.grad is not None}
-
-    found = gather(model, stretto.run_threads(plan, lambda _: model, work))
-    assert sorted(names[0] + names[1]) == sorted(name for name, _ in model.named_parameters())
-    assert all(grad is not None for grad in found.grads.values())
 
 
 def test_a_batch_that_is_divided_over_another_axis_than_dp() -> None:

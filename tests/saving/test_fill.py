@@ -21,8 +21,8 @@ from stretto.models.build import build_model, hollow, huggingface_sum
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.models.pretrained import save_gpt
 from stretto.models.weight_files import INDEX, weights_of
+from stretto.runtime.rank_tensors import Part
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import Part
 from stretto.saving.pretrained import fill, read
 from tests.runtime.equality import DEEPSEEK_V3, from_transformers, lowered
 from tests.saving.pretrained import KINDS, SIZES, write_pretrained

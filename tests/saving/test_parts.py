@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from stretto.ir.program import Job, Parameter, Shard, TensorSpec
 from stretto.parallelize.parts import local_shape
-from stretto.runtime.shards import Part, full_spec, join, part_of, pieces_of
+from stretto.runtime.rank_tensors import Part, full_spec, join, part_of, pieces_of
 from stretto.runtime.transport import Transport
 from stretto.saving import digests, tensors
 from stretto.saving.folder import Writing

@@ -36,25 +36,6 @@ def test_a_tensor_from_its_parts() -> None:
         assert y.placements == (Shard(0),)
 
 
-def test_what_ops_give_is_the_same_on_and_off_the_mesh() -> None:
-    """PyTorch weighs costs, and takes them to be nothing off the mesh; here the answer is the mesh's."""
-    found = []
-    for rank in (0, 3):
-        with lone_rank(rank, 4):
-            mesh = DeviceMesh("cpu", [0, 1])
-            spec = [
-                adapter.new_spec(mesh, [placement], (8, 8), (8, 1), torch.float32)
-                for placement in (Shard(1), Replicate())
-            ]
-            a, b = (adapter.wrapped(DTensor, torch.ones(8, 8), s) for s in spec)
-            product = adapter.propagated(aten.mm.default, (a, b), {})
-            found.append((product.placements, adapter.needs_redistribution(aten.mm.default, (a, b), {})))
-            assert mesh.get_coordinate() == (None if rank == 3 else product.mesh.get_coordinate())
-            several = adapter.propagated(aten.native_layer_norm.default, (b, [8], None, None, 1e-5), {})
-            assert [tuple(s.shape) for s in several] == [(8, 8), (8, 1), (8, 1)]
-    assert found[0] == found[1] == ((Partial(),), True)
-
-
 def test_schemas_say_what_is_written() -> None:
     assert adapter.written_args(aten.add_.Tensor) == ((0, "self"),)
     assert adapter.written_args(aten.add.out) == ((3, "out"),)
@@ -77,23 +58,6 @@ def test_parts_under_other_placements() -> None:
         spec = adapter.new_spec(mesh, [Replicate()], (4, 6), (6, 1), torch.float32)
         whole = torch.arange(24.0).reshape(4, 6)
         assert torch.equal(adapter.part_of(whole, spec, [Shard(1)]), whole[:, 3:])
-
-
-def test_what_was_looked_up_is_a_plain_sum() -> None:
-    """PyTorch's own keeps which rows were elsewhere until the sum is taken, and forgets it then."""
-    with lone_rank(1, 2):
-        mesh = DeviceMesh("cpu", [0, 1])
-        table = adapter.new_spec(mesh, [Shard(0)], (4, 3), (3, 1), torch.float32)
-        rows = adapter.new_spec(mesh, [Replicate()], (2,), (1,), torch.int64)
-        w = adapter.wrapped(DTensor, torch.ones(2, 3), table)
-        found = aten.embedding.default(w, adapter.wrapped(DTensor, torch.tensor([0, 3]), rows))
-        assert type(found.placements[0]) is not Partial
-        local, spec = adapter.unmasked(adapter.local_of(found), adapter.spec_of(found))
-        assert spec.placements == (Partial(),)
-        assert local.tolist() == [[0.0] * 3, [1.0] * 3]
-        assert found.placements[0].mask_buffer.data is None
-        again = aten.embedding.default(w, adapter.wrapped(DTensor, torch.tensor([2, 1]), rows))
-        assert adapter.unmasked(adapter.local_of(again), adapter.spec_of(again))[0].sum() == 3
 
 
 def test_dims_changed_in_place() -> None:
@@ -151,10 +115,3 @@ def test_writes_and_memory() -> None:
 def test_the_store_is_there() -> None:
     with lone_rank(0, 2):
         assert adapter.shared_store("stretto") is not None
-
-
-def test_a_tree_comes_back_as_it_was() -> None:
-    tree = {"a": [1, (2, None)], "b": 3}
-    leaves, spec = adapter.tree_flatten(tree)
-    assert leaves == adapter.tree_leaves(tree) == [1, 2, None, 3]
-    assert adapter.tree_unflatten(leaves, spec) == tree

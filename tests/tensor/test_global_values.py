@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import stretto
-from stretto.tensor.dtensor_adapter import local_of, new_spec, wrapped
+from stretto.tensor.dtensor_adapter import local_of
 from tests.tensor.lone import lone_rank
 from tests.tensor.sweep_cases import ranged
 from tests.tensor.world import all_end_well
@@ -40,22 +37,6 @@ def everywhere(x: Any, everyone: DeviceMesh) -> torch.Tensor:
 def close(found: torch.Tensor, expected: torch.Tensor | None) -> None:
     assert expected is not None
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-def losses_over_rows() -> None:
-    """Five rows on two ranks, labels ignored, classes weighed: the mean is that of all that count."""
-    mesh, everyone = meshes()
-    logits, labels = ranged(5, 4), torch.tensor([0, -100, 2, -100, 3])
-    for weight in (None, torch.tensor([0.2, 1.0, 3.0, 0.5], dtype=F64)):
-        plain = logits.clone().requires_grad_()
-        expected = F.cross_entropy(plain, labels, weight)
-        expected.backward()
-        x = stretto.shard(logits.clone().requires_grad_(), mesh, [S0])
-        loss = F.cross_entropy(x, stretto.shard(labels, mesh, [S0]), weight)
-        loss.backward()
-        close(everywhere(loss, everyone), expected.detach())
-        assert x.grad.placements == (S0,)  # type: ignore[union-attr]
-        close(everywhere(x.grad, everyone), plain.grad)
 
 
 def values() -> None:
@@ -86,41 +67,6 @@ def equal_on_all_ranks() -> None:
     one, other = stretto.shard(x, mesh, [S0]), stretto.shard(x, mesh, [R])
     assert torch.equal(one, other)
     assert not torch.equal(one + 1, other)
-
-
-def rows_of_a_table() -> None:
-    """A table with sharded rows, looked up twice, and what was found used again after a reshard."""
-    mesh, everyone = meshes()
-    table, ids = ranged(7, 3), torch.tensor([[0, 3, 6], [5, 5, 1]])
-
-    def both(w: torch.Tensor, i: torch.Tensor, reshard: Any) -> torch.Tensor:
-        h, g = F.embedding(i, w), F.embedding(6 - i, w)
-        return (reshard(h, R) * reshard(h, S0)).sum() + (h * g).sum() + g.sum()
-
-    plain = table.clone().requires_grad_()
-    expected = both(plain, ids, lambda x, placement: x)
-    expected.backward()
-    w = stretto.shard(table.clone().requires_grad_(), mesh, [S0])
-    loss = both(w, stretto.shard(ids, mesh, [R]), lambda x, p: stretto.reshard(x, mesh, [p]))
-    loss.backward()
-    close(everywhere(loss, everyone), expected.detach())
-    close(everywhere(w.grad, everyone), plain.grad)
-
-
-def indices() -> None:
-    mesh, everyone = meshes()
-    rows = torch.tensor([0, 2, 2])
-    plain = ranged(5, 3).requires_grad_()
-    plain.index_select(0, rows).pow(2).sum().backward()
-    x = stretto.shard(ranged(5, 3).requires_grad_(), mesh, [S0])
-    x.index_select(0, rows).pow(2).sum().backward()
-    close(everywhere(x.grad, everyone), plain.grad)
-    for write in ("index_add_", "index_copy_"):
-        made = stretto.shard(torch.zeros(5, 3, dtype=F64), mesh, [R])
-        getattr(made, write)(0, torch.tensor([4, 0]), stretto.shard(ranged(2, 3), mesh, [S0]))
-        assert made.placements == (R,)  # type: ignore[attr-defined]
-        expected = getattr(torch.zeros(5, 3, dtype=F64), write)(0, torch.tensor([4, 0]), ranged(2, 3))
-        close(everywhere(made, everyone), expected)
 
 
 def what_shows_a_sharded_dim_is_a_copy() -> None:
@@ -173,11 +119,8 @@ def writes_into_a_sum() -> None:
 
 
 def three_ranks() -> None:
-    losses_over_rows()
     values()
     equal_on_all_ranks()
-    rows_of_a_table()
-    indices()
     what_shows_a_sharded_dim_is_a_copy()
     dims_changed_in_place()
     what_no_rank_can_do_is_refused_on_all()
@@ -208,51 +151,3 @@ def test_in_inference_mode() -> None:
         y = F.linear(x, stretto.shard(ranged(3, 4), mesh, [R]))
         assert y.placements == (S0,)  # type: ignore[attr-defined]
         assert (x[1:3] + 1).placements == (R,)  # type: ignore[attr-defined]
-
-
-Loss = Callable[..., torch.Tensor]
-
-X = torch.linspace(0.1, 0.8, 8 * 6, dtype=torch.float64).reshape(8, 6)
-Y = torch.linspace(0.9, 0.2, 8 * 6, dtype=torch.float64).reshape(8, 6)
-
-LOSSES: dict[str, Loss] = {
-    "mse": F.mse_loss,
-    "smooth l1": partial(F.smooth_l1_loss, beta=0.3),
-    "huber": partial(F.huber_loss, delta=0.3),
-    "soft margin": F.soft_margin_loss,
-    "binary cross entropy": F.binary_cross_entropy,
-    "l1": F.l1_loss,
-    "with logits": F.binary_cross_entropy_with_logits,
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_parts_gradient(loss: Loss, placement: Placement, reduction: str) -> None:
-    plain = X.clone().requires_grad_()
-    loss(plain, Y, reduction=reduction).backward()
-    assert plain.grad is not None
-    with lone_rank(0, 2):
-        mesh = DeviceMesh("cpu", [0, 1])
-        x = stretto.shard(X.clone().requires_grad_(), mesh, [placement])
-        y = stretto.shard(Y, mesh, [placement])
-        loss(x, y, reduction=reduction).backward()
-        assert isinstance(x.grad, DTensor)
-        assert x.grad.placements == (placement,)
-        part = stretto.local(stretto.shard(plain.grad, mesh, [placement]))
-        torch.testing.assert_close(stretto.local(x.grad), part, rtol=1e-12, atol=1e-12)
-
-
-def test_pytorchs_own_is_too_large() -> None:
-    """The day it is right, `stretto.tensor.trusted` goes."""
-    plain = X.clone().requires_grad_()
-    F.mse_loss(plain, Y).backward()
-    assert plain.grad is not None
-    with lone_rank(0, 2):
-        mesh = DeviceMesh("cpu", [0, 1])
-        spec = new_spec(mesh, [Shard(0)], X.shape, X.stride(), X.dtype)
-        x = wrapped(DTensor, X[:4].clone(), spec, requires_grad=True)
-        F.mse_loss(x, wrapped(DTensor, Y[:4], spec)).backward()
-        assert isinstance(x.grad, DTensor)
-        torch.testing.assert_close(local_of(x.grad), 2 * plain.grad[:4])

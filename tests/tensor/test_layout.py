@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from stretto.errors import UsageError
-from stretto.tensor.layout import Layout, intersect, layout_of, region_count, region_shape
+from stretto.tensor.layout import Layout, layout_of, region_shape
 from tests.tensor.lone import lone_rank
 
 R = Replicate()
@@ -48,19 +48,6 @@ def test_a_rank_holds_what_dtensor_gives_it(shape, mesh_shape, placements):
         assert layout.regions(shape)[rank] == region
 
 
-def test_chunks_of_ten_five_and_two_over_four():
-    layout = Layout((0, 1, 2, 3), (Shard(0),))
-    assert list(layout.regions((10,)).values()) == [((0, 3),), ((3, 6),), ((6, 9),), ((9, 10),)]
-    assert list(layout.regions((5,)).values()) == [((0, 2),), ((2, 4),), ((4, 5),), ((5, 5),)]
-    assert list(layout.regions((2,)).values()) == [((0, 1),), ((1, 2),), ((2, 2),), ((2, 2),)]
-
-
-def test_an_empty_shard_stands_at_the_end_of_the_dim():
-    layout = Layout(((0, 1, 2), (3, 4, 5)), (Shard(0), Shard(0)))
-    assert layout.region((4,), 1) == ((1, 2),)
-    assert layout.region((4,), 2) == ((4, 4),)
-
-
 def test_a_rank_off_the_mesh_holds_nothing_and_a_partial_one_holds_a_whole_term():
     layout = Layout(((4, 5), (6, 7)), (Partial(), Shard(0)))
     assert layout.region((4,), 0) is None
@@ -86,14 +73,6 @@ def test_a_partial_axis_is_reduced_to_distinct_tiles_where_it_can_be():
     assert Layout((0, 1), (Partial(), )).reduced((7, 5)).placements == (Shard(0),)  # fmt: skip
 
 
-def test_boxes():
-    assert intersect(((0, 3), (0, 4)), ((2, 5), (1, 2))) == ((2, 3), (1, 2))
-    assert intersect(((0, 3),), ((3, 5),)) is None
-    assert intersect((), ()) == ()
-    assert region_count(()) == 1
-    assert region_count(((0, 3), (2, 2))) == 0
-
-
 @pytest.mark.parametrize(
     ("ranks", "placements", "said"),
     [
@@ -111,13 +90,3 @@ def test_boxes():
 def test_what_is_no_layout_is_refused(ranks, placements, said):
     with pytest.raises(UsageError, match=said):
         Layout(ranks, placements)
-
-
-def test_a_dim_that_the_tensor_does_not_have_is_refused():
-    layout = Layout((0, 1), (Shard(1),))
-    with pytest.raises(
-        UsageError, match=r"shape \(4,\): it has no dim 1; use Replicate\(\) or a dim below 1"
-    ):
-        layout.region((4,), 0)
-    with pytest.raises(UsageError, match="it has no dims"):
-        layout.regions(())

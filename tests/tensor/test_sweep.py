@@ -9,7 +9,7 @@ from tests.tensor.world import worlds
 
 SWEPT = "tests.tensor.sweep:swept"
 LEAST = 100
-"""Of cases of a run; the shortest has 736."""
+"""Of cases of a run."""
 
 
 def answers(ranks: int, which: str) -> int:

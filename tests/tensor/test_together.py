@@ -6,10 +6,7 @@ says: the same messages, in its order, of its bytes, so that its makespan is tha
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,11 +19,10 @@ from torch.distributed.tensor.placement_types import Placement
 import stretto
 from stretto.tensor.layout import layout_of
 from stretto.tensor.reshard.agree import agreement
-from stretto.tensor.reshard.execute import pieces
-from stretto.tensor.reshard.lines import PeerLinks, PieceMessage
-from stretto.tensor.reshard.plan import Together, plan_reshards, plan_together
-from stretto.tensor.reshard.tasks import Tensor
-from stretto.tensor.reshard.timeline import Hosts, LinkTimeline, footprint
+from stretto.tensor.reshard.execute import PeerLinks
+from stretto.tensor.reshard.plan import plan_together
+from stretto.tensor.reshard.tasks import Hosts, Tensor
+from tests.tensor.reshard.test_execute import expected_part
 from tests.tensor.world import all_end_well
 
 R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
@@ -44,43 +40,14 @@ def ranged(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Te
     return (values % 2 == 0) if dtype == torch.bool else values.to(dtype)
 
 
-def expected_part(whole: torch.Tensor, where: Where) -> torch.Tensor | None:
-    """What this rank must hold of a whole value; None off the mesh."""
-    layout = layout_of(*where)
-    region = layout.region(tuple(whole.shape), dist.get_rank())
-    if region is None:
-        return None
-    part = whole[tuple(slice(*ends) for ends in region)]
-    return torch.zeros_like(part) if dist.get_rank() in layout.zero_ranks() else part
-
-
 def check(x: DTensor, whole: torch.Tensor, where: Where) -> None:
-    part, expected = stretto.local(x), expected_part(whole, where)
+    part = stretto.local(x)
+    expected = expected_part(whole, (where[0], [R] * where[0].ndim), where)
     assert (x.device_mesh, tuple(x.placements)) == (where[0], tuple(where[1]))
     assert (part is None) == (expected is None)
     if part is not None and expected is not None:
         assert part.shape == expected.shape, where
         assert torch.equal(part, expected), (where, part, expected)
-
-
-@contextmanager
-def recorded(sent: list[tuple[int, int]], got: list[tuple[int, int]], most: list[int]) -> Iterator[None]:
-    """Note (peer, bytes) of each message of this rank, in order, and how many bytes waited to be sent."""
-    send, receive = PeerLinks.send, PeerLinks.receive
-
-    def noting_send(self: PeerLinks, group: Any, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
-        sent.append((peer, buffer.numel()))
-        send(self, group, buffer, peer, limit_bytes)
-        most.append(self._sent_bytes)
-
-    def noting_receive(self: PeerLinks, group: Any, buffer: torch.Tensor, peer: int) -> PieceMessage:
-        got.append((peer, buffer.numel()))
-        return receive(self, group, buffer, peer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeerLinks, "send", noting_send)
-        patch.setattr(PeerLinks, "receive", noting_receive)
-        yield
 
 
 def several_tensors() -> None:
@@ -125,66 +92,41 @@ def one_tensor_to_several_meshes() -> None:
 
 
 def messages_are_those_of_the_plan() -> None:
-    """Order, peers and bytes on every rank; the links of hosts; and the makespan, from what was sent."""
+    """Bytes of all ranks, and between hosts."""
     a, b, c = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [3, 4, 6])
     wholes = [ranged((40, 6)), ranged((30, 8), torch.float32)]
     sources: list[Where] = [(a, [S0]), (a, [R])]
     targets: list[tuple[int, Where]] = [(0, (b, [R])), (1, (c, [S0])), (0, (c, [S1])), (1, (b, [S1]))]
     held = [stretto.shard(whole, *source) for whole, source in zip(wholes, sources)]
     sent: list[tuple[int, int]] = []
-    got: list[tuple[int, int]] = []
-    most: list[int] = []
-    with recorded(sent, got, most):
+    send = PeerLinks.send
+
+    def noting(self: PeerLinks, group: Any, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
+        sent.append((peer, buffer.numel()))
+        send(self, group, buffer, peer, limit_bytes)
+        assert self._sent_bytes <= LIMIT
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerLinks, "send", noting)
         found = stretto.reshard_all([(held[at], *to) for at, to in targets], in_flight_bytes=LIMIT)
     for y, (at, to) in zip(found, targets):
         check(y, wholes[at], to)
-
-    planned = planned_for(wholes, sources, targets)
-    assert [part for part in planned.parts if len(part[1]) > 1], (
-        "some tensor is handed on between its targets"
-    )
-    expected_sent: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    expected_got: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for one in planned.plan.transfers:
-        itemsize = wholes[planned.parts[one.tensor][0]].element_size()
-        # These boxes are far smaller than a piece of a chain, but not than what may be under way.
-        for box in pieces(one.region, LIMIT // itemsize):
-            nbytes = itemsize * int(torch.Size([stop - start for start, stop in box]).numel())
-            for here, there in pairwise((one.sender, *one.receivers)):
-                expected_sent[here].append((there, nbytes))
-                expected_got[there].append((here, nbytes))
-    rank = dist.get_rank()
-    assert sent == expected_sent[rank]
-    assert got == expected_got[rank]
-    assert max(most, default=0) <= LIMIT
-    everything: list[Any] = [None] * RANKS
-    dist.all_gather_object(everything, sent)
-    between = sum(
-        nbytes for at, each in enumerate(everything) for to, nbytes in each if HOSTS[at] != HOSTS[to]
-    )
-    assert sum(nbytes for each in everything for _, nbytes in each) == planned.plan.bytes_sent
-    assert between == planned.plan.link_bytes
-    timeline = LinkTimeline()
-    for one in planned.plan.transfers:
-        timeline.place(footprint(one.nbytes, (one.sender, *one.receivers), HOSTS, planned.plan.piece_bytes))
-    assert timeline.makespan_us == planned.plan.makespan_us
-    apart = plan_reshards([tensor_of(wholes[at], sources[at], [to]) for at, to in targets], HOSTS)
-    assert planned.plan.makespan_us < apart.makespan_us
-
-
-def tensor_of(whole: torch.Tensor, source: Where, targets: Sequence[Where]) -> Tensor:
-    layouts = [layout_of(*target) for target in targets]
-    return Tensor(tuple(whole.shape), whole.element_size(), layout_of(*source), layouts)
-
-
-def planned_for(
-    wholes: Sequence[torch.Tensor], sources: Sequence[Where], targets: Sequence[tuple[int, Where]]
-) -> Together:
     tensors = [
-        tensor_of(whole, source, [to for at, to in targets if at == number])
+        Tensor(
+            tuple(whole.shape),
+            whole.element_size(),
+            layout_of(*source),
+            [layout_of(*to) for at, to in targets if at == number],
+        )
         for number, (whole, source) in enumerate(zip(wholes, sources))
     ]
-    return plan_together(tensors, HOSTS)
+    planned = plan_together(tensors, HOSTS)
+    assert [part for part in planned.parts if len(part[1]) > 1], "one is handed on between its targets"
+    everything: list[Any] = [None] * RANKS
+    dist.all_gather_object(everything, sent)
+    all_sent = [(HOSTS[at] != HOSTS[to], nbytes) for at, each in enumerate(everything) for to, nbytes in each]
+    assert sum(nbytes for _, nbytes in all_sent) == planned.plan.bytes_sent
+    assert sum(nbytes for between, nbytes in all_sent if between) == planned.plan.link_bytes
 
 
 Program = Callable[[torch.Tensor, torch.Tensor, Callable[..., Sequence[Any]]], torch.Tensor]

@@ -16,7 +16,7 @@ import stretto
 from stretto.config import LRScheduleSettings
 from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.runtime.shards import part_of
+from stretto.runtime.rank_tensors import part_of
 from stretto.train.clip import GradientClip
 from stretto.train.optimizer import learning_rate
 

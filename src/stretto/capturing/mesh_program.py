@@ -36,7 +36,6 @@ from stretto.errors import UsageError
 from stretto.ir.program import Shard
 from stretto.parallelize import ops
 from stretto.parallelize.tensor import AXIS, TensorParallel
-from stretto.tensor.captured import capturing
 from stretto.tensor.clip import layout_on
 from stretto.tensor.dtensor_adapter import Spec, described, local_of, new_spec, outside_modes, spec_of
 from stretto.tensor.errors import tensor_name
@@ -44,6 +43,7 @@ from stretto.tensor.global_tensor import GlobalTensor, global_tensor
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.arguments import checked_placements
 from stretto.tensor.tracing_adapter import (
+    capturing,
     elsewhere_of,
     keep_elsewhere,
     redistributing,

@@ -41,8 +41,8 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.planning.make_plan import make_plan
 from stretto.runtime.local import run_threads
+from stretto.runtime.rank_tensors import join
 from stretto.runtime.runner import Runner
-from stretto.runtime.shards import join
 
 TOLERANCE = 1e-9
 """Largest relative difference by default. Measured: sums in another order differ by 2e-15 in small models."""

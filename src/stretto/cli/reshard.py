@@ -17,9 +17,8 @@ from stretto.files.parse import LARGEST
 from stretto.lab.network import parse_rate
 from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
 from stretto.tensor.reshard.arguments import HELP, between_meshes, read
-from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshard
-from stretto.tensor.reshard.tasks import MODES, Mode
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshards
+from stretto.tensor.reshard.tasks import MODES, Hosts, Mode, Tensor
 
 SHOWN = 64
 """Transfers that are listed at most; `--json` lists all."""
@@ -63,11 +62,8 @@ def reshard(
     source, target, hosts = between_meshes(src, dst, Hosts((), bits_per_s / 8, latency_us))
 
     def planned(mode: Mode, choice: Choice) -> ReshardPlan:
-        return plan_reshard(
-            *(sizes, itemsize_bytes, source, target, hosts, mode),
-            choice=choice,
-            piece_bytes=piece_kib << 10,
-        )
+        tensor = Tensor(tuple(sizes), itemsize_bytes, source, target)
+        return plan_reshards([tensor], hosts, mode, choice=choice, piece_bytes=piece_kib << 10)
 
     modes = [known for known in MODES if mode in (None, known)]
     plans = [(choice, planned(name, choice)) for name in modes for choice in CHOICES]

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field, replace
 
 from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES
-from stretto.ir.storage import PRODUCTS
 from stretto.ir.program import VIEW, Job, Op, Parameter, Ref, Stage, TensorSpec
+from stretto.ir.storage import PRODUCTS
 from stretto.passes.rewrite import Graph, changed, live, rebuilt, spec_with, strides_of
 
 BMM, SQUEEZE = "aten.bmm.default", "aten.squeeze.dim"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from stretto.errors import LostRankError, StrettoError, UsageError
@@ -52,25 +51,49 @@ def together(ranks: Ranks, work: Callable[[], T]) -> T:
     return built[0]
 
 
-def together_slowly(ranks: Ranks, work: Callable[[], T]) -> T:
-    """The same for work that may take longer than ranks wait for a message, such as writing to a disk."""
+def together_slowly(ranks: Ranks, work: Callable[[], T], what: str = "works for all ranks") -> T:
+    """The same for work that may take longer than ranks wait for a message, such as writing to a disk.
+
+    The work is done by the thread that calls, so that signals reach it, and must not communicate: another
+    thread gathers how far the ranks are. What else than a StrettoError ends it (an interrupt, a defect) is a
+    LostRankError on the other ranks; what: what the rank does, for that message.
+    """
     if ranks.size == 1:
-        return together(ranks, work)
-    done: Future[T] = Future()
+        return work()
+    mine: Future[T] = Future()
+    all_of_them: Future[list[Exception | bool]] = Future()
 
-    def body() -> None:
+    def gather() -> None:
+        states: list[Exception | bool] = [False]
         try:
-            done.set_result(work())
+            while not all(states) and not any(isinstance(state, LostRankError) for state in states):
+                wait([mine], BEAT_S)
+                states = ranks.all_gather(_state(mine, ranks.rank, what))
+            all_of_them.set_result(states)
         except BaseException as error:
-            done.set_exception(error)
+            all_of_them.set_exception(error)
 
-    threading.Thread(target=body, name="slow work", daemon=True).start()
-    while True:
-        wait([done], BEAT_S)
-        if done.done() and not isinstance(done.exception(), StrettoError | None):
-            return done.result()  # raises what nobody foresaw, at once
-        if all(ranks.all_gather(done.done())):
-            return together(ranks, done.result)
+    threading.Thread(target=gather, name="slow work", daemon=True).start()
+    try:
+        mine.set_result(work())
+    except BaseException as error:
+        mine.set_exception(error)
+    if all_of_them.exception() is not None or not isinstance(mine.exception(), StrettoError | None):
+        mine.result()  # this rank's own error explains more
+    for state in all_of_them.result():
+        if isinstance(state, Exception):
+            raise state
+    return mine.result()
+
+
+def _state(work: Future[Any], rank: int, what: str) -> Exception | bool:
+    """False while the work goes on, then True, or its error."""
+    if not work.done():
+        return False
+    error = work.exception()
+    if error is None or isinstance(error, StrettoError):
+        return error or True
+    return LostRankError(f"rank {rank}, which {what}, was ended by {type(error).__name__}", rank)
 
 
 def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
@@ -82,69 +105,7 @@ def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
-    """Do it on rank 0 alone, while the others wait for however long it takes; every rank must call it.
-    Returns on rank 0 what it gave, None elsewhere.
-
-    The work is done by the thread that calls, so that signals reach it; another one signals the ranks that
-    wait. It must not communicate. Its StrettoError is raised on all ranks. What else ends it (an interrupt, a
-    defect) is LostRankError on the others; what: what rank 0 does, for that message.
-    """
-    if ranks.size == 1:
-        return work()
+    """Do it on rank 0 alone, as `together_slowly` does. Returns on rank 0 what it gave, None elsewhere."""
     if ranks.rank != 0:
-        gathered: Exception | bool = False
-        while gathered is False:
-            gathered = ranks.all_gather(None)[0]
-        if isinstance(gathered, Exception):
-            raise gathered
-        return None
-    with _Beating(ranks) as beating:
-        try:
-            built = work()
-        except StrettoError as error:
-            beating.end(error)
-            raise
-        except BaseException as error:
-            name = type(error).__name__
-            beating.end(LostRankError(f"rank 0, which {what}, was ended by {name}", 0))
-            raise
-        beating.end(True)
-        return built
-
-
-class _Beating:
-    """While it is entered, a thread of rank 0 signals those that wait."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._done = threading.Event()
-        self._failed: list[BaseException] = []
-        self._thread = threading.Thread(target=self._beat, name="rank 0 works", daemon=True)
-
-    def __enter__(self) -> _Beating:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-
-    def _beat(self) -> None:
-        try:
-            while not self._done.wait(BEAT_S):
-                self._ranks.all_gather(False)
-        except BaseException as error:
-            self._failed.append(error)
-
-    def end(self, gathered: Exception | bool) -> None:
-        """Tell the others how it ended. Raises what kept the thread from telling them anything, unless the
-        work itself has failed, which explains more."""
-        self._done.set()
-        self._thread.join()
-        if gathered is not True:
-            with suppress(Exception):
-                if not self._failed:
-                    self._ranks.all_gather(gathered)
-            return
-        if self._failed:
-            raise self._failed[0]
-        self._ranks.all_gather(gathered)
+        return together_slowly(ranks, lambda: None, what)
+    return together_slowly(ranks, work, what)

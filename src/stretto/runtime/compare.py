@@ -25,33 +25,26 @@ def line(name: str, predicted: float | None, measured: float | None, unit: tuple
     return f"  {name:24}{guess:>14}{took:>14}{off:>10}".rstrip()
 
 
-def predicted_lines(predicted: Prediction, pp_rank: int, prefix: str) -> Iterator[str]:
-    """A pipeline rank's accounts as predicted, where nothing is measured."""
-    yield line(f"{prefix}compute", predicted.compute_us[pp_rank], None)
-    for axis, exposed_us in sorted(predicted.exposed_axis_us.items()):
-        yield line(f"{prefix}exposed {axis}", exposed_us[pp_rank], None)
-    yield line(f"{prefix}bubble", predicted.bubble_us[pp_rank], None)
-    yield line(f"{prefix}peak memory", predicted.peak_bytes[pp_rank], None, MIB)
-
-
 def rank_lines(
-    predicted: Prediction | None, measured: Timeline, pp_rank: int, prefix: str = ""
+    predicted: Prediction | None, measured: Timeline | None, pp_rank: int, prefix: str = ""
 ) -> Iterator[str]:
-    """A pipeline rank's accounts of its compute lane, and its peak of memory."""
-    exposed = measured.exposed_axis_us()
-    compute_us, bubble_us = (measured.total_us(kind, pp_rank) for kind in (SpanKind.COMPUTE, SpanKind.BUBBLE))
-    yield line(f"{prefix}compute", predicted.compute_us[pp_rank] if predicted else None, compute_us)
-    for axis in sorted({*exposed, *(predicted.exposed_axis_us if predicted else ())}):
-        guess = (
-            predicted.exposed_axis_us[axis][pp_rank]
-            if predicted and axis in predicted.exposed_axis_us
-            else 0.0
-        )
-        took = exposed[axis][pp_rank] if axis in exposed else 0.0
-        yield line(f"{prefix}exposed {axis}", guess if predicted else None, took)
-    yield line(f"{prefix}bubble", predicted.bubble_us[pp_rank] if predicted else None, bubble_us)
-    peak = predicted.peak_bytes[pp_rank] if predicted else None
-    yield line(f"{prefix}peak memory", peak, measured.peak_bytes[pp_rank], MIB)
+    """A pipeline rank's accounts of its compute lane, and its peak of memory, as far as they are known."""
+    guess: dict[str, float] = {}
+    took: dict[str, float] = {}
+    if predicted is not None:
+        guess = {f"exposed {axis}": us[pp_rank] for axis, us in predicted.exposed_axis_us.items()}
+        guess |= {"compute": predicted.compute_us[pp_rank], "bubble": predicted.bubble_us[pp_rank]}
+        guess |= {"peak memory": predicted.peak_bytes[pp_rank]}
+    if measured is not None:
+        took = {f"exposed {axis}": us[pp_rank] for axis, us in measured.exposed_axis_us().items()}
+        took |= {"compute": measured.total_us(SpanKind.COMPUTE, pp_rank)}
+        took |= {"bubble": measured.total_us(SpanKind.BUBBLE, pp_rank)}
+        took |= {"peak memory": measured.peak_bytes[pp_rank]}
+    exposed = sorted(name for name in {*guess, *took} if name.startswith("exposed"))
+    for name in ("compute", *exposed, "bubble", "peak memory"):
+        unit = MIB if name == "peak memory" else MS
+        one, other = (of.get(name, 0.0) if of else None for of in (guess, took))
+        yield line(prefix + name, one, other, unit)
 
 
 def stall_lines(measured: Timeline) -> Iterator[str]:
@@ -91,7 +84,7 @@ class Report:
             if predicted is not None:
                 lines.append(line("step", predicted.step_us, None))
                 for pp_rank in range(self.plan.ranks):
-                    lines += predicted_lines(predicted, pp_rank, f"{self.plan.counted} {pp_rank} ")
+                    lines += rank_lines(predicted, None, pp_rank, f"{self.plan.counted} {pp_rank} ")
             return "\n".join([*lines, *map(metric_line, self.observed)])
         head = f"{who}: predicted, measured"
         lines = [head, line("step", predicted.step_us if predicted else None, measured.step_us)]

@@ -1,7 +1,5 @@
-"""Copies start equal: tensors that several ranks have are compared when they make their Runners.
-
-Each rank takes its values from the model of its own process, and nobody sends them. Copies that start apart
-train apart, and no loss shows it. Reads values, and changes none:
+"""Copies start equal: tensors that several ranks have are compared when they make their Runners. Each rank
+takes its values from the model of its own process; copies that start apart train apart, and no loss shows it.
 
     1. What other ranks have too: data-parallel copies, tied ones, what tensor-parallel ranks do not shard,
        and the full tensors from which they cut their parts. Not buffers that the model writes, of which every
@@ -64,7 +62,6 @@ def _copies(
     buffers: Mapping[int, torch.Tensor],
     full_tensors: Mapping[str, torch.Tensor],
 ) -> dict[Copy, torch.Tensor]:
-    """Step 1, for one rank."""
     job, coordinates = plan.job, plan.mesh.coordinates(rank)
     stages: dict[str, set[int]] = {}
     for parameter in job.parameters:
@@ -101,14 +98,11 @@ def digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().contiguous().view(-1)
     words = flat.view({1: torch.int8, 2: torch.int16}.get(flat.element_size(), torch.int32))
     odd = 2 * torch.arange(min(CHUNK, len(words)), device=words.device) + 1
-    sums = torch.stack([_mixed(chunk * odd[: len(chunk)]).sum() for chunk in torch.split(words, CHUNK)])
+    placed = (chunk * odd[: len(chunk)] for chunk in torch.split(words, CHUNK))
+    # Mixed each by itself, and no two alike: else minus a tensor of one number would have its digest.
+    sums = torch.stack([((words ^ (words >> 31 & 2**33 - 1)) * MIX).sum() for words in placed])
     text = f"{tensor.dtype} {tuple(tensor.shape)} {sums.tolist()}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Each by itself, and no two alike; without this, minus a tensor of one number would have its digest."""
-    return (words ^ (words >> 31 & 2**33 - 1)) * MIX
 
 
 def _difference(result: Sequence[Mapping[Copy, str]]) -> str:

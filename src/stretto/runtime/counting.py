@@ -18,6 +18,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,9 +58,10 @@ class Alone:
         self._run = generate(alone, window, Externals(fixed, device)).run
 
     def __call__(self, *leaves: torch.Tensor) -> torch.Tensor:
-        kept = _Kept()
-        self._run(kept, dict(zip(self.leaves, leaves, strict=True)), {}, 0)
-        return kept.value
+        kept: list[torch.Tensor] = []
+        hooks = SimpleNamespace(add_loss=lambda _, value: kept.append(value))
+        self._run(hooks, dict(zip(self.leaves, leaves, strict=True)), {}, 0)
+        return kept[0]
 
 
 class Counter:
@@ -96,15 +98,6 @@ class Counter:
 
     def _one(self, *leaves: torch.Tensor) -> torch.Tensor:
         return self._alone(*leaves).reshape(()).to(torch.float64)
-
-
-class _Kept:
-    """What the count's function calls beside ops."""
-
-    value: torch.Tensor
-
-    def add_loss(self, _: int, value: torch.Tensor) -> None:
-        self.value = value
 
 
 class Divisor:

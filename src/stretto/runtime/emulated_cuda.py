@@ -1,17 +1,13 @@
 """The emulated transport of an accelerator: every lane is a side stream, on which a transfer is a kernel that
 lasts as long as the plan predicts.
 
-The contract:
-
 1. A lane is a stream of high priority. A transfer waits there for what was queued on the compute stream
    before it (an event), then takes its time; a wait makes the compute stream wait for the transfer's event.
    The processor that queues the work never stalls.
 2. What takes time is a kernel that leaves the device free (`stretto.backend.device_time`).
-3. A received message begins at the time of the plan's simulation, counted from the step's start, or when its
-   receive is posted and the one before it has arrived, whichever is later. The peers do not answer to this
-   rank's pace, as they do on processors: nothing knows the time on the device while work is queued.
-4. Lanes do not share network cards here: each has its own time.
-5. Times are those of the device's events.
+3. A received message begins at the time of the plan's simulation, or when its receive is posted and the one
+   before it has arrived. Peers do not answer to this rank's pace: nothing knows the device's time meanwhile.
+4. Lanes do not share network cards here. Times are those of the device's events.
 """
 
 from __future__ import annotations
@@ -69,7 +65,7 @@ class CudaTransport(SingleRankEnd):
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         super().open(communicators, device, mesh)
-        for lane in self._members:
+        for lane in self.members:
             stream = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
             self._streams[lane] = stream
         self._delay = DeviceDelay(device)
@@ -161,12 +157,10 @@ class CudaTransport(SingleRankEnd):
         return Pending(partial(self._wait_for, taken))
 
     def _spend(self, lane: str, us: float) -> None:
-        """Step 2."""
         with torch.cuda.stream(self._streams[lane]):
             self._delay.spend(us, lane)
 
     def _wait_for(self, taken: Taken) -> None:
-        """The compute stream waits for the transfer."""
         stream = torch.cuda.current_stream(self._device)
         before = mark(stream)
         stream.wait_event(taken.ended)

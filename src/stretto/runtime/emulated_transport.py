@@ -1,12 +1,9 @@
 """A transport without peers: what a single rank sends and receives takes the time that its plan predicts.
 
-The contract:
-
-1. Lanes, network cards and the other pipeline ranks are those of the simulation, which goes on while
-   this rank really works (`stretto.simulating.live`). The clock is this machine's. A peer that is waited for
-   answers at the time of the simulation, given when this rank really started what the peer waits for.
-2. The k-th start on a lane is the k-th that the plan's order has there (`SingleRankEnd`, of which an
-   accelerator's transport is one, too).
+1. Lanes, network cards and the other pipeline ranks are those of the simulation, which goes on while this
+   rank really works (`stretto.simulating.live`). A peer that is waited for answers at the time of the
+   simulation, given when this rank really started what the peer waits for.
+2. The k-th start on a lane is the k-th that the plan's order has there.
 3. What is received is made up: messages are small random numbers; other members of a collective have what
    this rank has, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
    transport's own threads or a device's copy engine would do: the step's clock is stopped meanwhile.
@@ -16,11 +13,10 @@ The contract:
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,42 +25,30 @@ import torch
 from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
 from stretto.ir.collectives import KINDS, How
-from stretto.ir.mesh import Mesh
-from stretto.ir.plan import Communicator, Plan
+from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span
 from stretto.runtime.record import idle_spans
-from stretto.runtime.transport import Handle, Pending, not_open
+from stretto.runtime.transport import Handle, Pending, Transport
 from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
 from stretto.verifying.trace import EventKind
 
 
-class SingleRankEnd(ABC):
+class SingleRankEnd(Transport):
     """The transport of rank `rank` of a plan, of which no other runs. `begin` comes before each step.
 
     Raises PlanError for a plan that cannot be simulated.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.rank = rank
-        self.size = plan.world
+        super().__init__(rank, plan.world)
         self._plan = plan
         self._pp_rank = plan.mesh.place(rank)
         self._windows = ready_windows(plan)
         self._works = calls_of(plan, self._pp_rank, self._windows)
         self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
         self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)
-        self._members: dict[str, tuple[int, ...]] = {}
-
-    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
-        for communicator in communicators:
-            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
-            if group is not None:
-                self._members[communicator.name] = group
-
-    def close(self) -> None:
-        self._members.clear()
 
     def begin(self) -> None:
         """A step begins: nothing that the plan's order has on a lane has started."""
@@ -79,13 +63,10 @@ class SingleRankEnd(ABC):
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
         return self._collective(lane)
 
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        return self._collective(lane)
-
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
     ) -> Handle:
-        row, members = KINDS[kind], self._members[lane]
+        row, members = KINDS[kind], self.members_of(lane)
         if row.in_place:
             return self._collective(lane)
         me = members.index(self.rank)
@@ -97,16 +78,9 @@ class SingleRankEnd(ABC):
     def all_gather(self, item: Any) -> list[Any]:
         return [item] * self.size
 
-    def clock_offset_us(self) -> float:
-        return 0.0
-
-    def during_step(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
         """What the plan's order starts next on a lane. Raises RunError when that is nothing."""
-        if lane not in self._members:
-            raise not_open(self.rank, lane, self._members)
+        self.members_of(lane)
         if not queues.get(lane):
             raise RunError(f"rank {self.rank}: the plan's order has nothing more to start on lane {lane!r}")
         return queues[lane].popleft()
@@ -125,12 +99,6 @@ class EmulatedTransport(SingleRankEnd):
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
         self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-        self.idle: list[Span] = []
-        self._live = Live(plan, self._pp_rank, self._windows)
-        self._origin_ns = 0
-        # When the clock went on after it had stopped, and for how long it had in all, in nanoseconds.
-        self._went_on_ns: list[int] = []
-        self._stalled_ns: list[int] = [0]
 
     # The step.
 
@@ -138,8 +106,10 @@ class EmulatedTransport(SingleRankEnd):
         """A step begins now."""
         super().begin()
         self._live = Live(self._plan, self._pp_rank, self._windows)
-        self.idle = []
-        self._went_on_ns, self._stalled_ns = [], [0]
+        self.idle: list[Span] = []
+        # When the clock went on after it had stopped, and for how long it had in all, in nanoseconds.
+        self._went_on_ns: list[int] = []
+        self._stalled_ns: list[int] = [0]
         self._origin_ns = time.perf_counter_ns()
         self._live.begin()
 
@@ -163,13 +133,14 @@ class EmulatedTransport(SingleRankEnd):
         edge, microbatch = self._take(self._next_send, lane)
         self._live.advance(self.now_us())
         message = self._live.send(edge, microbatch)
-        return self._pending(message.left, message.name)
+        return Pending(partial(self._wait_for, message.left, message.name, None))
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
         self._live.advance(self.now_us())
         message = self._live.post(edge, microbatch)
-        return self._pending(message.arrived, message.name, lambda: buffer.copy_(self._made_up(buffer)))
+        fill = lambda: buffer.copy_(self._made_up(buffer))  # noqa: E731
+        return Pending(partial(self._wait_for, message.arrived, message.name, fill))
 
     # Behind them.
 
@@ -177,10 +148,9 @@ class EmulatedTransport(SingleRankEnd):
         work, microbatch = self._take(self._next_work, lane)
         self._live.advance(self.now_us())
         built: RunningCollective = self._live.start(work, microbatch)
-        return self._pending(built.done, built.name, fill)
+        return Pending(partial(self._wait_for, built.done, built.name, fill))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
-        """Step 3."""
         key = (like.shape, like.dtype)
         if key not in self._noise:
             built = torch.zeros_like(like)
@@ -189,35 +159,22 @@ class EmulatedTransport(SingleRankEnd):
             self._noise[key] = built
         return self._noise[key]
 
-    def _pending(self, moment: Moment, name: str, fill: Callable[[], object] | None = None) -> Handle:
-        """fill: what writes the received values."""
-        return Pending(partial(self._wait_for, moment, name, fill))
-
     def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
-        """Step 4."""
         start_us = self.now_us()
         self._live.advance(start_us)
         end_us = start_us if moment.happened else self._live.until(moment, name)
-        if fill is not None:
-            self._outside_of_time(fill)
+        if fill is not None:  # while the step's clock is stopped
+            begun_ns = time.perf_counter_ns()
+            with torch.no_grad():
+                fill()
+            now_ns = time.perf_counter_ns()
+            self._went_on_ns.append(now_ns)
+            self._stalled_ns.append(self._stalled_ns[-1] + now_ns - begun_ns)
         if end_us <= start_us:
             return
-        self._sleep_until(end_us)
+        if end_us - self.now_us() > SPIN_US:
+            time.sleep((end_us - self.now_us() - SPIN_US) / 1e6)
+        while self.now_us() < end_us:
+            pass
         begun_us = start_us if moment.begun_us is None else moment.begun_us
         self.idle += idle_spans(self._pp_rank, name, start_us, begun_us, self.now_us())
-
-    def _outside_of_time(self, fill: Callable[[], object]) -> None:
-        """Write what is received while the step's clock is stopped."""
-        begun_ns = time.perf_counter_ns()
-        with torch.no_grad():
-            fill()
-        now_ns = time.perf_counter_ns()
-        self._went_on_ns.append(now_ns)
-        self._stalled_ns.append(self._stalled_ns[-1] + now_ns - begun_ns)
-
-    def _sleep_until(self, time_us: float) -> None:
-        left_us = time_us - self.now_us()
-        if left_us > SPIN_US:
-            time.sleep((left_us - SPIN_US) / 1e6)
-        while self.now_us() < time_us:
-            pass

@@ -1,14 +1,14 @@
 """What must be true before a rank runs: model and batch fit the plan, and all ranks have the same plan.
 
-Numbers of a batch that name a row or a class are looked at: one that is out of range would end a step inside
+Numbers of a batch that name a row or a class are checked: one that is out of range would end a step inside
 an op on processors, and end the process on accelerators (`Ranges`).
 
-    1. Which values of the batch are such numbers, the ops state: the rows of an embedding, the labels of a
-       cross-entropy. What lies between is views and casts.
-    2. The full leaf is looked at, in one pass: where it is in range, so is every part of it.
+    1. The ops state which values are such numbers: the rows of an embedding, the labels of a cross-entropy.
+       What lies between is views and casts.
+    2. The full leaf is checked, in one pass: where it is in range, so is every part of it.
     3. Where it is not, the very value is computed that the op reads.
 
-Leaves on an accelerator are not looked at: that would wait for it. Labels over a vocabulary that
+Leaves on an accelerator are not checked: that would wait for it. Labels over a vocabulary that
 tensor-parallel ranks share are compared by other ops (`stretto.parallelize.vocabulary`).
 """
 
@@ -76,18 +76,18 @@ def fit_batch(
             )
         if job.trains:
             tree.check_no_gradient(name, leaf)
-        pieces = job.pieces
-        if name in job.whole:
-            leaves[name] = _whole(name, leaf, spec, device)
-            continue
-        want = (spec.shape[0] * pieces, *spec.shape[1:])
+        full = name in job.whole
+        want = spec.shape if full else (spec.shape[0] * job.pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
+            how = "the whole for each" if full else f"{job.pieces} microbatches of {spec.shape[0]}"
             raise UsageError(
                 f"batch leaf {name!r} has shape {list(leaf.shape)}; the plan was made for {list(want)} "
-                f"({pieces} microbatches of {spec.shape[0]}): every batch must have that shape"
+                f"({how}): every batch must have that shape"
             )
         dtype = getattr(torch, spec.dtype)
-        if leaf.dtype is not dtype and not (leaf.is_floating_point() and dtype.is_floating_point):
+        # An integer is taken for the floating-point number that every microbatch is given, as in Python.
+        converts = leaf.is_floating_point() or (full and not leaf.dim() and not leaf.is_complex())
+        if leaf.dtype is not dtype and not (dtype.is_floating_point and converts):
             raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
         # Ops were captured for contiguous leaves: a view of a slice of tokens must not reach them.
         leaves[name] = leaf.to(device, dtype).contiguous()
@@ -99,7 +99,6 @@ def fit_batch(
 def _check_marks(
     job: Job, batch: Any, given: Mapping[str, torch.Tensor], given_whole: Collection[str]
 ) -> None:
-    """The leaves that are marked are those of the captured batch."""
     numbers = tree.fixed(batch)
     for name, _ in job.batch:
         marked, captured = name in given_whole, name in job.whole
@@ -109,21 +108,6 @@ def _check_marks(
                 f"batch leaf {name!r} is{now} marked stretto.whole, but was{was} when the plan was captured: "
                 "give every batch the marks of the captured one, or capture anew"
             )
-
-
-def _whole(name: str, leaf: torch.Tensor, spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """A leaf that every microbatch is given in full."""
-    dtype = getattr(torch, spec.dtype)
-    if tuple(leaf.shape) != spec.shape:
-        raise UsageError(
-            f"batch leaf {name!r}, given whole to every microbatch, has shape {list(leaf.shape)}; the plan "
-            f"was made for {list(spec.shape)}"
-        )
-    # An integer is taken for the floating-point one, as in Python.
-    converts = leaf.is_floating_point() or (not leaf.dim() and not leaf.is_complex())
-    if leaf.dtype is not dtype and not (dtype.is_floating_point and converts):
-        raise UsageError(f"batch leaf {name!r} is {leaf.dtype}; the plan was made for {dtype}")
-    return leaf.to(device, dtype).contiguous()
 
 
 def agree(plan: Plan, transport: Transport, seed: int) -> None:
@@ -231,7 +215,6 @@ class Ranges:
         self._uses = [use for use in result if use is not None]
 
     def _use(self, op: Op) -> _Use | None:
-        """Step 1."""
         shape = self._shape(op.args[0]) if op.target in (EMBEDDING, *LIKELIHOODS) else None
         if shape is None:
             return None
@@ -287,7 +270,6 @@ class Ranges:
         return values[wrong] if bool(wrong.any()) else None
 
     def _refuse(self, use: _Use, leaf: torch.Tensor) -> None:
-        """Step 3."""
         full = use.leaf in self._job.whole
         read = Alone(self._job, use.ops, use.value, torch.device("cpu")) if use.ops else None
         for at, part in enumerate((leaf,) if full else leaf.chunk(self._job.pieces)):

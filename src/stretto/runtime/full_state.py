@@ -17,8 +17,7 @@ from torch import nn
 from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
-from stretto.runtime.rank_tensors import RankTensors
-from stretto.runtime.shards import full_spec, part_of
+from stretto.runtime.rank_tensors import RankTensors, full_spec, part_of
 from stretto.runtime.stale_adapter import unmarked
 from stretto.runtime.transport import Transport
 
@@ -124,7 +123,6 @@ def _with_values(model: nn.Module, values: Mapping[str, torch.Tensor], call: Cal
 
 
 def _made(model: Any, values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The `state_dict` that the model's own code makes of these values."""
     own = {(value.data_ptr(), value.shape, value.dtype): value for value in values.values()}
 
     def copied(value: Any) -> Any:
@@ -235,7 +233,6 @@ def _loaded(
 
 
 def _given(entries: Mapping[str, Entry], values: Mapping[str, torch.Tensor], tie: str) -> torch.Tensor | None:
-    """The value of a parameter under any of its names."""
     names = [key for key, entry in entries.items() if entry.parameter == tie and key in values]
     return values[names[0]] if names else None
 

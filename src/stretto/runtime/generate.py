@@ -80,7 +80,7 @@ def generate(job: Job, window: Window, externals: Externals) -> Generated:
 
 
 class Writer:
-    """Writes a window's function, item by item (`compiled_window` writes stretches of them)."""
+    """Writes a window's function, item by item (`compile.CompiledWriter` writes stretches of them)."""
 
     def __init__(self, job: Job, window: Window, externals: Externals) -> None:
         self.job = job
@@ -231,7 +231,9 @@ class Writer:
         later = self.later(stage, phase, name)
         if name.startswith("batch/"):
             self.line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")
-        elif name in self.externals.written and not self._earlier(stage, phase, name):
+        elif name in self.externals.written and not any(
+            name in self.reads[stage, sub] for sub in PHASES[: PHASES.index(phase.parts[0])]
+        ):
             buffer = self.bind("x", name, self.externals.fixed[name])
             self.line(f"{variable} = {buffer}.clone()" if later else f"{variable} = {buffer}")
             if later:
@@ -255,10 +257,6 @@ class Writer:
             for mate, subs in mates.items()
             for sub in subs
         )
-
-    def _earlier(self, stage: int, phase: Phase, name: str) -> bool:
-        before = PHASES[: PHASES.index(phase.parts[0])]
-        return any(name in self.reads[stage, sub] for sub in before)
 
     def call(self, part: int, op: Op) -> None:
         if op.target == GETITEM:
@@ -303,7 +301,6 @@ class Writer:
         return op_key(drawn)
 
     def _communication(self, part: int, op: Op) -> str:
-        """The expression for an op that is not the framework's."""
         at, size = self.externals.coordinates, int(op.args[-1]) if op.target != WAIT else 0
         if op.target == INDEX:
             number = torch.tensor(at.get(str(op.args[0]), 0), device=self.externals.device)
@@ -320,7 +317,6 @@ class Writer:
         return f"hooks.start({self._asked(op)}, {value}, {size})"
 
     def _asked(self, op: Op) -> str:
-        """The arguments of a start before the value."""
         assert op.kind is not None
         return f"{op.label!r}, {op.kind.name!r}, {op.how!r}, {op.lane!r}"
 

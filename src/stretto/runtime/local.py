@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Literal, TypeVar
 
 import torch
@@ -36,39 +36,29 @@ def run_threads(
     """
     ends = ThreadTransport.group(plan.world)
     processors = torch.get_num_threads()
-    results: dict[int, T] = {}
     errors: list[BaseException] = []
-    ended = threading.Semaphore(0)
 
-    def body(end: ThreadTransport) -> None:
+    def body(end: ThreadTransport) -> T:
         try:
             # PyTorch hands its setting to a new thread's math library with the first parallel op only; a
             # matrix product before that would use all cores, and round in another way than the same one
             # after it.
             torch.set_num_threads(processors)
             runner = Runner(plan, model_of(end.rank), transport=end, seed=seed, empty=empty, compile=compile)
-            results[end.rank] = work(runner)
+            return work(runner)
         except BaseException as error:
             errors.append(error)
             end.fail(f"rank {end.rank} failed: {error}")
-        finally:
-            ended.release()
+            raise
 
-    threads = [threading.Thread(target=body, args=(end,), name=f"rank {end.rank}") for end in ends]
-    try:
-        for thread in threads:
-            thread.start()
-        # Not by `join`, which takes a thread for ended when it is interrupted (Python 3.11).
-        for _ in threads:
-            ended.acquire()
-    except BaseException:
-        # Ctrl-C is heard here alone: ranks that wait for each other would go on without anyone to tell.
-        ends[0].fail("the run was interrupted")
-        raise
-    finally:
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+    with ThreadPoolExecutor(plan.world, "rank ") as pool:
+        results = [pool.submit(body, end) for end in ends]
+        try:
+            wait(results)
+        except BaseException:
+            # Ctrl-C is heard here alone: ranks that wait for each other would go on.
+            ends[0].fail("the run was interrupted")
+            raise
     if errors:
         raise errors[0]
-    return [results[rank] for rank in range(plan.world)]
+    return [result.result() for result in results]

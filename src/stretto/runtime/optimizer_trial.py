@@ -1,16 +1,12 @@
 """Optimizers over a Runner's parameters: known to it by their first step, and some refused then.
 
-One that looks at a full tensor, or at all parameters, is refused where a rank has a part.
-
-A rank of tensor or expert parallelism has parts of tensors; one of a pipeline has some of the tensors.
-An optimizer that updates each element by itself (AdamW, SGD) needs no more. One that does not would train
-other weights than the plain model, so each is tried once, before its first step:
+A rank of tensor or expert parallelism has parts of tensors; one of a pipeline has some of the tensors. An
+optimizer that updates each element by itself (AdamW, SGD) needs no more. One that does not would train other
+weights than the plain model, so each is tried once, before its first step:
 
     1. A new optimizer of its class and options updates a small tensor of the parameter's kind; others update
        the halves that ranks would have. Where the updates differ, it looks at the full tensor.
     2. The same with two tensors, together and each alone: where updates differ, one depends on the other.
-
-May read an optimizer's options; never steps it, and keeps no parameter alive.
 """
 
 from __future__ import annotations
@@ -78,9 +74,7 @@ def watch(kept: RankTensors) -> None:
     for p, tensor in known:
         _PIECES[tensor] = Piece(p.name, kept.cut_along.get(p.name, ()), partial, weakref.ref(kept))
     with _ADDING:
-        _watch_optimizers()
-        if partial:
-            _guard_clip()
+        _guard_optimizers()
 
 
 def piece_of(tensor: torch.Tensor) -> Piece | None:
@@ -90,20 +84,9 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
 
 
 @functools.cache
-def _watch_optimizers() -> None:
-    """Once a process."""
+def _guard_optimizers() -> None:
     register_optimizer_step_pre_hook(_meet)
-
-
-@functools.cache
-def _guard_clip() -> None:
-    """Once a process."""
-
-    def is_partial(tensor: torch.Tensor) -> bool:
-        piece = piece_of(tensor)
-        return piece is not None and piece.partial
-
-    guard_torch_clip(is_partial)
+    guard_torch_clip(lambda tensor: (piece := piece_of(tensor)) is not None and piece.partial)
 
 
 def _meet(optimizer: Optimizer, *_: Any) -> None:

@@ -1,11 +1,10 @@
 """Gradients that know that they are of a part, and PyTorch's clipping by norm, which must know.
 
-`PartGradient` is the gradient of a part of a tensor. What works on each element works on it as on any other
-tensor, at about a microsecond an operation. What makes one number of all elements (a norm, a sum, a mean) is
-refused: of a part it is not what the plain model has. Results are plain tensors, except those that have one
-operand's elements alone (`.detach()`, `.float()`, `.square()`, `.flatten()`).
+What works on each element works on a `PartGradient` as on any tensor. What makes one number of all elements
+(a norm, a sum, a mean) is refused: of a part it is not what the plain model has. Results are plain tensors,
+except those that have one operand's elements alone (`.detach()`, `.float()`, `.square()`, `.flatten()`).
 
-Touches private parts of PyTorch: `torch._C.DisableTorchFunctionSubclass`, and `_clip_grads_with_norm_` of
+Private parts of PyTorch: `torch._C.DisableTorchFunctionSubclass`, and `_clip_grads_with_norm_` of
 `torch.nn.utils.clip_grad`, which `clip_grad_norm_` calls.
 """
 

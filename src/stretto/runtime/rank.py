@@ -17,14 +17,12 @@ from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.runtime.clock import clock_of
-from stretto.runtime.compile import Compiler
-from stretto.runtime.compiled_window import generate_compiled
+from stretto.runtime.compile import Compiler, generate_compiled
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.gradients import Slot, apart, slot_of, together
 from stretto.runtime.observed import ObservedWatch
-from stretto.runtime.record import Marks
+from stretto.runtime.record import Marks, clock_of
 from stretto.runtime.transport import Handle, Transport
 
 _DRAWING = threading.Lock()
@@ -126,11 +124,11 @@ class RankState:
         self._clear()
 
     def _peer(self, pp_rank: int) -> int:
-        """The rank with which this one exchanges messages, at another pipeline rank."""
         return self.plan.mesh.rank({**self.coordinates, PIPELINE: pp_rank})
 
     def _clear(self) -> None:
         self.grads = {}
+        self._batch: list[dict[str, torch.Tensor]] = []
         self._stores: dict[tuple[int, int], Store] = {}
         self._received: dict[tuple[int, int], tuple[Handle, torch.Tensor]] = {}
         self._local: dict[tuple[int, int], torch.Tensor] = {}
@@ -168,17 +166,12 @@ class RankState:
             if self._kept is not None:
                 self.drawn()  # an op failed between its seed and its end
         self.steps += 1
-        loss = self.share_of_loss() if self._loss is None else self._loss
-        self._clear_after()
-        return loss
-
-    def _clear_after(self) -> None:
+        loss, grads = self.share_of_loss() if self._loss is None else self._loss, self.grads
         leftover = [key for key, store in self._stores.items() if store]
         assert not leftover, f"values left after the step in {leftover}"
-        self._batch = []
-        self._stores = {}
-        self._losses = {}
-        self._loss = None
+        self._clear()
+        self.grads = grads
+        return loss
 
     # Instructions.
 
@@ -337,18 +330,20 @@ class RankState:
 
     def draw(self, microbatch: int, op: int) -> None:
         _DRAWING.acquire()
-        self._kept = _generator_state(self.device)
-        seed = mix(self.seed, self.steps, microbatch + self._first_microbatch, op)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
+        generator = self._generator()
+        self._kept = generator.get_state()
+        generator.manual_seed(mix(self.seed, self.steps, microbatch + self._first_microbatch, op))
 
     def drawn(self) -> None:
         assert self._kept is not None
-        _set_generator_state(self.device, self._kept)
+        self._generator().set_state(self._kept)
         self._kept = None
         _DRAWING.release()
+
+    def _generator(self) -> torch.Generator:
+        if self.device.type == "cuda":
+            return torch.cuda.default_generators[self.device.index or 0]
+        return torch.default_generator
 
 
 def _with_stride(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
@@ -356,14 +351,3 @@ def _with_stride(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     if any(s == 0 and n > 1 for s, n in zip(stride, value.shape, strict=True)):
         return value  # an expanded tensor: its elements do not all have a place of their own
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _generator_state(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_generator_state(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

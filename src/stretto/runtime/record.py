@@ -1,16 +1,29 @@
 """What happened when: cheap marks during the step, and a timeline from all ranks' marks afterwards.
 
-A mark is a tuple with readings of a clock (`stretto.runtime.clock`), appended to a list; nothing is computed
-while the step runs. The timeline has the same tracks and accounts as the simulated one.
+A mark is a tuple with readings of a clock, appended to a list; nothing is computed while the step runs. The
+clock is the host's on processors, and the device's own on accelerators: there the host queues work and goes
+on, and a mark is an event on the stream that computes. Nothing waits for it; the marks are read when the step
+is asked for.
+
+    1. `now` gives a mark, `read` a step's marks in nanoseconds of this process's monotonic clock.
+    2. Events are reused from step to step: the marks of a step are lost when the next begins.
+    3. The device's time is tied to the host's by one event that the host waits for. Events differ exactly, so
+       that what a rank does is exact, however rough the tie.
+
+The timeline has the same tracks and accounts as the simulated one.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from stretto.ir.action import Action, Phase
 from stretto.ir.axes import PIPELINE
@@ -64,10 +77,15 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     differ in other coordinates than pp do equal work: a pipeline rank shows the first of them; the step
     lasts until the last of all ends, and the peak is the highest of a pipeline rank's ranks.
     """
-    clock = _Clock(marks, offsets_us)
+    begin_us = min(m.start / 1000.0 + offset for m, offset in zip(marks, offsets_us, strict=True))
+
+    def us(rank: int, ns: int) -> float:
+        return ns / 1000.0 + offsets_us[rank] - begin_us
+
+    step_us = max(us(rank, m.end) for rank, m in enumerate(marks))
     mesh = plan.mesh
     sent: dict[tuple[int, Message], float] = {
-        (rank, (edge, mb)): clock.us(rank, at) for rank, m in enumerate(marks) for edge, mb, at in m.sends
+        (rank, (edge, mb)): us(rank, at) for rank, m in enumerate(marks) for edge, mb, at in m.sends
     }
     turns = [Turns(plan, m) for m in marks]
     phases = {
@@ -85,22 +103,40 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         return None if action is None or phase is None else (action.stage, phase, action.microbatch)
 
     started = [
-        {(name, asked_by(rank, name, at)): (clock.us(rank, at), nbytes) for name, nbytes, at in m.starts}
+        {(name, asked_by(rank, name, at)): (us(rank, at), nbytes) for name, nbytes, at in m.starts}
         for rank, m in enumerate(marks)
     ]
+    # Who waits for whom: of each wait, what is before the last of those that take part has begun.
+    stalls: dict[tuple[str, int, int], float] = defaultdict(float)
+    for rank, m in enumerate(marks):
+        here = mesh.coordinates(rank)
+        found: list[tuple[str, int, float, int, int]] = []
+        for name, lane, start_ns, end_ns in m.finishes:
+            members = plan.communicator(lane)
+            key = name, asked_by(rank, name, start_ns)
+            them = mesh.group(rank, members.axes, members.ranks) or ()
+            at, last = max(((started[o][key][0], o) for o in them if key in started[o]), default=(0.0, rank))
+            found.append((axis_of(name), last, at, start_ns, end_ns))
+        for edge, mb, start_ns, end_ns in m.waits:
+            of = mesh.rank({**here, PIPELINE: plan.rank_of(plan.job.edges[edge].source)})
+            found.append((PIPELINE, of, sent.get((of, (edge, mb)), 0.0), start_ns, end_ns))
+        for axis, last, at, start_ns, end_ns in found:
+            stalled_us = min(at, us(rank, end_ns)) - us(rank, start_ns)
+            if last != rank and stalled_us > LEAST_SPAN_US:
+                stalls[axis, rank, last] += stalled_us
     spans: list[Span] = []
     for pp_rank in range(plan.ranks):
         rank = mesh.rank({PIPELINE: pp_rank})
         idle: list[Span] = []
         for edge_index, mb, start_ns, end_ns in marks[rank].waits:
             sender = mesh.rank({PIPELINE: plan.rank_of(plan.job.edges[edge_index].source)})
-            left = sent.get((sender, (edge_index, mb)), clock.us(rank, start_ns))
-            waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
+            left = sent.get((sender, (edge_index, mb)), us(rank, start_ns))
+            waited = (us(rank, start_ns), us(rank, end_ns))
             spans.append(_message(plan, pp_rank, edge_index, mb, left, waited))
             # Until the sender had made the value there was nothing to transfer: that is a bubble.
             idle += idle_spans(pp_rank, spans[-1].name, waited[0], left, waited[1])
         for name, lane, start_ns, end_ns in marks[rank].finishes:
-            waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
+            waited = (us(rank, start_ns), us(rank, end_ns))
             members = plan.communicator(lane)
             # Pipeline ranks start when their work is done: until the last has, there is nothing to
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
@@ -112,13 +148,13 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             spans.append(_collective(plan, pp_rank, lane, name, begun, waited, nbytes, asked))
             idle += idle_spans(pp_rank, name, waited[0], begun, waited[1])
         for name, start_ns, end_ns in marks[rank].others:
-            waited = (clock.us(rank, start_ns), clock.us(rank, end_ns))
+            waited = (us(rank, start_ns), us(rank, end_ns))
             idle += idle_spans(pp_rank, name, waited[0], waited[0], waited[1])
         idle.sort(key=lambda span: span.start_us)
-        spans += compute_spans(plan, pp_rank, marks[rank], partial(clock.us, rank), idle)
+        spans += compute_spans(plan, pp_rank, marks[rank], partial(us, rank), idle)
         spans += idle
         spans += gap_spans(
-            pp_rank, [s for s in spans if s.rank == pp_rank and s.lane == COMPUTE_LANE], clock.step_us
+            pp_rank, [s for s in spans if s.rank == pp_rank and s.lane == COMPUTE_LANE], step_us
         )
     peaks = [0] * plan.ranks
     for rank, m in enumerate(marks):
@@ -127,12 +163,12 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
     return Timeline(
         "measured",
         plan.ranks,
-        clock.step_us,
+        step_us,
         tuple(spans),
         tuple(peaks),
         members=plan.members,
         busy_us=tuple(busy_us(m) for m in marks),
-        stalls=_stalls(plan, marks, clock, started, asked_by, sent),
+        stalls=tuple(Stall(*key, stalled_us) for key, stalled_us in sorted(stalls.items())),
     )
 
 
@@ -145,49 +181,6 @@ def busy_us(marks: Marks) -> float:
         if at >= 0 and start < runs[at][1]:
             total -= end - start
     return total / 1000.0
-
-
-def _stalls(
-    plan: Plan,
-    marks: Sequence[Marks],
-    clock: _Clock,
-    started: Sequence[Mapping[tuple[str, Asked | None], tuple[float, int]]],
-    asked_by: Callable[[int, str, int], Asked | None],
-    sent: Mapping[tuple[int, Message], float],
-) -> tuple[Stall, ...]:
-    """Who waits for whom: of each wait, what is before the last of those that take part has begun."""
-    result: dict[tuple[str, int, int], float] = defaultdict(float)
-    for rank, m in enumerate(marks):
-        for name, lane, start_ns, end_ns in m.finishes:
-            members = plan.communicator(lane)
-            key = name, asked_by(rank, name, start_ns)
-            group = plan.mesh.group(rank, members.axes, members.ranks) or ()
-            begun = [(started[member][key][0], member) for member in group if key in started[member]]
-            at, last = max(begun, default=(0.0, rank))
-            stalled_us = min(at, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
-            if last != rank and stalled_us > LEAST_SPAN_US:
-                result[axis_of(name), rank, last] += stalled_us
-        here = plan.mesh.coordinates(rank)
-        for edge, mb, start_ns, end_ns in m.waits:
-            of = plan.mesh.rank({**here, PIPELINE: plan.rank_of(plan.job.edges[edge].source)})
-            left = sent.get((of, (edge, mb)), 0.0)
-            stalled_us = min(left, clock.us(rank, end_ns)) - clock.us(rank, start_ns)
-            if stalled_us > LEAST_SPAN_US:
-                result[PIPELINE, rank, of] += stalled_us
-    return tuple(Stall(*key, us) for key, us in sorted(result.items()))
-
-
-class _Clock:
-    """Times of all ranks on one clock that starts with the step."""
-
-    def __init__(self, marks: Sequence[Marks], offsets_us: Sequence[float]) -> None:
-        self._offsets_us = offsets_us
-        self._begin = 0.0
-        self._begin = min(self.us(rank, m.start) for rank, m in enumerate(marks))
-        self.step_us = max(self.us(rank, m.end) for rank, m in enumerate(marks))
-
-    def us(self, rank: int, ns: int) -> float:
-        return ns / 1000.0 + self._offsets_us[rank] - self._begin
 
 
 class Turns:
@@ -308,3 +301,63 @@ def gap_spans(rank: int, spans: Sequence[Span], end: float) -> list[Span]:
     if end - cursor > LEAST_SPAN_US:
         result.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "end of the step", cursor, end))
     return result
+
+
+class HostClock:
+    """What `Marks` are made with: nanoseconds at once."""
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def now(self) -> Any:
+        """A mark: what `read` will know the time of."""
+        return time.perf_counter_ns()
+
+    def read(self, marks: Marks) -> Marks:
+        """The same marks, in nanoseconds of `time.perf_counter_ns`; those that are read already stay."""
+        return marks
+
+
+class DeviceClock(HostClock):
+    """Marks are events on the current stream of `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+
+    def begin(self) -> None:
+        """Step 2."""
+        self._used = 0
+
+    def now(self) -> torch.cuda.Event:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        event = self._events[self._used]
+        self._used += 1
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def read(self, marks: Marks) -> Marks:
+        """Step 3. Waits for the device. The sooner after the step, the better: two clocks drift apart, and a
+        long time between events is known to fewer digits."""
+        if not isinstance(marks.start, torch.cuda.Event):
+            return marks
+        tie = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        tie.record(torch.cuda.current_stream(self._device))
+        tie.synchronize()
+        host_ns = time.perf_counter_ns()
+        start: Any = marks.start
+        start_ns = host_ns - round(1e6 * start.elapsed_time(tie))
+
+        def ns(mark: Any) -> Any:
+            if isinstance(mark, torch.cuda.Event):
+                return start_ns + round(1e6 * start.elapsed_time(mark))
+            return [tuple(map(ns, item)) for item in mark] if isinstance(mark, list) else mark
+
+        return replace(marks, **{field.name: ns(getattr(marks, field.name)) for field in fields(marks)})
+
+
+def clock_of(device: torch.device) -> HostClock:
+    """The clock of a device's work."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()

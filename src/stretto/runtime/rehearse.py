@@ -1,17 +1,10 @@
 """Rehearsal: one rank of a plan on one device, alone. Its compute is real; its communication takes the time
 that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.emulated_cuda`).
 
-So a plan for many devices can be tried on one: whether ops take the time of the plan, whether the order hides
-what it should, whether a rank's memory suffices.
-
-1. Parameters, buffers and the batch: from the model and batch if they are given, else made up; and memory as
-   the optimizer's state takes, which nothing reads.
+1. Parameters, buffers and the batch: from the model and batch if they are given, else made up (below); and
+   memory as the optimizer's state takes, which nothing reads.
 2. A step to warm up, in which peak memory is counted; then the steps that count.
-3. The step in the middle by time is reported: its accounts and its timeline, in which the other pipeline
-   ranks are those
-   of the simulation that answered to this rank.
-
-Made-up values have the right shapes:
+3. The step in the middle by time is reported, with the pipeline ranks of the simulation that answered.
 
     matrices    normal with the variance 1 / columns, and vectors (norms, biases) lie around one, so that
                 values neither vanish nor grow, however many layers there are; tied parameters are one tensor
@@ -34,7 +27,7 @@ from stretto.errors import UsageError
 from stretto.ir.integers import rows_named
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, TensorSpec
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.runtime.compare import line, rank_lines
 from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
@@ -46,6 +39,9 @@ from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
 from stretto.simulating.memory import bytes_throughout
 from stretto.verifying import verify
+
+End = EmulatedTransport | CudaTransport
+Kept = tuple[torch.Tensor, ...]
 
 LONGEST_US = 3600e6
 """A step that is longer is no step of training, but a cost that is wrong. Assumed."""
@@ -112,23 +108,16 @@ def rehearse(
         raise UsageError(f"seed = {seed} has more than 64 bits: give one from 0 to 2**63 - 1")
     verify(plan)
     _refuse_endless(plan)
-    transport: EmulatedTransport | CudaTransport
-    if device.type == "cuda":
-        transport = CudaTransport(plan, rank, device)
-    else:
-        transport = EmulatedTransport(plan, rank)
+    on_cuda = device.type == "cuda"
+    transport: End = CudaTransport(plan, rank, device) if on_cuda else EmulatedTransport(plan, rank)
     try:
         with explaining_failed_ops(rank):
             # 1. What is computed with.
-            if model is not None:
-                state, kept = _of_model(plan, model, transport, seed)
-            else:
-                state, kept = _made_up(plan, transport, device, seed)
-            if batch is not None:
-                leaves = fit_batch(plan.job, batch, device)
-            else:
-                leaves = made_up_batch(plan.job, device, seed)
-            kept = (*kept, *made_up_states(plan, state.pp_rank, device))
+            state, kept = _walker(plan, model, transport, device, seed)
+            made_up = batch is None
+            leaves = made_up_batch(plan.job, device, seed) if made_up else fit_batch(plan.job, batch, device)
+            nbytes = bytes_throughout(plan.job, plan.schedule.stages_of(state.pp_rank))["optimizer"]
+            kept = (*kept, torch.zeros(nbytes, dtype=torch.uint8, device=device))
             # 2. The steps.
             peak_bytes = _warm_up(state, transport, leaves, kept)
             measured = [_step(state, transport, leaves, peak_bytes) for _ in range(steps)]
@@ -179,18 +168,15 @@ def _device(plan: Plan) -> torch.device:
     return torch.device(kind)
 
 
-def _of_model(
-    plan: Plan, model: nn.Module, transport: EmulatedTransport | CudaTransport, seed: int
-) -> tuple[RankState, tuple[torch.Tensor, ...]]:
-    runner = Runner(plan, model, transport=transport, seed=seed)
-    runner.tensors.refresh()
-    buffers = [buffer for _, buffer in runner.named_buffers()]
-    return runner.state, (*runner.parameters(), *runner.tensors.compute.values(), *buffers)
-
-
-def _made_up(
-    plan: Plan, transport: EmulatedTransport | CudaTransport, device: torch.device, seed: int
-) -> tuple[RankState, tuple[torch.Tensor, ...]]:
+def _walker(
+    plan: Plan, model: nn.Module | None, transport: End, device: torch.device, seed: int
+) -> tuple[RankState, Kept]:
+    """Step 1: what walks the plan, and the tensors that it keeps."""
+    if model is not None:
+        runner = Runner(plan, model, transport=transport, seed=seed)
+        runner.tensors.refresh()
+        held = [buffer for _, buffer in runner.named_buffers()]
+        return runner.state, (*runner.parameters(), *runner.tensors.compute.values(), *held)
     pp_rank = plan.mesh.place(transport.rank)
     own, read = made_up_parameters(plan, pp_rank, device, seed)
     buffers = made_up_buffers(plan, pp_rank, device)
@@ -200,12 +186,7 @@ def _made_up(
     return state, (*own.values(), *read.values(), *buffers.values())
 
 
-def _warm_up(
-    state: RankState,
-    transport: EmulatedTransport | CudaTransport,
-    leaves: Mapping[str, torch.Tensor],
-    kept: tuple[torch.Tensor, ...],
-) -> int:
+def _warm_up(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], kept: Kept) -> int:
     """A step that does not count; returns its peak memory in bytes."""
     if state.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(state.device)
@@ -216,13 +197,7 @@ def _warm_up(
     return int(meter.peak_bytes)
 
 
-def _step(
-    state: RankState,
-    transport: EmulatedTransport | CudaTransport,
-    leaves: Mapping[str, torch.Tensor],
-    peak_bytes: int,
-) -> Timeline:
-    """One step's timeline."""
+def _step(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], peak_bytes: int) -> Timeline:
     transport.begin()
     state.step(leaves)
     state.grads = {}
@@ -234,13 +209,9 @@ def _step(
     spans += compute_spans(plan, pp_rank, state.marks, transport.us_of, transport.idle)
     lane = [span for span in spans if span.rank == pp_rank and span.lane == COMPUTE_LANE]
     spans += gap_spans(pp_rank, lane, step_us)
-    spans.sort(key=_order)
+    spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
     peaks = tuple(live.peak_bytes.get(rank, peak_bytes) for rank in range(plan.ranks))
     return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
-
-
-def _order(span: Span) -> tuple[int, bool, str, float, float]:
-    return span.rank, span.lane != COMPUTE_LANE, span.lane, span.start_us, span.end_us
 
 
 def made_up_parameters(
@@ -264,12 +235,6 @@ def made_up_parameters(
         if parameter.own_dtype is not None:
             own[k] = read[k].to(getattr(torch, parameter.own_dtype))
     return own, read
-
-
-def made_up_states(plan: Plan, pp_rank: int, device: torch.device) -> list[torch.Tensor]:
-    """As much memory as the optimizer's state takes at one pipeline rank."""
-    nbytes = bytes_throughout(plan.job, plan.schedule.stages_of(pp_rank))["optimizer"]
-    return [torch.zeros(nbytes, dtype=torch.uint8, device=device)]
 
 
 def _weights(spec: TensorSpec, generator: torch.Generator, device: torch.device) -> torch.Tensor:

@@ -84,7 +84,10 @@ class Runner:
         if plan.edited:
             verify(plan)
         self.plan = plan
-        self.transport = transport if transport is not None else _default_transport(plan)
+        if transport is None:
+            alone = plan.world == 1 and not torch.distributed.is_initialized()
+            transport = ThreadTransport.group(1)[0] if alone else TorchTransport()
+        self.transport: Transport = transport
         self.rank = self.transport.rank
         if self.transport.size != plan.world:
             raise UsageError(
@@ -279,7 +282,6 @@ class Runner:
         return loss
 
     def _of_part(self, k: int, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient, which of a part of a parameter knows that it is."""
         is_part = self.plan.job.parameters[k].tied_to in self.tensors.cut_along
         return grad.as_subclass(PartGradient) if is_part else grad
 
@@ -347,9 +349,3 @@ class Runner:
         except Exception as error:
             gathered = str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}"
             return Report(self.plan, None, seen, gathered)
-
-
-def _default_transport(plan: Plan) -> Transport:
-    if plan.world == 1 and not torch.distributed.is_initialized():
-        return ThreadTransport.group(1)[0]
-    return TorchTransport()

@@ -3,7 +3,7 @@
 A marked tensor gets a class of its own, whose `__torch_function__` PyTorch asks before every call:
 
     what it is (shape, dtype, address, whether it requires a gradient)    answered
-    its value: any op, a copy, a view, `.data`, pickling                  refused where it is stale
+    its value: any op, a copy, a view, `.data`, pickling                  refused
     its gradient                                                          refused where it never gets one
     a new value (`copy_`)                                                 taken, and the mark goes
 
@@ -15,16 +15,17 @@ and `_post_accumulate_grad_hooks`; and that a tensor's `__class__` can be set.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from stretto.errors import UsageError
+
+if TYPE_CHECKING:
+    from stretto.runtime.given_model import GivenTensor as Mark
 
 ABOUT = frozenset(
     (
@@ -43,24 +44,11 @@ VALUES = frozenset(("data", "T", "mT", "H", "mH", "real", "imag"))
 """Attributes that give or set elements; all others describe the tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """message: of the refusal. has_grad: whether its gradient may be asked for. is_stale: whether the value
-    is another than what is trained; where it is not, a read takes the mark off. written: what is called with
-    the tensor when it has a new value. owner: whose mark it is."""
-
-    message: str
-    has_grad: bool
-    is_stale: Callable[[], bool]
-    written: Callable[[torch.Tensor], None]
-    owner: object = None
-
-
 class _Marked:
     """What the class of a marked tensor adds to the tensor's own."""
 
     __slots__ = ()
-    _stretto_mark: Mark
+    _stretto_mark: Any
 
     @classmethod
     def __torch_function__(
@@ -73,28 +61,20 @@ class _Marked:
             written = args[0] if func is torch.Tensor.copy_ else None
             for tensor in tree_leaves((args, kwargs)):
                 mark = mark_of(tensor)
-                if mark is not None and tensor is not written and not (of_grad and mark.has_grad):
-                    _read(tensor, mark)
+                if mark is not None and tensor is not written and (mark.refuses_grad or not of_grad):
+                    raise UsageError(str(mark))
         with unguarded():
             result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.copy_ and (mark := mark_of(result)) is not None:
             unmark(result)
-            mark.written(result)
+            mark.written()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _read(self, self._stretto_mark)
-        return copy.deepcopy(self, memo)  # of another class now
+        raise UsageError(str(self._stretto_mark))
 
     def __repr__(self) -> str:
-        return f"<stale value: {self._stretto_mark.message}>"
-
-
-def _read(tensor: Any, mark: Mark) -> None:
-    """A marked tensor is read. Raises UsageError where it is stale; else the mark goes."""
-    if mark.is_stale():
-        raise UsageError(mark.message)
-    unmark(tensor)
+        return f"<stale value: {self._stretto_mark}>"
 
 
 @functools.cache
@@ -104,11 +84,12 @@ def _marked_class(plain: Any) -> Any:
 
 def mark_of(tensor: Any) -> Mark | None:
     """The mark of a tensor that has one."""
-    return tensor._stretto_mark if isinstance(tensor, _Marked) else None
+    mark: Mark | None = tensor._stretto_mark if isinstance(tensor, _Marked) else None
+    return mark
 
 
 def mark_stale(tensor: torch.Tensor, mark: Mark) -> None:
-    """From now on the tensor's elements cannot be read while they are stale."""
+    """From now on the elements cannot be read; `mark.written()` is called when there are new ones."""
     unmark(tensor)
     tensor._stretto_mark = mark  # type: ignore[attr-defined]
     tensor.__class__ = _marked_class(type(tensor))

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from stretto.errors import UsageError
-from stretto.runtime.clock import HostClock
 from stretto.runtime.rank import RankState
+from stretto.runtime.record import HostClock
 
 WALKED = 2
 """Step 1. The first makes what is made on first use; the second is as all that follow, and has marks."""
@@ -68,7 +68,6 @@ class StepGraph:
         return self._loss.clone()
 
     def _record(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Step 2."""
         state = self._state
         self._leaves = {name: leaf.clone() for name, leaf in leaves.items()}
         clock, state.clock = state.clock, HostClock()  # events within a graph cannot be read
@@ -86,7 +85,6 @@ class StepGraph:
         self._graph = graph
 
     def _keep(self) -> None:
-        """Step 3."""
         for k, grad in self._grads.items():
             kept = self._parameters[k].grad
             if kept is not None and kept.data_ptr() == grad.data_ptr():

@@ -3,15 +3,13 @@
 A rank whose connection breaks or stays silent is named, except in a collective, where it may be any. Lanes:
 
 1. Every communicator is a process group of its own, so that no lane waits for another. On Gloo it has threads
-   and connections of its own; on NCCL a stream of its own, of high priority, so that a collective that is
-   ready is not delayed by a long kernel. What it reads was written on the compute stream, and what it
-   writes is read there: the process group joins the two with events, at the start and at the wait. Nothing
-   relies on the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), for nothing relies on kernels
-   starting in the order in which they were queued on different streams.
+   and connections of its own; on NCCL a stream of high priority, so that a collective that is ready is not
+   delayed by a long kernel. The process group joins it with the compute stream by events, at the start and at
+   the wait. Nothing relies on kernels starting in the order in which they were queued on different streams.
 2. They are created when the transport is opened, in the plan's order, which all ranks compare first: groups
    that are made in different orders would wait for each other for ever. An accelerator's communicators are
    used once then, because they connect on first use.
-3. No lane comes to be later: what starts on a lane that was not opened is refused.
+3. What starts on a lane that was not opened is refused.
 4. Gloo's threads of lanes do not take the core of one that has what they need
    (`stretto.backend.gloo_adapter`); during a step the thread that computes gives way to them
    (`stretto.backend.gloo_adapter`).
@@ -36,10 +34,10 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.gloo_adapter import keeping_core, lanes_first
 from stretto.errors import LostRankError, RunError, UsageError
-from stretto.ir.collectives import ALL_REDUCE, How
+from stretto.ir.collectives import How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.transport import Handle, not_open
+from stretto.runtime.transport import Handle, Pending, Transport
 
 TIMEOUT_S = 300.0
 """How long a rank waits for a message before it gives the peer up. Assumed: ten times a long step."""
@@ -52,7 +50,7 @@ NETWORK_WORDS = ("connection", "socket", "closed", "timed out", "timeout", "brok
 """Words of Gloo's errors when a peer is gone, as seen with PyTorch 2.13; it raises plain RuntimeError."""
 
 
-class TorchTransport:
+class TorchTransport(Transport):
     """One process's end. `torch.distributed` must be initialised (`init_process_group`)."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -61,11 +59,9 @@ class TorchTransport:
                 "torch.distributed is not initialised: run under torchrun and call "
                 "torch.distributed.init_process_group() first"
             )
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        super().__init__(dist.get_rank(), dist.get_world_size())
         self._timeout_s = timeout_s
         self._groups: dict[str, dist.ProcessGroup] = {}
-        self._members: dict[str, tuple[int, ...]] = {}
         self._opened: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._on_processors = True
         with gloo_adapter.calm_new_loops():  # step 4
@@ -97,13 +93,12 @@ class TorchTransport:
                 if self.rank not in members:
                     continue
                 assert isinstance(group, dist.ProcessGroup)
-                self._members[communicator.name] = members
+                self.members[communicator.name] = members
                 self._groups[communicator.name] = group
                 if device.type != "cpu":
                     self._connect(communicator.name, device)
 
     def _agree(self, lanes: list[tuple[str, tuple[int, ...], tuple[str, ...]]]) -> None:
-        """All ranks are about to open the same lanes in the same order."""
         for rank, others in enumerate(self.all_gather(lanes)):
             if others != lanes:
                 raise UsageError(
@@ -118,7 +113,7 @@ class TorchTransport:
         group = self._group(lane)
         touch = torch.zeros(1, device=device)
         if lane.startswith("pp "):
-            sender, receiver = self._members[lane]
+            sender, receiver = self.members[lane]
             if self.rank == sender:
                 dist.send(touch, receiver, group=group)
             else:
@@ -132,8 +127,8 @@ class TorchTransport:
         for group in self._groups.values():
             dist.destroy_process_group(group)
         dist.destroy_process_group(self._control)
+        super().close()
         self._groups.clear()
-        self._members.clear()
         self._opened.clear()
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
@@ -146,9 +141,6 @@ class TorchTransport:
         return self._start(
             lane, None, lambda: dist.broadcast(value, source, group=self._group(lane), async_op=True), value
         )
-
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        return self.collective(lane, ALL_REDUCE.name, value, value, op)
 
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
@@ -182,22 +174,28 @@ class TorchTransport:
         return statistics.median(offsets_ns) / 1000.0
 
     def _group(self, lane: str) -> dist.ProcessGroup:
-        """Step 3."""
-        group = self._groups.get(lane)
-        if group is None:
-            raise not_open(self.rank, lane, self._groups)
-        return group
+        self.members_of(lane)
+        return self._groups[lane]
 
     def _start(self, lane: str, peer: int | None, begin: Any, *buffers: torch.Tensor) -> Handle:
         try:
             with keeping_core():
                 work = begin()
-            return _Work(self, lane, peer, work, buffers)
         except RuntimeError as error:
             raise self._lost(lane, peer, error) from error
+        kept = list(buffers)
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(lane, peer, error) from None
+            kept.clear()  # step 5
+
+        return Pending(wait)
 
     def _lost(self, lane: str, peer: int | None, error: RuntimeError) -> RunError:
-        others = [member for member in self._members.get(lane, ()) if member != self.rank]
+        others = [member for member in self.members.get(lane, ()) if member != self.rank]
         if peer is None and len(others) == 1:
             peer = others[0]
         # Without the place in the library's source that it begins with, and its advice.
@@ -206,7 +204,7 @@ class TorchTransport:
         if not network and not any(word in reason.lower() for word in NETWORK_WORDS):
             return RunError(f"rank {self.rank}: a message on lane {lane!r} could not be carried: {reason}")
         if "imed out" in reason or "imeout" in reason:
-            who = f"rank {peer}" if peer is not None else f"a rank of {self._members.get(lane, 'all')}"
+            who = f"rank {peer}" if peer is not None else f"a rank of {self.members.get(lane, 'all')}"
             return LostRankError(
                 f"rank {self.rank}: {who} did not answer on lane {lane!r} within {self._timeout_s:.0f} s; it "
                 f"may be lost or stuck. Look at its output; resume from the last checkpoint ({reason})",
@@ -238,18 +236,3 @@ def _lane_options(device: torch.device) -> dict[str, Any]:
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     return {"backend": "nccl", "pg_options": options}
-
-
-class _Work:
-    def __init__(
-        self, end: TorchTransport, lane: str, peer: int | None, work: Any, buffers: tuple[torch.Tensor, ...]
-    ) -> None:
-        self._end, self._lane, self._peer, self._work = end, lane, peer, work
-        self._buffers = buffers
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._end._lost(self._lane, self._peer, error) from None
-        self._buffers = ()  # step 5

@@ -7,8 +7,9 @@ order in which those were posted. `stretto.runtime.torch_transport` carries them
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import torch
 
 from stretto.backend.collectives import arrived, put_together
 from stretto.errors import RunError
-from stretto.ir.collectives import ALL_REDUCE, KINDS, How
+from stretto.ir.collectives import KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
 from stretto.runtime.memory_adapter import uncounted
@@ -30,51 +31,64 @@ class Handle(Protocol):
         """Return when it is done: received data is there, a sent buffer may be reused. Raises RunError."""
 
 
-class Transport(Protocol):
-    """One rank's end of all lanes. Lanes are communicators' names."""
+class Transport(ABC):
+    """One rank's end of all lanes. Lanes are communicators' names; members: of those that this rank is in."""
 
-    rank: int
-    size: int
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.members: dict[str, tuple[int, ...]] = {}
 
     def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
         """Create all communicators, in this order, on every rank; mesh: who is a member (`Mesh.group`).
         device: where their tensors will be."""
+        for communicator in communicators:
+            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
+            if group is not None:
+                self.members[communicator.name] = group
 
     def close(self) -> None:
         """Give all communicators back; every rank calls it."""
+        self.members.clear()
 
+    def members_of(self, lane: str) -> tuple[int, ...]:
+        """The ranks of the lane. Raises RunError for a lane that this rank does not have: none can be made
+        while others work."""
+        if lane not in self.members:
+            known = ", ".join(map(repr, self.members)) or "none"
+            raise RunError(
+                f"rank {self.rank}: lane {lane!r} was not opened on this rank, and none can be made while "
+                "others work: a communicator that ranks make in different orders never comes to be. "
+                f"Open are {known}"
+            )
+        return self.members[lane]
+
+    @abstractmethod
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle: ...
 
+    @abstractmethod
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle: ...
 
+    @abstractmethod
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle: ...
 
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        """In place. op: "sum" or "max"."""
-
+    @abstractmethod
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
     ) -> Handle:
         """One of a kind of `stretto.ir.collectives`: `value` is given, `result` written (one that works in
         place is given its result)."""
 
+    @abstractmethod
     def all_gather(self, item: Any) -> list[Any]:
         """Every rank's item, by rank, on all ranks. For small data outside the step."""
 
     def clock_offset_us(self) -> float:
         """Rank 0's clock minus this rank's, in microseconds."""
+        return 0.0
 
     def during_step(self) -> AbstractContextManager[None]:
         """Around the walk of a step by the thread that computes: what lets lanes go on beside it."""
-
-
-def not_open(rank: int, lane: str, lanes: Iterable[str]) -> RunError:
-    """What a transport raises for a start on a lane that it does not have."""
-    known = ", ".join(map(repr, lanes)) or "none"
-    return RunError(
-        f"rank {rank}: lane {lane!r} was not opened on this rank, and none can be made while others work: a "
-        f"communicator that ranks make in different orders never comes to be. Open are {known}"
-    )
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +100,6 @@ class Pending:
 
 @dataclass
 class _Board:
-    """What the threads share."""
-
     size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
     mail: dict[str, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
@@ -97,17 +109,15 @@ class _Board:
     failed: str | None = None
 
 
-class ThreadTransport:
+class ThreadTransport(Transport):
     """Ranks as threads: for tests, notebooks and a first look at a plan without processes."""
 
     def __init__(self, board: _Board, rank: int, timeout_s: float = 60.0) -> None:
-        self.rank = rank
-        self.size = board.size
+        super().__init__(rank, board.size)
         self._board = board
         self._timeout_s = timeout_s
         self._round: dict[str, int] = defaultdict(int)
         self._posted: dict[str, deque[_Receive]] = defaultdict(deque)
-        self._members: dict[str, tuple[int, ...]] = {}
 
     @staticmethod
     def group(size: int, timeout_s: float = 60.0) -> list[ThreadTransport]:
@@ -115,23 +125,9 @@ class ThreadTransport:
         board = _Board(size)
         return [ThreadTransport(board, rank, timeout_s) for rank in range(size)]
 
-    def close(self) -> None:
-        self._members.clear()
-
-    def open(self, communicators: Sequence[Communicator], device: torch.device, mesh: Mesh) -> None:
-        for communicator in communicators:
-            group = mesh.group(self.rank, communicator.axes, communicator.ranks)
-            if group is not None:
-                self._members[communicator.name] = group
-
-    def _members_of(self, lane: str) -> tuple[int, ...]:
-        if lane not in self._members:
-            raise not_open(self.rank, lane, self._members)
-        return self._members[lane]
-
     def _of(self, lane: str) -> str:
         """The board of the lane's group that this rank is in: groups of one lane have boards of their own."""
-        return f"{lane} of {self._members_of(lane)}"
+        return f"{lane} of {self.members_of(lane)}"
 
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""
@@ -152,16 +148,13 @@ class ThreadTransport:
         return receive
 
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
-        self._members_of(lane)
+        self.members_of(lane)
         return _Collective(self, lane, value, lambda parts: value.copy_(parts[source]), {source})
-
-    def all_reduce(self, lane: str, value: torch.Tensor, op: str = "sum") -> Handle:
-        return self.collective(lane, ALL_REDUCE.name, value, value, op)
 
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
     ) -> Handle:
-        members, row = self._members_of(lane), KINDS[kind]
+        members, row = self.members_of(lane), KINDS[kind]
 
         def finish(parts: dict[int, torch.Tensor]) -> None:
             given = [parts[member] for member in members]
@@ -173,12 +166,6 @@ class ThreadTransport:
         result: dict[int, Any] = {}
         _Collective(self, "control", item, result.update, set(range(self.size))).wait()
         return [result[rank] for rank in range(self.size)]
-
-    def clock_offset_us(self) -> float:
-        return 0.0
-
-    def during_step(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def wait_for(self, ready: Any, what: str) -> None:
         board = self._board
@@ -216,9 +203,9 @@ class _Collective:
         number = end._round[lane]
         end._round[lane] += 1
         self._name = f"collective {number} on lane {lane!r}"
-        members = len(end._members.get(lane, range(end.size)))
+        members = len(end.members.get(lane, range(end.size)))
         board = end._board
-        lane = end._of(lane) if lane in end._members else lane
+        lane = end._of(lane) if lane in end.members else lane
         with board.changed, uncounted():
             self._parts = board.rounds[lane][number]
             self._parts[end.rank] = value.clone() if isinstance(value, torch.Tensor) else value

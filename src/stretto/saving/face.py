@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from stretto.errors import StrettoError, UsageError
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first, together, together_slowly
-from stretto.runtime.shards import Part
+from stretto.runtime.rank_tensors import Part
 from stretto.saving import digests, folder, tensors
 from stretto.saving import optimizer as states
 from stretto.saving.tensors import DTYPES, METADATA

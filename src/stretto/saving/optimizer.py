@@ -26,7 +26,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Parameter
 from stretto.runtime import Runner
 from stretto.runtime.full_state import shown
-from stretto.runtime.shards import Part, full_spec
+from stretto.runtime.rank_tensors import Part, full_spec
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 """Options of how PyTorch computes, which the reading optimizer keeps: they change with device and layout."""

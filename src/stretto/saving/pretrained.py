@@ -17,7 +17,7 @@ from stretto.errors import UsageError
 from stretto.models.weight_files import Weights, weights_folder, weights_of
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import together, together_slowly
-from stretto.runtime.shards import Part
+from stretto.runtime.rank_tensors import Part
 
 
 def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:

@@ -41,7 +41,7 @@ from stretto.errors import StrettoError, UsageError
 from stretto.files.codec import Codec, Fits, TextLayout
 from stretto.files.typed_file import TypedFile
 from stretto.runtime.all_or_none import together, together_slowly
-from stretto.runtime.shards import Part
+from stretto.runtime.rank_tensors import Part
 from stretto.runtime.transport import Transport
 from stretto.saving.digests import (
     ELSE,

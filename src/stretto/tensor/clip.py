@@ -1,13 +1,9 @@
 """Clip: an op on a rank that is not on its tensors' mesh is described, not computed.
 
-The description, shape, strides, dtype, device, mesh and placements of the results, comes from PyTorch's own
-sharding rules, the same that ranks on the mesh follow, so that all ranks see the same tensors. No kernel
-runs and nothing is allocated: every absent tensor has the same local part, one empty tensor for each dtype
-and device.
-
-DTensor has such a path itself, and it goes a good way, but not far enough (PyTorch 2.13): results that are
-0-d use memory; results are on the processor, whatever the mesh's device is; convolution, argmin and argmax
-compute on the empty parts and fail; `item` is None, which fails far from its cause. Hence this one.
+The description comes from PyTorch's own sharding rules, the same that ranks on the mesh follow, so that all
+ranks see the same tensors. No kernel runs and nothing is allocated: every absent tensor has the same local
+part, one empty tensor for each dtype and device. DTensor's own path off the mesh (PyTorch 2.13) uses memory
+for 0-d results, on the processor, and fails in convolution, argmin, argmax and `item`.
 """
 
 from __future__ import annotations

@@ -146,13 +146,13 @@ def propagated(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     op, and off the mesh takes all of them to be free, so that ranks would differ over what a tensor is.
     Raises what PyTorch raises where it has no rule for the op.
     """
-    return _on_mesh_of(first_of(args, kwargs)._spec, _sharding(op, args, kwargs).output_spec)
+    return _on_mesh_of(first_of(args, kwargs)._spec, _sharding_of(_schema(op, args, kwargs)).output_spec)
 
 
 def has_rule(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether PyTorch can say how the results of an op are sharded."""
     try:
-        _sharding(op, args, kwargs)
+        _sharding_of(_schema(op, args, kwargs))
     except Exception:  # whatever a rule trips over
         return False
     return True
@@ -163,8 +163,7 @@ def needs_redistribution(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     It also says so where only sizes among the arguments become those of a part.
     """
-    schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
-    assert schema is not None, "it was asked for"
+    schema = _schema(op, args, kwargs)
     try:
         sharding = _sharding_of(schema)
     except NotImplementedError:
@@ -175,10 +174,10 @@ def needs_redistribution(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return [spec.placements for spec in before] != [spec.placements for spec in after]
 
 
-def _sharding(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _schema(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpSchema:
     schema = DTensor._op_dispatcher.unwrap_to_op_info(op, args, kwargs).schema
     assert schema is not None, "it was asked for"
-    return _sharding_of(schema)
+    return schema
 
 
 @lru_cache(maxsize=1 << 16)

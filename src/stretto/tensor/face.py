@@ -20,7 +20,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
 from stretto.tensor import errors
-from stretto.tensor.captured import captured
 from stretto.tensor.clip import is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
 from stretto.tensor.global_tensor import GlobalTensor
@@ -28,6 +27,7 @@ from stretto.tensor.layout import region_shape
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import checked_placements
 from stretto.tensor.reshard.move import reshard, reshard_all
+from stretto.tensor.tracing_adapter import captured
 
 __all__ = ["GlobalTensor", "local", "reshard", "reshard_all", "shard"]
 
@@ -48,7 +48,14 @@ def shard(tensor: Thing, mesh: DeviceMesh, placements: Sequence[Placement] | Non
     Raises UsageError if arguments do not fit, if the tensor is on a mesh already, or is not a leaf.
     """
     if isinstance(tensor, nn.Module):
-        _shard_module(tensor, mesh, placements)
+        done: dict[torch.Tensor, torch.Tensor] = {}
+        for inner in tensor.modules():
+            for kept in (inner._parameters, inner._buffers):
+                for name, one in kept.items():
+                    if one is not None:
+                        if one not in done:
+                            done[one] = _shard_tensor(one, mesh, placements)
+                        kept[name] = done[one]  # type: ignore[assignment]
         return tensor
     program = captured()
     if program is not None:
@@ -67,7 +74,8 @@ def local(x: torch.Tensor) -> torch.Tensor | None:
     """
     program = captured()
     if program is not None:
-        return program.local(x)
+        part: torch.Tensor | None = program.local(x)
+        return part
     if not isinstance(x, DTensor):
         raise errors.not_distributed("local", x)
     return None if is_absent(x.device_mesh) else x.to_local()
@@ -122,14 +130,3 @@ def _part(
     # A view would keep the memory of the full tensor.
     full = part.numel() == tensor.numel()
     return part if full else part.clone(memory_format=torch.contiguous_format)
-
-
-def _shard_module(module: nn.Module, mesh: DeviceMesh, placements: Sequence[Placement] | None) -> None:
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for inner in module.modules():
-        for kept in (inner._parameters, inner._buffers):
-            for name, tensor in kept.items():
-                if tensor is not None:
-                    if tensor not in made:
-                        made[tensor] = _shard_tensor(tensor, mesh, placements)
-                    kept[name] = made[tensor]  # type: ignore[assignment]

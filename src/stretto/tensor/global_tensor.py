@@ -5,13 +5,11 @@
 * a rank off the mesh computes on empty parts, or fails (see `stretto.tensor.clip`);
 * `redistribute` to another mesh raises nothing and moves nothing: here it is `stretto.reshard`;
 * a plain tensor beside a distributed one is refused: here it counts as replicated, unless that is ambiguous;
-* rules that are wrong, or give an error on one rank alone (`stretto.tensor.trusted`, `losses`);
+* rules that are wrong, or give an error on one rank alone (`stretto.tensor.trusted`);
 * a view that DTensor gathers is a copy, and what is written into it is lost (`stretto.tensor.views`);
-* two meshes in one op, shapes that depend on data, `item` off the mesh: the errors, where there are any, name
-  neither the ranks of the meshes nor what to do, and some come on some ranks only.
+* two meshes in one op, shapes that depend on data, `item` off the mesh: errors on some ranks only.
 
-On the mesh an op is handed on to DTensor as it is; sharding rules, module styles and checkpoints are
-PyTorch's. A plain DTensor that meets a `GlobalTensor` in an op joins: the result is a `GlobalTensor`.
+A plain DTensor that meets a `GlobalTensor` in an op joins: the result is a `GlobalTensor`.
 """
 
 from __future__ import annotations
@@ -217,7 +215,6 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
 
 
 def _reduced(value: Any) -> Any:
-    """Partial tensors as replicated ones."""
     if isinstance(value, (list, tuple)):
         return type(value)(_reduced(item) for item in value)
     if not isinstance(value, DTensor) or not is_partial(value):

@@ -8,7 +8,7 @@ empty. Several axes may cut one dim; they do so from left to right.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -48,6 +48,13 @@ class Layout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh_ranks", _as_tuples(self.mesh_ranks))
         object.__setattr__(self, "placements", tuple(self.placements))
+        try:
+            if not self.mesh_shape:
+                raise UsageError(
+                    f"mesh ranks {self.mesh_ranks}: give nested tuples, such as ((0, 1), (2, 3))"
+                )
+        except ValueError:
+            raise UsageError(f"mesh ranks {self.mesh_ranks} are ragged; give rows of one length") from None
         ranks = self.ranks
         if any(type(rank) is not int or rank < 0 for rank in ranks):
             raise UsageError(f"mesh {self.mesh_ranks}: its entries must be ranks, whole numbers from 0")
@@ -68,12 +75,12 @@ class Layout:
     @property
     def mesh_shape(self) -> tuple[int, ...]:
         """Number of ranks along each axis of the mesh."""
-        return _shape(self.mesh_ranks)
+        return np.shape(self.mesh_ranks)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of the mesh, row by row."""
-        return tuple(_flat(self.mesh_ranks))
+        return tuple(np.ravel(self.mesh_ranks).tolist())
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Where on the mesh a rank is, one number for each axis; None if it is not on the mesh."""
@@ -196,23 +203,5 @@ def sharded_dim(placement: Shard, shape: Sequence[int]) -> int:
     return dim
 
 
-def _as_tuples(ranks: Any) -> MeshRanks:
-    if not isinstance(ranks, (list, tuple)):
-        raise UsageError(f"mesh ranks {ranks!r}: give ranks as nested tuples, such as ((0, 1), (2, 3))")
-    nested = tuple(_as_tuples(r) if isinstance(r, (list, tuple)) else r for r in ranks)
-    if len({_shape(r) if isinstance(r, tuple) else None for r in nested}) > 1:
-        raise UsageError(f"mesh ranks {nested} are ragged; give rows of one length")
-    return nested
-
-
-def _shape(ranks: MeshRanks) -> tuple[int, ...]:
-    inner = ranks[0] if ranks else None
-    return (len(ranks), *(_shape(inner) if isinstance(inner, tuple) else ()))
-
-
-def _flat(ranks: MeshRanks) -> Iterator[Any]:
-    for inner in ranks:
-        if isinstance(inner, tuple):
-            yield from _flat(inner)
-        else:
-            yield inner
+def _as_tuples(ranks: Any) -> Any:
+    return tuple(map(_as_tuples, ranks)) if isinstance(ranks, (list, tuple)) else ranks

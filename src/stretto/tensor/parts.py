@@ -1,13 +1,11 @@
 """An op on tensors of a mesh that is computed here, not by DTensor: on parts, or on replicated tensors.
 
-    1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another: of
-       `cumsum(x, dim)` all dims but `dim`. Which they are follows from the op's rule in the one table of
-       rules (`stretto.ir.dims`): a label that need not be whole is one. Of a sum over a label each rank has
-       a partial. Along each axis of the mesh, arguments that are sharded along a free dim stay so, and those
-       that share it are sharded in the same way; all others become replicated.
-    2. The op itself runs on these parts, and its results are sharded as its arguments are. An op without free
-       dims runs on replicated tensors, on every rank of the mesh. Ops with free dims are taken from a list:
-       those whose arguments do not state sizes, which would be those of the full tensor.
+    1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another.
+       They are the labels of the op's rule (`stretto.ir.dims`) that need not be whole. Of a sum over a label
+       each rank has a partial. Along each axis of the mesh, arguments that are sharded along a free dim stay
+       so, and those that share it are sharded in the same way; all others become replicated.
+    2. The op itself runs on these parts, and its results are sharded as its arguments are. Ops with free dims
+       are taken from a list: those whose arguments do not state sizes of the full tensor.
     3. What it writes has afterwards the placements that it had before.
 
 Every rank knows the results' shapes from a run on tensors without values, so that what cannot run is refused
@@ -31,7 +29,6 @@ from stretto.ir.dim_rules import SUMMED, Dims, broadcast, labels_of, results_alo
 from stretto.ir.dims import POOLS, dims_of
 from stretto.ir.program import Op, Ref, TensorSpec
 from stretto.tensor import errors
-from stretto.tensor.captured import captured
 from stretto.tensor.clip import Wrap, has_empty_part, in_order, is_absent, layout_on, nothing
 from stretto.tensor.dtensor_adapter import (
     SHAPE_UNKNOWN,
@@ -48,11 +45,11 @@ from stretto.tensor.dtensor_adapter import (
     set_spec,
     spec_of,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
     with_placements,
     without_values,
 )
+from stretto.tensor.tracing_adapter import captured
 from stretto.tensor.trusted import ELEMENT_LOSS_GRADIENTS, ELEMENT_LOSSES, NONE, reduction_of
 
 IN_PARTS = frozenset(
@@ -167,15 +164,14 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
 
     free = free_dims(op, args, kwargs, described)
     chosen = [_chosen(tensors, axis, free) for axis in range(mesh.ndim)]
-    if any(dim is not None for dim in chosen) and _leaves_one_empty(tensors, chosen):
+    targets = _targets(tensors, chosen)
+    if any(has_empty_part(mesh, target, tuple(x.shape)) for x, target in zip(tensors, targets)):
         chosen = [None] * mesh.ndim
-    targets = [tuple(_argument_placement(dim, number) for dim in chosen) for number in range(len(tensors))]
-    written = {
-        number
-        for argument in op._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for number in numbered(op, args, kwargs).get(argument.name, ())
-    }
+        targets = _targets(tensors, chosen)
+    ids = {id(x) for x in tensors}
+    # A tensor that is given twice is written where it comes first.
+    writes = [id(x) for x in written_values(op, args, kwargs)]
+    written = {next(at for at, x in enumerate(tensors) if id(x) == one) for one in writes if one in ids}
     for number, x in enumerate(tensors):
         if not in_order(mesh) and targets[number] != tuple(x.placements):
             raise errors.ranks_out_of_order(op, tensors)
@@ -206,22 +202,9 @@ def on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Wrap)
         if meta is None:
             results.append(None)
             continue
-        placements = [_result_placement(dim, number) for dim in chosen]
+        placements = [_placement_along(None if dim is None else dim.results[number]) for dim in chosen]
         results.append(wrap(part, new_spec(mesh, placements, meta.shape, meta.stride, meta.dtype)))
     return tree_unflatten(results, result_tree)
-
-
-def numbered(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of each argument, by name, which of the tensors on the mesh it has, counted in the order of all. A
-    tensor that is given twice counts twice."""
-    names = [argument.name for argument in op._schema.arguments]
-    result: dict[str, tuple[int, ...]] = {}
-    count = 0
-    for name, value in (*zip(names, args), *kwargs.items()):
-        here = sum(isinstance(leaf, DTensor) for leaf in tree_leaves(value))
-        result[name] = tuple(range(count, count + here))
-        count += here
-    return result
 
 
 def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> FreeDim | None:
@@ -235,23 +218,15 @@ def _chosen(tensors: Sequence[DTensor], axis: int, free: Sequence[FreeDim]) -> F
     return None
 
 
-def _leaves_one_empty(tensors: Sequence[DTensor], chosen: Sequence[FreeDim | None]) -> bool:
-    """Whether some rank would compute on no element of an argument."""
-    return any(
-        has_empty_part(
-            x.device_mesh, tuple(_argument_placement(dim, number) for dim in chosen), tuple(x.shape)
-        )
-        for number, x in enumerate(tensors)
-    )
+def _targets(tensors: Sequence[DTensor], chosen: Sequence[FreeDim | None]) -> list[tuple[Placement, ...]]:
+    """The placements of each argument."""
+    return [
+        tuple(_placement_along(None if dim is None else dim.arguments[number]) for dim in chosen)
+        for number in range(len(tensors))
+    ]
 
 
-def _argument_placement(dim: FreeDim | None, number: int) -> Placement:
-    at = None if dim is None else dim.arguments[number]
-    return Replicate() if at is None else Shard(at)
-
-
-def _result_placement(dim: FreeDim | None, number: int) -> Placement:
-    at = None if dim is None else dim.results[number]
+def _placement_along(at: int | str | None) -> Placement:
     if isinstance(at, str):
         return Partial()
     return Replicate() if at is None else Shard(at)

@@ -1,4 +1,5 @@
-"""The room of `stretto.tensor` that knows what tracing needs of DTensor's private corners (2.11 to 2.13).
+"""What `stretto.tensor` does while a program is captured, and what tracing needs of DTensor's private corners
+(2.11 to 2.13). Nothing moves: who captures does what `shard`, `reshard`, `local` and `redistribute` would.
 
 What it uses, so that the next release breaks this file alone, with a test for each:
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +25,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.tensor.dtensor_adapter import Spec
+
+_captured: ContextVar[Any] = ContextVar("stretto_captured_program", default=None)
+
+
+@contextmanager
+def capturing(program: Any) -> Iterator[None]:
+    """While the context lasts, a program is being captured: the methods of `program` replace the functions
+    `shard`, `reshard`, `redistribute` and `local`."""
+    token = _captured.set(program)
+    try:
+        yield
+    finally:
+        _captured.reset(token)
+
+
+def captured() -> Any:
+    """Who captures the program that runs; None where it just runs."""
+    return _captured.get()
+
 
 Redistribute = Callable[[torch.Tensor, Spec, Spec], torch.Tensor]
 """A rank's part, and what it is a part of before and after -> the part after."""

@@ -1,22 +1,20 @@
 """Which ops DTensor may compute as it does, and on what; and losses that reduce, which it gets wrong.
 
-DTensor has rules for a thousand ops, and more in each release; some give wrong values, some wrong gradients,
-some an error on one rank alone. So it computes an op only if that is in this table, and only with tensors
-for which `tests/tensor/sweep` has shown it right; all else is computed by `stretto.tensor.parts`, which is
-right by construction and gathers more. An op of the table on other tensors is asked the same.
+Some of DTensor's thousand rules give wrong values, some wrong gradients, some an error on one rank alone. So
+it computes an op only if that is in this table, and only with tensors for which `tests/tensor/sweep` has
+shown it right; all else is computed by `stretto.tensor.parts`, right by construction, which gathers more.
 
     1. Partial tensors go only into ops that are linear in them; else they are reduced first.
     2. A tensor of which some rank has no element goes only into ops of elements.
     3. Of some ops only some dims may be cut.
 
-PyTorch derives how a reducing loss is sharded from its decomposition, and calls the op on the parts: a mean
-of means, which is right only where parts are equal and rows weigh the same, with a gradient that is too large
-by the number of ranks. Here:
+PyTorch calls a reducing loss on the parts: a mean of means, which is right only where parts are equal and
+rows weigh the same, with a gradient that is too large by the number of ranks. Here:
 
 * a loss of elements is computed for each element, then summed, then divided by the full tensor's size; its
   gradient is that of the elements, of a gradient divided by this size;
 * `nll_loss`, that of cross-entropy, gives the sum of the rows that count and the sum of their weights; the
-  mean is the one over the other, of the full tensor. Its backward pass takes the sum of weights as it is.
+  mean is the one over the other. Its backward pass takes the sum of weights as it is.
 """
 
 from __future__ import annotations
@@ -96,7 +94,9 @@ def is_trusted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: 
     """Whether DTensor's own way is right for an op on such tensors, Partial only where they may be."""
     if not _in_table(op):
         return False
-    if not _of_elements(op) and any(_has_empty_part(x) for x in tensors):
+    if not _of_elements(op) and any(
+        has_empty_part(x.device_mesh, tuple(x.placements), tuple(x.shape)) for x in tensors
+    ):
         return False
     condition = CONDITIONS.get(_name(op))
     return condition is None or condition(op, args, kwargs)
@@ -154,13 +154,6 @@ def keeps_partial(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensor
 def is_partial(x: DTensor) -> bool:
     """Whether ranks have terms of a tensor, not the tensor."""
     return any(p.is_partial() for p in x.placements)
-
-
-def _has_empty_part(x: DTensor) -> bool:
-    placements = x.placements
-    if all(p.is_replicate() for p in placements):
-        return False
-    return has_empty_part(x.device_mesh, tuple(placements), tuple(x.shape))
 
 
 def _counts_once(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -251,7 +244,6 @@ def reduction_of(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _filled(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments in their order."""
     result = list(args)
     for argument in op._schema.arguments[len(args) :]:
         result.append(kwargs.get(argument.name, argument.default_value))

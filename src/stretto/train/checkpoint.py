@@ -19,7 +19,7 @@ from stretto.models.build import build_model
 from stretto.models.weight_files import weights_folder, weights_of
 from stretto.runtime import Runner
 from stretto.runtime.all_or_none import on_first
-from stretto.runtime.shards import Part
+from stretto.runtime.rank_tensors import Part
 from stretto.saving import face, pretrained, tensors
 from stretto.saving.digests import ELSE
 from stretto.saving.folder import Writing

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.program import Job
 from stretto.runtime import Runner
 
@@ -55,7 +56,7 @@ class GradientClip:
                 own = parameter.grad.as_subclass(torch.Tensor)  # a part's knows that it is one
                 self._norms[at] = torch.linalg.vector_norm(own)
         if self._transport.size > 1:
-            self._transport.all_reduce(LANE, self._norms).wait()
+            self._transport.collective(LANE, ALL_REDUCE.name, self._norms, self._norms, "sum").wait()
         total: torch.Tensor = torch.linalg.vector_norm(self._norms)
         if self._max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, total)

@@ -35,7 +35,7 @@ from stretto.report.html import REPORT, lacks_page, write_page
 from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
-from stretto.runtime.shards import full_spec
+from stretto.runtime.rank_tensors import full_spec
 from stretto.schedule.sums import without_sums
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
@@ -150,7 +150,7 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     if results.seen is not None and (loads := load_grid(results.seen)) is not None:
         loads.print()
         # Who waits for whom and why.
-        stalls = None if measured is None else stalls_grid(measured, results.plan, results.seen.end)
+        stalls = None if measured is None else stalls_grid(measured)
         if stalls is not None:
             stalls.print()
     say("")
@@ -173,18 +173,6 @@ def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> Non
         with writing(run_dir):
             write_page(load_run(run_dir))
         say(f"the run had ended before its report: {run_dir / REPORT} is made now")
-
-
-def _print_seen(results: Results) -> None:
-    """Who waits for whom and why, where the model has experts."""
-    loads = None if results.seen is None else load_grid(results.seen)
-    if results.seen is None or loads is None:
-        return
-    measured = results.measured
-    stalls = None if measured is None else stalls_grid(measured)
-    for grid in (loads, stalls):
-        if grid is not None:
-            grid.print()
 
 
 def _report(results: Results, say: Callable[[str], None]) -> Mapping[str, Any]:

@@ -15,8 +15,7 @@ import numpy as np
 
 from stretto.tensor.layout import Layout, Region
 from stretto.tensor.reshard.plan import ReshardPlan
-from stretto.tensor.reshard.tasks import Tensor
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import Hosts, Tensor
 
 
 def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int, np.ndarray]]]:

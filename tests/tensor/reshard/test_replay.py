@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -16,55 +15,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout
 from stretto.tensor.reshard.plan import Tensor, Together, plan_reshards, plan_together
-from stretto.tensor.reshard.tasks import MODES
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import MODES, Hosts
 
 from .replay import check_times, check_values
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-
-MESHES = {
-    # (source, target): what is special about the pair
-    ((0, 1, 2, 3), (4, 5, 6, 7)): "apart, of one size",
-    ((0, 1), (2, 3, 4)): "apart, of two sizes",
-    ((0, 1, 2, 3), (2, 3, 4)): "overlapping",
-    ((0, 1, 2, 3), (3, 1, 0, 2)): "one mesh, ranks in another order",
-    ((0, 1, 2, 3), (1, 2)): "whole to part",
-    ((1, 2), (0, 1, 2, 3)): "part to whole",
-    (((0, 1), (2, 3)), (4, 5, 6)): "other dimensionality",
-    (((0, 1), (2, 3)), ((4, 5, 6), (7, 8, 9))): "two axes each",
-    (((3, 1), (0, 2)), ((0, 1), (2, 3))): "two axes each, ranks in another order",
-    ((5,), ((0, 1), (2, 3))): "one rank to a mesh",
-}
-
-
-def layouts(ranks, ndim=2):
-    axes = 2 if isinstance(ranks[0], tuple) else 1
-    return [Layout(ranks, held) for held in product((R, S0, S1)[: ndim + 1], repeat=axes)]
-
-
-@pytest.mark.parametrize(("source", "target"), MESHES, ids=MESHES.values())
-@pytest.mark.parametrize("mode", MODES)
-def test_every_pair_of_placements_arrives_whole(source, target, mode):
-    """Shapes: uneven, with fewer rows than ranks, and with an even split."""
-    hosts = Hosts.of(2, 10, latency_us=3.0)
-    for shape in ((10, 5), (2, 7), (12, 1)):
-        for before, after in product(layouts(source), layouts(target)):
-            tensors = [Tensor(shape, 4, before, after)]
-            plan = plan_reshards(tensors, hosts, mode)
-            check_values(plan, tensors)
-            check_times(plan, hosts)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(), (0,), (0, 4), (1,)])
-def test_tensors_with_nothing_to_cut(shape, mode):
-    hosts = Hosts.of(2, 8)
-    tensors = [Tensor(shape, 8, Layout((0, 1, 2), (R,)), Layout(((2, 3), (4, 5)), (R, R)))]
-    plan = plan_reshards(tensors, hosts, mode)
-    check_values(plan, tensors)
-    check_times(plan, hosts)
-    assert len(plan.copies) == (0 if 0 in shape else 1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -156,25 +111,6 @@ def test_a_chain_runs_through_the_hosts_of_both_targets():
     assert alone.makespan_us == pytest.approx(8000)
 
 
-def test_a_host_that_gets_it_for_one_target_has_it_for_the_other():
-    hosts = Hosts.of(2, 4, link_bytes_per_s=1e6)
-    tensor = Tensor((8, 4), 4, Layout((0,), (R,)), [Layout((2,), (R,)), Layout((3,), (S0,))])
-    for mode, link_bytes in (("broadcast", 128), ("point_to_point", 256)):
-        found = together([tensor], hosts, mode)
-        assert found.plan.link_bytes == link_bytes, mode
-        # a copy to each is what point to point means, and nothing is won by smaller boxes
-        assert (len(found.parts) == 1) == (mode != "point_to_point")
-
-
-def test_targets_stay_apart_where_nothing_is_won():
-    """Two hosts have it, and each serves the target that it is nearest to."""
-    hosts = Hosts.of(2, 4)
-    tensor = Tensor((9, 4), 4, Layout((0, 2), (R,)), [Layout((1,), (R,)), Layout((3,), (R,))])
-    found = together([tensor], hosts)
-    assert found.parts == ((0, (0,)), (0, (1,)))
-    assert [(one.sender, one.receivers) for one in found.plan.transfers] == [(0, (1,)), (2, (3,))]
-
-
 def test_terms_of_a_sum_are_a_target_apart():
     hosts = Hosts.of(1, 5)
     targets = [Layout((1,), (R,)), Layout((2, 4), (Partial(),)), Layout((3,), (R,))]
@@ -185,20 +121,6 @@ def test_terms_of_a_sum_are_a_target_apart():
         plan_reshards([Tensor((50,), 8, Layout((0,), (R,)), targets)], hosts)
     with pytest.raises(UsageError, match="no target layout"):
         plan_reshards([Tensor((50,), 8, Layout((0,), (R,)), [])], hosts)
-
-
-def test_several_tensors_share_the_links_and_each_chooses():
-    """The second's targets stand on one host; the first's, on two that hold it already."""
-    hosts = Hosts.of(2, 8, link_bytes_per_s=1e6)
-    tensors = [
-        Tensor((10, 10), 8, Layout((0, 2), (R,)), [Layout((1,), (S0,)), Layout((3,), (R,))]),
-        Tensor((6, 6), 8, Layout((4, 5), (S1,)), [Layout((6,), (S0,)), Layout((7, 2), (S1,))]),
-    ]
-    found = together(tensors, hosts)
-    assert found.parts == ((0, (0,)), (0, (1,)), (1, (0, 1)))
-    apart = plan_reshards([replace(one, target=target) for one in tensors for target in one.targets], hosts)
-    assert found.plan.makespan_us <= apart.makespan_us
-    assert found.plan.link_bytes < apart.link_bytes
 
 
 @st.composite

@@ -1,21 +1,17 @@
 """All ranks make the same reshards in the same order: where they do not, all of them end with an error.
 
-A tensor on many meshes is one tensor for all ranks, so every rank, those off both meshes too, comes to every
-reshard. Each call has a number, counted from 1 on each rank, and a text: dtype, shape, both layouts. Through
-the store of the default process group:
+Every rank, those off both meshes too, comes to every reshard. Each call has a number, counted from 1 on each
+rank, and a text: dtype, shape, both layouts. Through the store of the default process group:
 
 1. The first rank to come to a number writes its text; every later one compares (`compare_set`: one answer
    from the store, no waiting for other ranks). A difference is an error at once, and sets the alarm.
 2. A rank that waits for a message looks every `LOOK_S` whether there is an alarm, or whether a rank that it
    needs has ended its program before it came to this number; either is an error.
-3. A rank that waits longer than the patience gives up, and sets the alarm: one that it needs is late, or
-   skips the reshard and waits for something else. The patience is long, for a rank may well be busy:
-   `STRETTO_RESHARD_PATIENCE_S`. A rank that waits in a collective of PyTorch meanwhile fails when the others
-   have ended, or at the time limit of its process group.
+3. A rank that waits longer than the patience (`STRETTO_RESHARD_PATIENCE_S`) sets the alarm. A rank that waits
+   in a collective of PyTorch meanwhile fails when the others have ended.
 4. At the end of the program ranks compare how many reshards they have made; to differ is an error too.
 
-It costs two answers from the store a call, 0.1 ms on one machine. The check is always on: what it finds would
-else be a hang, or wrong numbers. Old texts are deleted, so that the store does not grow.
+It costs two answers from the store a call, 0.1 ms on one machine.
 """
 
 from __future__ import annotations
@@ -180,7 +176,14 @@ class Agreement:
         try:
             self.drain()
             if not failed:
-                self._last_look()
+                self._raise_if_alarmed()
+                whose, count = self._first("last", str(self.number))
+                if int(count) != self.number:
+                    raise self.alarm(
+                        f"rank {self.rank} has made {self.number} reshards in this run, and rank {whose} "
+                        f"{count}: one of them has skipped some, or a backward pass; gradients or values "
+                        "may be missing"
+                    )
         except RunError as found:
             error = found
         self._keep_store(failed or error is not None)
@@ -188,15 +191,6 @@ class Agreement:
             sys.stdout.flush()
             print(error, file=sys.stderr, flush=True)
             os._exit(1)
-
-    def _last_look(self) -> None:
-        self._raise_if_alarmed()
-        whose, count = self._first("last", str(self.number))
-        if int(count) != self.number:
-            raise self.alarm(
-                f"rank {self.rank} has made {self.number} reshards in this run, and rank {whose} {count}: "
-                "one of them has skipped some, or a backward pass; gradients or values may be missing"
-            )
 
     def _keep_store(self, failed: bool) -> None:
         """Rank 0 keeps the store where no launcher does, and leaves last, for the others look there; where it

@@ -22,8 +22,7 @@ from stretto.ir.limits import MOST_RESHARDED
 from stretto.tensor import errors
 from stretto.tensor.clip import layout_on
 from stretto.tensor.layout import Layout, sharded_dim
-from stretto.tensor.reshard.tasks import MODES, Mode
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import MODES, Hosts, Mode
 
 HOW_SEVERAL = "stretto.reshard_all([(x, mesh, placements), ...])"
 """The line to write where several tensors, or several meshes, are given to `reshard`."""

@@ -2,15 +2,12 @@
 
 1. All ranks agree that they make the same reshard                         arguments, agree
 2. On one mesh: DTensor's collectives, where they are right
-3. Else: Partial axes are reduced on the source mesh, to distinct tiles
-   where dims allow; transfers of all tensors are planned together, on
-   every rank the same; and carried out by the ranks of any of the meshes     plan, execute
+3. Else: Partial axes are reduced on the source mesh; transfers of all
+   tensors are planned together, and carried out by the ranks of any mesh   plan, execute
 4. Ranks off the target mesh have the description alone                    clip
-5. A gradient is a tensor on the target mesh; it goes the way back: a
-   reshard to the source's mesh and placements. Gradients of tensors that
-   went together go back together, those that there are; where one tensor
-   went to several meshes, its gradient is the sum. A Partial source has
-   a whole gradient, as in DTensor.
+5. A gradient goes back to the source's mesh and placements, with those of
+   the tensors that went together; where one tensor went to several
+   meshes, it is the sum. A Partial source has a full gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.tensor.captured import captured
 from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor, moved_by
@@ -35,11 +31,10 @@ from stretto.tensor.layout import Layout, region_shape
 from stretto.tensor.parts import part_under
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import Move, check_way, checked_move, checked_moves, text_of
-from stretto.tensor.reshard.execute import LocalBox, execute
-from stretto.tensor.reshard.lines import lines
+from stretto.tensor.reshard.execute import LocalBox, execute, lines
 from stretto.tensor.reshard.plan import Together, plan_together
-from stretto.tensor.reshard.tasks import Mode, Tensor
-from stretto.tensor.reshard.timeline import Hosts
+from stretto.tensor.reshard.tasks import Hosts, Mode, Tensor
+from stretto.tensor.tracing_adapter import captured
 
 
 def between(
@@ -77,7 +72,6 @@ def between(
 
 
 def _unfilled(x: GlobalTensor, target: Layout, device_type: str) -> torch.Tensor:
-    """Step 1, for one result."""
     rank = dist.get_rank()
     region = target.region(tuple(x.shape), rank)
     if region is None:
@@ -93,7 +87,6 @@ def _result(x: GlobalTensor, move: Move, part: torch.Tensor) -> GlobalTensor:
 
 @lru_cache(maxsize=4096)
 def _plan(tensors: tuple[Tensor, ...], mode: Mode) -> Together:
-    """Step 2."""
     return plan_together(tensors, hosts_of_launch(), mode)
 
 
@@ -200,7 +193,6 @@ class _Way:
 
 
 def _agreed(tensors: Sequence[DTensor], moves: tuple[Move, ...], way: _Way) -> tuple[GlobalTensor, ...]:
-    """Step 1, and the rest."""
     agreement().enter(text_of(tensors, moves, way.mode, way.in_flight_bytes))
     return _apply([as_global(x) for x in tensors], moves, way) if moves else ()
 
@@ -246,7 +238,6 @@ class _Moves(torch.autograd.Function):
 
 
 def _placement_back(placement: Placement) -> Placement:
-    """Where the gradient of a tensor so placed goes."""
     return Replicate() if placement.is_partial() else plain_placement(placement)
 
 
@@ -267,7 +258,6 @@ def _moved(tensors: Sequence[GlobalTensor], moves: Sequence[Move], way: _Way) ->
 
 
 def _stays(x: GlobalTensor, move: Move) -> bool:
-    """Whether DTensor's collectives on the tensor's own mesh are right for a move."""
     same = mesh_ranks(x.device_mesh) == mesh_ranks(move.mesh)
     return same and (in_order(move.mesh) or move.placements == x.placements)
 

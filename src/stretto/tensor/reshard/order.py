@@ -1,23 +1,19 @@
 """Who sends, and in which order: choices for a list of sends that make the links busy at once.
 
 An arrangement is a sender and a way through the hosts for each send, and one order of all. Its timeline
-follows from it. The steps:
+follows from it. The steps, each from the best of those before it:
 
     1. naive: the first holder sends, in the order of the tasks, along hosts in order of rank
     2. senders: the longest send first, each from the host whose uplink then carries least
     3. order: again and again the send that can start first; which of several is a rule, and several rules
        are tried (open-shop list scheduling; a send is an operation on several links at once)
-    4. rounds: in each, as many hosts send and receive at once as can, the busiest among them. A send that can
-       start at once may keep two links busy and leave a third, on which as much waits, without a partner;
-       then no rule that looks at one send at a time is good enough. A round is a matching of senders and
-       receivers that covers the links with most left to do, as far as a matching can cover them: links are
-       taken in order of what they have left, and each is covered by an alternating path that uncovers none
-       before it (sets that a matching can cover are a matroid, so taking the greatest first is best). For
-       sends of one length this colours the edges of a bipartite graph, and the order takes no longer than
-       the busiest link (König).
+    4. rounds: in each, as many hosts send and receive at once as can, the busiest among them. No rule that
+       takes one send at a time does that. A round is a matching of senders and receivers: links are taken in
+       order of what they have left, and each is covered by an alternating path that uncovers none before it
+       (sets that a matching can cover are a matroid, so taking the greatest first is best). For sends of one
+       length the order takes no longer than the busiest link (König).
 
-Each step starts from the best of those before it, so none is worse than they are. Equal input gives equal
-choices: ties go by index.
+Equal input gives equal choices: ties go by index.
 """
 
 from __future__ import annotations
@@ -28,8 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from stretto.tensor.reshard.tasks import UnitTask, by_host
-from stretto.tensor.reshard.timeline import Footprint, Hosts, Link, LinkTimeline, footprint
+from stretto.tensor.reshard.tasks import Footprint, Hosts, Link, LinkTimeline, UnitTask, by_host, footprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,22 +3,18 @@
     1. needs_of       the boxes that must move, and the copies that ranks make for themselves    tasks
     2. sends_of       what the mode makes of them                                                tasks
     3. bound_us       the time that no plan can be under
-    4. SendArranger       senders and order, the best of a few rules                                 order
+    4. SendArranger   senders and order, the best of a few rules                                 order
 
-A plan needs no device, and each rank may make it for itself: equal input gives an equal plan. Its list of
-transfers is the order in which every rank does those that it takes part in, so no two ranks wait for each
-other in a circle.
-
-`plan_together` is for tensors that several meshes need at one time: a rank that has received a box may send
-it on.
+A plan needs no device. Each rank may make it for itself: equal input gives an equal plan. Every rank does its
+transfers in the order of the list, so no two ranks wait for each other in a circle.
 
 The bound is the load of the links, with senders chosen as well as they could be. Into a host, each box must
 go once if a rank of it needs the box and none has it. Out of the hosts, each box must go as often as there
 are such hosts: once at least out of a host that had it at first, and otherwise out of any of these and those
-that it has come to. With boxes divided at will among the hosts that may send them, the least that the busiest
-uplink must send is the largest, over sets of hosts, of the bytes that only the set can send, for each host of
-the set (Hall's condition). A maximum flow finds a set that cannot send its bytes at a given load; the load
-then grows to what that set needs, until there is none (Dinkelbach's method).
+that it has come to. The least that the busiest uplink must send is the largest, over sets of hosts, of the
+bytes that only the set can send, for each host of the set (Hall's condition). A maximum flow finds a set that
+cannot send its bytes at a given load; the load then grows to what that set needs, until there is none
+(Dinkelbach's method).
 """
 
 from __future__ import annotations
@@ -34,10 +30,19 @@ from typing import Literal, TypeAlias
 import networkx as nx
 
 from stretto.errors import UsageError
-from stretto.tensor.layout import Layout, Region
+from stretto.tensor.layout import Region
 from stretto.tensor.reshard.order import Arrangement, SendArranger
-from stretto.tensor.reshard.tasks import Copy, Mode, Needs, Tensor, UnitTask, needs_of, sends_of
-from stretto.tensor.reshard.timeline import MICROSECONDS_PER_S, Hosts
+from stretto.tensor.reshard.tasks import (
+    MICROSECONDS_PER_S,
+    Copy,
+    Hosts,
+    Mode,
+    Needs,
+    Tensor,
+    UnitTask,
+    needs_of,
+    sends_of,
+)
 
 __all__ = [
     "Choice",
@@ -45,7 +50,6 @@ __all__ = [
     "Mode",
     "ReshardPlan",
     "Tensor",
-    "plan_reshard",
     "plan_reshards",
 ]
 
@@ -113,28 +117,6 @@ class ReshardPlan:
     received_bytes: Mapping[int, int]
 
 
-def plan_reshard(
-    shape: Sequence[int],
-    itemsize_bytes: int,
-    source: Layout,
-    target: Layout,
-    hosts: Hosts,
-    mode: Mode = "broadcast",
-    *,
-    choice: Choice = "balanced",
-    piece_bytes: int = PIECE_BYTES,
-) -> ReshardPlan:
-    """Plan how a tensor comes from one layout to another; the meshes may be the same, overlap, or not.
-
-    shape: of the full tensor. mode: see `modes`.
-    choice: "naive": the first holder sends, in the order of the tasks, to compare with.
-    Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
-    without host.
-    """
-    tensor = Tensor(tuple(shape), itemsize_bytes, source, target)
-    return plan_reshards([tensor], hosts, mode, choice=choice, piece_bytes=piece_bytes)
-
-
 def plan_reshards(
     tensors: Sequence[Tensor],
     hosts: Hosts,
@@ -143,9 +125,13 @@ def plan_reshards(
     choice: Choice = "balanced",
     piece_bytes: int = PIECE_BYTES,
 ) -> ReshardPlan:
-    """Plan several tensors that change their layouts at one time, so that they share the links well.
+    """Plan how tensors come from one layout to another at one time, so that they share the links well. The
+    meshes may be the same, overlap, or not.
 
-    `BoxTransfer.tensor` and its like are indices into `tensors`. See `plan_reshard` for the rest.
+    `BoxTransfer.tensor` and its like are indices into `tensors`. mode: how a box goes to several ranks.
+    choice: "naive": the first holder sends, in the order of the tasks, to compare with.
+    Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
+    without host.
     """
     if piece_bytes < 1:
         raise UsageError(f"piece_bytes={piece_bytes}: give 1 or more")
@@ -258,7 +244,10 @@ def plan_together(
     for index, tensor in enumerate(tensors):
         if sum(not target.partial_axes for target in tensor.targets) > 1:
             other = _planned(tensors, joined | {index}, hosts, mode, piece_bytes)
-            if _is_better(other.plan, result.plan):
+            plan, than = other.plan, result.plan
+            is_faster = plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE)
+            is_as_fast = plan.makespan_us <= than.makespan_us * (1 + 1e-9)
+            if is_faster or (is_as_fast and plan.link_bytes < than.link_bytes):
                 joined, result = joined | {index}, other
     return result
 
@@ -282,13 +271,6 @@ def _planned(
         for index, targets in parts
     ]
     return Together(plan_reshards(split, hosts, mode, piece_bytes=piece_bytes), tuple(parts))
-
-
-def _is_better(plan: ReshardPlan, than: ReshardPlan) -> bool:
-    """Whether joined targets are worth their smaller boxes."""
-    if plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE):
-        return True
-    return plan.makespan_us <= than.makespan_us * (1 + 1e-9) and plan.link_bytes < than.link_bytes
 
 
 Demands = Mapping[frozenset[int], int]
