@@ -151,7 +151,7 @@ class BraidTable:
 
 
 def planned(table: BraidTable, family: str, overlap: OverlapMode, *, more_live: int | None = None) -> Plan:
-    """more_live: of live microbatches, how many more than in the family's order a stage may hold; None is any
+    """more_live: of live microbatches, how many more than in the family's order a stage may keep; None is any
     number."""
     schedule: Schedule = make_schedule(family, table.p, table.m)
     job = stack(schedule.stages, table.m)
@@ -161,20 +161,20 @@ def planned(table: BraidTable, family: str, overlap: OverlapMode, *, more_live: 
 
 
 def live_chunks(plan: Plan) -> int:
-    """The most chunks of microbatches that a rank holds at once, from the first op of a forward that computes
+    """The most chunks of microbatches that a rank keeps at once, from the first op of a forward that computes
     to the last of its backward."""
     most = 0
     for rank in range(plan.ranks):
-        held: dict[tuple[int, int], tuple[int, int]] = {}
+        kept: dict[tuple[int, int], tuple[int, int]] = {}
         at = 0
         for _, run, window in plan.runs(rank):
             for item in window.items:
                 stage = window.parts[item.part][0]
                 if item.kind is ItemKind.OP and plan.costs.op_us[stage, str(item.ref)]:
                     chunk = stage, run.microbatches[item.part]
-                    held[chunk] = held.get(chunk, (at, at))[0], at
+                    kept[chunk] = kept.get(chunk, (at, at))[0], at
                 at += 1
-        changes = [(begin, 1) for begin, _ in held.values()] + [(end + 1, -1) for _, end in held.values()]
+        changes = [(begin, 1) for begin, _ in kept.values()] + [(end + 1, -1) for _, end in kept.values()]
         most = max(most, *accumulate(by for _, by in sorted(changes)))
     return most
 

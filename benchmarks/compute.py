@@ -5,7 +5,7 @@
        eager PyTorch, our windows op by op, `torch.compile` of the model with its loss, our windows compiled.
        Losses and gradients are compared first, or the cell is void.
     3. They take turns, the order rotating. A system's ratio is the median over rounds of its time over
-       eager's in the same round, so that what slows a whole round counts for nothing.
+       eager's in the same round, so that what slows a full round counts for nothing.
 
 Touches `transformers` for the models that come from there.
 """
@@ -39,7 +39,7 @@ COMPILED, OURS_COMPILED = "torch.compile", "stretto inductor"
 
 WARM_UPS = 4
 """Turns that do not count. Measured: the C library's allocator goes on returning memory, and the system on
-giving it anew, for three steps; later steps fault no pages."""
+giving it again, for three steps; later steps fault no pages."""
 
 ROWS, SEQUENCE, VOCABULARY = 1, 256, 4096
 """Of a microbatch, unless it is asked for longer ones, and of all models."""

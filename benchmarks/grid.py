@@ -58,7 +58,7 @@ CORE_LINKS = {
 PAIRS = 'device = "h100"\ncount = 16\nnode_devices = 2\n[figures]\nnic_gbit = {}\n'
 CLUSTER_FILES = {"h100 pairs 25gbit": PAIRS.format(25), "h100 pairs 200gbit": PAIRS.format(200)}
 """Cluster -> its file: pairs of accelerators, joined by cards so slow that messages between stages (25) or
-sums of gradients (200) take about as long as the compute beside them."""
+gradient reductions (200) take about as long as the compute beside them."""
 
 CSVS = {
     "virtual": (
@@ -130,7 +130,7 @@ def _job(name: str, cluster: str, schedule: str = "1f1b", **given: Any) -> GridJ
 
 
 JOBS = (
-    # Pipelines: every family, few and many microbatches, schedules of one's own.
+    # Pipelines: every family, few and many microbatches, schedules of your own.
     _job("pp2 gpipe", "cores 100mbit", "gpipe", pp=2, microbatches=8),
     _job("pp4 1f1b", "cores 100mbit", pp=4, microbatches=8, model={"layers": 8}),
     _job("pp4 eager-1f1b", "cores 100mbit", "eager-1f1b", pp=4, microbatches=8, model=LEARNED),
@@ -139,7 +139,7 @@ JOBS = (
     _job("pp2 zb-h2 off, max_live", "cores 1gbit", "zb-h2", pp=2, microbatches=8, overlap="off", max_live=2),
     _job("pp2 virtual stages, tied", "cores 1gbit", "virtual", pp=2, microbatches=4, model=TIED, stages=4),
     _job("pp2 tp2 overlapped slots", "cores 1gbit", "overlapped", pp=2, tp=2, microbatches=4),
-    # Tensor parallelism: windows of one microbatch, pairs, whole steps, products and messages in parts.
+    # Tensor parallelism: windows of one microbatch, pairs, full steps, products and messages in parts.
     _job("tp2 local", "cores 1gbit", tp=2, microbatches=2, overlap="local"),
     _job("tp2 window", "cores 1gbit", tp=2, microbatches=4, model=SHORT),
     _job("tp2 sp, counts", "cores busy link", tp=2, sequence_parallel=True, microbatches=4, counts=True),
@@ -183,7 +183,7 @@ JOBS = (
         rows=16,
         model=SHORT,
     ),
-    # Sums of gradients, of which some take as long as the backward.
+    # Gradient reductions, of which some take as long as the backward.
     _job("dp2 8 layers", "cores 1gbit", dp=2, rows=6, model={"layers": 8}),
     _job("dp4 pp2 zb-h1 tied", "cores 1gbit", "zb-h1", dp=4, pp=2, microbatches=4, rows=16, model=TIED),
     _job(

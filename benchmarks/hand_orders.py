@@ -9,8 +9,8 @@
                attention of all chunks, each with its dispatch behind it; experts of all chunks, each with its
                combine behind it; the rest. The backward goes the other way.
 
-Where theirs leaves a choice, here is what is better for it: a start stands before weight gradients and shared
-experts that could as well come later; windows that they do not speak of are searched, and sums of gradients
+Where theirs leaves a choice, here is what is better for it: a start is before weight gradients and shared
+experts that could as well come later; windows that they do not speak of are searched, and gradient reductions
 placed, as Stretto's own.
 """
 
@@ -157,7 +157,7 @@ def steady_us(timeline: Timeline) -> tuple[float, float]:
 
 
 def hidden(plan: Plan, axis: str) -> tuple[float, float]:
-    """The share of an axis' communication that is hidden, in the whole step and in its steady state."""
+    """The share of an axis' communication that is hidden, in the full step and in its steady state."""
     timeline = simulate(plan)
     within = steady_us(timeline)
     return timeline.hidden[axis], 1.0 - _share(timeline, axis, within)

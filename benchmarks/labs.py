@@ -48,7 +48,7 @@ def result_of(lab: Lab, module: str, setup: Mapping[str, Any], *words: str, what
     lab: one that is not up yet; what: what runs, as the error names it. Raises RunError when a rank fails,
     StrettoError when the machine cannot run a lab.
     """
-    # Else PyTorch warns on every rank that it cannot look up names of hosts, and in a lab nobody can.
+    # Else PyTorch warns on every rank that it cannot look up names of hosts, and in a lab no one can.
     environment = {"OMP_NUM_THREADS": str(setup["threads_per_rank"]), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"

@@ -70,7 +70,7 @@ class Cuts:
     slices: int = 1
 
 
-WHOLE = Cuts()
+FULL = Cuts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,24 @@ class MoeSystem:
 
 
 SYSTEMS: Mapping[str, MoeSystem] = {
-    SERIAL: MoeSystem(WHOLE, "off"),
+    SERIAL: MoeSystem(FULL, "off"),
     f"{MLP_ONLY} 2": MoeSystem(Cuts(slices=2), "local", UNDER_EXPERTS),
     f"{MLP_ONLY} 4": MoeSystem(Cuts(slices=4), "local", UNDER_EXPERTS),
     "pipe-experts 2": MoeSystem(Cuts(slices=2), "local"),
     "AMPipe 2": MoeSystem(Cuts(chunks=2), "local"),
     "AMPipe 4": MoeSystem(Cuts(chunks=4), "local"),
     "AMPipe 2, pipe-experts 2": MoeSystem(Cuts(chunks=2, slices=2), "local"),
-    "windows": MoeSystem(WHOLE, "window"),
+    "windows": MoeSystem(FULL, "window"),
 }
-"""All but `AUTO`: of windows over `AUTO_CHUNKS` and over whole sequences the fastest by prediction."""
+"""All but `AUTO`: of windows over `AUTO_CHUNKS` and over full sequences the fastest by prediction."""
 
 AUTO_CHUNKS = (2, 4)
-"""Beside whole sequences: what `ampipe_degree = "auto"` tries."""
+"""Beside full sequences: what `ampipe_degree = "auto"` tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoeRace:
-    """One race. Shapes are those of the whole model and of one microbatch of a rank. rate: as the lab takes
+    """One race. Shapes are those of the full model and of one microbatch of a rank. rate: as the lab takes
     it. expert_ratio: width of an expert over `hidden`."""
 
     rate: str = "unlimited"
@@ -128,7 +128,7 @@ class MoeRace:
         return f"ep={self.ep}, {self.routing}, {self.rate}"
 
     def build(self) -> tuple[Stack, Batch]:
-        """The model and the whole batch, equal in all processes."""
+        """The model and the full batch, equal in all processes."""
         torch.manual_seed(0)
         config = MoEConfig(
             vocab_size=1,
@@ -254,10 +254,10 @@ def run_worker(setup: MoeRace, kept: str = "") -> Any:
     # 3. In turn.
     times, timelines = take_turns(runners, {}, batch, setup.rounds)
     serial = plans[SERIAL]
-    again = with_costs(serial, _measured(jobs[WHOLE]))
+    again = with_costs(serial, _measured(jobs[FULL]))
     if not is_first():
         return None
-    work = work_of(jobs[WHOLE], costs[WHOLE], [0], AXIS)
+    work = work_of(jobs[FULL], costs[FULL], [0], AXIS)
     keep_runs(kept, runners, timelines)
     bound, error_of = prediction_of(again), {"worst_error_vs_plain": error}
     return make_result(setup, plans_of(runners), times, timelines, work, bound, **error_of)
@@ -266,7 +266,7 @@ def run_worker(setup: MoeRace, kept: str = "") -> Any:
 def _captured(setup: MoeRace, model: Stack, batch: Batch) -> dict[Cuts, Job]:
     """The step in every way in which a system cuts it. Those in chunks are what "auto" captures."""
     auto = setup.capture(model, batch, ampipe_degree="auto")
-    result = {WHOLE: replace(auto, forms=())} | {Cuts(job.chunks): job for job in auto.forms}
+    result = {FULL: replace(auto, forms=())} | {Cuts(job.chunks): job for job in auto.forms}
     for cuts in dict.fromkeys(system.cuts for system in SYSTEMS.values()):
         if cuts not in result:
             how = {"ampipe_degree": cuts.chunks, "pipe_experts_multi_data": cuts.slices}
@@ -296,8 +296,8 @@ def _planned(model: Stack, jobs: Mapping[Cuts, Job], costs: Mapping[Cuts, Costs]
 
 def _check_equal(setup: MoeRace, model: Stack, batch: Batch, runners: Mapping[str, stretto.Runner]) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
-    loss, whole = plain_step(model, batch, squared_error, setup.microbatches * setup.ep)
-    return check_steps(runners, batch, own_parts(runners[SERIAL], whole), loss)
+    loss, full = plain_step(model, batch, squared_error, setup.microbatches * setup.ep)
+    return check_steps(runners, batch, own_parts(runners[SERIAL], full), loss)
 
 
 SETUP = MoeRace

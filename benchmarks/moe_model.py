@@ -91,7 +91,7 @@ def squared_error(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def under_experts(job: Job, modules: Collection[str]) -> Policy:
-    """The policy for windows of a job. modules: names of those that hold experts."""
+    """The policy for windows of a job. modules: names of those that have experts."""
     weights = {op.name: op for stage in job.stages for op in stage.ops[Phase.W]}
     programs = {
         op.name: op for stage in job.stages for phase in (Phase.F, Phase.I) for op in stage.ops[phase]
@@ -126,7 +126,7 @@ def _stretches(ops: Sequence[Op | None], modules: Collection[str]) -> dict[int, 
         if op is not None and op.module in modules:
             ends[op.module] = ends.get(op.module, (at, at))[0], at
     spans = sorted(ends.values())
-    assert all(end < start for (_, end), (start, _) in pairwise(spans)), "modules' ops lie apart"
+    assert all(end < start for (_, end), (start, _) in pairwise(spans)), "modules' ops are apart"
     result: dict[int, int] = {}
     for at, op in enumerate(ops):
         if op is not None:

@@ -42,7 +42,7 @@ from benchmarks.racing import (
 from benchmarks.torch_pipelines import KINDS, TORCH_1F1B, torch_step
 from stretto.errors import RunError, UsageError, meant
 from stretto.ir.plan import Plan
-from stretto.ir.stage_maps import AUTO, places_of
+from stretto.ir.stage_maps import AUTO, stage_map_of
 from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
 from stretto.models.gpt import Block, GPTConfig
@@ -60,7 +60,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PipelineRace:
-    """One race. layers: of the whole model, a multiple of all numbers of stages. families: those of ours that
+    """One race. layers: of the full model, a multiple of all numbers of stages. families: those of ours that
     race, and "auto"."""
 
     rate: str = "100mbit"
@@ -189,9 +189,9 @@ def run_worker(setup: PipelineRace, kept: str = "") -> Any:
 def _plans(setup: PipelineRace, model: Blocks, batch: Batch) -> dict[str, Plan]:
     """Step 1, by family; of "auto", the faster of one and two stages a rank."""
     plans: dict[str, Plan] = {}
-    numbers = {places_of(family).usual for family in setup.families}
+    numbers = {stage_map_of(family).usual for family in setup.families}
     for each in sorted({1, 2} if AUTO in setup.families else numbers):
-        alike = [family for family in setup.families if family == AUTO or places_of(family).usual == each]
+        alike = [family for family in setup.families if family == AUTO or stage_map_of(family).usual == each]
         say_on_first(f"capturing with {each} stages a rank, and measuring this network")
         parallel = stretto.Parallel(
             pp=setup.world,

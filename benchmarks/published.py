@@ -33,7 +33,7 @@ from stretto.price.devices import GB_PER_S, device
 from stretto.price.efficiency import Roof
 
 STEP_DEVICE = "a100-80gb"
-"""vTrain says A100 and no more; its 39.1B rows with 16 stages of tp 1 hold 44 GB of parameters, gradients and
+"""vTrain says A100 and no more; its 39.1B rows with 16 stages of tp 1 keep 44 GB of parameters, gradients and
 optimizer state on a device, which 40 GB do not."""
 
 MULTI_NIC_GBIT = 100.0
@@ -187,7 +187,7 @@ def rates() -> list[Rate]:
 
 
 def table1_differences() -> dict[str, float]:
-    """Other people's steps, fitted on nothing of theirs: SC21's table 1 where the schedule is 1F1B. Measured
+    """Other users's steps, fitted on nothing of theirs: SC21's table 1 where the schedule is 1F1B. Measured
     against predicted time, in percent (`stretto.ir.compared`); the time is the printed rate's."""
     result: dict[str, float] = {}
     for r in records("rates.csv"):
@@ -201,9 +201,9 @@ def table1_differences() -> dict[str, float]:
 
 
 def published() -> dict[str, Mapping[str, object]]:
-    """All comparisons, as `benchmarks/results/published.json` holds them."""
+    """All comparisons, as `benchmarks/results/published.json` has them."""
     checked = rates()
-    whole: dict[str, Mapping[str, object]] = {
+    full: dict[str, Mapping[str, object]] = {
         "collectives": collectives_report(),
         "steps": steps_report(),
         "rates": {
@@ -215,5 +215,5 @@ def published() -> dict[str, Mapping[str, object]]:
     }
     return {
         part: {name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}
-        for part, figures in whole.items()
+        for part, figures in full.items()
     }

@@ -5,7 +5,7 @@
     3. A turn's time is the longest of all ranks. Medians over rounds are quoted, all times are kept.
 
 *Exposed* is the time in which a rank's compute lane waits for communication that counts. A system that waits
-for each at once exposes all the time that it takes. *Hidden* is the share of that which another does not
+for each at once exposes all the time that it takes. *Hidden* is the share of the one that another does not
 expose. A machine that others use has another speed every minute, so costs are measured once more after the
 steps, and the plan is predicted again with them; its order stays.
 """
@@ -316,12 +316,12 @@ def check_bitwise(name: str, found: StepResult, base_name: str, base: StepResult
         )
 
 
-def own_parts(runner: Runner, whole: Mapping[str, Tensor]) -> Batch:
+def own_parts(runner: Runner, full: Mapping[str, Tensor]) -> Batch:
     """This rank's part of each of a plain model's gradients, by parameter."""
     job = runner.plan.job
     known = {parameter.name: parameter for parameter in job.parameters}
     return {
-        name: part_of(whole[name], known[name], job, runner.coordinates).clone()
+        name: part_of(full[name], known[name], job, runner.coordinates).clone()
         for name, _ in runner.named_parameters()
     }
 

@@ -71,24 +71,24 @@ def cases(parts: tuple[str, ...] = PARTS) -> list[Case]:
     """The cases of these parts. Raises UsageError for a part that there is not."""
     if wrong := [part for part in parts if part not in PARTS]:
         raise UsageError(f"--cases {wrong[0]}: choose of {', '.join(PARTS)}")
-    whole, rows, columns = (Replicate(),), (Shard(0),), (Shard(1),)
+    full, rows, columns = (Replicate(),), (Shard(0),), (Shard(1),)
     first = [host * RANKS_PER_HOST for host in range(HOSTS)]  # the first rank of each host
     result = []
     for part, ranks_each in (("fan-out", 1), ("devices", RANKS_PER_HOST)):
         for count in range(1, HOSTS):
             receivers = tuple(rank + i for rank in first[1 : 1 + count] for i in range(ranks_each))
             what = f"one host to {count}" if ranks_each == 1 else f"one rank to {count} x {ranks_each}"
-            targets = (Layout(receivers, whole),)
+            targets = (Layout(receivers, full),)
             # to one receiver a chain is a plain message
             several = len(receivers) > 1
             modes: tuple[Mode, ...] = ("broadcast", "point_to_point") if several else ("broadcast",)
-            result += [Case(part, what, Layout((0,), whole), targets, mode, "balanced") for mode in modes]
+            result += [Case(part, what, Layout((0,), full), targets, mode, "balanced") for mode in modes]
     choices: tuple[Choice, ...] = ("naive", "balanced")
-    for what, before in (("two replicas to rows", whole), ("columns to rows", columns)):
+    for what, before in (("two replicas to rows", full), ("columns to rows", columns)):
         source, targets = Layout(tuple(first[:2]), before), (Layout(tuple(first[2:]), rows),)
         result += [Case("layouts", what, source, targets, "broadcast", choice) for choice in choices]
-    two = tuple(Layout((rank, rank + 1), whole) for rank in first[2:])
-    for what, source in (("whole", Layout((0,), whole)), ("rows", Layout(tuple(first[:2]), rows))):
+    two = tuple(Layout((rank, rank + 1), full) for rank in first[2:])
+    for what, source in (("whole", Layout((0,), full)), ("rows", Layout(tuple(first[:2]), rows))):
         for how, together in (("in turn", False), ("together", True)):
             words = f"{what} to 2 meshes {how}"
             result.append(Case("meshes", words, source, two, "broadcast", "balanced", together))
@@ -146,7 +146,7 @@ Memory = dict[tuple[str, Region], torch.Tensor]
 class Reshard:
     """One case on this rank: `run` moves the tensor once, `check` looks whether all of it came.
 
-    memory: of parts by name and region, those held and those to be filled, which the cases of one size share.
+    memory: of parts by name and region, those kept and those to be filled, which the cases of one size share.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class Reshard:
         self.bound_s = bound_s(case, rows, bytes_per_s)
         self.in_flight_bytes = in_flight_bytes
         rank = dist.get_rank()
-        held = case.source.region(self.shape, rank)
-        if held is not None and ("held", held) not in memory:
-            memory["held", held] = self._values(held)
-        self.source = LocalBox(held, None if held is None else memory["held", held])
+        kept = case.source.region(self.shape, rank)
+        if kept is not None and ("kept", kept) not in memory:
+            memory["kept", kept] = self._values(kept)
+        self.source = LocalBox(kept, None if kept is None else memory["kept", kept])
         self.targets = []
         for number, target in enumerate(case.targets):
             wanted = target.region(self.shape, rank)
@@ -171,10 +171,10 @@ class Reshard:
             self.targets.append(LocalBox(wanted, None if wanted is None else memory[key]))
 
     def _values(self, region: Region) -> torch.Tensor:
-        """A part of the tensor, whose values are whole numbers that float32 holds exactly."""
+        """A part of the tensor, whose values are integers that float32 has exactly."""
         rows, columns = self.shape
-        whole = torch.arange(rows * columns, dtype=torch.float32).remainder_(1 << 24).view(self.shape)
-        return whole[tuple(slice(*ends) for ends in region)].clone()
+        full = torch.arange(rows * columns, dtype=torch.float32).remainder_(1 << 24).view(self.shape)
+        return full[tuple(slice(*ends) for ends in region)].clone()
 
     def run(self) -> None:
         ranks = {rank for layout in (self.case.source, *self.case.targets) for rank in layout.ranks}

@@ -211,7 +211,7 @@ def _against(measured: str, predicted: str) -> tuple[Callable[[Row], str | None]
 
 
 def _bound(race: Row) -> str:
-    """The bound, and who was faster than it, which costs that are right let nobody be."""
+    """The bound, and who was faster than it, which costs that are right let no one be."""
     setup = race["setup"]
     words = f"lower bound {setup['bound_s']:.3f} s: {setup['binds']}"
     below = [row["system"] for row in race["rows"] if row.get("ratio_to_bound", 1.0) < 1.0 - SHOWN]

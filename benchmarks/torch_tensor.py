@@ -35,9 +35,9 @@ from stretto.models.gpt import GPT, cross_entropy
 
 
 class TorchTensor:
-    """A GPT spread by PyTorch over (pp, tp), of which this rank holds a part.
+    """A GPT spread by PyTorch over (pp, tp), of which this rank has a part.
 
-    model: the whole model; it is copied, and left alone. cuts: the blocks with which stages after the first
+    model: the full model; it is copied, and left alone. cuts: the blocks with which stages after the first
     begin, ascending. The world has pp * tp ranks, tp innermost.
     """
 
@@ -59,7 +59,7 @@ class TorchTensor:
             self._schedule = Schedule1F1B(stage, microbatches, loss_fn=self._loss)
 
     def step(self, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """Forward and backward of the whole batch; gradients are added to `.grad`. Returns the mean loss on
+        """Forward and backward of the full batch; gradients are added to `.grad`. Returns the mean loss on
         ranks of the last stage, None on others."""
         with loss_parallel():
             losses = self._alone(batch) if self._schedule is None else self._pipelined(batch)
@@ -107,7 +107,7 @@ class TorchTensor:
         return self._part.parameters()
 
     def grads(self) -> Iterator[tuple[str, Tensor]]:
-        """(the parameter's name in the whole model, this rank's part of its gradient)."""
+        """(the parameter's name in the full model, this rank's part of its gradient)."""
         for name, parameter in self._part.named_parameters():
             grad = parameter.grad
             if grad is not None:
@@ -115,7 +115,7 @@ class TorchTensor:
 
 
 def _as(parameter: nn.Parameter, grad: DTensor) -> DTensor:
-    """A gradient spread as its parameter is (an embedding's is whole on every rank)."""
+    """A gradient spread as its parameter is (an embedding's is full on every rank)."""
     assert isinstance(parameter, DTensor)
     return grad.redistribute(placements=parameter.placements)
 
@@ -144,7 +144,7 @@ class _Part(nn.Module):
 
 def _spread(part: _Part, tp: DeviceMesh, sequence_parallel: bool) -> None:
     """Spread a part in place."""
-    # Between modules activations are whole, or slices of the sequence.
+    # Between modules activations are full, or slices of the sequence.
     residual = Shard(1) if sequence_parallel else Replicate()
     block: dict[str, ParallelStyle] = {
         "attention.qkv": ColwiseParallel(),

@@ -91,7 +91,7 @@ norm are small sums of large numbers; what was found is in the JSON (`worst_erro
 
 @dataclass(frozen=True, slots=True)
 class UNetRace:
-    """One race. Shapes are those of the whole model and of one microbatch. rate: as the lab takes it.
+    """One race. Shapes are those of the full model and of one microbatch. rate: as the lab takes it.
     channels: of the first of four levels, which have c, 2c, 4c and 8c: so both halves take about as long."""
 
     rate: str = "unlimited"
@@ -112,7 +112,7 @@ class UNetRace:
         return f"U-Net of {self.channels} channels, {self.rate}"
 
     def build(self) -> tuple[nn.Module, Batch]:
-        """The model and the whole batch, equal in all processes. Raises UsageError without `diffusers`."""
+        """The model and the full batch, equal in all processes. Raises UsageError without `diffusers`."""
         check_installed()
         from diffusers import UNet2DConditionModel
 
@@ -198,9 +198,9 @@ def _check_equal(
     theirs: Mapping[str, RaceStep],
 ) -> float:
     """Step 2. Returns the worst relative error of a gradient against the plain model's."""
-    loss, whole = plain_step(model, batch, squared_error, setup.microbatches)
+    loss, full = plain_step(model, batch, squared_error, setup.microbatches)
     base = runners[BLOCKING]
-    plain = own_parts(base, whole)
+    plain = own_parts(base, full)
     worst = check_steps(runners, batch, plain, loss, SAME_GRADIENTS)
     for name, step in theirs.items():
         dist.barrier()

@@ -24,7 +24,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class GPTWork:
-    """Shapes are those of the whole model and of one microbatch. rate: as the lab takes it."""
+    """Shapes are those of the full model and of one microbatch. rate: as the lab takes it."""
 
     rate: str = "unlimited"
     hidden: int = 1024

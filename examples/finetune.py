@@ -1,4 +1,4 @@
-"""Fine-tune a checkpoint of Hugging Face in a loop of one's own, and write one back.
+"""Fine-tune a checkpoint of Hugging Face in a loop of your own, and write one back.
 
 python examples/docstrings.py answers.jsonl
 torchrun --nproc-per-node 2 examples/finetune.py llama answers.jsonl tuned pp=2
@@ -17,7 +17,7 @@ from stretto.train.clip import GradientClip
 source, data, target = sys.argv[1:4]
 layout = {axis: int(size) for axis, size in (word.split("=") for word in sys.argv[4:])}
 dist.init_process_group("gloo")
-model = load(source)  # every rank reads the whole checkpoint, and keeps what its stages use
+model = load(source)  # every rank reads the complete checkpoint, and keeps what its stages use
 batch = batches(read(data, source, length=64), seed=0)
 
 job = stretto.capture(model, batch(0, 16), loss, stretto.Parallel(**layout, microbatches=4))
@@ -33,7 +33,7 @@ for step in range(20):
     if dist.get_rank() == 0 and step % 5 == 0:
         print(f"step {step} loss {float(value):.4f}", flush=True)
 
-trained = runner.state_dict(only_on=0)  # every rank calls it; rank 0 gets the whole model
+trained = runner.state_dict(only_on=0)  # every rank calls it; rank 0 gets the full model
 if dist.get_rank() == 0:
     model.save_pretrained(target, state_dict=trained)
     AutoTokenizer.from_pretrained(source).save_pretrained(target)

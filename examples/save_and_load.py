@@ -37,7 +37,7 @@ for step in range(done, done + 4):
         print(f"step {step} loss {float(loss):.6f}", flush=True)
 
 stretto.save(folder, runner, optimizer, {"done": done + 4, "scheduler": scheduler.state_dict()})
-whole = runner.state_dict(only_on=0)  # every rank calls it
+full = runner.state_dict(only_on=0)  # every rank calls it
 if runner.rank == 0:
-    torch.save(whole, f"{folder}.pt")  # for the plain model's load_state_dict
+    torch.save(full, f"{folder}.pt")  # for the plain model's load_state_dict
 dist.destroy_process_group()

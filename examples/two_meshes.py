@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/two_meshes.py
 
-Ranks 0 and 1 hold the first layer, cut by rows; ranks 2 and 3 the second, cut by columns. Each rank computes
+Ranks 0 and 1 keep the first layer, cut by rows; ranks 2 and 3 the second, cut by columns. Each rank computes
 its own stage, and sees the shapes of the other.
 """
 
@@ -35,7 +35,7 @@ class TwoStages(nn.Module):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    torch.manual_seed(0)  # the same whole tensors on every rank
+    torch.manual_seed(0)  # the same full tensors on every rank
     first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     model = TwoStages(first, second)
     x = stretto.shard(torch.randn(16, 32), first, [Replicate()])

@@ -1,4 +1,4 @@
-"""A task of one's own: a small U-Net Transformer of `diffusers` that learns to draw scikit-learn's digits.
+"""A task of your own: a small U-Net Transformer of `diffusers` that learns to draw scikit-learn's digits.
 
 `examples/unet_transformer.toml` names this file. The U-Net is told how noisy an image is and which digit it
 shows, and says how the noise was added (Ho, Jain and Abbeel 2020, arXiv 2006.11239): the velocity of Salimans

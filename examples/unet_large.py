@@ -1,4 +1,4 @@
-"""The U-Nets of Alpa's benchmark as a task: to be planned, and timed on devices that can hold them.
+"""The U-Nets of Alpa's benchmark as a task: to be planned, and timed on devices that can keep them.
 
 `examples/unet_large.toml` names this file. The model is `UNet2DConditionModel` of `diffusers` with the sizes
 of that benchmark. Alpa's own in JAX (alpa/model/unet_2d.py) has one layer in each block of the decoder;

@@ -1,6 +1,6 @@
 """docs/commands.md: every command and what it takes, from the command line's own help.
 
-python -m tests.commands_page    # writes the page anew
+python -m tests.commands_page    # writes the page again
 """
 
 from __future__ import annotations

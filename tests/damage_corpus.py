@@ -130,7 +130,7 @@ def corpus(folder: Path, runs: bool = True) -> dict[str, Kind]:
         Trainer(load_settings(settings), World()).run()
         run = folder / "runs" / "run"
         exported = command("export", "PATH", "-o", "OUT/exported")
-        found["checkpoint"] = Kind(run / "checkpoints", (exported, whole, resumed), 5)
+        found["checkpoint"] = Kind(run / "checkpoints", (exported, full, resumed), 5)
         found["run"] = Kind(run, (command("report", "PATH", "-o", "OUT/r.html"), command("cost", "PATH")), 2)
     return found
 
@@ -139,7 +139,7 @@ def void(_: object) -> None:
     """Of what reads a file nothing but that it reads counts."""
 
 
-def whole(path: Path, out: Path) -> None:
+def full(path: Path, out: Path) -> None:
     load_model(path / "step-000002")
 
 

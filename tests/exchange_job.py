@@ -100,7 +100,7 @@ class Products(nn.Module):
 
 
 def batch_of(job: Job) -> torch.Tensor:
-    """The whole batch, ranged."""
+    """The full batch, ranged."""
     rows, hidden = job.batch[0][1].shape
     count = rows * hidden * job.microbatches
     return torch.sin(torch.arange(float(count), dtype=torch.float64)).reshape(-1, hidden)

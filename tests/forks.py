@@ -5,7 +5,7 @@
 1. The first call starts a server, `python -m tests.forks`, which imports what nearly all ranks need. It
    computes nothing: a process that has run a backward pass, and has threads, must not fork.
 2. For each call the server forks a process that imports what these programs share, and forks each of them.
-3. The server tells how they ended; with its input, at the end of the tests, it ends itself.
+3. The server shows how they ended; with its input, at the end of the tests, it ends itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Traces of equal models are made once: half of the processor time of the tests was the tracing of a few.
 
-A trace depends on the model's modules and what they hold beside values, the shapes of a microbatch, the loss
+A trace depends on the model's modules and what they have beside values, the shapes of a microbatch, the loss
 and the settings (`stretto.capturing.trace`). Where all of that can be told and is the same, the first trace
-serves again; where anything cannot be told, and in the tests of capture themselves, the model is traced.
+serves again; where anything cannot be reported, and in the tests of capture themselves, the model is traced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 
 
 class UntoldError(Exception):
-    """Holds something of which it cannot be told whether it is the same."""
+    """Has something of which it cannot be told whether it is the same."""
 
 
 def told(value: Any) -> Hashable:

@@ -1,6 +1,6 @@
 """docs/settings.md: every setting of a run, from its field's own docstring.
 
-python -m tests.settings_page    # writes the page anew
+python -m tests.settings_page    # writes the page again
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """# Settings of a run
 
 All that a settings file may say, and its default; `stretto train CONFIG optimizer.lr=1e-3` changes one
-of them ([training](training.md)). In code, `stretto.Parallel` has the keys of `[parallel]`. At the end stand
+of them ([training](training.md)). In code, `stretto.Parallel` has the keys of `[parallel]`. At the end are
 those of [`stretto.Cluster`](clusters.md), a description in code of machines to plan for.
 """
 

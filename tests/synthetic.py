@@ -17,7 +17,7 @@ from stretto.ir.storage import PRODUCT
 from stretto.planning.lower import lower
 
 WORK = "made_up.work.default"
-"""An op of no library: of any operands, with any result, which nobody infers."""
+"""An op of no library: of any operands, with any result, which no one infers."""
 
 ACTIVATION = TensorSpec((256, 512), "float32")
 WEIGHT = TensorSpec((512, 512), "float32")

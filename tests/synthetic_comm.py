@@ -90,8 +90,8 @@ class _Stage:
     def multiply(self, phase: Phase, at: str, letter: str, value: str, weight: str) -> str:
         """A block's multiplication with its collectives, added to its input."""
         if self._sequence:
-            whole = self._communicate(phase, "all_gather", f"{letter}g{at}", value, self._gathered)
-            product = self.op(phase, f"{letter}m{at}", whole, weight, spec=self._gathered)
+            full = self._communicate(phase, "all_gather", f"{letter}g{at}", value, self._gathered)
+            product = self.op(phase, f"{letter}m{at}", full, weight, spec=self._gathered)
             summed = self._communicate(phase, "reduce_scatter", f"{letter}s{at}", product, ACTIVATION)
         else:
             product = self.op(phase, f"{letter}m{at}", value, weight)

@@ -1,4 +1,4 @@
-"""Settings: what a file says arrives, and every fault is told with its key, its value and what to do."""
+"""Settings: what a file says arrives, and every fault is reported with its key, its value and what to do."""
 
 from __future__ import annotations
 

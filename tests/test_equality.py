@@ -1,6 +1,6 @@
 """A planned step is the plain model's, whatever its model, layout, schedule, microbatches, dtype and overlap.
 
-The loss and every gradient equal those of the plain model in one process on the whole batch, within the
+The loss and every gradient equal those of the plain model in one process in all batch, within the
 tolerance of regrouped sums. Cells are drawn so that each pair of values that can meet does so in one. Ranks
 are threads; processes on Gloo run enough of the cells that each value is among them, and give the same bits.
 This file is also the program that the processes run.
@@ -33,7 +33,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.ir.serialize import load_plan
-from stretto.ir.stage_maps import ONE_STAGE, PLACES
+from stretto.ir.stage_maps import ONE_STAGE, STAGE_MAPS
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
 from stretto.schedule.csv import read_csv
@@ -72,7 +72,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 sp2": {"pp": 2, "tp": 2, "sequence_parallel": True},
     "pp2 dp2 tp2": {"pp": 2, "dp": 2, "tp": 2},
 }
-VIRTUAL = tuple(family for family, places in PLACES.items() if places.usual > 1)
+VIRTUAL = tuple(family for family, places in STAGE_MAPS.items() if places.usual > 1)
 OF_PYTORCH = (
     "ScheduleInterleaved1F1B",
     "ScheduleInterleavedZeroBubble",
@@ -192,7 +192,7 @@ def token_mean(model: nn.Module, batch: Any) -> Tensor:
 
 
 def losses_of(cell: Cell) -> tuple[Any, Loss]:
-    """The loss of a microbatch, and that of the whole batch."""
+    """The loss of a microbatch, and that of the full batch."""
     if cell.model == COUNTED:
         return token_losses, token_mean
     loss = equality.loss_of(cell.model, cell.dtype)
@@ -322,19 +322,19 @@ def test_the_order_of_work_changes_no_bit(cells: list[Cell]) -> None:
 def test_a_tied_gradient_is_the_sum_on_each_holder() -> None:
     cell = replace(FLAT, layout="pp4", schedule="zb-h1", dtype=torch.float64)
     job = job_of(cell)
-    [(tie, holders)] = job.tied_groups().items()
-    assert holders == (0, 3)
+    [(tie, owners)] = job.tied_groups().items()
+    assert owners == (0, 3)
     expected = expected_of(cell).grads[tie]
     found = run_sharded(plan_for(cell), model_of(cell), batch_of(cell))
-    held = [rank[tie] for rank in found.by_rank if tie in rank]
-    assert len(held) == 2
+    resident = [rank[tie] for rank in found.by_rank if tie in rank]
+    assert len(resident) == 2
     assert expected is not None
-    for grad in held:
+    for grad in resident:
         assert (grad - expected).norm() <= 1e-10 * expected.norm()
 
 
 def test_a_wrong_gradient_is_seen() -> None:
-    """The comparison itself: one element of one gradient off by a thousandth is told by name."""
+    """The comparison itself: one element of one gradient off by a thousandth is reported by name."""
     expected = expected_of(replace(FLAT, model="gpt", dtype=torch.float64))
     name = "blocks.1.mlp.up.weight"
     wrong = {n: None if g is None else g.clone() for n, g in expected.grads.items()}

@@ -1,4 +1,4 @@
-"""Any edge between stages: random models, cut anywhere, on ranks that hold any stages, are the plain model.
+"""Any edge between stages: random models, cut anywhere, on ranks that have any stages, are the plain model.
 
 Skips over any number of stages, values that several stages read, parameters of several stages, gradients
 that sum what several stages give, integers, booleans, one number, half precision, slices, leaves of the batch
@@ -46,7 +46,7 @@ SEEDS = 200
 
 @cache
 def drawn(seed: int) -> tuple[Anywhere, Job, tuple[Schedule | str, ...]]:
-    """The model, its job, and schedules: all families, then a walk over what can run on ranks that hold any
+    """The model, its job, and schedules: all families, then a walk over what can run on ranks that have any
     stages; in the fast form one of these."""
     draw = Random(f"stages {seed}")
     model = draw_model(draw)
@@ -62,7 +62,7 @@ def drawn(seed: int) -> tuple[Anywhere, Job, tuple[Schedule | str, ...]]:
 
 
 def crossing(plan: Plan) -> list[str]:
-    """Values that are sent from rank to rank and do not lie in one piece."""
+    """Values that are sent from rank to rank and do not are in one piece."""
     return [
         str(edge)
         for edge in plan.job.edges

@@ -91,7 +91,7 @@ def test_the_picture_is_drawn_and_the_page_names_every_room() -> None:
 NAMED = re.compile(r"`(?:stretto\.)?([a-z_]+(?:\.[A-Za-z_]+)+)`")
 FILE = re.compile(r"`(?:src/)?(?:stretto/)?([a-z_]+/[a-z_/]+\.py)`")
 NO_NAMES = {"config.devices", "config.json", "planning.order", "planning.reuse"}
-"""Keys of files that people write, and files; settings of a section that is called as a room is."""
+"""Keys of files that users write, and files; settings of a section that is called as a room is."""
 
 
 def test_names_in_comments_and_docs_exist() -> None:

@@ -14,7 +14,7 @@ from tests import commands_page, settings_page
 @pytest.mark.parametrize("made", [settings_page, commands_page])
 def test_a_page_is_made_of_what_it_documents_all_with_words(made: ModuleType) -> None:
     text = made.PAGE.read_text(encoding="utf-8")
-    assert text == made.page(), f"write it anew: python -m {made.__name__}"
+    assert text == made.page(), f"write it again: python -m {made.__name__}"
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert len(rows) > 50
     assert [row for row in rows if not row.split(" | ")[2].rstrip(" |")] == []

@@ -1,4 +1,4 @@
-"""No hang: few microbatches on two to eight stages, of which some hold nothing, over the narrowest channels.
+"""No hang: few microbatches on two to eight stages, of which some have nothing, over the narrowest channels.
 
 Every family is proved for one communicator a pair and direction, messages in the order of their sends, and
 sends that end with their receives; then it runs over just these (`tests.runtime.strict`), and loss and
@@ -23,7 +23,7 @@ from stretto.config.stage_text import of_counts
 from stretto.errors import UsageError
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.program import Job
-from stretto.ir.stage_maps import loop, places_of, v
+from stretto.ir.stage_maps import loop, stage_map_of, v
 from stretto.models.gpt import next_token_loss
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
@@ -57,23 +57,23 @@ def expected(microbatches: int) -> Result:
 
 def ways(family: str, stages: int) -> list[int]:
     """Numbers of ranks on which the family can have so many stages."""
-    places = places_of(family)
+    places = stage_map_of(family)
     return [n for n in range(1, stages + 1) if stages % n == 0 and places.allow(stages // n)]
 
 
 def drawn(draw: Random, stages: int, empty: bool) -> str:
-    """A text of uneven stages; with `empty`, some hold nothing."""
-    held = sorted(draw.sample(range(stages), draw.randint(1, stages - 1))) if empty else list(range(stages))
+    """A text of uneven stages; with `empty`, some have nothing."""
+    kept = sorted(draw.sample(range(stages), draw.randint(1, stages - 1))) if empty else list(range(stages))
     layers = [0] * stages
-    for at in held[1:-1]:  # the first has the embedding, and the last the loss
+    for at in kept[1:-1]:  # the first has the embedding, and the last the loss
         layers[at] = 1
     for _ in range(LAYERS - sum(layers)):
-        layers[draw.choice(held)] += 1
-    return of_counts(layers, embedding=held[0], loss=held[-1]).text
+        layers[draw.choice(kept)] += 1
+    return of_counts(layers, embedding=kept[0], loss=kept[-1]).text
 
 
 def cases(family: str) -> Iterator[tuple[int, int, bool, int, str]]:
-    """(stages, ranks, whether some hold nothing, microbatches, the text)."""
+    """(stages, ranks, whether some have nothing, microbatches, the text)."""
     draw = Random(family)
     for stages in STAGES:
         for ranks in ways(family, stages):
@@ -98,7 +98,7 @@ def check(family: str, ranks: int, microbatches: int, text: str, overlap: Any) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_few(family: str) -> None:
-    """Of all cases two with stages that hold nothing, one of which waits for each message at once."""
+    """Of all cases two with stages that have nothing, one of which waits for each message at once."""
     found = [case for case in cases(family) if case[2] and 1 < case[1] < 5]
     for overlap, (_, ranks, _, microbatches, text) in zip(("off", "local"), Random(family).sample(found, 2)):
         check(family, ranks, microbatches, text, overlap)

@@ -127,7 +127,7 @@ for job in $(jobs -p); do wait "$job" || exit 1; done
 
 @pytest.mark.slow
 def test_the_batch_script_starts_a_torchrun_on_each_node(tmp_path: Path) -> None:
-    """With stand-ins: `srun` starts both nodes on this machine, `scontrol` names it."""
+    """With substitutes: `srun` starts both nodes on this machine, `scontrol` names it."""
     path = write_settings(tmp_path, pp=2, steps=2, every=0)
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()

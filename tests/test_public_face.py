@@ -39,7 +39,7 @@ for batch in loader:
     loss = runner.step(batch)                  # gradients are in .grad, as everywhere in PyTorch
     optimizer.step(); optimizer.zero_grad()
 print(runner.report())                         # measured against predicted
-"""  # noqa: E501 - as it stands in the design
+"""  # noqa: E501 - as it is in the design
 
 BEFORE = """
 import os, sys, torch

@@ -41,9 +41,9 @@ def test_texts(text: str, expected: list[list[str]]) -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
 def test_what_is_written_is_read_again(layers: list[int], data: st.DataObject) -> None:
-    held = [at for at, count in enumerate(layers) if count]
-    first = data.draw(st.integers(0, held[0] if held else len(layers) - 1))
-    last = data.draw(st.integers(held[-1] if held else first, len(layers) - 1))
+    kept = [at for at, count in enumerate(layers) if count]
+    first = data.draw(st.integers(0, kept[0] if kept else len(layers) - 1))
+    last = data.draw(st.integers(kept[-1] if kept else first, len(layers) - 1))
     stages = of_counts(layers, embedding=first, loss=last)
     assert read_stages(stages.text) == stages
     for count in (0, 1, 7, 30):

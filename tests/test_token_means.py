@@ -1,5 +1,5 @@
-"""A step whose loss is a sum over a count is that of the whole batch, however it is cut: microbatches,
-stages, copies and parts may count as unequally as they like. Held against the plain model on one batch."""
+"""A step whose loss is a sum over a count is that of the full batch, however it is cut: microbatches,
+stages, copies and parts may count as unequally as they like. Kept against the plain model on one batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.config import Parallel
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.runtime import run_threads
 from stretto.runtime.rehearse import rehearse
-from stretto.schedule.sums import with_sums
+from stretto.schedule.sums import with_reductions
 from tests.capturing.zoo import Chain, mean_square, rows
 from tests.runtime.equality import (
     SMALL,
@@ -63,8 +63,8 @@ def summed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
 
 
-def whole_mean(model: nn.Module, batch: Any) -> Tensor:
-    """What `summed` means, by PyTorch's own mean over the whole batch."""
+def full_mean(model: nn.Module, batch: Any) -> Tensor:
+    """What `summed` means, by PyTorch's own mean over the full batch."""
     logits = model(batch["input_ids"]).logits[:, :-1]
     return F.cross_entropy(logits.flatten(0, 1), shifted(batch).flatten())
 
@@ -87,7 +87,7 @@ def test_unequal_labels_equal_one_batch() -> None:
     """Under all axes, and recomputed; `tests/test_equality.py` has each layout and schedule."""
     parallel = Parallel(pp=2, dp=2, tp=2, sequence_parallel=True, microbatches=4, recompute="full")
     job = capture(llama(), batch_of(), summed, parallel)
-    assert_equals(lowered(job, parallel.schedule), llama(), batch_of(), whole_mean, batch_of(), 1e-10)
+    assert_equals(lowered(job, parallel.schedule), llama(), batch_of(), full_mean, batch_of(), 1e-10)
 
 
 def own_mean(model: nn.Module, batch: Any) -> Tensor:
@@ -96,11 +96,11 @@ def own_mean(model: nn.Module, batch: Any) -> Tensor:
 
 
 def with_count(batch: dict[str, Any]) -> dict[str, Any]:
-    return {**batch, "num_items_in_batch": stretto.whole(int((shifted(batch) != -100).sum()))}
+    return {**batch, "num_items_in_batch": stretto.replicated(int((shifted(batch) != -100).sum()))}
 
 
 def keyword(model: nn.Module, batch: Any) -> Tensor:
-    """The step's number of tokens, another in every step, is given whole to every microbatch, and the step is
+    """The step's number of tokens, another in every step, is given full to every microbatch, and the step is
     the mean over microbatches."""
     return own_mean(model, batch) * (ALL.microbatches * ALL.dp)
 
@@ -116,7 +116,7 @@ def test_transformers_own_losses(loss: Any) -> None:
     model.loss_function = in_own_dtype  # type: ignore[assignment]
     given = with_count if loss is keyword else dict
     job = capture(model, given(batch_of()), loss, ALL)
-    assert job.whole == (("num_items_in_batch",) if loss is keyword else ())
+    assert job.replicated == (("num_items_in_batch",) if loss is keyword else ())
     plan = lowered(job, "1f1b")
     for batch in (batch_of(), batch_of((9, 9, 9, 9, 2, 3, 4, 5))):
         assert_equals(plan, model, given(batch), own_mean, batch, 1e-10)
@@ -136,17 +136,17 @@ def weighted_batch(weights: Any) -> dict[str, Any]:
 def test_counts_may_be_sums_of_weights_that_change() -> None:
     first, later = (torch.tensor(w, dtype=torch.float64) for w in ((0.5, 0.1, 2.0), (3.0, 0.7, 0.3)))
     job = capture(
-        Chain(), weighted_batch(stretto.whole(first)), weighted, Parallel(pp=2, dp=2, microbatches=2)
+        Chain(), weighted_batch(stretto.replicated(first)), weighted, Parallel(pp=2, dp=2, microbatches=2)
     )
     plan = plan_from_text(plan_to_text(lowered(job, "1f1b")))
-    assert with_sums(plan.job, plan.schedule) == with_sums(job, plan.schedule) == plan.job
+    assert with_reductions(plan.job, plan.schedule) == with_reductions(job, plan.schedule) == plan.job
 
     def mean(model: nn.Module, batch: Any) -> Tensor:
         total, count = weighted(model, batch)
         return total / count
 
     for weights in (first, later):
-        given = weighted_batch(stretto.whole(weights))
+        given = weighted_batch(stretto.replicated(weights))
         assert_equals(plan, Chain(), given, mean, weighted_batch(weights), 1e-10)
 
 
@@ -165,13 +165,17 @@ def test_numbers_of_python_keep_their_precision_and_kind() -> None:
         return model(batch["x"]).square().mean() * batch["scale"]
 
     model, x = Chain(), rows()
-    job = capture(model, {"x": x, "scale": stretto.whole(0.3)}, loss, Parallel(pp=2, microbatches=2))
+    job = capture(model, {"x": x, "scale": stretto.replicated(0.3)}, loss, Parallel(pp=2, microbatches=2))
     plan = lowered(job, "1f1b")
-    for scale in (0.3, 0.7, 2):  # a whole number is one of its kind
-        found = run_sharded(plan, model, {"x": x, "scale": stretto.whole(scale)}).loss
+    for scale in (0.3, 0.7, 2):  # an integer is one of its kind
+        found = run_sharded(plan, model, {"x": x, "scale": stretto.replicated(scale)}).loss
         assert abs(float(found) - float(mean_square(model, x).detach()) * scale) < 1e-12
     half = capture(
-        Chain().float(), {"x": x.float(), "scale": stretto.whole(0.3)}, loss, Parallel(), precision="bf16"
+        Chain().float(),
+        {"x": x.float(), "scale": stretto.replicated(0.3)},
+        loss,
+        Parallel(),
+        precision="bf16",
     )
     assert str(dict(half.batch)["scale"]) == "float64[]"
 
@@ -184,7 +188,7 @@ def test_a_step_that_counts_nothing_has_the_loss_of_pytorchs_mean_of_nothing() -
         lambda _: copy.deepcopy(llama()),
         lambda runner: (runner.step(nothing), {n: p.grad for n, p in runner.named_parameters()}),
     )
-    want = plain(llama(), nothing, whole_mean)
+    want = plain(llama(), nothing, full_mean)
     assert want.loss.isnan()
     assert all(told.isnan() for told, _ in found)
     ignored = [*want.grads.values(), *(grad for _, grads in found for grad in grads.values())]
@@ -197,11 +201,11 @@ def test_evaluation_weighs_alike() -> None:
     held_out = capture_evaluation(model, batch_of(), summed, job)
     assert held_out.count == job.count
     found = run(plan_of(held_out), model, batch_of()).loss
-    assert abs(found - plain(model, batch_of(), whole_mean).loss) < 1e-12
+    assert abs(found - plain(model, batch_of(), full_mean).loss) < 1e-12
 
 
 def test_a_rehearsal_makes_up_what_is_given_whole() -> None:
     job = capture(
-        Chain(), weighted_batch(stretto.whole(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4)
+        Chain(), weighted_batch(stretto.replicated(torch.rand(3))), weighted, Parallel(pp=2, microbatches=4)
     )
     assert rehearse(plan_of(job), 1, steps=1).step_us > 0

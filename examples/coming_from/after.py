@@ -17,7 +17,7 @@ clip = GradientClip(runner, 1.0)
 
 for step in range(4):
     tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step))
-    loss = runner.step(tokens)  # the whole batch on every rank; forward and backward
+    loss = runner.step(tokens)  # the full batch on every rank; forward and backward
     clip()
     optimizer.step()
     optimizer.zero_grad()

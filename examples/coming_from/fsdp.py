@@ -21,9 +21,9 @@ for step in range(4):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    whole = loss.detach().clone()
-    dist.all_reduce(whole)
+    full = loss.detach().clone()
+    dist.all_reduce(full)
     if rank == 0:
-        print(f"step {step} loss {float(whole) / size:.6f}")
+        print(f"step {step} loss {float(full) / size:.6f}")
 dist.barrier()
 dist.destroy_process_group()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stretto.backend.observe_adapter import observe
-    from stretto.batch.tree import whole
+    from stretto.batch.tree import replicated
     from stretto.capturing import capture
     from stretto.checking.compare import Check, check
     from stretto.config import Parallel, load_settings
@@ -70,6 +70,7 @@ __all__ = [
     "register_order",
     "register_schedule",
     "rehearse",
+    "replicated",
     "reshard",
     "reshard_all",
     "run_threads",
@@ -77,7 +78,6 @@ __all__ = [
     "shard",
     "simulate",
     "verify",
-    "whole",
 ]
 
 _HOMES = {
@@ -118,7 +118,7 @@ _HOMES = {
     "shard": "stretto.tensor.face",
     "simulate": "stretto.simulating",
     "verify": "stretto.verifying",
-    "whole": "stretto.batch.tree",
+    "replicated": "stretto.batch.tree",
 }
 
 _WITH_SAVERS = ("Runner", "Timeline", "rehearse", "run_threads", "simulate")

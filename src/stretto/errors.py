@@ -14,7 +14,7 @@ from pathlib import Path
 
 def meant(name: object, known: Iterable[str], form: str = "{} ") -> str:
     """For a message that refuses a name: "did you mean 'zb-h1'?" with the nearest known one; nothing where
-    none is near. form: what stands around it."""
+    none is near. form: what is around it."""
     near = nearest(name, known)
     return form.replace("{}", f"did you mean {near!r}?") if near is not None else ""
 
@@ -94,7 +94,7 @@ class PlanError(StrettoError):
         self._what = what
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[str, list[str]]]:
-        """For ranks that are told what another one's plan is refused for."""
+        """For ranks that learn what another one's plan is refused for."""
         return type(self), (self._what, [str(fault) for fault in self.faults])
 
 

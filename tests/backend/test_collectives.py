@@ -1,4 +1,4 @@
-"""Every kind of collective against plain formulas, on threads, on processes, and on a lone rank."""
+"""Every kind of collective against plain formulas, on threads, on processes, and on a single rank."""
 
 from __future__ import annotations
 

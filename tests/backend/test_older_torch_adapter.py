@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from stretto.backend.older_torch_adapter import asked_itself
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def test_every_op_on_a_subclass_of_dtensor_calls_its_own_function() -> None:
             asked.append((op, kwargs or {}))
             return wrapped(Kind, args[0]._local_tensor.detach(), args[0]._spec)
 
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         spec = new_spec(DeviceMesh("cpu", [0, 1]), [Shard(0)], (4, 6), (6, 1), torch.float32)
         x = wrapped(Kind, torch.ones(2, 6), spec)
         plain = wrapped(DTensor, torch.ones(2, 6), spec)

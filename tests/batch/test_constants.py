@@ -34,18 +34,18 @@ class Options:
 
 
 class Hides:
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
 
     def __repr__(self) -> str:
         return "Hides()"
 
 
 class Slots:
-    __slots__ = ("held",)
+    __slots__ = ("kept",)
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
 
 
 class Text(str):
@@ -115,7 +115,7 @@ def test_equal_values_have_equal_texts(make: Any) -> None:
 
 def looped() -> Any:
     made = Hides(None)
-    made.held = made
+    made.kept = made
     return made
 
 

@@ -1,4 +1,4 @@
-"""Leaves that every microbatch is given whole."""
+"""Leaves that every microbatch is given full."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from stretto.errors import UsageError
     ids=lambda item: str(item)[:20],
 )
 def test_what_can_be_marked(value: Any, dtype: torch.dtype) -> None:
-    made = stretto.whole(value).tensor
+    made = stretto.replicated(value).tensor
     assert made.dtype is dtype
     assert tuple(made.shape) == np.shape(value)
-    assert stretto.whole(stretto.whole(value)).tensor.equal(made)
+    assert stretto.replicated(stretto.replicated(value)).tensor.equal(made)
 
 
 @pytest.mark.parametrize("value", ["a", None, [1, 2], {"a": 1}, 2j, 10**400])
 def test_what_cannot(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"stretto\.whole "):
-        stretto.whole(value)
+    with pytest.raises(UsageError, match=r"stretto\.replicated "):
+        stretto.replicated(value)
 
 
 def test_a_microbatch_has_the_tensor_in_the_place_of_the_mark() -> None:
-    batch = {"a": torch.zeros(4, 2), "b": [stretto.whole(torch.ones(3)), 7], "n": stretto.whole(5)}
-    assert tree.whole_leaves(batch) == ("b.0", "n")
+    batch = {"a": torch.zeros(4, 2), "b": [stretto.replicated(torch.ones(3)), 7], "n": stretto.replicated(5)}
+    assert tree.replicated_leaves(batch) == ("b.0", "n")
     assert tree.fixed(batch) == {"b.1": "7"}
     assert tree.microbatch_shapes(batch, 2) == {"a": (2, 2), "b.0": (3,), "n": ()}
     leaves = list(tree.flatten(batch).values())
     rebuilt = tree.rebuilder(batch)(leaves)
     assert rebuilt["b"][0] is leaves[1]
     assert int(rebuilt["n"]) == 5
-    assert tree.whole_leaves(stretto.whole(1)) == ("batch",)
+    assert tree.replicated_leaves(stretto.replicated(1)) == ("batch",)
 
 
 class _Rows:

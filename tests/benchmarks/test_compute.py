@@ -1,4 +1,4 @@
-"""The compute race on a tiny model: what it tells, and what makes it void."""
+"""The compute race on a tiny model: what it shows, and what makes it void."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grid of measured against predicted: what is kept when a lab fails, and what stands in the end."""
+"""The grid of measured against predicted: what is kept when a lab fails, and what is in the end."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     out = tmp_path / "published.json"
     ran = CliRunner().invoke(bench, ["published", "--json", str(out)])
     assert ran.exit_code == 0, ran.output
-    whole = json.loads(out.read_text())
-    assert whole["rates"] == {"checked": 25, "agree": 25, "disagree": []}
-    assert whole["steps"]["single_held_out_percent"] < 8.4
-    assert f"{whole['steps']['multi_percent']:.2f}" in ran.output
+    full = json.loads(out.read_text())
+    assert full["rates"] == {"checked": 25, "agree": 25, "disagree": []}
+    assert full["steps"]["single_held_out_percent"] < 8.4
+    assert f"{full['steps']['multi_percent']:.2f}" in ran.output

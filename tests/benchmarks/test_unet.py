@@ -70,7 +70,7 @@ def test_the_two_halves_for_pytorch_are_the_whole() -> None:
     found = nn.functional.mse_loss(after(*crossing, states=batch["states"]), batch["noise"])
     found.backward()  # type: ignore[no-untyped-call]
     assert torch.equal(found, expected)
-    held = {p for half in (before, after) for p in half.parameters()}
-    assert held == set(model.parameters()), "each parameter is on one of them"
+    kept = {p for half in (before, after) for p in half.parameters()}
+    assert kept == set(model.parameters()), "each parameter is on one of them"
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-12)

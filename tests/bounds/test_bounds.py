@@ -117,9 +117,9 @@ def virtual(ranks: int, chunks: int, microbatches: int) -> Schedule:
     stage_ranks = tuple(path[:stages])
     orders: list[tuple[Slot, ...]] = []
     for rank in range(ranks):
-        held = [s for s in range(stages) if stage_ranks[s] == rank]
-        forward = [Action(s, Phase.F, m) for m in range(microbatches) for s in held]
-        backward = [Action(s, Phase.B, m) for m in range(microbatches) for s in reversed(held)]
+        kept = [s for s in range(stages) if stage_ranks[s] == rank]
+        forward = [Action(s, Phase.F, m) for m in range(microbatches) for s in kept]
+        backward = [Action(s, Phase.B, m) for m in range(microbatches) for s in reversed(kept)]
         orders.append((*forward, *backward))
     return Schedule("virtual", stages, microbatches, stage_ranks, tuple(orders))
 

@@ -13,7 +13,7 @@ from stretto.errors import PlanError
 from stretto.ir.costs import CollectiveCost, Costs, Link, Processor
 from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
-from stretto.planning.pair import whole
+from stretto.planning.pair import full
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import peak_live
 from stretto.simulating import simulate
@@ -113,8 +113,8 @@ def test_equal_stages_are_bounded_as_unequal_ones_are() -> None:
 
 
 def test_a_quota_gives_a_stretch_little_more_than_its_time() -> None:
-    """A chain of long ops takes their times, less what a rank that stood has left of two periods, once before
-    an op and once behind it."""
+    """A chain of long ops takes their times, less what a rank that waited has left of two periods, once
+    before an op and once behind it."""
     job = make_comm_job(1, 1, axes=(), blocks=4)
     costs = make_comm_costs(job, op_us=1000.0)
     free = lower_bound(job, (0,), costs).parts["critical path"]
@@ -147,11 +147,11 @@ def plans(draw: st.DrawFn) -> Plan:
     elif kind == "overlapped":
         order = overlapped(make_schedule("1f1b", ranks, microbatches))
     elif kind == "whole":
-        joined = whole(make_schedule("1f1b", ranks, microbatches))
+        joined = full(make_schedule("1f1b", ranks, microbatches))
         assert joined is not None
         order = joined
     else:
-        if kind not in ("gpipe", "looped-bfs", "dualpipev"):  # which hold what they hold
+        if kind not in ("gpipe", "looped-bfs", "dualpipev"):  # which have what they keep
             max_live = draw(st.none() | st.integers(1, 3))
         order = make_schedule(kind, ranks, microbatches, max_live=max_live)
     axes = draw(st.sampled_from([(), (("tp", 2),), (("dp", 2),), (("dp", 2), ("tp", 4))]))

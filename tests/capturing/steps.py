@@ -41,10 +41,10 @@ def assert_plain(
 
     grads: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
-    for told, found, held in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
+    for told, found, kept in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
         assert abs(told - float(value.detach())) <= tolerance * abs(float(value))
         grads |= found
-        buffers |= held
+        buffers |= kept
     expected = {n: p.grad for n, p in own.named_parameters(remove_duplicate=False) if p.grad is not None}
     assert grads.keys() <= expected.keys()
     assert {id(expected[name]) for name in grads} == {id(grad) for grad in expected.values()}
@@ -53,5 +53,5 @@ def assert_plain(
         wanted = expected[name]
         assert float((grad - wanted).norm()) <= tolerance * max(float(wanted.norm()), 1e-6 * largest), name
     named = dict(own.named_buffers())
-    for name, held in buffers.items():
-        assert torch.allclose(held, named[name], rtol=tolerance, atol=0), name
+    for name, kept in buffers.items():
+        assert torch.allclose(kept, named[name], rtol=tolerance, atol=0), name

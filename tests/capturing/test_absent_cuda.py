@@ -84,10 +84,10 @@ def test_layer_norms_keep_their_statistics_in_float32() -> None:
         found = traced(gpt(), torch.bfloat16, device)
         norms = {i.op.name: i.op for i in found.ops if i.op.target == "aten.native_layer_norm.default"}
         parts = [i.op for i in found.ops if i.op.target == "getitem" and i.op.args[0].name in norms]
-        whole = {s.dtype for op in norms.values() for s in op.outputs[1:] if s is not None}
+        full = {s.dtype for op in norms.values() for s in op.outputs[1:] if s is not None}
         taken = {op.outputs[0].dtype for op in parts if op.args[1] > 0 and op.outputs[0] is not None}
         assert {op.outputs[0].dtype for op in parts if op.args[1] == 0 and op.outputs[0]} == {"bfloat16"}
-        assert whole == taken
+        assert full == taken
         return taken
 
     assert dtypes("cuda") == {"float32"}

@@ -27,7 +27,7 @@ class Buffered(Chain):
 
 
 def batch_of(**more: Any) -> dict[str, Any]:
-    return {"x": rows(), "labels": LABELS, "n": stretto.whole(5), **more}
+    return {"x": rows(), "labels": LABELS, "n": stretto.replicated(5), **more}
 
 
 def captured(loss: Any, model: nn.Module | None = None, **parallel: Any) -> Job:
@@ -69,7 +69,7 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda m, mb: (total(m, mb), (m(mb["x"]) > 0).sum()), "depends on parameter '"),
     (lambda m, mb: (total(m, mb), m.weights.sum()), "reads buffer 'weights'"),
     (lambda m, mb: (total(m, mb), F.dropout(mb["x"]).sum()), "is not made from the microbatch alone"),
-    (lambda m, mb: (total(m, mb), mb["n"]), "by batch leaf 'n', which is marked stretto.whole"),
+    (lambda m, mb: (total(m, mb), mb["n"]), "by batch leaf 'n', which is marked stretto.replicated"),
     (lambda m, mb: (total(m, mb), mb["n"] * 2), "is the same for all microbatches"),
     (
         lambda m, mb: (F.cross_entropy(m(mb["x"]), mb["labels"]), (mb["labels"] != -100).sum()),

@@ -93,9 +93,9 @@ def test_every_family_equals_the_plain_model(traced: Traced, expected: Result, s
 
 @pytest.mark.slow
 def test_states_that_all_images_share() -> None:
-    """What is attended to may be one constant: every microbatch is given it whole."""
+    """What is attended to may be one constant: every microbatch is given it full."""
     batch = {**batch_of(4), "states": batch_of(1)["states"]}
-    marked = {**batch, "states": stretto.whole(batch["states"])}
+    marked = {**batch, "states": stretto.replicated(batch["states"])}
     job = job_of(trace(tiny(), marked, loss, microbatches=2), 2, 2)
     assert_equal(run(plan_of(job, "zb-h2"), tiny(), marked), plain(tiny(), batch, loss), 1e-10)
 

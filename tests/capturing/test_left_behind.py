@@ -29,7 +29,7 @@ PARALLEL = stretto.Parallel(pp=2, microbatches=2)
 
 
 class Notes:
-    """An object of the user's that a model holds."""
+    """An object of the user's that a model has."""
 
     __slots__ = ("__dict__", "last")
 
@@ -220,7 +220,7 @@ def test_what_is_right_with_every_microbatch(kind: type[nn.Module]) -> None:
     results = stretto.run_threads(stretto.plan(job, CLUSTER, order="list"), models.__getitem__, work)
     losses = [mean_square(model, part).detach() for part in rows().repeat(2, 1).chunk(4)]
     assert results[0][0] == pytest.approx(float(losses[2] + losses[3]) / 2, rel=1e-12)
-    buffers = {name: value for _, held in results for name, value in held.items()}
+    buffers = {name: value for _, kept in results for name, value in kept.items()}
     torch.testing.assert_close(buffers, dict(model.named_buffers()), rtol=1e-12, atol=0)
 
 
@@ -253,12 +253,12 @@ def test_check_copies_a_model_that_holds_what_a_call_left() -> None:
 def test_what_threads_share_is_left_alone() -> None:
     import queue
 
-    class Holds(Chain):
+    class Keeps(Chain):
         def __init__(self) -> None:
             super().__init__()
             self.inbox: queue.Queue[int] = queue.Queue()
 
-    model = Holds()
+    model = Keeps()
     state = PythonState(("", model))
     model.inbox.put(3)
     model.out.note = 3  # type: ignore[assignment]
@@ -313,7 +313,7 @@ def test_a_failed_capture_leaves_it_too() -> None:
 
 
 def test_equal_models_and_those_on_meta_give_equal_jobs() -> None:
-    """So that ranks that capture for themselves hold one plan, whatever was captured before."""
+    """So that ranks that capture for themselves have one plan, whatever was captured before."""
     with torch.device("meta"):
         meta = gpt(True)
     given = (

@@ -17,10 +17,10 @@ import stretto
 from stretto.runtime.transport import ThreadTransport
 from tests.capturing.test_mesh_reshards import (
     F64,
+    FULL,
     MICROBATCHES,
     S1,
     SIZE,
-    WHOLE,
     Pair,
     R,
     batch,
@@ -29,7 +29,7 @@ from tests.capturing.test_mesh_reshards import (
 )
 from tests.capturing.test_meshes import Skip, meshes_of
 from tests.clusters import cores
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 
 Meshes = list[DeviceMesh]
 TWO = [[0, 1], [2, 3]]
@@ -42,7 +42,7 @@ class Strange(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(SIZE, SIZE, dtype=F64) for _ in range(2))
         for layer, mesh in zip(self.layers, meshes, strict=False):
-            stretto.shard(layer, mesh, WHOLE * mesh.ndim)
+            stretto.shard(layer, mesh, FULL * mesh.ndim)
         self.meshes, self.act = meshes, act
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ LAYOUTS: list[tuple[list[Any], dict[str, Any], str]] = [
 
 def capture_strange(ranks: list[Any], act: Any = lambda h, _: h, **changed: Any) -> None:
     parallel = stretto.Parallel(**({"pp": 2, "tp": 2, "microbatches": MICROBATCHES} | changed))
-    with lone_rank(0, 8):
+    with single_rank(0, 8):
         model = Strange([DeviceMesh("cpu", one) for one in ranks], act)
         stretto.capture(model, batch(), loss_of, parallel)
 
@@ -80,8 +80,8 @@ def test_meshes_that_are_no_stages(ranks: list[Any], changed: dict[str, Any], wo
 
 
 def own_way(h: Tensor, meshes: Meshes) -> Tensor:
-    whole = all_reduce(stretto.local(h.detach()), "sum", (meshes[0], 0))  # type: ignore[no-untyped-call]
-    return h + stretto.shard(whole, meshes[0])
+    full = all_reduce(stretto.local(h.detach()), "sum", (meshes[0], 0))  # type: ignore[no-untyped-call]
+    return h + stretto.shard(full, meshes[0])
 
 
 ACTS: list[tuple[list[Any], Callable[[Tensor, Meshes], Tensor], str]] = [
@@ -105,8 +105,8 @@ class Odd(nn.Module):
         for layer, mesh in zip(self.layers, meshes, strict=True):
             layer.register_buffer("seen", torch.zeros(6))
             layer.weight = stretto.shard(layer.weight, mesh, [placement])
-            layer.bias = stretto.shard(layer.bias, mesh, WHOLE)
-            layer.seen = stretto.shard(layer.seen, mesh, [Shard(0)] if buffer else WHOLE)  # type: ignore[arg-type]
+            layer.bias = stretto.shard(layer.bias, mesh, FULL)
+            layer.seen = stretto.shard(layer.seen, mesh, [Shard(0)] if buffer else FULL)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ PROGRAMS: list[tuple[Callable[[Meshes], nn.Module], str]] = [
 @pytest.mark.parametrize(("make", "word"), PROGRAMS)
 def test_programs(make: Callable[[Meshes], nn.Module], word: str) -> None:
     parallel = stretto.Parallel(pp=3, microbatches=MICROBATCHES)
-    with lone_rank(1, 3), pytest.raises((stretto.UsageError, stretto.CaptureError)) as caught:
+    with single_rank(1, 3), pytest.raises((stretto.UsageError, stretto.CaptureError)) as caught:
         stretto.capture(make(meshes_of()), batch(), loss_of, parallel)
     assert word in str(caught.value)
 
 
 def test_a_count_of_what_ranks_have_parts_of() -> None:
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         model = nn.Linear(SIZE, SIZE, dtype=F64)
         stretto.shard(model, mesh)
@@ -169,13 +169,13 @@ def test_a_count_of_what_ranks_have_parts_of() -> None:
 
 def test_a_model_that_lies_otherwise_than_at_the_capture() -> None:
     plan = stretto.plan(captured(lambda meshes: Pair(meshes, S1, R)), cluster=cores())
-    with lone_rank(1, 4):
+    with single_rank(1, 4):
         meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
         model = Pair(meshes, S1, R)
-        model.a.bias = stretto.shard(nn.Parameter(torch.zeros(SIZE, dtype=F64)), meshes[0], WHOLE)  # type: ignore[assignment]
+        model.a.bias = stretto.shard(nn.Parameter(torch.zeros(SIZE, dtype=F64)), meshes[0], FULL)  # type: ignore[assignment]
         with pytest.raises(stretto.UsageError, match=r"'a.bias' as parts of shape \[4\]"):
             stretto.Runner(plan, model, transport=ThreadTransport.group(4)[1])
-    with lone_rank(1, 3):
+    with single_rank(1, 3):
         on = meshes_of()
         parallel = stretto.Parallel(pp=3, microbatches=MICROBATCHES, schedule="1f1b")
         plan = stretto.plan(stretto.capture(Skip(on), batch(), loss_of, parallel), cluster=cores())

@@ -28,11 +28,11 @@ from stretto.ir.program import Job, Op, Ref
 from stretto.runtime.local import run_threads
 from stretto.runtime.rank_tensors import part_of
 from tests.clusters import cores
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 
 F64 = torch.float64
 ROWS, SIZE, MICROBATCHES = 16, 8, 4
-COLUMNS, ROWWISE, WHOLE = [Shard(0)], [Shard(1)], [Replicate()]
+COLUMNS, ROWWISE, FULL = [Shard(0)], [Shard(1)], [Replicate()]
 
 
 class Pair(nn.Module):
@@ -52,8 +52,8 @@ class Pair(nn.Module):
             for up, down, mesh in ((self.a, self.b, first), (self.c, self.d, second)):
                 stretto.shard(up, mesh, COLUMNS)
                 down.weight = stretto.shard(down.weight, mesh, ROWWISE)
-                down.bias = stretto.shard(down.bias, mesh, WHOLE)
-            stretto.shard(self.norm, second, WHOLE)
+                down.bias = stretto.shard(down.bias, mesh, FULL)
+            stretto.shard(self.norm, second, FULL)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.a(x))
@@ -87,7 +87,7 @@ def captured(
 ) -> Job:
     """The job of a model on the meshes of ranks 0, 1 and 2, 3, captured by one of them."""
     settings: dict[str, Any] = {"pp": 2, "tp": 2, "microbatches": MICROBATCHES, "schedule": "1f1b"}
-    with lone_rank(rank, 4):
+    with single_rank(rank, 4):
         meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
         parallel = stretto.Parallel(**(settings | changed))
         return stretto.capture(make(meshes), given or batch(), loss, parallel)
@@ -106,7 +106,7 @@ def assert_as_plain(
     plain = make()
     expected = loss(plain, given)
     expected.backward()
-    whole = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    full = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     about = {parameter.name: parameter for parameter in job.parameters}
 
     def work(runner: stretto.Runner) -> int:
@@ -116,7 +116,7 @@ def assert_as_plain(
             if not parameter.requires_grad:
                 assert parameter.grad is None
                 continue
-            part = part_of(whole[name], about[name], job, runner.coordinates)
+            part = part_of(full[name], about[name], job, runner.coordinates)
             assert parameter.grad is not None
             torch.testing.assert_close({name: parameter.grad}, {name: part}, rtol=1e-10, atol=1e-10)
         return len(found)
@@ -124,7 +124,7 @@ def assert_as_plain(
     models = [make() for _ in range(plan.world)]  # not in the threads, which share one generator
     counts = run_threads(plan, lambda rank: models[rank], work)
     frozen = sum(not parameter.requires_grad for parameter in plain.parameters())
-    assert sum(counts[::2]) == sum(counts[1::2]) == len(whole) + frozen
+    assert sum(counts[::2]) == sum(counts[1::2]) == len(full) + frozen
 
 
 def collectives(job: Job, stage: int) -> list[str]:
@@ -160,7 +160,7 @@ def test_every_rank_captures_one_job() -> None:
 
 
 def test_what_crosses_is_small() -> None:
-    """A whole tensor that is a sum crosses as shards; a shard is gathered where it arrives."""
+    """A full tensor that is a sum crosses as shards; a shard is gathered where it arrives."""
     for source, before in ((P, ["reduce_scatter"]), (S1, [])):
         job = captured(lambda meshes, source=source: Pair(meshes, source, R))
         assert [edge.spec.shape for edge in job.edges] == [(ROWS // MICROBATCHES, SIZE // 2)] * 2
@@ -169,7 +169,7 @@ def test_what_crosses_is_small() -> None:
 
 
 def test_what_is_summed_for_the_forward_is_not_summed_again() -> None:
-    """DTensor's norm keeps the addends, and reduces them a second time for its gradient."""
+    """DTensor's norm keeps the partial sums, and reduces them a second time for its gradient."""
     counts = []
     for skip in ([], ["equal_collectives"]):
         job = captured(lambda meshes: Pair(meshes, S1, R), skip_passes=skip)
@@ -185,7 +185,7 @@ def test_the_ops_that_no_pass_takes_out() -> None:
 
 
 class Attention(nn.Module):
-    """A table by rows, a spread sequence and heads on the first mesh; an MLP by PyTorch's module styles on
+    """A table by rows, a sharded sequence and heads on the first mesh; an MLP by PyTorch's module styles on
     the second, with a buffer, and a parameter that is frozen."""
 
     scale: torch.Tensor
@@ -204,7 +204,7 @@ class Attention(nn.Module):
         if meshes is not None:
             for module, how in (
                 (self.table, COLUMNS),
-                (self.norm, WHOLE),
+                (self.norm, FULL),
                 (self.heads, COLUMNS),
                 (self.out, ROWWISE),
             ):
@@ -333,7 +333,7 @@ class Exchanging(nn.Module):
 def converted(sizes: Sequence[list[int] | None] = (None, None), world: int = 2, ranks: int = 2) -> list[Op]:
     model = Exchanging(sizes)
     mode = torch_adapter.fake_mode()
-    with lone_rank(0, world):
+    with single_rank(0, world):
         with mode:
             x = torch.empty(SENT, COLS)
         with torch_adapter.fake_state(model, mode, torch.device("cpu"), None):
@@ -360,7 +360,7 @@ def test_it_is_a_start_and_a_wait_and_its_gradient_goes_back_so() -> None:
 def test_what_a_program_cannot_have_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"different sizes, \[4, 2\] rows to send and \[3, 3\] to receive"):
         converted(([3, 3], [4, 2]))
-    with pytest.raises(CaptureError, match="all-to-all is of 3 ranks, and the model is spread over tp = 2"):
+    with pytest.raises(CaptureError, match="all-to-all is of 3 ranks, and the model is sharded over tp = 2"):
         converted(world=3)
-    with pytest.raises(CaptureError, match="all-to-all is of 2 ranks, and the model is spread over tp = 1"):
+    with pytest.raises(CaptureError, match="all-to-all is of 2 ranks, and the model is sharded over tp = 1"):
         converted(ranks=1)

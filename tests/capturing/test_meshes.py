@@ -18,7 +18,7 @@ from stretto.ir.action import Phase
 from stretto.ir.program import Job
 from tests.capturing.test_mesh_reshards import F64, MICROBATCHES, SIZE, Pair, batch, loss_of
 from tests.clusters import cores
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 from tests.tensor.world import all_end_well
 
 LR = 0.1
@@ -106,9 +106,9 @@ def agree(make: Callable[[list[DeviceMesh]], nn.Module], size: int = 1, loss: An
     everywhere = DeviceMesh("cpu", list(range(dist.get_world_size())))
     expected = stretto.local(stretto.reshard(value.detach(), everywhere, [R]))  # type: ignore[arg-type]
     assert expected is not None
-    # As they lie on parameters: an eager gradient may still be partial.
-    held = {name: p for name, p in eager.named_parameters() if p.grad is not None}
-    grads = parts({n: p.grad.redistribute(p.device_mesh, p.placements) for n, p in held.items()})
+    # As they are on parameters: an eager gradient may still be partial.
+    resident = {name: p for name, p in eager.named_parameters() if p.grad is not None}
+    grads = parts({n: p.grad.redistribute(p.device_mesh, p.placements) for n, p in resident.items()})
     assert grads, "every rank has a stage"
 
     layout = {"pp": len(meshes), "tp": size, "schedule": "1f1b", "overlap": "off"}
@@ -166,7 +166,7 @@ def test_eager_and_captured_agree() -> None:
 
 
 def test_meshes_are_the_stages_where_planning_may_choose_their_number() -> None:
-    with lone_rank(1, 3):
+    with single_rank(1, 3):
         model = Skip(meshes_of())
         model.more = nn.ModuleList(copy.deepcopy(model.layers[0]) for _ in range(6))
         chosen = stretto.Parallel(pp=3, microbatches=MICROBATCHES, schedule="auto", virtual_stages="auto")

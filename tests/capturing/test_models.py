@@ -1,4 +1,4 @@
-"""What people write in models is captured and has the plain model's numbers, over two and four stages."""
+"""What users write in models is captured and has the plain model's numbers, over two and four stages."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_buffers_are_updated_microbatch_by_microbatch(shared: bool, family: str)
 
     buffers: dict[str, Tensor] = {}
     grads: dict[str, Tensor | None] = {}
-    for held, found in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
-        buffers |= held
+    for kept, found in stretto.run_threads(plan, lambda _: copy.deepcopy(model), work):
+        buffers |= kept
         grads |= found
     assert set(buffers) == {name for name, _ in expected.named_buffers()}
     for name, value in expected.named_buffers():

@@ -129,7 +129,7 @@ class Random(nn.Module):
 )
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_any_graph_cut_anywhere(wires: list[tuple[int, int, int]], stages: int, data: st.DataObject) -> None:
-    """Whatever the graph and the cut: the properties hold, the proof accepts, the numbers are right."""
+    """Whatever the graph and the cut: the properties keep, the proof accepts, the numbers are right."""
     model = Random(wires)
     batch = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).reshape(4, WIDTH)
 

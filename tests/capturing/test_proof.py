@@ -34,7 +34,7 @@ def collectives(job: Job) -> list[str]:
 
 
 class Attention(nn.Module):
-    """Queries of several heads, keys and values of one, which `code` makes of the whole."""
+    """Queries of several heads, keys and values of one, which `code` makes of the full one."""
 
     def __init__(self, hidden: int = 16, heads: int = 4) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "a parameter of all features": (lambda m, x: x * m.down.bias.repeat(2), "cannot capture Coded"),
     "a total beside its parts": (
         lambda m, x: x * x.sum(-1, keepdim=True),
-        "is an addend of a sum on every rank",
+        "is a partial sum of a sum on every rank",
     ),
     "columns by number": (lambda m, x: torch.cat((x[:, :4], x[:, 4:]), 1), "and the op needs that dim whole"),
 }

@@ -42,13 +42,13 @@ def job_for(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_depend_on_neither_schedule_nor_cut(kind: str) -> None:
-    tells = kind == "attention"  # the dropout of embeddings and blocks, too
-    batch, loss = (tokens(4, columns=8), next_token_loss) if tells else (rows(), mean_square)
+    shows = kind == "attention"  # the dropout of embeddings and blocks, too
+    batch, loss = (tokens(4, columns=8), next_token_loss) if shows else (rows(), mean_square)
     model = KINDS[kind]()
     first = run(lowered(job_for(model, 1, 4, batch, loss), "gpipe"), model, batch)
     for stages in (1, 2, 4):
         job = job_for(model, stages, 4, batch, loss)
-        for family in FAMILIES if not tells else ("1f1b", "zb-h2"):
+        for family in FAMILIES if not shows else ("1f1b", "zb-h2"):
             assert_same_bits(run(lowered(job, family), model, batch), first)
 
 

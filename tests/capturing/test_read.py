@@ -35,7 +35,7 @@ class Config:
 
 
 class Reader(Chain):
-    """Reads values of many kinds, and holds some that it does not read."""
+    """Reads values of many kinds, and has some that it does not read."""
 
     share = 1.0
 
@@ -111,7 +111,7 @@ def test_values_below_the_model(message: str, change: Callable[[nn.Module], obje
     with pytest.raises(stretto.UsageError) as caught:
         after_a_change(Reader(), mean_square, change)
     assert message in str(caught.value)
-    assert "marked stretto.whole(x), or a buffer of the model" in str(caught.value)
+    assert "marked stretto.replicated(x), or a buffer of the model" in str(caught.value)
     assert "capture the step again" in str(caught.value)
 
 
@@ -208,7 +208,7 @@ def test_a_plan_from_a_file_looks_at_its_own_model(tmp_path: Path) -> None:
 
 
 def test_what_may_change_in_every_step() -> None:
-    """The way out that the message names: a leaf that is whole, and a buffer."""
+    """The way out that the message names: a leaf that is full, and a buffer."""
 
     class Buffered(Chain):
         def __init__(self) -> None:
@@ -222,11 +222,11 @@ def test_what_may_change_in_every_step() -> None:
         return mean_square(m, mb["x"]) * mb["weight"]
 
     model = Buffered()
-    plan = plan_of(model, {"x": rows(), "weight": stretto.whole(0.5)}, loss, ONE)
+    plan = plan_of(model, {"x": rows(), "weight": stretto.replicated(0.5)}, loss, ONE)
     runner = stretto.Runner(plan, model)
-    first = float(runner.step({"x": rows(), "weight": stretto.whole(0.5)}))
+    first = float(runner.step({"x": rows(), "weight": stretto.replicated(0.5)}))
     dict(runner.named_buffers())["alpha"].fill_(4.0)
-    second = float(runner.step({"x": rows(), "weight": stretto.whole(0.25)}))
+    second = float(runner.step({"x": rows(), "weight": stretto.replicated(0.25)}))
     assert second == pytest.approx(first * 4 * 0.5, rel=1e-12)
 
 

@@ -131,7 +131,7 @@ def raising(error: BaseException) -> Callable[[nn.Module, Tensor], Tensor]:
 
 class SilentError(Exception):
     def __str__(self) -> str:
-        raise ValueError("cannot tell")
+        raise ValueError("cannot show")
 
 
 def backward_in_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ BATCHES: list[tuple[Any, str]] = [
     (torch.zeros(0, WIDTH), "has no rows"),
     ({"a": torch.zeros(4, 1), "b": torch.zeros(8, 1)}, "'a' has 4, 'b' has 8 rows"),
     ({"ids": torch.zeros(4, 3), "at": torch.zeros(1, 3, 2)}, "x.expand(4, -1, -1)"),
-    ({"a": stretto.whole(torch.zeros(4))}, "every leaf of the batch is marked"),
+    ({"a": stretto.replicated(torch.zeros(4))}, "every leaf of the batch is marked"),
     (rows().to_sparse(), "'batch' is a sparse_coo tensor"),
     ({"x": torch.nested.nested_tensor([rows(2), rows(1)])}, "'x' is a nested tensor"),
     ({"x": rows().requires_grad_()}, "'x' requires a gradient"),
@@ -459,7 +459,7 @@ class Criterion(nn.Module):
 def test_a_criterion_with_parameters() -> None:
     criterion, alone = Criterion(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     constant = torch.ones(())
-    start = "the loss holds parameters that the model does not have"
+    start = "the loss has parameters that the model does not have"
     assert f"{start} (criterion.log_var)" in refusal(Chain(), rows(), lambda m, mb: criterion(m(mb)))
     assert f"{start} (alone)" in refusal(Chain(), rows(), lambda m, mb: mean_square(m, mb) * alone)
     message = refusal(Chain(), rows(), lambda m, mb: mean_square(m, mb) * constant)

@@ -1,4 +1,4 @@
-"""Equal layers, traced twice and repeated, give the trace that all layers give; others are traced whole."""
+"""Equal layers, traced twice and repeated, give the trace that all layers give; others are traced full."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def both(
     caplog.clear()
     repeated = tracing.trace(model, batch, loss, layout=how)
     reason = " ".join(record.getMessage() for record in caplog.records if record.name == tracing.__name__)
-    whole = tracing.trace(model, batch, loss, layout=how, equal_layers=False)
+    full = tracing.trace(model, batch, loss, layout=how, equal_layers=False)
     return repr(repeated) == repr(
-        whole
+        full
     ), reason  # as text: vocabularies are masked with nan, unequal to itself
 
 
@@ -53,8 +53,8 @@ def huggingface(kind: str, layers: int, **more: Any) -> nn.Module:
         (4, "rotary", False, 0.0, 1, False),
         (7, "learned", True, 0.1, 2, True),
         *(
-            pytest.param(*model, *spread, marks=pytest.mark.slow)
-            for model, spread in (
+            pytest.param(*model, *sharded, marks=pytest.mark.slow)
+            for model, sharded in (
                 ((4, "rotary", False, 0.0), (2, False)),
                 ((4, "rotary", False, 0.0), (2, True)),
                 ((7, "learned", True, 0.1), (2, False)),
@@ -70,7 +70,7 @@ def test_gpt(layers: int, positions: Any, tied: bool, dropout: float, tp: int, s
 
 @pytest.mark.parametrize(
     ("tp", "sp"),
-    [*(pytest.param(*spread, marks=pytest.mark.slow) for spread in ((2, False), (2, True))), (1, False)],
+    [*(pytest.param(*sharded, marks=pytest.mark.slow) for sharded in ((2, False), (2, True))), (1, False)],
 )
 @pytest.mark.parametrize(
     "kind", [*(pytest.param(k, marks=pytest.mark.slow) for k in ("Llama", "Qwen2")), "GPT2"]

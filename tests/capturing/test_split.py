@@ -68,10 +68,10 @@ def test_a_large_head_is_counted() -> None:
 
 def test_names_begin_stages() -> None:
     job = job_of(traced("gpt", torch.float32), 3, 2, ["blocks.1", "norm"])
-    held = {p.name: p.stages for p in job.parameters}
-    assert held["embedding.weight"] == held["blocks.0.mlp.up.weight"] == (0,)
-    assert held["blocks.1.attention.qkv.weight"] == held["blocks.2.mlp.down.weight"] == (1,)
-    assert held["norm.weight"] == held["head.weight"] == (2,)
+    kept = {p.name: p.stages for p in job.parameters}
+    assert kept["embedding.weight"] == kept["blocks.0.mlp.up.weight"] == (0,)
+    assert kept["blocks.1.attention.qkv.weight"] == kept["blocks.2.mlp.down.weight"] == (1,)
+    assert kept["norm.weight"] == kept["head.weight"] == (2,)
 
 
 def test_names_alone_say_how_many_stages() -> None:
@@ -106,7 +106,7 @@ def test_cheap_shared_values_are_made_where_they_are_used() -> None:
     assert sum(any("cos" in op.target for op in stage.ops[Phase.F]) for stage in job.stages) >= 3
 
 
-def held(job: Job) -> list[set[str]]:
+def kept(job: Job) -> list[set[str]]:
     """The parameters of each stage."""
     return [
         {parameter.name for parameter in job.parameters if stage.index in parameter.stages}
@@ -134,7 +134,7 @@ def test_transformers(name: str, blocks: str, first: set[str]) -> None:
     known = [n for n, _ in model.named_parameters()]
     of_layer = [{n for n in known if n.startswith(f"{blocks}.{k}.")} for k in range(3)]
     last = set(known) - first - set().union(*of_layer)
-    before, empty, two, one, after = held(job)
+    before, empty, two, one, after = kept(job)
     assert first <= before
     assert not empty | set().union(*job.stages[1].ops.values())
     assert of_layer[0] | of_layer[1] <= two
@@ -178,7 +178,7 @@ def twice() -> Model:
 
 
 def pairs() -> Model:
-    """Layers in a list of lists, whose inner lists nobody calls."""
+    """Layers in a list of lists, whose inner lists no one calls."""
     pairs = [nn.ModuleList(blocks(2)) for _ in range(2)]
     return Model(pairs, lambda own: (block for pair in own for block in pair))
 
@@ -247,13 +247,13 @@ def test_numbers_are_the_plain_models(model: nn.Module, split: str) -> None:
     job = captured(model, x, square, split, microbatches=3)
     assert_equal(run(lowered(job, "1f1b"), model, x), plain(model, x, square), 1e-10)
     for text, stage in zip(split.split("|"), job.stages, strict=True):
-        assert bool(text) >= any(stage.ops.values()), "a stage without words holds nothing"
+        assert bool(text) >= any(stage.ops.values()), "a stage without words has nothing"
         assert ("t" in text) <= bool(stage.ops[Phase.F])
 
 
 def test_a_layer_counts_as_often_as_it_is_called() -> None:
     job = captured(twice(), torch.randn(2, 4), square, "Et|t|t|tL")
-    assert [{name.split(".")[1] for name in names} for names in held(job)] == [{"0"}, {"1"}, {"0"}, {"0"}]
+    assert [{name.split(".")[1] for name in names} for names in kept(job)] == [{"0"}, {"1"}, {"0"}, {"0"}]
 
 
 @pytest.mark.parametrize(

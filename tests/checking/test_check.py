@@ -266,7 +266,7 @@ def test_the_form_that_is_furthest_off_counts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def unlike_in_copies(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor | int]:
-    """A loss whose scale comes from the number of experts that a rank holds."""
+    """A loss whose scale comes from the number of experts that a rank has."""
     total, count = moe_token_sum(model, batch)
     return total * model.blocks[0].mlp.experts.up.shape[0], count  # type: ignore[union-attr,index]
 

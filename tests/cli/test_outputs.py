@@ -1,4 +1,4 @@
-"""What commands write: wrong places are refused before any work, and what fails is told in one line."""
+"""What commands write: wrong places are refused before any work, and what fails is reported in one line."""
 
 from __future__ import annotations
 

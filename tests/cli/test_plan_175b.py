@@ -49,7 +49,7 @@ def test_the_175b_example_is_planned_in_two_minutes_and_eight_gigabytes(
     said, _ = process.communicate(timeout=3 * MOST_S)
     took_s = time.monotonic() - begin
     assert process.returncode == 0, said
-    # Of all children of this process the largest; Linux tells kibibytes.
+    # Of all children of this process the largest; Linux shows kibibytes.
     most_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     assert took_s < MOST_S
     assert most_bytes < MOST_BYTES

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from stretto.cli.main import app
 from stretto.config import load_settings
 from stretto.errors import UsageError
-from stretto.ir.stage_maps import PLACES
+from stretto.ir.stage_maps import STAGE_MAPS
 from stretto.schedule.families import FAMILIES
 from tests.train.tiny import environment
 from tests.tune.small import write_cluster, write_settings
@@ -81,7 +81,7 @@ def test_a_family_that_the_tasks_file_registers_is_chosen_from(tmp_path: Path) -
         assert result.exit_code == 0, f"{result.output}{result.exception}"
     finally:
         FAMILIES.pop("of-this-task", None)
-        PLACES.pop("of-this-task", None)
+        STAGE_MAPS.pop("of-this-task", None)
     assert 'schedule = "of-this-task"' in out.read_text(encoding="utf-8")
 
 

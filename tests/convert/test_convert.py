@@ -172,8 +172,8 @@ FAULTS = r"""
 --save '' => --save "": checkpoint.dir = '': string should have at least 1 character
 --global-batch-size 20 => append --global-batch-size 16
 --global-batch-size 3 => append --global-batch-size 16
---micro-batch-size 0 => --micro-batch-size 0: expected a whole number from 1 on
---hidden-size=-4 => --hidden-size=-4: expected a whole number from 1 on
+--micro-batch-size 0 => --micro-batch-size 0: expected an integer from 1 on
+--hidden-size=-4 => --hidden-size=-4: expected an integer from 1 on
 --kv-channels 32 => append --kv-channels 16
 --position-embedding-type none => append --position-embedding-type rope or learned_absolute
 --no-position-embedding => append --position-embedding-type rope
@@ -202,8 +202,8 @@ TWO --noop-layers 4 => --noop-layers 4: expected numbers of some layers, from 0 
 --make-vocab-size-divisible-by 0 --vocab-size 300 => --make-vocab-size-divisible-by 0: expected 1
 --hidden-size $H => what $H is, the text does not say; give the command as the process got it
 """
-"""Flags behind SMALL => what is said: the tree's own errors with the flags that made them, or what Megatron's
-own check would say and what to append."""
+"""Flags behind SMALL => what is stated: the tree's own errors with the flags that made them, or what
+Megatron's own check would say and what to append."""
 
 
 @pytest.mark.parametrize(("given", "said"), [row.split(" => ") for row in FAULTS.strip().split("\n")])

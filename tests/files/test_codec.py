@@ -40,7 +40,7 @@ class Small:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Full:
     word: str
     flag: bool
     colour: Colour
@@ -56,16 +56,16 @@ class Whole:
     path: str = field(default="", metadata=UNWRITTEN)
 
 
-WHOLE = Whole(
+FULL = Full(
     *("it's", True, Colour.BLUE, "b", 3, Small(2), (1, "x"), (1, 2), [Point(math.inf), Point(1.5, 2.0, "p")]),
     *({"b": 1.0, "a": 2.0}, {(2, "a"): Small(1), (1, "z"): Small(3, 1.0)}, {"deep": [1, None]}),
 )
-FILE = TypedFile(Whole, "whole", 3, "whole thing", "Make one")
-TEXT = FILE.to_text(WHOLE)
+FILE = TypedFile(Full, "whole", 3, "whole thing", "Make one")
+TEXT = FILE.to_text(FULL)
 
 
 def test_there_and_back_with_an_entry_a_line() -> None:
-    assert FILE.from_text(TEXT, "w.json") == WHOLE
+    assert FILE.from_text(TEXT, "w.json") == FULL
     assert to_line(Point(1.0)) == '{"x": 1.0, "y": 0.0, "name": ""}'
     assert TEXT == (
         '{\n  "format": "whole",\n  "version": 3,\n  "word": "it\'s",\n  "flag": true,\n  "colour": "blue",\n'
@@ -88,13 +88,13 @@ def test_there_and_back_with_an_entry_a_line() -> None:
         ("mode", "c", "mode: expected a or b"),
         ("either", True, "either: expected str or int"),
         ("perhaps", 3, "perhaps: expected an object"),
-        ("perhaps", {"size": 0, "part": 1}, "perhaps.size: expected a whole number from 1"),
+        ("perhaps", {"size": 0, "part": 1}, "perhaps.size: expected an integer from 1"),
         ("perhaps", {"size": 13, "part": 1}, "perhaps: thirteen is none"),
         ("perhaps", {"size": 1, "part": "nan"}, "perhaps.part: expected a share"),
         ("perhaps", {"size": 1}, "perhaps: the key 'part' is missing"),
         ("pair", [1], "pair: expected a list of 2"),
         ("pair", [1, 2], r"pair\[1\]: expected text"),
-        ("many", [1, 2.0], r"many\[1\]: expected a whole number"),
+        ("many", [1, 2.0], r"many\[1\]: expected an integer"),
         ("many", {}, "many: expected a list"),
         ("points", [{"x": 1, "y": -1, "name": ""}], r"points\[0\]\.y: expected a number from 0"),
         ("points", [{"x": 1, "z": 1}], r"points\[0\]: unknown key 'z'; known are: x, y, name"),
@@ -104,7 +104,7 @@ def test_there_and_back_with_an_entry_a_line() -> None:
         ("path", "", "w.json: unknown key 'path'"),
         ("version", 2, "version 2 cannot be read: this Stretto reads version 3. Make one"),
         ("version", 3.0, "version 3.0 cannot be read"),
-        ("format", None, "not a whole thing file"),
+        ("format", None, "not a full thing file"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(key: str, value: Any, message: str) -> None:
@@ -156,9 +156,9 @@ def test_rows_are_refused_with_their_place(data: str, message: str) -> None:
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    FILE.save(WHOLE, tmp_path / "w.json")
-    assert FILE.load(tmp_path / "w.json") == WHOLE
+    FILE.save(FULL, tmp_path / "w.json")
+    assert FILE.load(tmp_path / "w.json") == FULL
     with pytest.raises(UsageError, match="none does not exist"):
-        FILE.save(WHOLE, tmp_path / "none" / "w.json")
+        FILE.save(FULL, tmp_path / "none" / "w.json")
     with pytest.raises(UsageError, match="No such file"):
         FILE.load(tmp_path / "other.json")

@@ -31,14 +31,14 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "cut": lambda whole: whole[:-3],
-    "changed": lambda whole: whole.replace(b"enough", b"little"),
-    "no head": lambda whole: whole.partition(b"\n")[2],
-    "empty": lambda whole: b"",
-    "not UTF-8": lambda whole: whole[:-3] + b"\xff\xfe\xfd",
-    "a deep head": lambda whole: b"[" * 100_000 + b"\ntext",
-    "a large number": lambda whole: b'{"made_at_s": 1e999, "sha256": ""}\ntext',
-    "a list": lambda whole: b'{"made_at_s": []}\ntext',
+    "cut": lambda full: full[:-3],
+    "changed": lambda full: full.replace(b"enough", b"little"),
+    "no head": lambda full: full.partition(b"\n")[2],
+    "empty": lambda full: b"",
+    "not UTF-8": lambda full: full[:-3] + b"\xff\xfe\xfd",
+    "a deep head": lambda full: b"[" * 100_000 + b"\ntext",
+    "a large number": lambda full: b'{"made_at_s": 1e999, "sha256": ""}\ntext',
+    "a list": lambda full: b'{"made_at_s": []}\ntext',
 }
 
 

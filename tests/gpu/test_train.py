@@ -54,11 +54,11 @@ def losses(folder: Path, run: str, *changes: str) -> list[float]:
 
 
 def test_it_trains_and_goes_on(tmp_path: Path) -> None:
-    whole = losses(tmp_path, "whole", "checkpoint.every_steps=10")
-    assert len(whole) == 20
-    assert whole[-1] < 0.8 * whole[0]
+    full = losses(tmp_path, "whole", "checkpoint.every_steps=10")
+    assert len(full) == 20
+    assert full[-1] < 0.8 * full[0]
     middle = tmp_path / "whole" / "checkpoints" / "step-000010"
-    assert losses(tmp_path, "rest", f"checkpoint.resume={middle}") == whole[10:]
+    assert losses(tmp_path, "rest", f"checkpoint.resume={middle}") == full[10:]
 
 
 def test_it_starts_from_weights_that_were_exported(tmp_path: Path) -> None:

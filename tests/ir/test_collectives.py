@@ -1,4 +1,4 @@
-"""The table of collectives: every row is whole, and says the same in each of its columns."""
+"""The table of collectives: every row is full, and says the same in each of its columns."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_whole_is_the_larger_of_what_goes_in_and_comes_out(kind: Kind, size:
     how = kind.reductions[0] if kind.reductions else ""
     made = kind.shape((rows * size,), size, how)
     assert made is not None
-    assert kind.whole_nbytes(8 * made[0], size, how) == 8 * max(rows * size, made[0])
+    assert kind.full_nbytes(8 * made[0], size, how) == 8 * max(rows * size, made[0])
 
 
 def test_rows_are_whole() -> None:
@@ -87,15 +87,15 @@ def test_results_differ_between_ranks_as_the_row_says(kind: Kind) -> None:
     spec = TensorSpec((2, 2), "float32")
     op = Op("made", kind.target, (Ref("param/x"), *how, "tp", 2), (), (spec,))
 
-    def differ(spread: bool, axis: str) -> bool:
-        shards = {"x": Shard(axis, 0)} if spread else {}
+    def differ(sharded: bool, axis: str) -> bool:
+        shards = {"x": Shard(axis, 0)} if sharded else {}
         return "made" in differing([[(op, False)]], {"param/x": spec}, shards, axis, 2)
 
-    for spread in (False, True):
-        if spread or not kind.sums:  # a sum of what all hold whole is refused
-            differs = {"never": False, "always": True, "as given": spread}[kind.differs]
-            assert differ(spread, "tp") is differs
-        assert differ(spread, "dp") is spread
+    for sharded in (False, True):
+        if sharded or not kind.sums:  # a sum of what all have full is refused
+            differs = {"never": False, "always": True, "as given": sharded}[kind.differs]
+            assert differ(sharded, "tp") is differs
+        assert differ(sharded, "dp") is sharded
 
 
 def test_what_cannot_be_communicated_has_no_shape() -> None:
@@ -109,8 +109,8 @@ def test_what_cannot_be_communicated_has_no_shape() -> None:
 
 
 def test_unequal_parts_count_as_the_busiest_ranks() -> None:
-    assert ALL_TO_ALL_SIZED.whole_nbytes(600, 2, ((4, 2), (2, 4))) == 400  # equal parts: 3 of 6 rows
-    assert ALL_TO_ALL_SIZED.whole_nbytes(600, 2, ((3, 3), (3, 3))) == ALL_TO_ALL.whole_nbytes(600, 2) == 600
-    assert ALL_TO_ALL_SIZED.whole_nbytes(600, 2, ((0, 6), (6, 0))) == 1200
+    assert ALL_TO_ALL_SIZED.full_nbytes(600, 2, ((4, 2), (2, 4))) == 400  # equal parts: 3 of 6 rows
+    assert ALL_TO_ALL_SIZED.full_nbytes(600, 2, ((3, 3), (3, 3))) == ALL_TO_ALL.full_nbytes(600, 2) == 600
+    assert ALL_TO_ALL_SIZED.full_nbytes(600, 2, ((0, 6), (6, 0))) == 1200
     assert ALL_TO_ALL.steps(4) == 3
     assert ALL_TO_ALL.moved(4) == 0.75

@@ -51,7 +51,7 @@ def test_fit_draws_the_flattest_line_on_to_no_bytes() -> None:
 
 
 def test_a_disturbed_second_size_does_not_take_the_latency_away() -> None:
-    """Twice as long for twice the bytes, by what else the machine did: the third size tells better."""
+    """Twice as long for twice the bytes, by what else the machine did: the third size shows better."""
     assert Curve.fitted([(4096, 150.0), (8192, 305.0), (16384, 310.0)]).us(0) == pytest.approx(150 - 160 / 3)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from stretto.capturing.trace import trace
 from stretto.ir.program import Job
-from stretto.ir.storage import Addend, addends
+from stretto.ir.storage import PartialSum, partial_sums
 from tests.capturing.zoo import EQUAL, mean_square, rows
 from tests.runtime.equality import assert_equal, evenly, job_of, lowered, plain, run
 
@@ -17,16 +17,16 @@ def job_with(name: str, stages: int, how: object = "auto") -> Job:
     return job_of(trace(model, batch, mean_square, microbatches=4), stages, 4, how)
 
 
-def addend_of(job: Job, parameter: str) -> Addend:
+def partial_sum_of(job: Job, parameter: str) -> PartialSum:
     [(stage, _, value)] = next(p for p in job.parameters if p.name == parameter).grads
-    [found] = addends(job, stage)[value]
+    [found] = partial_sums(job, stage)[value]
     return found
 
 
 def test_a_gradient_of_equal_elements_begins_as_a_copy() -> None:
     job = job_with("Penalised", 1)
-    assert addend_of(job, "scales").copied
-    assert not addend_of(job, "out.weight").copied
+    assert partial_sum_of(job, "scales").copied
+    assert not partial_sum_of(job, "out.weight").copied
 
 
 def test_a_gradient_that_is_a_message_begins_as_a_copy() -> None:
@@ -37,7 +37,7 @@ def test_a_gradient_that_is_a_message_begins_as_a_copy() -> None:
     assert stage == 0
     ops = {op.name: op for made in job.stages[0].ops.values() for op in made}
     assert value not in ops or ops[value].alias in {edge.value for edge in job.edges if edge.target == 0}
-    assert addend_of(job, "added").copied
+    assert partial_sum_of(job, "added").copied
 
 
 @pytest.mark.parametrize("name", ["Penalised", "AddedLast"])

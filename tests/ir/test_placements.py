@@ -1,5 +1,5 @@
-"""Placements are what ranks hold: each op of a list, on parts and addends, against the same op on the
-whole."""
+"""Placements are what ranks keep: each op of a list, on parts and partial sums, against the same op on the
+full."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("aten.zeros_like.default", (A,)),
     ("aten.nll_loss_forward.default", (tensor(6, 4), indices(6), None, 0, -100)),
 ]
-"""Calls of ops, with all their operands whole."""
+"""Calls of ops, with all their operands full."""
 
 
 def op_of(target: str, args: Sequence[Any], result: Any) -> tuple[Op, dict[str, Tensor]]:
@@ -142,14 +142,14 @@ def called(target: str, args: Sequence[Any]) -> Any:
     return getattr(getattr(getattr(torch.ops, library), name), overload)(*args)
 
 
-def held(whole: Tensor, placement: Placement, rank: int) -> Tensor:
+def kept(full: Tensor, placement: Placement, rank: int) -> Tensor:
     """What a rank has of an operand."""
     if placement.kind == "part":
         dim, blocks = placement.at[0]
-        return torch.cat([b.chunk(RANKS, dim)[rank] for b in whole.chunk(blocks, dim)], dim)
+        return torch.cat([b.chunk(RANKS, dim)[rank] for b in full.chunk(blocks, dim)], dim)
     if placement.kind == "sum":
-        return whole * 0.25 if rank == 0 else whole * 0.75
-    return whole
+        return full * 0.25 if rank == 0 else full * 0.75
+    return full
 
 
 def local_args(args: Sequence[Any], placements: Sequence[Placement], rank: int) -> list[Any]:
@@ -158,19 +158,19 @@ def local_args(args: Sequence[Any], placements: Sequence[Placement], rank: int) 
 
     def arg(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return held(value, next(left), rank)
+            return kept(value, next(left), rank)
         return [arg(item) for item in value] if isinstance(value, list) else value
 
     return [arg(value) for value in args]
 
 
-def sized(target: str, args: list[Any], whole: Sequence[Any]) -> list[list[Any]]:
+def sized(target: str, args: list[Any], full: Sequence[Any]) -> list[list[Any]]:
     """Calls with the sizes that a rank's code could give: one of them halved, or none."""
     at = {"aten.view.default": 1, "aten.expand.default": 1, "aten.slice_backward.default": 1}
     at["aten.select_backward.default"] = 1
     if target not in at:
         return [args]
-    sizes = whole[at[target]]
+    sizes = full[at[target]]
     found = [args]
     for dim in range(len(sizes)):
         halved = [n // RANKS if d == dim else n for d, n in enumerate(sizes)]
@@ -189,24 +189,24 @@ def on_meta(args: Sequence[Any]) -> list[Any]:
     return [arg(value) for value in args]
 
 
-def stands_for(parts: list[Tensor], placement: Placement, whole: Tensor) -> bool:
-    """Whether what ranks hold is the value."""
+def stands_for(parts: list[Tensor], placement: Placement, full: Tensor) -> bool:
+    """Whether what ranks have is the value."""
     if placement.kind == "sum":
-        return torch.allclose(sum(parts[1:], parts[0]), whole)
+        return torch.allclose(sum(parts[1:], parts[0]), full)
     if placement.kind == "part":
         return any(
-            part_is(parts, dim, blocks, whole)
+            part_is(parts, dim, blocks, full)
             for dim, blocks in placement.at
             if parts[0].shape[dim] % blocks == 0
         )
-    return parts[0].shape != whole.shape or all(torch.allclose(p, whole) for p in parts)
+    return parts[0].shape != full.shape or all(torch.allclose(p, full) for p in parts)
 
 
-def part_is(parts: list[Tensor], dim: int, blocks: int, whole: Tensor) -> bool:
+def part_is(parts: list[Tensor], dim: int, blocks: int, full: Tensor) -> bool:
     pieces = [p.chunk(blocks, dim) for p in parts]
     made = torch.cat([piece[b] for b in range(blocks) for piece in pieces], dim)
-    return made.numel() == whole.numel() and torch.allclose(
-        made.reshape(whole.shape).to(torch.complex128), whole.to(torch.complex128)
+    return made.numel() == full.numel() and torch.allclose(
+        made.reshape(full.shape).to(torch.complex128), full.to(torch.complex128)
     )
 
 
@@ -240,24 +240,24 @@ def test_an_op_on_what_ranks_hold_is_the_op_on_the_whole(target: str, args: tupl
             except (NeedsEqualError, RefusedError):
                 continue
             if len(here.outputs) != len(results):
-                continue  # so many pieces of a part: the shapes of the model alone tell
+                continue  # so many pieces of a part: the shapes of the model alone show
             try:
                 made = [called(target, call) for call in calls]
             except (RuntimeError, IndexError):
-                continue  # sizes that do not fit, which shapes alone do not tell
-            for at, whole in enumerate(results):
-                if not isinstance(whole, Tensor) or not whole.numel():
+                continue  # sizes that do not fit, which shapes alone do not show
+            for at, full in enumerate(results):
+                if not isinstance(full, Tensor) or not full.numel():
                     continue
                 parts = [m[at] if isinstance(m, (tuple, list)) else m for m in made]
                 several = placer._tuples.get("y")
                 found = several[at] if several is not None else placer.of("y")
-                if found.kind == "equal" and found.uniform and parts[0].shape != whole.shape:
-                    continue  # one number everywhere, of a part's size: the shape of the model alone tells
-                if target == "aten.expand.default" and parts[0].shape != held(whole, found, 0).shape:
+                if found.kind == "equal" and found.uniform and parts[0].shape != full.shape:
+                    continue  # one number everywhere, of a part's size: the shape of the model alone shows
+                if target == "aten.expand.default" and parts[0].shape != kept(full, found, 0).shape:
                     continue  # so many repetitions as a rank needs: likewise
-                assert stands_for(parts, found, whole), (placements, found)
+                assert stands_for(parts, found, full), (placements, found)
             placed += 1
-    assert placed > 1 or target == "aten.nll_loss_forward.default", "more than what is whole is placed"
+    assert placed > 1 or target == "aten.nll_loss_forward.default", "more than what is full is placed"
 
 
 UNSAID = names(
@@ -325,7 +325,7 @@ def test_an_addend_is_summed_before_ranks_mask_it_by_their_own_numbers() -> None
     for target, read in (("where.self", ("mask", "x", "y")), ("mul.Tensor", ("y", "mine"))):
         with pytest.raises(NeedsEqualError, match="y"):
             placed(f"aten.{target}", *read)
-    with pytest.raises(RefusedError, match="table is whole, and meets a rank's own rows"):
+    with pytest.raises(RefusedError, match="table is full, and meets a rank's own rows"):
         placed("aten.embedding.default", "table", "at")
 
 

@@ -22,10 +22,10 @@ def test_shards_coordinates_and_chunks_differ_and_sums_are_equal_again() -> None
     ops = (
         op("equal", "aten.relu.default", Ref("batch/0")),
         op("part", "aten.relu.default", Ref("param/w")),
-        op("addend", "aten.sum.dim_IntList", Ref("part"), (0,)),
-        op("sum", "comm.all_reduce", Ref("addend"), "sum", "tp", 2),
+        op("partial_sum", "aten.sum.dim_IntList", Ref("part"), (0,)),
+        op("sum", "comm.all_reduce", Ref("partial_sum"), "sum", "tp", 2),
         op("summed", "comm.wait", Ref("sum")),
-        op("slices", "comm.reduce_scatter", Ref("addend"), "sum", "tp", 2),
+        op("slices", "comm.reduce_scatter", Ref("partial_sum"), "sum", "tp", 2),
         op("slice", "comm.wait", Ref("slices")),
         op("gather", "comm.all_gather", Ref("slice"), "tp", 2),
         op("gathered", "comm.wait", Ref("gather")),
@@ -33,7 +33,7 @@ def test_shards_coordinates_and_chunks_differ_and_sums_are_equal_again() -> None
         op("cut", "axis.chunk", Ref("equal"), 0, "tp", 2),
         op("mixed", "aten.add.Tensor", Ref("summed"), Ref("cut")),
     )
-    wanted = {"param/w", "part", "addend", "slices", "slice", "place", "cut", "mixed"}
+    wanted = {"param/w", "part", "partial_sum", "slices", "slice", "place", "cut", "mixed"}
     assert differ(ops, "tp") == wanted
     assert differ(ops, "dp") == set(), "nothing here is of the other axis"
 

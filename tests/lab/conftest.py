@@ -24,7 +24,7 @@ def _able() -> str | None:
 
 
 def leftovers() -> list[str]:
-    """Names of labs that nobody will remove: of dead owners, or of this process."""
+    """Names of labs that no one will remove: of dead owners, or of this process."""
     groups = [group.name for group in quota.lab_groups(quota.find_controller())]
     owners = [(name, LabOwner.parse(name)) for name in [*network.namespaces(), *groups]]
     return [name for name, owner in owners if owner and (owner.pid == os.getpid() or not owner.alive)]

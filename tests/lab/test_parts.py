@@ -174,7 +174,7 @@ def test_ranks_fill_hosts_in_order_as_torchrun_numbers_them() -> None:
 def test_statuses_are_a_shells() -> None:
     assert (exit_status(-15), exit_status(3), exit_status(0)) == (143, 3, 0)
     statuses = Statuses([7, 0, 143])
-    assert statuses.exit_status == 0  # nobody was noted as failed
+    assert statuses.exit_status == 0  # no one was noted as failed
     statuses.first_failed = 2
     assert statuses.exit_status == 143
     statuses.stopped_by = 2

@@ -26,7 +26,7 @@ app(["--cluster-out", sys.argv[1]], standalone_mode=False)
 
 
 def nothing(what: str, done: int, of: int) -> None:
-    """Nobody looks."""
+    """No one looks."""
 
 
 @pytest.mark.slow

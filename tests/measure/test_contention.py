@@ -46,7 +46,7 @@ class Machine:
             self.left -= 1
             if not self.left:
                 self.done.set()
-                time.sleep(0.004)  # the thread that waits tells it before the next product
+                time.sleep(0.004)  # the thread that waits shows it before the next product
         else:
             self.now += 1000 * NS
 
@@ -136,5 +136,5 @@ def test_what_each_byte_takes_is_measured_at_a_size_that_tells_it() -> None:
 
 def test_the_member_that_comes_last_has_not_waited_for_others() -> None:
     # Of 10 and 20 us the one has waited for the other for 6 and 14.
-    whole, start, _ = counted([[(10.0, 1.0), (20.0, 3.0)], [(4.0, 1.0), (6.0, 3.0)]])
-    assert (whole, start) == pytest.approx((5.0, 2.0))
+    full, start, _ = counted([[(10.0, 1.0), (20.0, 3.0)], [(4.0, 1.0), (6.0, 3.0)]])
+    assert (full, start) == pytest.approx((5.0, 2.0))

@@ -48,5 +48,5 @@ def test_none_is_left_when_who_asked_is_gone(number: signal.Signals) -> None:
     asker.wait(30)
     until_s = time.monotonic() + 100  # while they load PyTorch they do not listen
     while left := [pid for pid in started if Path(f"/proc/{pid}/cmdline").exists()]:
-        assert time.monotonic() < until_s, f"{left} compute for nobody"
+        assert time.monotonic() < until_s, f"{left} compute for no one"
         time.sleep(0.05)

@@ -37,7 +37,7 @@ from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.price.calibration import Calls, load_calibration
 from stretto.price.shared import WantedCollective, scaled
 from stretto.schedule.families import make_schedule
-from stretto.schedule.sums import with_sums
+from stretto.schedule.sums import with_reductions
 from tests.clusters import cores
 from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
@@ -60,10 +60,10 @@ dist.init_process_group("gloo")
 job = comm_job(2, tp=2, rows=32, hidden=64)
 costs = costs_of(job, make_schedule("1f1b", 2, 2), "local")
 text = to_line(costs)
-told = [None] * 4
-dist.all_gather_object(told, text)
+gathered = [None] * 4
+dist.all_gather_object(gathered, text)
 if dist.get_rank() == 0:
-    print(json.dumps([told[0], len(set(told))]))
+    print(json.dumps([gathered[0], len(set(gathered))]))
 dist.destroy_process_group()
 """
 
@@ -75,14 +75,14 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
     script.write_text(RANKS)
     first, *_ = launch(4, script)
     text, different = json.loads(first.strip().splitlines()[-1])
-    assert different == 1, "ranks hold different costs"
+    assert different == 1, "ranks have different costs"
     costs = from_text(Costs, text, "costs")
     assert costs.source.endswith("4 ranks at once")
     assert costs.links.keys() == {(0, 1), (1, 0)}
-    whole = 32 * 64 * 4
+    unsharded = 32 * 64 * 4
     assert costs.collectives.keys() == {("tp", "all_gather"), ("tp", "all_reduce"), ("tp", "reduce_scatter")}
     for one in costs.collectives.values():
-        assert whole in [nbytes for nbytes, _ in one.curve.points]
+        assert unsharded in [nbytes for nbytes, _ in one.curve.points]
         assert all(us > 1.0 for _, us in one.curve.points)
         assert one.source == "measured, 2 ranks, all groups at once"
     assert costs.shared == (), "ranks of one host share no network card"
@@ -170,7 +170,7 @@ def test_a_stretch_lies_between_two_waits() -> None:
     assert len(found[0]) > len(job.stages[0].ops), "programs are cut at their waits"
     assert sum(first for first, _ in found[0]) == sum(range(len(ops))) - sum(waits)
     assert all(second == 10.0 * first for first, second in found[0])
-    planned = with_sums(job, make_schedule("1f1b", 2, job.microbatches))
+    planned = with_reductions(job, make_schedule("1f1b", 2, job.microbatches))
     assert Phase.REDUCE_GRAD in planned.stages[0].ops, "else nothing is left out"
     assert stretches(planned, {0: defaultdict(list, times)}) == found, (
         "sums run once a step, and are not timed"
@@ -191,10 +191,10 @@ def test_under_a_quota_an_op_is_told_by_its_thread_and_its_program_by_the_clock(
         names = [op.name for op in ops if op.target != WAIT]
         shares = {name: typical(of.thread_shares[name]) for name in names}
         waits = sum(typical(of.thread_shares[op.name]) for op in ops if op.target == WAIT)
-        whole_us = typical(of.totals[phase])
+        full_us = typical(of.totals[phase])
         for name, share in shares.items():
             assert found.op_us[0, name] == pytest.approx(
-                whole_us * share / (sum(shares.values()) + waits), rel=1e-6
+                full_us * share / (sum(shares.values()) + waits), rel=1e-6
             )
 
 
@@ -333,8 +333,8 @@ def test_integers_say_what_they_say_in_a_step(
     """Groups of rows would have no rows, and rows would be one row."""
     specs = {"x": ROWS, "at": FEW, "ends": TensorSpec((E,), "int64"), **specs}
     given = [word if word in specs else literal_eval(word) for word in args.split()]
-    held = tuple(Ref(word) if word in specs else word for word in given)
-    op = Op("z", f"{target}.default", held, (), (ROWS,), flops=1)
+    resident = tuple(Ref(word) if word in specs else word for word in given)
+    op = Op("z", f"{target}.default", resident, (), (ROWS,), flops=1)
     seen: list[torch.Tensor] = []
 
     def kept(target: str, device: torch.device) -> Callable[..., None]:

@@ -131,7 +131,7 @@ def test_a_model_on_meta_gets_its_values_later(config: GPTConfig) -> None:
     model.to_empty(device="cpu").init_weights(3)
     assert (model.head.weight is model.embedding.weight) is config.tie_embeddings
     assert torch.equal(model(some_tokens()), GPT(config, seed=3)(some_tokens()))
-    # A rank of its own may hold the head alone; it gets what the model has elsewhere.
+    # A rank of its own may keep the head alone; it gets what the model has elsewhere.
     last.head.to_empty(device="cpu")
     last.init_weights(3)
     assert last.embedding.weight.is_meta
@@ -158,7 +158,7 @@ def test_a_gpt_learns_a_pattern_and_continues_it() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert loss.item() < 0.3
-    # 20 new tokens are more than the context holds, so that the prompt is cropped on the way.
+    # 20 new tokens are more than the context has, so that the prompt is cropped on the way.
     continued = generate(model, pattern[:5], 20, temperature=0)
     assert continued.tolist() == pattern.tolist()
     assert model.training
@@ -228,7 +228,7 @@ def test_a_mixture_of_experts_keeps_its_balancing_loss() -> None:
     assert large.item() > small.item() + 0.5
     model.config.router_aux_loss_coef = 0.5
     assert_sums_are_the_means(huggingface_sum, huggingface_loss, model)
-    # An evaluation measures what the model tells of text alone.
+    # An evaluation measures what the model shows of text alone.
     torch.testing.assert_close(huggingface_loss(model.eval(), tokens), small)
     assert_sums_are_the_means(huggingface_sum, huggingface_loss, model)
 

@@ -1,7 +1,7 @@
 """The shortest order of a small window, by looking at all of them: what policies are compared with.
 
-    1. What of an order counts for what comes after it: which nodes stand already, the time, when each lane is
-       free, and when the collectives that nobody has waited for are done.
+    1. What of an order counts for what comes after it: which nodes are already, the time, when each lane is
+       free, and when the collectives that no one has waited for are done.
     2. Of two orders of the same nodes, one that is no later in any of these can only end sooner.
 
 So orders grow node by node, and only those that no other beats are kept. Knows collectives on lanes and

@@ -1,4 +1,4 @@
-"""Orders of windows by hand: the made-up case, odd cases, memory, and policies of one's own."""
+"""Orders of windows by hand: the made-up case, odd cases, memory, and policies of your own."""
 
 from __future__ import annotations
 

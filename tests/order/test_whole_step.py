@@ -26,7 +26,7 @@ from stretto.order.whole_step import EFFORT, StepGraphs, order_together
 from stretto.planning import windows
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
-from stretto.planning.pair import whole
+from stretto.planning.pair import full
 from stretto.schedule.families import make_schedule
 from stretto.schedule.windows import make_window
 from stretto.simulating import simulate
@@ -46,7 +46,7 @@ def job_of(
 
 def whole_plan(job: Job, costs: Costs) -> Plan:
     """One window a rank, in the captured order."""
-    schedule = whole(make_schedule("1f1b", len(job.stages), job.microbatches))
+    schedule = full(make_schedule("1f1b", len(job.stages), job.microbatches))
     assert schedule is not None
     return plan_with(job, schedule, costs, overlap="window")
 
@@ -68,7 +68,7 @@ def test_forwards_that_wait_for_a_backward_may_have_no_ops(of: int) -> None:
     """A stage that a layout gives nothing to do, beside one that does all."""
     job, costs = job_of(microbatches=3)
     job = replace(job, stages=(job.stages[0], Stage(1, dict.fromkeys(PHASES, ()))), edges=())
-    schedule = whole(make_schedule("1f1b", 2, 3))
+    schedule = full(make_schedule("1f1b", 2, 3))
     assert schedule is not None
     [slot] = schedule.orders[of]
     window = make_window(job, slot)
@@ -80,27 +80,32 @@ def test_forwards_that_wait_for_a_backward_may_have_no_ops(of: int) -> None:
     assert (plain == kept) is (of == 1)
 
 
-def in_order(plan: Plan, wholes: list[RankWindow], found: WalkResult) -> Plan:
+def in_order(plan: Plan, full_values: list[RankWindow], found: WalkResult) -> Plan:
     """The plan with the orders that were found."""
     windows = {
         one.graph.window.name: replace(
             one.graph.window, items=tuple(one.graph.nodes[index].item for index in order)
         )
-        for one, order in zip(wholes, found.orders, strict=True)
+        for one, order in zip(full_values, found.orders, strict=True)
     }
     return lower(plan.job, plan.schedule, plan.costs, overlap="window", windows=windows)
 
 
 def choose(
-    plan: Plan, wholes: Sequence[RankWindow], urgency: Sequence[Sequence[float]], patience: Sequence[float]
+    plan: Plan,
+    full_values: Sequence[RankWindow],
+    urgency: Sequence[Sequence[float]],
+    patience: Sequence[float],
 ) -> WalkResult | None:
     """The step, walked by urgencies."""
-    return SearchScope(tuple(wholes), 0.0, 0.0, plan).walk(SearchPoint(tuple(urgency), tuple(patience)))
+    return SearchScope(tuple(full_values), 0.0, 0.0, plan).walk(SearchPoint(tuple(urgency), tuple(patience)))
 
 
-def follow(plan: Plan, wholes: Sequence[RankWindow], orders: Sequence[Sequence[int]]) -> WalkResult | None:
+def follow(
+    plan: Plan, full_values: Sequence[RankWindow], orders: Sequence[Sequence[int]]
+) -> WalkResult | None:
     """The step, walked in these orders."""
-    return SearchScope(tuple(wholes), 0.0, 0.0, plan).walk(SearchPoint(orders=tuple(orders)))
+    return SearchScope(tuple(full_values), 0.0, 0.0, plan).walk(SearchPoint(orders=tuple(orders)))
 
 
 def poor_step(enough_us: float = 0.0, walks: int = 10**6) -> tuple[Plan, OrderSearch, WalkResult]:
@@ -213,28 +218,28 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
 ) -> None:
     job, costs = job_of(microbatches=4, stages=stages, blocks=1)
     plan = whole_plan(job, replace(costs, processor=processor, skew=skew))
-    wholes = wholes_of(plan)
+    full_values = wholes_of(plan)
     draw = random.Random(stages)
     steps = set()
     for _ in range(12):
-        urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in wholes]
-        found = choose(plan, wholes, urgency, [draw.choice((0.0, 0.5, 2.0)) for _ in wholes])
+        urgency = [[draw.uniform(0.0, 1000.0) for _ in one.graph.nodes] for one in full_values]
+        found = choose(plan, full_values, urgency, [draw.choice((0.0, 0.5, 2.0)) for _ in full_values])
         assert found is not None
-        for one, order in zip(wholes, found.orders, strict=True):
+        for one, order in zip(full_values, found.orders, strict=True):
             place = {index: at for at, index in enumerate(order)}
             assert len(place) == len(one.graph.nodes)
             assert all(place[n] < place[at] for at, needs in enumerate(one.graph.before) for n in needs)
-        made = in_order(plan, wholes, found)
+        made = in_order(plan, full_values, found)
         verify(made)
         # The loss and `action_us` are the simulation's alone.
         assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
         steps.add(round(found.step_us))
-        # The same orders, given: nothing stands between that the walk would not have chosen.
-        given = [mine.placed_in(order) for mine, order in zip(wholes, found.orders, strict=True)]
-        again = follow(plan, wholes, given)
+        # The same orders, given: nothing is between that the walk would not have chosen.
+        given = [mine.placed_in(order) for mine, order in zip(full_values, found.orders, strict=True)]
+        again = follow(plan, full_values, given)
         assert again is not None
         assert again.step_us == pytest.approx(found.step_us, rel=0.02)
-        verify(in_order(plan, wholes, again))
+        verify(in_order(plan, full_values, again))
     assert len(steps) > 1, "urgencies matter"
 
 
@@ -252,16 +257,16 @@ def test_a_window_by_itself_takes_as_long_as_it_is_simulated(skew: float, slowdo
 
 def test_forward_backward_improvement_makes_steps_shorter_proved_and_equal_for_equal_jobs() -> None:
     plan, search, poor = poor_step()
-    wholes = search.scope.windows
+    full_values = search.scope.windows
 
     def improved(search: OrderSearch) -> WalkResult:
-        best = search.go(ForwardBackward(wholes), 100, 100).best
+        best = search.go(ForwardBackward(full_values), 100, 100).best
         assert best is not None
         return best
 
     found = improved(search)
     assert found.step_us < poor.step_us
-    made = in_order(plan, list(wholes), found)
+    made = in_order(plan, list(full_values), found)
     verify(made)
     assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
     assert improved(poor_step()[1]).orders == found.orders
@@ -341,7 +346,7 @@ def test_any_schedule_may_have_one_window_a_rank_which_takes_the_time_that_it_is
     stages = 4 if family in own else 2
     job, costs = job_of(microbatches, stages, blocks=1)
     schedule = own[family](microbatches) if family in own else make_schedule(family, stages, microbatches)
-    paired = whole(schedule)
+    paired = full(schedule)
     assert paired is not None
     plan = plan_with(job, paired, costs, overlap="window")
     items = sum(len(window.items) for window in plan.windows.values())

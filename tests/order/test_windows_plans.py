@@ -64,7 +64,7 @@ def test_off_waits_for_each_collective_at_once() -> None:
 def test_one_live_microbatch_leaves_nothing_to_pair_and_says_so() -> None:
     plan = plan_of(replace(job_of(1, 4, blocks=2), max_live=1))
     assert plan.overlap == "local"
-    pairs, window = "pairs need 2 live microbatches", "one window a rank may hold 4 live microbatches"
+    pairs, window = "pairs need 2 live microbatches", "one window a rank may keep 4 live microbatches"
     assert plan.overlap_why == f"{pairs}, and max_live is 1; {window}, and max_live is 1"
     assert plan.overlap_why in str(plan)
 
@@ -73,7 +73,7 @@ def test_windows_that_gain_less_than_costs_can_tell_are_not_taken() -> None:
     job = job_of(1, 6, blocks=3)
     little, more = (make_plan(job, make_comm_costs(job, collective_us=us)) for us in (8.0, 15.0))
     assert little.overlap == "local"
-    assert little.overlap_why == "window is predicted to gain 1.2 %, which is less than costs can tell"
+    assert little.overlap_why == "window is predicted to gain 1.2 %, which is less than costs can show"
     assert (more.overlap, more.overlap_why) == ("window", "")
 
 

@@ -71,10 +71,10 @@ class Network:
 
 @dataclass
 class Value:
-    """A name in a module's code; spread: whether its last dim is meant to be."""
+    """A name in a module's code; sharded: whether its last dim is meant to be."""
 
     name: str
-    spread: bool = False
+    sharded: bool = False
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Drawing:
         self.lines.append(text)
         return True
 
-    def value(self, expression: str, spread: bool = False) -> Value | None:
+    def value(self, expression: str, sharded: bool = False) -> Value | None:
         name = f"v{self.count}"
         if not self.line(f"{name} = {expression}"):
             return None
@@ -122,7 +122,7 @@ class Drawing:
             self.lines.pop()
             return None
         self.count += 1
-        made = Value(name, spread)
+        made = Value(name, sharded)
         self.values.append(made)
         return made
 
@@ -157,12 +157,12 @@ class Drawing:
                     return mine
         return self.add(f"{first}bias={self.draw.random() < 0.6})", style)
 
-    def called(self, module: str, x: Value, spread: bool = False) -> Value | None:
+    def called(self, module: str, x: Value, sharded: bool = False) -> Value | None:
         """The module's result; with its weight used by hand now and then."""
         by_hand = self.plan.get(self.prefix + module[5:]) in (None, "replicated") or self.crazy()
         if by_hand and self.draw.random() < 0.08 + 0.2 * self.wild:
-            return self.value(f"F.linear({x.name}, {module}.weight)", spread)
-        return self.value(f"{module}({x.name})", spread)
+            return self.value(f"F.linear({x.name}, {module}.weight)", sharded)
+        return self.value(f"{module}({x.name})", sharded)
 
     def season(self, x: Value) -> Value:
         """Ops on a value, that keep what it is unless this network is wild."""

@@ -54,7 +54,7 @@ ALONG = _rows("""
     torch.movedim({a}, {d}, -1).contiguous().movedim(-1, {d})
     {a} * {a}.numel() ** -0.5
 """)
-"""Right where dim `d` is whole."""
+"""Right where dim `d` is full."""
 
 LAST = _rows("""
     {a} * torch.arange({a}.shape[-1], dtype={a}.dtype).cos()
@@ -70,7 +70,7 @@ LAST = _rows("""
     torch.einsum('bsd,btd->bst', {a}, {a}).softmax(-1) @ {a}
     torch.einsum('bsd,bse->bde', {a}, {a}).softmax(-1).sum(1, keepdim=True) + {a}
 """)
-"""Right where the last dim, of `h`, is whole."""
+"""Right where the last dim, of `h`, is full."""
 
 BINARY = _rows("""
     {a} + {b}
@@ -141,7 +141,7 @@ MASKS = (
     "{a} * (torch.arange({a}.shape[1]) != 2).unsqueeze(-1)",
     "torch.where({m}, {a}, {a} * 0.5)",
 )
-"""`b` is whole, `m` a buffer of one truth value a token."""
+"""`b` is full, `m` a buffer of one truth value a token."""
 
 TABLES = (
     "nn.Embedding({v}, {n})",

@@ -153,12 +153,12 @@ STAY = ("rows", "heads", "beside a whole", "norm", "topk", "a feature", "an acti
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("degree", [2, 5])
 def test_any_call_gives_what_it_gives_of_the_whole(name: str, degree: int) -> None:
-    whole = torch.randn(2, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    cut = Chunked(whole.split(lengths_of(12, degree), dim=1), 1)
+    full = torch.randn(2, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    cut = Chunked(full.split(lengths_of(12, degree), dim=1), 1)
     made = CALLS[name](cut)
     found = joined(made)
     assert type(made) is Chunked or name not in STAY
-    assert torch.allclose(found.double(), CALLS[name](whole).double(), rtol=1e-12)
+    assert torch.allclose(found.double(), CALLS[name](full).double(), rtol=1e-12)
 
 
 def test_gradients_of_what_is_made_in_place() -> None:
@@ -167,9 +167,9 @@ def test_gradients_of_what_is_made_in_place() -> None:
         F.silu(y, inplace=True)
         return list(torch.autograd.grad((joined(y) * torch.arange(8.0)).square().sum(), of))
 
-    whole = torch.randn(2, 12, 8, dtype=torch.float64).requires_grad_()
-    [expected] = made(whole, whole)
-    [found] = made(Chunked(whole.split(lengths_of(12, 5), dim=1), 1), whole)
+    full = torch.randn(2, 12, 8, dtype=torch.float64).requires_grad_()
+    [expected] = made(full, full)
+    [found] = made(Chunked(full.split(lengths_of(12, 5), dim=1), 1), full)
     assert torch.allclose(found, expected, rtol=1e-12)
 
 

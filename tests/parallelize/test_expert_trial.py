@@ -193,7 +193,7 @@ def test_a_parameter_of_all_experts_is_refused() -> None:
 
 
 def test_a_trial_of_large_experts() -> None:
-    """Of parameters that are views, too, forwards that work and others are told apart."""
+    """Of parameters that are views, too, forwards that work and others are distinguished."""
     for kind, way in ((Before, "inside"), (Residual, None)):
         model = model_of(kind)
         with torch.device("meta"):

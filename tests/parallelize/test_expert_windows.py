@@ -23,11 +23,11 @@ from tests.parallelize.mixtures import DROPLESS, FEW, batch, captured, model_of,
 from tests.runtime.equality import made_up_costs
 
 ALL_TO_ALL_US = 400.0
-"""About what lies between two of them takes: a few ops of attention or of experts alone hide a part of it."""
+"""About what is between two of them takes: a few ops of attention or of experts alone hide a part of it."""
 
 
 def costs_of(job: Job) -> Costs:
-    """Every op takes 10 us and more, views and waits nothing, and sums of gradients next to nothing."""
+    """Every op takes 10 us and more, views and waits nothing, and gradient reductions next to nothing."""
     costs = made_up_costs(job)
     free = {
         (stage.index, op.name)

@@ -1,4 +1,4 @@
-"""Fewer heads of keys than ranks: each rank holds one whole, and ranks that share it train it as one."""
+"""Fewer heads of keys than ranks: each rank has one full, and ranks that share it train it as one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.program import Job, Shard
-from stretto.ir.transfers import summed_bytes
+from stretto.ir.transfers import reduced_bytes
 from stretto.runtime.rank_tensors import part_of
 from stretto.runtime.runner import Runner
 from stretto.train.clip import GradientClip
@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def norms_compute_in_the_dtype_that_they_get(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of `transformers` compute in float32, to which they round gradients: addends otherwise than
+    """Those of `transformers` compute in float32, to which they round gradients: partial sums otherwise than
     sums."""
     from transformers.models.qwen3 import modeling_qwen3
 
@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 ROUNDED = {"gemma2": 1e-6, "llama, eager attention": 1e-6}
-"""Tolerances where norms, or the softmax, compute in float32, so that sums in another order tell."""
+"""Tolerances where norms, or the softmax, compute in float32, so that sums in another order show."""
 
 LEAN = (
     ("llama", 1, {"tp": 2}),
@@ -120,7 +120,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention as people write it: heads are counted, and keys repeated."""
+    """Grouped-query attention as users write it: heads are counted, and keys repeated."""
 
     def __init__(self, hidden: int, queries: int, heads: int) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], int, dict[str, str] | None, st
         "16 output features are not 3 equal heads",
     ),
     "a letter": (lambda: Model(Unnamed, 4, 2), 4, styles("a", "b:x", row="o"), "how many heads.*colwise:2"),
-    "heads that nobody is known to make": (
+    "heads that no one is known to make": (
         *(lambda: Model(SelfAttention, 4, 2), 2, styles("a", "b", "c", row="o")),
         "blocks.0.attention has 3 heads of keys.*'colwise:3'",
     ),
@@ -335,12 +335,12 @@ def test_plans_are_proved_kept_simulated_and_rehearsed(tmp_path: Path) -> None:
 
 
 def test_a_sum_moves_what_is_counted() -> None:
-    """Sums hold shared parts side by side, so that one sum over the axis adds up the copies of each."""
+    """Sums have shared parts side by side, so that one sum over the axis adds up the copies of each."""
     model, job = small_job(tp=4)
     plan = lowered(job, "1f1b")
     keys = next(p for p in job.parameters if p.name.endswith("layers.0.self_attn.k_proj.weight"))
-    assert summed_bytes(job, keys, "tp") == 2 * keys.grad_nbytes == 2 * 8 * 32 * 8
-    assert summed_bytes(job, keys, "dp") == keys.grad_nbytes
+    assert reduced_bytes(job, keys, "tp") == 2 * keys.grad_nbytes == 2 * 8 * 32 * 8
+    assert reduced_bytes(job, keys, "dp") == keys.grad_nbytes
 
     def work(runner: Runner) -> dict[str, int]:
         runner.step(batch_of())

@@ -96,7 +96,7 @@ def mean(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()  # type: ignore[no-any-return]
 
 
-def spread(model: nn.Module, plan: Any = None, size: int = 2, sequence: bool = False) -> Any:
+def sharded(model: nn.Module, plan: Any = None, size: int = 2, sequence: bool = False) -> Any:
     return tensor_parallel(model, size, sequence=sequence, plan=plan)
 
 
@@ -119,38 +119,38 @@ def kept_highest(model: Any, x: Tensor) -> Tensor:
 
 def tied_apart() -> Any:
     plan = {"embedding": "replicated", "head": "colwise_gather_output", "blocks.*.mlp.up": "colwise"}
-    return spread(gpt(tie_embeddings=True), plan)
+    return sharded(gpt(tie_embeddings=True), plan)
 
 
 SLICE = "has no style, and would see a slice of the sequence"
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "no plan": (lambda: spread(Two()), "has no plan for tensor parallelism: give one"),
-    "a pattern of no module": (lambda: spread(Two(), {**BOTH, "side": "rowwise"}), "tp_plan['side']"),
-    "six features of four ranks": (lambda: spread(Two(6), BOTH, 4), "up: 6 features"),
-    "three packs": (lambda: spread(Two(), {"up": "packed_colwise:3"}), "8 features of 3 packed"),
-    "two heads of four ranks": (lambda: spread(gpt(heads=2), size=4), "the model has heads = 2"),
+    "no plan": (lambda: sharded(Two()), "has no plan for tensor parallelism: give one"),
+    "a pattern of no module": (lambda: sharded(Two(), {**BOTH, "side": "rowwise"}), "tp_plan['side']"),
+    "six features of four ranks": (lambda: sharded(Two(6), BOTH, 4), "up: 6 features"),
+    "three packs": (lambda: sharded(Two(), {"up": "packed_colwise:3"}), "8 features of 3 packed"),
+    "two heads of four ranks": (lambda: sharded(gpt(heads=2), size=4), "the model has heads = 2"),
     "ties that are sharded apart": (tied_apart, "are one tensor"),
-    "a norm as a matrix": (lambda: spread(Two(), {"norm": "colwise"}), "norm (LayerNorm): the style"),
+    "a norm as a matrix": (lambda: sharded(Two(), {"norm": "colwise"}), "norm (LayerNorm): the style"),
     "a wrapper as a matrix": (
-        lambda: spread(nn.Sequential(Adapted()), {"0": "colwise"}),
+        lambda: sharded(nn.Sequential(Adapted()), {"0": "colwise"}),
         "0 (Adapted): the style 'colwise' needs a matrix `weight`. Give styles to modules in it with one "
         "(base, A, B)",
     ),
     "an embedding as a matrix": (
-        lambda: spread(gpt(), {"embedding": "colwise", **MLP}),
+        lambda: sharded(gpt(), {"embedding": "colwise", **MLP}),
         "embedding: an embedding is sharded by the style 'vocabulary'",
     ),
-    "blocks of no list": (lambda: spread(Two(), BOTH, sequence=True), "needs one list of blocks"),
+    "blocks of no list": (lambda: sharded(Two(), BOTH, sequence=True), "needs one list of blocks"),
     "blocks without a norm": (
-        lambda: spread(without_norm(), {**MLP, **ATTENTION}, sequence=True),
+        lambda: sharded(without_norm(), {**MLP, **ATTENTION}, sequence=True),
         "no norm follows the blocks 'blocks'",
     ),
     "a matrix that sees a slice": (
-        lambda: spread(gpt(), {"blocks.*.mlp.down": "rowwise", **ATTENTION}, sequence=True),
+        lambda: sharded(gpt(), {"blocks.*.mlp.down": "rowwise", **ATTENTION}, sequence=True),
         f"blocks.0.mlp.up (Linear) {SLICE}",
     ),
     "a replicated matrix that sees a slice": (
-        lambda: spread(gpt(), {**gpt().tp_plan, **dict.fromkeys(ATTENTION, "replicated")}, sequence=True),
+        lambda: sharded(gpt(), {**gpt().tp_plan, **dict.fromkeys(ATTENTION, "replicated")}, sequence=True),
         f"blocks.0.attention.qkv (Linear) {SLICE}",
     ),
     "a sequence of seven": (
@@ -169,11 +169,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a loss of a part of the model": (
         lambda: captured(Two(), {"up": "colwise"}, loss=lambda m, x: m.up(x).square().mean()),
-        "is spread along dim 1, and the op needs that dim whole",
+        "is sharded along dim 1, and the op needs that dim whole",
     ),
     "a buffer that would differ": (
         lambda: captured(Own(kept_highest)),
-        "is spread along dim 1, and the op needs that dim whole",
+        "is sharded along dim 1, and the op needs that dim whole",
     ),
     "a sequence without ranks": (lambda: Parallel(sequence_parallel=True), "sequence_parallel"),
     "a plan without ranks": (lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan"),
@@ -200,7 +200,7 @@ STYLES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("style", "key"), STYLES)
 def test_a_style_is_refused(style: Any, key: str) -> None:
     with pytest.raises(UsageError, match=re.escape(key)):
-        spread(Two(), {"up": style})
+        sharded(Two(), {"up": style})
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -220,7 +220,7 @@ def test_attributes_that_cannot_be_divided_are_put_back() -> None:
 def test_settings_that_do_something_are_taken() -> None:
     assert Parallel(ampipe_capacity="whole", ampipe_degree="auto").ampipe_capacity == "whole"
     plan = {"embedding": "replicated", "head": "vocabulary", "blocks.*.mlp.up": "colwise"}
-    how = spread(gpt(tie_embeddings=True), plan)
+    how = sharded(gpt(tie_embeddings=True), plan)
     assert not {"embedding.weight", "head.weight"} & how.shards.keys()
 
 
@@ -260,8 +260,8 @@ class Headed(nn.Module):
             True,
             {"attention.q": "colwise", "attention.o": "rowwise"},
             (
-                "attention is computed in parts: attention.q, attention.o, spread over tp = 2",
-                "attention.slopes in it, whole on every rank",
+                "attention is computed in parts: attention.q, attention.o, sharded over tp = 2",
+                "attention.slopes in it, full on every rank",
                 "{'attention.q': 'replicated', 'attention.o': 'replicated'} into tp_plan",
             ),
         ),

@@ -1,4 +1,4 @@
-"""Whatever network is spread, and however: capture refuses it, or its step has the plain model's numbers.
+"""Whatever network is sharded, and however: capture refuses it, or its step has the plain model's numbers.
 
 Random networks with random styles (`random_networks`) are captured, planned and run on ranks that are
 threads. Loss and all gradients equal the plain model's in float64, or a StrettoError was raised before
@@ -34,7 +34,7 @@ WAY_OUT = re.compile(
     r"(give|write|leave|name|take|use|call|divide|pad|register|change|keep|put|let|make)\b",
     re.I | re.M,
 )
-"""What a refusal tells people to do."""
+"""What a refusal shows users to do."""
 
 
 def outcome(seed: int) -> str:

@@ -34,7 +34,7 @@ class Negated(nn.Embedding):
 
 
 class Borrowed(nn.Embedding):
-    """A table that looks up in another one of as many rows as a rank holds."""
+    """A table that looks up in another one of as many rows as a rank has."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -126,14 +126,14 @@ def test_a_table_that_is_read_as_a_whole_is_refused() -> None:
             return super().forward(ids) / self.weight.amax()
 
     with pytest.raises(
-        CaptureError, match=r"(?s)table cannot be computed in parts.*or leave the spread one out"
+        CaptureError, match=r"(?s)table cannot be computed in parts.*or leave the sharded one out"
     ):
         check(net("before", Normed), tp=2)
 
 
 @pytest.mark.parametrize("way", ["before", "scales features"])
 def test_a_table_is_computed_again(way: str) -> None:
-    """The number that stands for tokens out of the vocabulary is no number, which is not equal to itself."""
+    """The number that represents tokens out of the vocabulary is no number, which is not equal to itself."""
     check(net(way), tp=2, recompute="full")
 
 

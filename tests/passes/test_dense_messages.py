@@ -1,4 +1,4 @@
-"""What crosses stages lies in one piece: no copy where a view does, else one that has a price."""
+"""What crosses stages is in one piece: no copy where a view does, else one that has a price."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_who_reads_by_strides_of_its_own_finds_them() -> None:
 
 
 def test_strides_over_gaps_are_refused() -> None:
-    """What lies in the gaps is not sent."""
+    """What is in the gaps is not sent."""
     _, job = job_of(lambda x: x[:, ::2], lambda x: x.as_strided((PIECE, WIDTH), (WIDTH, 1)))
     with pytest.raises(stretto.PlanError, match=r"stage 1 reads .* of stage 0 by strides of its own"):
         make_plan(job, made_up_costs(job), schedule="1f1b")
@@ -140,7 +140,7 @@ def gathering(kind: str) -> Job:
     shape = TensorSpec((PIECE, WIDTH), "float64")
     turned = TensorSpec((WIDTH, PIECE), "float64", (1, WIDTH))
     row = KINDS[kind]
-    how = ("sum",) if row.says_how else ()
+    how = ("sum",) if row.has_how else ()
     out = row.shape(turned.shape, 2, *how)
     assert out is not None
     result = TensorSpec(out, "float64")

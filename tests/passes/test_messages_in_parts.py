@@ -1,4 +1,4 @@
-"""Whole values cross in parts when that is faster or relieves a card, and not else; no bit changes."""
+"""Full values cross in parts when that is faster or relieves a card, and not else; no bit changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.passes.steps import after, costs_of
 from tests.passes.test_scatter_borders import SKIPS_BATCH, Skips, job_of, kinds, skips_job, skips_loss
 
 
-def whole(model: nn.Module, name: str = "gpt", **layout: object) -> Job:
+def full(model: nn.Module, name: str = "gpt", **layout: object) -> Job:
     """A job in which capturing has cut nothing."""
     return job_of(model, name, ("scatter_borders",), **layout)
 
@@ -63,7 +63,7 @@ def gradients(job: Job) -> list[Edge]:
 )
 def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
     model = MODELS[name]().double()
-    job = whole(model, name)
+    job = full(model, name)
     cut = cut_of(job, quick(job))
     [before], [after] = gradients(job), gradients(cut)
     assert after.spec.nbytes * 2 == before.spec.nbytes
@@ -79,7 +79,7 @@ def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
 @pytest.mark.parametrize("overlap", ["off", "local", "window"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
-    job = replace(whole(gpt().double()), recompute=recompute)
+    job = replace(full(gpt().double()), recompute=recompute)
     plan = make_plan(job, quick(job), overlap=overlap)  # type: ignore[arg-type]
     verify(plan)
     assert ("recompute" in str(plan)) is (recompute == "full")
@@ -101,7 +101,7 @@ def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
 def test_cut_when_and_only_when_it_is_sooner(
     link: float, gather: float, latency_us: float, pays: bool
 ) -> None:
-    job = whole(gpt().double())
+    job = full(gpt().double())
     cut = cut_of(job, costs_of(job, link=link, gather=gather, latency_us=latency_us))
     assert (cut is not job) is pays
 
@@ -119,11 +119,11 @@ def test_cut_where_it_relieves_the_busiest_card() -> None:
 
 def test_what_need_not_or_cannot_be_cut_stays() -> None:
     model = gpt().double()
-    spread = job_of(model, sequence_parallel=True)
-    assert cut_of(spread, quick(spread)) is spread
+    sharded = job_of(model, sequence_parallel=True)
+    assert cut_of(sharded, quick(sharded)) is sharded
     skipped = job_of(model, skip=("messages_in_parts", "scatter_borders"))
     assert cut_of(skipped, quick(skipped)) is skipped
-    job = whole(model)
+    job = full(model)
     without = quick(job)
     without = replace(
         without, collectives={k: c for k, c in without.collectives.items() if k[1] != "all_gather"}

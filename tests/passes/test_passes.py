@@ -16,7 +16,7 @@ from stretto.config import Parallel
 from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.program import Job, Op, Ref, TensorSpec
-from stretto.ir.storage import addends
+from stretto.ir.storage import partial_sums
 from stretto.parallelize import ops
 from stretto.passes import GRAPH_PASSES
 from stretto.passes.no_ops import dead_ops
@@ -102,7 +102,7 @@ def test_what_changes_nothing_is_gone() -> None:
 
 
 def test_what_nobody_asks_for_is_dead() -> None:
-    """The gradient of a frozen matrix, which the trace of the backward may hold, and a draw."""
+    """The gradient of a frozen matrix, which the trace of the backward may keep, and a draw."""
     x = TensorSpec((4,), "float64")
     ops = (
         Op("noise", "aten.bernoulli.p", (Ref("batch/0"), 0.5), (), (x,), random=True),
@@ -180,7 +180,7 @@ def test_sums_of_products_become_parts_of_the_gradient() -> None:
     assert {p.name: len(p.grads) for p in before.parameters} == {"plain": 1, "batch": 1, "also_added": 1}
     assert {p.name: len(p.grads) for p in job.parameters} == {"plain": 3, "batch": 2, "also_added": 1}
     assert len(ops_of(before)) - len(ops_of(job)) == 3, "additions"
-    adding = addends(job, 0)
+    adding = partial_sums(job, 0)
     for parameter in job.parameters[:2]:
         assert all(adding[value][0].product for _, _, value in parameter.grads)
     for found in (job, before):
@@ -267,6 +267,6 @@ def test_no_weights_gradient_stands_before_an_inputs(name: str, tp: int, sp: boo
         for phase in (Phase.I, Phase.W):
             for op in stage.ops[phase]:
                 if op.name in grads:
-                    assert phase is Phase.W, f"{op.name}, a weight's gradient, stands in {phase}"
+                    assert phase is Phase.W, f"{op.name}, a weight's gradient, is in {phase}"
                     weights += op.target == "aten.mm.default"
     assert weights == {"gpt": 9, "llama": 15, "gpt2": 8 + 1}.get(name, 9)

@@ -1,4 +1,4 @@
-"""What is repeated, how often, where it stands, and what is left as it was."""
+"""What is repeated, how often, where it is, and what is left as it was."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_both_need_is_computed_once() -> None:
     job = stage_of(FORWARD, (op("e", "tangent", "b"),), (op("g", "e", "b"), op("h", "e", "c")))
     made = repeat(job, {0: ["a", "b", "c"]})
     assert names(made, Phase.I) == ["a_again", "b_again", "e"]
-    assert names(made, Phase.W) == ["g", "c_again", "h"], "what W alone needs stands there"
+    assert names(made, Phase.W) == ["g", "c_again", "h"], "what W alone needs is there"
     assert made.stages[0].ops[Phase.W][0].uses == ("e", "b_again")
 
 

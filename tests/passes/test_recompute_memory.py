@@ -1,4 +1,4 @@
-"""Memory falls as it is said to: predicted and measured peaks, limits, and what users are told."""
+"""Memory falls as it is stated to: predicted and measured peaks, limits, and what users are reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.sums import with_sums
+from stretto.schedule.sums import with_reductions
 from tests.clusters import cores_file
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import made_up_costs
@@ -70,8 +70,8 @@ def test_a_limit_is_kept_with_little_added_time(job: Job) -> None:
 
 def test_a_limit_that_is_no_limit_changes_no_op(job: Job) -> None:
     made = plan_of(job, 2**40)
-    assert made.job == with_sums(replace(job, recompute=2**40), made.schedule)
-    assert "recompute        to hold at most 1,099,511,627,776 bytes: nothing needs to" in str(made)
+    assert made.job == with_reductions(replace(job, recompute=2**40), made.schedule)
+    assert "recompute        to keep at most 1,099,511,627,776 bytes: nothing needs to" in str(made)
 
 
 def test_a_limit_that_cannot_be_kept_says_what_can(job: Job) -> None:
@@ -86,7 +86,7 @@ def test_a_limit_that_cannot_be_kept_says_what_can(job: Job) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) -> None:
-    """Overlap is an upper limit: what `off` can hold, every mode can."""
+    """Overlap is an upper limit: what `off` can keep, every mode can."""
     model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, context=16), seed=0)
     batch = torch.zeros(4, 17, dtype=torch.int64)
     job = capture(model, batch, next_token_loss, Parallel(pp=2, tp=tp, microbatches=4))
@@ -103,15 +103,15 @@ def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) ->
         return max(int(text.replace(",", "")) for text in told)
 
     limit = least("off")
-    assert limit == least("window"), "the least is what a plan can hold"
+    assert limit == least("window"), "the least is what a plan can keep"
     off = within(limit, "off")
     assert off.overlap_why == ""
     for mode in OVERLAP_MODES[1:]:
         made = within(limit, mode)
         assert max(peaks(made)) <= limit
-        assert made == replace(off, overlap_why=f"overlap holds more than recompute = {limit:,} bytes a rank")
+        assert made == replace(off, overlap_why=f"overlap keeps more than recompute = {limit:,} bytes a rank")
         assert f"overlap          off: {made.overlap_why}" in str(made)
-    assert "holds more than" not in within(2 * limit, "local").overlap_why, "there is room for it"
+    assert "has more than" not in within(2 * limit, "local").overlap_why, "there is room for it"
 
 
 def test_the_plan_command_tells_it(tmp_path: Path) -> None:

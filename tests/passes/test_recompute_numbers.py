@@ -142,7 +142,7 @@ OVERLAPPED = [
 
 
 def again_under_collectives(plan: Plan) -> int:
-    """How many repeated ops that take time stand between a collective's start and its wait."""
+    """How many repeated ops that take time are between a collective's start and its wait."""
     ops = {
         (stage.index, op.name): op for stage in plan.job.stages for made in stage.ops.values() for op in made
     }

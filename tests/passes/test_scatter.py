@@ -60,7 +60,7 @@ def test_a_sum_that_has_to_stay(change: dict[str, Any]) -> None:
 
 
 class Cut(nn.Module):
-    """A matrix spread over its input, whose sum is cut along a dim and put together again."""
+    """A matrix sharded over its input, whose sum is cut along a dim and put together again."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -76,23 +76,23 @@ def test_numbers_stay(shape: tuple[int, ...], dim: int) -> None:
     """Along any dim, with and without something before it."""
     model = Cut(dim).double()
 
-    def spread(model: nn.Module, x: Tensor) -> Tensor:
+    def sharded(model: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(model, Cut)
         y = model.down(model.up(x).relu())
         y = ops.collect(ops.chunk(y, model.dim, "tp", 2).sin(), model.dim, "tp", 2)
         out: Tensor = y.square().mean()
         return out
 
-    def whole(model: nn.Module, x: Tensor) -> Tensor:
+    def full(model: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(model, Cut)
         out: Tensor = model.down(model.up(x).relu()).sin().square().mean()
         return out
 
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    job = capture(model, x, spread, Parallel(tp=2), tp_plan={"up": "colwise", "down": "rowwise"})
+    job = capture(model, x, sharded, Parallel(tp=2), tp_plan={"up": "colwise", "down": "rowwise"})
     used = [op.collective.kind for o in job.stages[0].ops.values() for op in o if op.collective is not None]
     assert used.count("reduce_scatter") == 1
-    expected = plain(copy.deepcopy(model), x, whole)
+    expected = plain(copy.deepcopy(model), x, full)
     told, grads = step(job, model, x)
     assert torch.allclose(told, expected.loss, rtol=1e-12, atol=0)
     for name, want in expected.grads.items():
@@ -106,7 +106,7 @@ def test_other_views_of_a_chunk_keep_the_all_reduce() -> None:
     assert kinds(reduce_scatter_chunks(graph(users=(cut,)))) == ["all_reduce"]
 
 
-ROWS, WHOLE = TensorSpec((8, 6), "float32"), TensorSpec((2, 4, 6), "float32")
+ROWS, FULL = TensorSpec((8, 6), "float32"), TensorSpec((2, 4, 6), "float32")
 
 
 def added_graph(
@@ -124,31 +124,31 @@ def added_graph(
         Op("sum", "comm.all_reduce", (Ref("x"), kind, "tp", 2), (), (ROWS,)),
         Op("done", "comm.wait", (Ref("sum"),), (), (ROWS,), "sum"),
         Op("both", "aten.add.Tensor", (Ref("b"), Ref("done")), (), (ROWS,)),
-        Op("seen", "aten.view.default", (Ref("both"), WHOLE.shape), (), (WHOLE,), "both"),
-        Op("again", "aten.add.Tensor", (Ref("seen"), Ref("batch/2")), (), (WHOLE,)),
+        Op("seen", "aten.view.default", (Ref("both"), FULL.shape), (), (FULL,), "both"),
+        Op("again", "aten.add.Tensor", (Ref("seen"), Ref("batch/2")), (), (FULL,)),
         Op("cut", "axis.chunk", (Ref("again"), 1, "tp", 2), (), (HALF,), "again"),
         Op("y", "aten.relu.default", (Ref("cut"),), (), (TensorSpec((2, 2, 6), "float32"),)),
         *users,
     )
-    given = {"batch/0": ROWS, "batch/1": other, "batch/2": WHOLE}
+    given = {"batch/0": ROWS, "batch/1": other, "batch/2": FULL}
     return Graph(found, frozenset(("y", *roots, *(user.name for user in users))), given=given)
 
 
 def test_each_is_cut_before_they_are_added() -> None:
     found = cut_before_adding(added_graph())
     made = {op.name: op for op in found.ops}
-    assert made["sum"].outputs == made["done"].outputs == (WHOLE,)
+    assert made["sum"].outputs == made["done"].outputs == (FULL,)
     assert made["cut"].target == "aten.add.Tensor"
     chunks = [op for op in found.ops if op.target == "axis.chunk"]
     assert len(chunks) == 3
     assert all(op.outputs == (HALF,) for op in chunks)
-    # In the order in which they were added, and on the side on which they stood.
+    # In the order in which they were added, and on the side on which they waited.
     first, second = made["cut"].uses
     assert made[second].args[0] == Ref("batch/2")
     assert [made[name].uses[0] for name in made[first].uses] == [made[made[first].uses[0]].uses[0], "done"]
     known = {"batch/0", "batch/1", "batch/2"}
     for op in found.ops:
-        assert known.issuperset(op.uses), "every op stands after what it uses"
+        assert known.issuperset(op.uses), "every op is after what it uses"
         known.add(op.name)
     scattered = reduce_scatter_chunks(found)
     assert [op.collective.kind for op in scattered.ops if op.collective is not None] == ["reduce_scatter"]

@@ -43,17 +43,17 @@ def forward_specs(job: Job) -> list[TensorSpec]:
 
 def test_a_sum_that_leaves_is_scattered_and_gathered_behind_the_border() -> None:
     model = gpt().double()
-    whole, cut = job_of(model, skip=("scatter_borders",)), job_of(model)
-    assert kinds(whole, 0)[-1] == "all_reduce"
-    assert kinds(cut, 0) == [*kinds(whole, 0)[:-1], "reduce_scatter"]
-    assert kinds(cut, 1) == ["all_gather", *kinds(whole, 1)]
-    [before], [after] = forward_specs(whole), forward_specs(cut)
+    full, cut = job_of(model, skip=("scatter_borders",)), job_of(model)
+    assert kinds(full, 0)[-1] == "all_reduce"
+    assert kinds(cut, 0) == [*kinds(full, 0)[:-1], "reduce_scatter"]
+    assert kinds(cut, 1) == ["all_gather", *kinds(full, 1)]
+    [before], [after] = forward_specs(full), forward_specs(cut)
     assert after.nbytes * 2 == before.nbytes
     # So does the gradient that goes back: the norm that it comes out of takes rows one by one.
-    assert kinds(whole, 1, Phase.I)[-1] == "all_reduce"
-    assert kinds(cut, 1, Phase.I) == [*kinds(whole, 1, Phase.I)[:-1], "reduce_scatter"]
-    assert kinds(cut, 0, Phase.I) == ["all_gather", *kinds(whole, 0, Phase.I)]
-    [before], [after] = ([e.spec for e in job.edges if e.phase is Phase.I] for job in (whole, cut))
+    assert kinds(full, 1, Phase.I)[-1] == "all_reduce"
+    assert kinds(cut, 1, Phase.I) == [*kinds(full, 1, Phase.I)[:-1], "reduce_scatter"]
+    assert kinds(cut, 0, Phase.I) == ["all_gather", *kinds(full, 0, Phase.I)]
+    [before], [after] = ([e.spec for e in job.edges if e.phase is Phase.I] for job in (full, cut))
     assert after.nbytes * 2 == before.nbytes
     parts = {p.name for p in cut.parameters if p.partial}
     assert parts == {"blocks.1.attention_norm.weight", "blocks.1.attention_norm.bias"}
@@ -168,8 +168,8 @@ def sliced_job(name: str, split: tuple[str, ...], skip: Any = ("gather_behind",)
     return stretto.capture(MODELS[name]().double(), batch_of(), loss_of(name), parallel)
 
 
-def wholes(job: Job) -> list[Edge]:
-    """Messages of what all tensor-parallel ranks hold alike."""
+def full_values(job: Job) -> list[Edge]:
+    """Messages of what all tensor-parallel ranks have alike."""
     own = differing_in(job, "tp")
     return [edge for edge in job.edges if edge.value not in own]
 
@@ -197,8 +197,8 @@ CUTS = [
 @pytest.mark.parametrize(("name", "cut"), CUTS)
 def test_a_spread_sequence_is_never_gathered_before_it_is_sent(name: str, cut: str) -> None:
     before, after = sliced_job(name, (cut,)), sliced_job(name, (cut,), ())
-    assert wholes(after) == []
-    halves = {str(edge.spec) for edge in wholes(before)}
+    assert full_values(after) == []
+    halves = {str(edge.spec) for edge in full_values(before)}
     assert bool(halves) is (cut not in ("blocks.1", "model.layers.1")), "these end where a sequence is spread"
     count = [sum(len(kinds(job, s, p)) for s in range(2) for p in Phase if p in job.stages[s].ops) for job in
              (before, after)]  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_spread_sequence_is_never_gathered_before_it_is_sent(name: str, cut: s
     ["zb-v", *(pytest.param(s, marks=pytest.mark.slow) for s in ("interleaved-1f1b", "dualpipev"))],
 )
 def test_virtual_stages_send_shards(schedule: str) -> None:
-    """Of which one holds the gather of the products that the next begins with."""
+    """Of which one has the gather of the products that the next begins with."""
     model = gpt(layers=4).double()
     split = ["blocks.1", "blocks.2.attention.qkv", "head"]
     parallel = Parallel(
@@ -227,12 +227,12 @@ def test_virtual_stages_send_shards(schedule: str) -> None:
     )
     job = stretto.capture(model, batch_of(), loss_of("gpt"), parallel)
     assert len(job.stages) == 4
-    assert wholes(job) == []
+    assert full_values(job) == []
     assert_plan_is_plain(lowered(job, schedule), model, loss_of("gpt"), batch_of())
 
 
 def test_what_its_own_stage_reads_as_well_stays_gathered() -> None:
     """The products of queries are in the stage that gathers, those of keys in the next."""
     job = sliced_job("llama", ("model.layers.1.self_attn.k_proj",))
-    assert wholes(job)
+    assert full_values(job)
     assert gather_behind(job) is job

@@ -76,13 +76,13 @@ def test_cut_when_and_only_when_it_pays(more: dict[str, float], pays: bool) -> N
 
 def test_a_plan_is_cut_only_when_asked_and_when_it_is_faster() -> None:
     job = job_of("gpt", 2)
-    whole = make_plan(job, costs_of(job), overlap="local")
+    full = make_plan(job, costs_of(job), overlap="local")
     asked = make_plan(replace(job, split_ops=True), costs_of(job), overlap="local")
-    assert not parts_of(whole.job)
+    assert not parts_of(full.job)
     assert parts_of(asked.job)
-    assert whole.prediction is not None
+    assert full.prediction is not None
     assert asked.prediction is not None
-    assert asked.prediction.step_us < 0.97 * whole.prediction.step_us
+    assert asked.prediction.step_us < 0.97 * full.prediction.step_us
     baseline = make_plan(replace(job, split_ops=True), costs_of(job), overlap="off")
     assert not parts_of(baseline.job), "waited for at once, parts only add ops"
 
@@ -112,9 +112,9 @@ def test_numbers_stay(name: str, tp: int, sp: bool, pp: int) -> None:
     verify(plan)
     model = MODELS[name]().double()
     uncut = make_plan(job, costs_of(job), schedule="1f1b", overlap="off")
-    parts, whole = numbers(plan, model), numbers(uncut, model)
+    parts, full = numbers(plan, model), numbers(uncut, model)
     assert_plain(cut, model, loss_of(name), batch_of())
-    for (told, grads), (want, wanted) in zip(parts, whole, strict=True):
+    for (told, grads), (want, wanted) in zip(parts, full, strict=True):
         assert torch.allclose(told, want, rtol=1e-12, atol=0)
         assert grads.keys() == wanted.keys()
         for key, grad in wanted.items():

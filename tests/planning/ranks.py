@@ -45,5 +45,5 @@ def on_threads(size: int, work: Callable[[Threads], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(120)
-        assert not thread.is_alive(), "a rank waits for ever"
+        assert not thread.is_alive(), "a rank waits forever"
     return found

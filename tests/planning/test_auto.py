@@ -84,7 +84,7 @@ def test_memory_is_kept_and_what_does_not_fit_is_refused() -> None:
 
 
 def test_orders_that_overlap_within_memory_come_before_faster_ones_that_do_not() -> None:
-    """The fastest order holds more than a rank may: its plan waits for messages, which takes longer."""
+    """The fastest order keeps more than a rank may: its plan waits for messages, which takes longer."""
     job = replace(make_job(4, 6), pp=2)
     costs = uneven(job, 2)
     most = 23 * ACTIVATION.nbytes + ACTIVATION.nbytes // 2

@@ -73,6 +73,6 @@ def test_auto_beats_orders_by_hand() -> None:
     times = {name: simulate(one).step_us for name, one in by_others.items()}
     assert step_us <= min(times.values()), times
     assert hidden(plan, "ep")[1] >= 0.95
-    # That they are what they say: Megatron-Core tells of 93 % between the ends.
+    # That they are what they say: Megatron-Core shows of 93 % between the ends.
     assert 0.9 <= hidden(by_others["Megatron"], "ep")[1] < 0.96
     assert "of the sequence" in plan.overlap_why

@@ -29,7 +29,7 @@ CORES = cores(
 
 
 def toy(**parallel: Any) -> stretto.Job:
-    """What people try first: 4 layers of width 64 on two tensor-parallel ranks."""
+    """What users try first: 4 layers of width 64 on two tensor-parallel ranks."""
     shape = GPTConfig(vocab_size=512, layers=4, hidden=64, heads=4, context=64)
     with torch.device("meta"):
         model = GPT(shape)
@@ -42,7 +42,7 @@ def test_a_search_is_worth_what_it_saves_over_the_run(monkeypatch: pytest.Monkey
     assert Effort().worth_us(20_000.0) == 20_000.0
     assert Effort(10 * STEPS).worth_us(2_000.0) == 20_000.0
     assert Effort(1).worth_us(2_000.0) == LEAST_US, "a quarter of a second"
-    assert Effort(10**9).worth_us(2_000.0) == MOST_US, "nobody waits for ever"
+    assert Effort(10**9).worth_us(2_000.0) == MOST_US, "no one waits forever"
     assert Effort(search_s=10.0).worth_us(1.0) == Effort(search_s=10.0).worth_us(1e9) == 200_000.0
     assert Effort(search_s=1e4).worth_us(1.0) > MOST_US, "who says so does"
     assert 0.0 < Effort(1).part(20_000.0) < Effort(STEPS).part(20_000.0) < Effort(10**6).part(20_000.0) == 1.0
@@ -69,7 +69,7 @@ def test_what_is_no_number_of_steps_or_seconds_is_refused(key: str, value: Any) 
 
 @pytest.fixture
 def allowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many walks searches of whole steps were allowed."""
+    """How many walks searches of full steps were allowed."""
     walks: list[int] = []
 
     def counted(*given: Any) -> WholeStepOrders | None:

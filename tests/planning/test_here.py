@@ -1,4 +1,4 @@
-"""One rank plans, and tells the others: what they hold, what is found again, and how it goes wrong."""
+"""One rank plans, and shows the others: what they keep, what is found again, and how it goes wrong."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_kept_plan_that_cannot_be_read_is_made_anew(tmp_path: Path) -> None:
 
     planned()
     (path,) = tmp_path.iterdir()
-    kept.keep("plan", path.stem.removeprefix("plan-"), "{}")  # whole, and no plan
+    kept.keep("plan", path.stem.removeprefix("plan-"), "{}")  # full, and no plan
     assert planned() == a_plan()
     assert not said
     assert planned() == a_plan()

@@ -97,9 +97,9 @@ def test_buffers_are_counted_and_taken_only_where_they_pay(messages: float) -> N
     job = skips_job(3, 6)
     costs = costs_of(job, messages)
     plan = make_plan(job, costs, schedule="1f1b")
-    step_us, held = figures(plan)
+    step_us, resident = figures(plan)
     proved = max(peak_bytes(plan, rank) for rank in range(plan.ranks))
-    assert held <= proved <= held + VALUES * ACTIVATION.nbytes
+    assert resident <= proved <= resident + VALUES * ACTIVATION.nbytes
     drafts = [lower(job, plan.schedule, costs, ahead=ahead) for ahead in range(waiting.MOST + 1)]
     times = [stretto.simulate(draft).step_us for draft in drafts]
     assert step_us <= min(times) * 1.005

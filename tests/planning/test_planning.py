@@ -77,7 +77,7 @@ def test_a_wait_for_a_send_never_stands_in_the_way() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("op_us", [0.0, 10.0])
 def test_runs_that_take_no_time_are_planned(family: str, op_us: float) -> None:
-    """Stages without weight gradients have W runs without ops; costs of one's own may be zero."""
+    """Stages without weight gradients have W runs without ops; costs of your own may be zero."""
     model = torch.nn.Sequential(*[torch.nn.Tanh() for _ in range(4)], torch.nn.Linear(8, 2))
     batch = torch.zeros(6, 8)
     shift = torch.nn.Sequential(torch.nn.Linear(8, 8), model)

@@ -1,4 +1,4 @@
-"""Sums of gradients within the last backward: how much of them is hidden, and what that may cost."""
+"""Gradient reductions within the last backward: how much of them is hidden, and what that may cost."""
 
 from __future__ import annotations
 

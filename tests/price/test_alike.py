@@ -43,12 +43,12 @@ def test_parts_of_products_and_collectives_take_parts_of_the_time() -> None:
     job = comm_job(2, tp=2, rows=128, hidden=256)
     costs, specs = measured(job), specs_of(job)
     pricer = ListedPricer(job, costs)
-    whole = next(op for op in job.stages[0].ops[Phase.F] if op.flops)
-    (rows, inner), (_, columns) = (specs[name].shape for name in whole.uses)
+    full = next(op for op in job.stages[0].ops[Phase.F] if op.flops)
+    (rows, inner), (_, columns) = (specs[name].shape for name in full.uses)
     shapes = (rows, inner), (inner, columns // 2), (rows, columns // 2)
     x, w, y = (TensorSpec(shape, "float32") for shape in shapes)
-    half = Op("y", whole.target, (Ref("x"), Ref("w")), (), (y,), flops=whole.flops // 2)
-    assert 0.3 < pricer.price(half, {"x": x, "w": w}).us / pricer.price(whole, specs).us < 0.8
+    half = Op("y", full.target, (Ref("x"), Ref("w")), (), (y,), flops=full.flops // 2)
+    assert 0.3 < pricer.price(half, {"x": x, "w": w}).us / pricer.price(full, specs).us < 0.8
     asked = next(op.collective for op in job.stages[0].ops[Phase.F] if op.collective is not None)
     assert pricer.finish_us(asked) == 0.0
 

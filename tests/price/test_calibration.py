@@ -170,7 +170,7 @@ def test_other_dtypes_and_targets_are_not_alike() -> None:
 def test_a_traced_op_is_taken_where_none_was_measured() -> None:
     found = Calibration(HERE, traced={"aten::mm float32 [2,3] [3,4]": 4.5})
     assert price(found, *mm(2, 4, 3)) == (4.5, "traced")
-    with pytest.raises(stretto.UsageError, match=r"holds no time of any op .*run `stretto calibrate`"):
+    with pytest.raises(stretto.UsageError, match=r"has no time of any op .*run `stretto calibrate`"):
         price(found, *mm(2, 4, 5))
 
 
@@ -197,9 +197,9 @@ def test_an_axis_takes_the_group_most_like_it() -> None:
 def test_what_is_missing_is_said() -> None:
     found = calibration()
     found.collectives = []
-    with pytest.raises(stretto.UsageError, match=r"holds no .*which the job has on tp"):
+    with pytest.raises(stretto.UsageError, match=r"has no .*which the job has on tp"):
         priced_costs(comm_job(2), make_schedule("1f1b", 2, 2), found)
-    with pytest.raises(stretto.UsageError, match="holds no messages, which a pipeline needs"):
+    with pytest.raises(stretto.UsageError, match="has no messages, which a pipeline needs"):
         find_link(Calibration(HERE), 1)
 
 

@@ -11,7 +11,7 @@ from stretto.price.cluster_file import find_cluster, load_cluster, named_cluster
 from stretto.price.collectives import Group, collective_curve
 from tests.price.test_nccl_tests import NEW
 
-WHOLE = """
+FULL = """
 device = "a100-80gb"
 count = 12
 node_devices = 4
@@ -33,7 +33,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 def test_a_file_changes_the_catalogue_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "sweep.txt").write_text(NEW)
-    found = load_cluster(write(tmp_path, WHOLE))
+    found = load_cluster(write(tmp_path, FULL))
     assert (found.nodes, found.fabric.node_devices) == (3, 4)
     assert found.fabric.nic_bytes_per_us == 12_500
     assert found.roof.efficiency.matmul == 0.7
@@ -47,7 +47,7 @@ def test_a_file_changes_the_catalogue_and_says_so(tmp_path: Path) -> None:
 
 def test_a_saved_cluster_is_the_same_again(tmp_path: Path) -> None:
     (tmp_path / "sweep.txt").write_text(NEW)
-    found = load_cluster(write(tmp_path, WHOLE))
+    found = load_cluster(write(tmp_path, FULL))
     save_cluster(found, tmp_path / "again.toml")
     again = find_cluster(str(tmp_path / "again.toml"))
     assert (again.text, again.roof, again.fabric) == (found.text, found.roof, found.fabric)
@@ -79,8 +79,8 @@ def test_messages_between_nodes_are_slower() -> None:
     assert near.start_us == far.start_us == pytest.approx(4.9)
     assert far.latency_us == pytest.approx(12.5)
     mesh = {"pp": 4, "tp": 4}
-    assert found.place_link(mesh, 0, 1) == near
-    assert found.place_link(mesh, 1, 2) == far
+    assert found.pp_link(mesh, 0, 1) == near
+    assert found.pp_link(mesh, 1, 2) == far
 
 
 def test_a_link_of_a_mesh_is_one_link() -> None:
@@ -122,7 +122,7 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("h100x0", "its count is '0', and must be a whole number, 1 or more"),
+        ("h100x0", "its count is '0', and must be an integer, 1 or more"),
         ("h100x1.5", "its count is '1.5', and must be"),
         ("h100", "its count is missing"),
         ("h100x", "its count is missing"),

@@ -1,4 +1,4 @@
-"""The model of collectives: laws that hold on every fabric, and rates on the fabrics of the catalogue."""
+"""The model of collectives: laws that have on every fabric, and rates on the fabrics of the catalogue."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.flow import PHASES
 from stretto.ir.program import Job
-from stretto.ir.storage import addends
+from stretto.ir.storage import partial_sums
 from stretto.ir.transfers import message_us, sum_time
 from stretto.measure import messages, profile
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
@@ -40,7 +40,7 @@ def gpt_job(stages: int, hidden: int = 128) -> tuple[GPT, torch.Tensor, Job]:
 
 @pytest.mark.quiet
 def test_op_times_add_up_to_a_measured_run() -> None:
-    """The sum over ops, for each microbatch, against the compute time of whole steps. Loose: the machine may
+    """The sum over ops, for each microbatch, against the compute time of full steps. Loose: the machine may
     be shared, and the profile is of one microbatch alone."""
     model, batch, job = gpt_job(1)
     found = profile.profile(job, CPU)  # looked at again below, as the machine may be busy now and not then
@@ -63,15 +63,15 @@ def test_op_times_add_up_to_a_measured_run() -> None:
 def test_gradients_are_added_as_the_runtime_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that is a gradient and nothing else is never there by itself once its sum has begun."""
     _, _, job = gpt_job(1)
-    made = addends(job, 0)
+    made = partial_sums(job, 0)
     products = [value for value, of in made.items() if of[0].product]
     assert 0 < len(products) < len(made), "and other gradients"
     added, original = [], torch.addmm
 
-    def addmm(held: torch.Tensor, *args: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        assert held is out
-        added.append(held.shape)
-        return original(held, *args, out=out)
+    def addmm(kept: torch.Tensor, *args: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        assert kept is out
+        added.append(kept.shape)
+        return original(kept, *args, out=out)
 
     monkeypatch.setattr(torch, "addmm", addmm)
     found = profile.profile(job, CPU, least_rounds=1)
@@ -113,7 +113,7 @@ def test_a_second_visit_counts_with_the_first(monkeypatch: pytest.MonkeyPatch) -
     first.rounds[1].totals.update(slow)
     both = profile.profile(job, CPU, [1], first)
     assert all(len(both.rounds[1].totals[phase]) > count for phase, count in counts.items())
-    # All count: none took more than twice the median, which lies between the two visits.
+    # All count: none took more than twice the median, which is between the two visits.
     assert 0.5e6 < sum(both.op_us.values()) < 1.5e6
     assert first.rounds.keys() == both.rounds.keys() == {1}
 
@@ -192,7 +192,7 @@ def test_a_described_cluster_is_a_roofline() -> None:
 
 
 def test_what_each_message_keeps_its_link_for_is_taken_by_each_step_of_a_collective() -> None:
-    """A ring of 4 gathers in three messages, one behind another; the loss is told by one at least."""
+    """A ring of 4 gathers in three messages, one behind another; the loss is reported by one at least."""
     link = flat_link(cores(latency_us=7.0, message_us=18.0, link_gbps=0.05))
     assert message_us(link, 5000) == pytest.approx(7.0 + 18.0 + 100.0)
     assert ring_cost(link, "all_gather", 4).curve.us(0) == pytest.approx(3 * (7.0 + 18.0))

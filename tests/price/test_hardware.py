@@ -80,7 +80,7 @@ def test_tensor_parallel_peers_are_in_a_node_and_pipelines_leave_it() -> None:
 
 
 def test_fused_attention_is_priced_by_its_products() -> None:
-    """Tiles on the diagonal are whole; the last of fewer queries than keys see more than half of these."""
+    """Tiles on the diagonal are full; the last of fewer queries than keys see more than half of these."""
     for queries, keys, causal, name, expected in (
         (1024, 1024, False, "", 2),
         (1024, 1024, True, "", 2 * (0.5 + 256 / 1024 / 2)),

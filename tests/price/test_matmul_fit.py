@@ -48,7 +48,7 @@ def test_what_no_law_knows_is_taken_from_the_nearest_products() -> None:
     fit = MatmulFit((_key(m, n, k), kernels_us(m, n, k)) for m in rows for n in widths for k in (512, 1024))
     for shape in ((110, 1024, 1024), (110, 2048, 700), (220, 1400, 1024), (80, 400, 512)):
         assert fit.us(_key(*shape)) == pytest.approx(kernels_us(*shape), rel=0.05)
-    # From few rows of narrow operands and many of wide ones nobody can know the slow kernel.
+    # From few rows of narrow operands and many of wide ones no one can know the slow kernel.
     blind = MatmulFit(
         (_key(m, n, k), kernels_us(m, n, k))
         for m, n in ((64, 256), (128, 512), (192, 1024), (256, 2048))

@@ -1,4 +1,4 @@
-"""Outputs of nccl-tests become curves, whatever stands around them; what cannot be read is named."""
+"""Outputs of nccl-tests become curves, whatever is around them; what cannot be read is named."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def whole_json(**changes: object) -> dict[str, object]:
         for size, us in ((1024, 20.5), (1048576, 40.0))
     ]
     devices = [{"rank": rank, "group": 0, "hostname": "node-0"} for rank in range(8)]
-    whole: dict[str, object] = {
+    full: dict[str, object] = {
         "version": 2,
         "args": ["/opt/nccl-tests/build/reduce_scatter_perf", "-b", "1k"],
         "config": {"nthreads": 1, "ngpus": 1, "devices": devices},
         "results": rows,
     }
-    return whole | changes
+    return full | changes
 
 
 def test_json(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_the_peak_is_that_of_the_dtypes() -> None:
     assert half is not None
     assert half.flops_per_us == pytest.approx(989e6)
     assert "H200" in half.source
-    whole = device_peak(job_of("float32"), devices()["h200"])
-    assert whole.flops_per_us == pytest.approx(989e6 * FP32_PART)
+    full = device_peak(job_of("float32"), devices()["h200"])
+    assert full.flops_per_us == pytest.approx(989e6 * FP32_PART)
     assert named_peak(job_of("bf16"), "NVIDIA H100 PCIe") is None
     assert named_peak(job_of("bf16"), "this processor, 2 threads") is None
 

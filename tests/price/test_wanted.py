@@ -17,9 +17,9 @@ def test_a_job_wants_the_sizes_of_its_ops_first() -> None:
         ("tp", "all_gather"),
         ("tp", "reduce_scatter"),
     }
-    whole = 64 * 128 * 4
+    full = 64 * 128 * 4
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        assert found["tp", kind].sizes == (whole, SMALL_BYTES, whole // 2, 2 * whole)
+        assert found["tp", kind].sizes == (full, SMALL_BYTES, full // 2, 2 * full)
         assert found["tp", kind].dtype == "float32"
     up = 128 * 256 * 4
     assert found["dp", "all_reduce"].sizes[:2] == (up, 2 * up), "one gradient, and a stage's two"

@@ -1,4 +1,4 @@
-"""A quota's time: what is summed over whole periods is what they come to one by one."""
+"""A quota's time: what is summed over full periods is what they come to one by one."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_the_quota_stops_brings_the_slowest_behind_as_on_a_lane_that_never_
     budget = Budget(Processor(100.0, 0.5, 0.8, skew=0.1))
     budget.run(0.0, 1000.0, 0.0, True)
     assert budget.behind_us() == pytest.approx(100.0)
-    assert budget.behind_us() == 0.0, "it was told"
+    assert budget.behind_us() == 0.0, "it was gathered"
     budget.run(1000.0, 1050.0, 0.0, True)
     assert budget.behind_us() == 0.0, "a period's first half"
     budget.run(1050.0, 2000.0, 0.0, False)

@@ -1,4 +1,5 @@
-"""A headless Chromium for tests of pages; whoever asks is skipped, with the reason, where there is none."""
+"""A headless Chromium for tests of pages; anyone who asks is skipped, with the reason, where there is
+none."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_traffic_counts_everything_once() -> None:
     for axis, us in timeline.exposed_us.items():
         assert axes[axis].exposed_us == pytest.approx(us)
         assert axes[axis].hidden == pytest.approx(timeline.hidden[axis])
-    # Nothing in these windows stands between a start and its wait.
+    # Nothing in these windows is between a start and its wait.
     assert kinds["tp", "all_reduce"].hidden == pytest.approx(0.0)
     assert 0.0 < (axes["pp"].hidden or 0.0) < 1.0
     rows = {row[0]: row for row in traffic_grid([timeline]).rows}
@@ -90,7 +90,7 @@ def compute_span(start_us: float, end_us: float) -> Span:
 
 
 @given(
-    st.lists(st.floats(0, 100).map(lambda us: round(us, 3)), min_size=1, max_size=8),  # clocks tell ns
+    st.lists(st.floats(0, 100).map(lambda us: round(us, 3)), min_size=1, max_size=8),  # clocks show ns
     st.lists(st.tuples(st.floats(0, 50), st.floats(0.1, 50)), min_size=1, max_size=5),
 )
 def test_ops_fill_a_run_in_order_and_in_proportion(

@@ -106,23 +106,23 @@ def test_pointing_at_a_span_tells_of_it(outcome: dict[str, Any]) -> None:
     for words in ("made_up.work.default", "float32[256,512]", "512 KiB", "1000 FLOP", "100 us (made up)"):
         assert words in outcome["op"]
     assert outcome["action"].startswith("0F0 on ranks 0-1")
-    # A communication is told as it was predicted and as it was measured, wherever the pointer is.
+    # A communication is reported as it was predicted and as it was measured, wherever the pointer is.
     assert outcome["travelled"].startswith("pp 1>0 e3:0\npredicted\n338.4 us\nmeasured\n338.4 us\n")
 
 
 def test_zoom_by_button_wheel_key_and_drag(outcome: dict[str, Any]) -> None:
-    whole = length(outcome["whole"])
-    assert length(outcome["button"]) == pytest.approx(whole / 1.6, rel=0.01)
+    full = length(outcome["whole"])
+    assert length(outcome["button"]) == pytest.approx(full / 1.6, rel=0.01)
     assert outcome["fitted"] == outcome["whole"]
-    # The wheel belongs to the page until the reader has taken the timeline, or holds Ctrl.
+    # The wheel belongs to the page until the reader has taken the timeline, or has Ctrl.
     assert outcome["scrollsPage"] is True
     assert outcome["wheelAlone"] == outcome["whole"]
-    assert length(outcome["wheel"]) < whole / 2
+    assert length(outcome["wheel"]) < full / 2
     assert times(outcome["wheel"])[0] == 0
-    assert length(outcome["wheelFocused"]) < whole / 2
-    assert length(outcome["keyIn"]) == pytest.approx(whole / 1.5, rel=0.01)
+    assert length(outcome["wheelFocused"]) < full / 2
+    assert length(outcome["keyIn"]) == pytest.approx(full / 1.5, rel=0.01)
     assert times(outcome["keyRight"])[0] > times(outcome["keyIn"])[0]
-    assert 0 < length(outcome["dragged"]) < whole / 2
+    assert 0 < length(outcome["dragged"]) < full / 2
     assert length(outcome["moved"]) == pytest.approx(length(outcome["dragged"]), rel=0.01)
     assert times(outcome["moved"])[0] > times(outcome["dragged"])[0]
 

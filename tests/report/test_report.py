@@ -111,14 +111,14 @@ def test_accounts_by_rank() -> None:
 
 def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
     """Its report needs timelines and figures alone, and says what is left out."""
-    whole = load_run(run_dir)
-    assert whole.figures is not None
-    FIGURES.save(whole.figures, run_dir / "figures.json")
+    full = load_run(run_dir)
+    assert full.figures is not None
+    FIGURES.save(full.figures, run_dir / "figures.json")
     path = run_dir / "plan.json"
     path.write_text(path.read_text().replace(f'"version": {VERSION}', '"version": 3', 1))
     run = load_run(run_dir)
     assert run.plan is None
-    assert run.prediction == whole.prediction
+    assert run.prediction == full.prediction
     assert run.notes == [
         f"plan.json is of version 3, and this Stretto reads version {VERSION}. Left out: ops inside actions, "
         "the costliest ops, and what would help by the plan's settings."
@@ -131,7 +131,7 @@ def test_a_run_outlives_the_version_of_its_plan(run_dir: Path) -> None:
     (run_dir / "figures.json").unlink()
     bare = load_run(run_dir)
     assert bare.prediction is not None
-    assert bare.prediction.step_us == whole.prediction.step_us if whole.prediction else False
+    assert bare.prediction.step_us == full.prediction.step_us if full.prediction else False
     assert "The lower bound is not known" in " ".join(bare.notes)
     assert "faster than 0" not in render(bare)
 

@@ -1,4 +1,4 @@
-"""Shared by the tests that hold a plan's numbers against the plain model: tiny models, cases, comparison.
+"""Shared by the tests that have a plan's numbers against the plain model: tiny models, cases, comparison.
 
 A model is traced once for a dtype and reused for all stages, microbatches and schedules: the trace depends
 on one microbatch's shape alone. Costs are made up: only the order of work depends on them.
@@ -206,7 +206,7 @@ class Result:
 
 
 def plain(model: nn.Module, batch: Any, loss: Loss) -> Result:
-    """Loss and gradients of the model on the whole batch, by PyTorch alone."""
+    """Loss and gradients of the model in all batch, by PyTorch alone."""
     own = copy.deepcopy(model)
     value = loss(own, batch)
     value.backward()
@@ -235,8 +235,8 @@ def gather(model: nn.Module, results: list[tuple[Tensor, dict[str, Tensor]]]) ->
     for loss, found in results:
         assert torch.equal(loss, results[0][0]), "every rank is told the same loss"
         for name, grad in found.items():
-            held = grads[names[name]]
-            assert held is None or torch.equal(held, grad), f"{name} differs between ranks"
+            kept = grads[names[name]]
+            assert kept is None or torch.equal(kept, grad), f"{name} differs between ranks"
             grads[names[name]] = grad
     return Result(results[0][0], grads, tuple(found for _, found in results))
 
@@ -286,8 +286,8 @@ def joined(plan: Plan, results: Sequence[RankResult]) -> Result:
             for rank, part in enumerate(parts):
                 first = parts[rank - rank % shard.copies]
                 assert torch.equal(part, first), f"{name} differs between ranks that share it"
-        held = found[parameter.tied_to]
-        assert held is None or torch.equal(held, full), f"{name} differs between copies"
+        kept = found[parameter.tied_to]
+        assert kept is None or torch.equal(kept, full), f"{name} differs between copies"
         found[parameter.tied_to] = full
     return Result(results[0][1], found, tuple(dict(grads) for _, _, grads in results))
 

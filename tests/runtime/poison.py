@@ -1,6 +1,6 @@
 """A transport that shows what a real one may do with buffers until a wait has returned.
 
-1. It holds none: a buffer that the runtime drops before its communication is done is found missing, where a
+1. It keeps none: a buffer that the runtime drops before its communication is done is found missing, where a
    real transport would read or write memory that others may have by then.
 2. It reads what is sent at the last moment, and finds it changed if it was written meanwhile.
 3. What is received is poison until it is waited for: NaN, or the largest number. Who reads it early computes
@@ -29,7 +29,7 @@ def poison_of(dtype: torch.dtype) -> float | int | bool:
 
 
 class Watched:
-    """A buffer that the runtime must keep. It is not kept here: its memory is known, but not held."""
+    """A buffer that the runtime must keep. It is not kept here: its memory is known, but not kept."""
 
     def __init__(self, tensor: torch.Tensor, what: str) -> None:
         self._storage = weakref.ref(tensor.untyped_storage())

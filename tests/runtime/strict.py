@@ -13,7 +13,7 @@ from stretto.runtime.transport import Handle, ThreadTransport, _Board
 from tests.runtime.equality import Result, run
 
 TIMEOUT_S = 20.0
-"""A plan of a test takes far less; a rank that waits for longer waits for ever."""
+"""A plan of a test takes far less; a rank that waits for longer waits forever."""
 
 
 class _Sent:
@@ -51,7 +51,7 @@ class Strict(ThreadTransport):
 
 
 def run_strictly(plan: Plan, model: torch.nn.Module, batch: object) -> Result:
-    """As `run`, over such channels. A plan of one copy only: lanes are those of the whole run."""
+    """As `run`, over such channels. A plan of one copy only: lanes are those of the full run."""
     assert plan.world == plan.ranks
     pairs = [found.ranks for found in plan.communicators if found.name.startswith("pp ")]
     assert len(set(pairs)) == len(pairs), "one communicator for a pair and a direction"

@@ -57,9 +57,9 @@ def test_it_gives_the_values_of_the_plain_model(stages: int, tp: int, sizes: Siz
         assert told == pytest.approx(float(loss), rel=1e-12)
         assert set(parts) == {f"up{rank // tp}", f"down{rank // tp}"}
         for name, part in parts.items():
-            whole = grads[name]
-            own = whole.chunk(tp, int(name.startswith("up")))[rank % tp]
-            torch.testing.assert_close(part, own, rtol=1e-12, atol=float(whole.abs().max()) * 1e-13)
+            full = grads[name]
+            own = full.chunk(tp, int(name.startswith("up")))[rank % tp]
+            torch.testing.assert_close(part, own, rtol=1e-12, atol=float(full.abs().max()) * 1e-13)
 
 
 @pytest.mark.parametrize(("stages", "tp", "sizes"), CASES)

@@ -1,4 +1,4 @@
-"""What several ranks hold must be equal when their Runners are made: all ranks refuse it otherwise."""
+"""What several ranks have must be equal when their Runners are made: all ranks refuse it otherwise."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_ranks_that_seed_by_rank_or_load_on_one_alone() -> None:
 
 
 def test_equal_copies_train_and_parts_that_come_apart_are_refused() -> None:
-    """The second Runner shares the first one's parts, whose wholes nobody has any more."""
+    """The second Runner shares the first one's parts, whose full_values no one has any more."""
     plan = plan_for(dp=2, tp=2, microbatches=1)
     models = [model_of() for _ in range(plan.world)]
 

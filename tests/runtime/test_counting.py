@@ -39,7 +39,7 @@ def _(labels: Tensor) -> list[Tensor]:
 
 
 def batch_of(labels: Tensor = LABELS, scale: Any = 2.0) -> dict[str, Any]:
-    return {"x": rows(), "labels": labels, "scale": stretto.whole(scale)}
+    return {"x": rows(), "labels": labels, "scale": stretto.replicated(scale)}
 
 
 def summed(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def plan_for(loss: Any, **parallel: Any) -> Plan:
 
 
 def steps(plan: Plan, *batches: Any) -> list[str]:
-    """Steps with these batches; what is said in them."""
+    """Steps with these batches; what is stated in them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_threads(plan, lambda _: copy.deepcopy(MODEL), lambda r: [float(r.step(b)) for b in batches])
@@ -89,7 +89,7 @@ def test_ranks_that_are_given_different_batches_are_refused(layout: dict[str, in
 
     told = run_threads(plan_for(summed, **layout), lambda _: copy.deepcopy(MODEL), work)
     message = (
-        "rank 1 counts 8 in the batch, rank 0 5: every rank must be given the whole batch, the same on all"
+        "rank 1 counts 8 in the batch, rank 0 5: every rank must be given the full batch, the same on all"
     )
     assert all(message in text for text in told)
 
@@ -105,10 +105,10 @@ def test_a_mean_over_unequal_numbers_of_labels_says_so_once() -> None:
 @pytest.mark.parametrize("loss", [summed, lambda model, batch: summed(model, batch)[0] / batch["scale"]])
 def test_other_losses_say_nothing(loss: Any) -> None:
     assert steps(plan_for(loss), batch_of()) == []
-    assert steps(plan_for(mean, microbatches=1), batch_of()) == [], "one microbatch is the whole batch"
+    assert steps(plan_for(mean, microbatches=1), batch_of()) == [], "one microbatch is the full batch"
 
 
-NOT_MARKED = "is not marked stretto.whole, but was when"
+NOT_MARKED = "is not marked stretto.replicated, but was when"
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ NOT_MARKED = "is not marked stretto.whole, but was when"
     [
         ({"scale": 2.0}, NOT_MARKED),
         ({"scale": torch.tensor(2.0)}, NOT_MARKED),
-        ({"x": stretto.whole(rows())}, "is marked stretto.whole, but was not when"),
-        ({"scale": stretto.whole(torch.ones(2))}, r"has shape \[2\]"),
-        ({"scale": stretto.whole(torch.tensor(2j))}, "complex64"),
+        ({"x": stretto.replicated(rows())}, "is marked stretto.replicated, but was not when"),
+        ({"scale": stretto.replicated(torch.ones(2))}, r"has shape \[2\]"),
+        ({"scale": stretto.replicated(torch.tensor(2j))}, "complex64"),
     ],
     ids=["a number", "a tensor", "marked", "shape", "dtype"],
 )
@@ -135,6 +135,6 @@ def test_a_constant_that_changes_names_the_mark() -> None:
 
     job = capture(MODEL, {**batch_of(), "scale": 2}, loss, Parallel(microbatches=2))
     with pytest.raises(
-        UsageError, match=r"'scale' is 3, but .* 2: .* Mark a number .* stretto\.whole\(x\), in"
+        UsageError, match=r"'scale' is 3, but .* 2: .* Mark a number .* stretto\.replicated\(x\), in"
     ):
         fit_batch(job, {**batch_of(), "scale": 3}, CPU)

@@ -80,15 +80,15 @@ def test_frozen_after_the_capture_has_no_gradient_and_the_rest_is_right() -> Non
         runner.step(rows())
         return {name: p.grad for name, p in runner.named_parameters()}
 
-    held = stretto.run_threads(plan, lambda _: frozen_chain(), work)
-    found = {name: grad for grads in held for name, grad in grads.items()}
+    kept = stretto.run_threads(plan, lambda _: frozen_chain(), work)
+    found = {name: grad for grads in kept for name, grad in grads.items()}
     torch.testing.assert_close(
         found, {name: p.grad for name, p in model.named_parameters()}, rtol=1e-10, atol=0
     )
 
 
 def test_the_models_flag_holds_for_the_parts_that_ranks_have_of_it() -> None:
-    """A spread parameter is trained in a tensor of the Runner's own, but the user freezes the model's."""
+    """A sharded parameter is trained in a tensor of the Runner's own, but the user freezes the model's."""
     model, batch = gpt(True), tokens(4, columns=8)
     with pytest.warns(UserWarning, match="is not sharded"):
         job = stretto.capture(model, batch, next_token_loss, stretto.Parallel(tp=2, microbatches=2))
@@ -99,9 +99,9 @@ def test_the_models_flag_holds_for_the_parts_that_ranks_have_of_it() -> None:
 
     def work(runner: stretto.Runner) -> list[bool]:
         part, found = dict(runner.named_parameters())[name], []
-        whole = models[runner.rank].get_parameter(name)
+        full = models[runner.rank].get_parameter(name)
         for trains in (True, False, True):
-            whole.requires_grad_(trains)
+            full.requires_grad_(trains)
             part.grad = None
             runner.step(batch)
             found.append(part.grad is not None)

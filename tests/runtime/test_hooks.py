@@ -1,6 +1,6 @@
 """Hooks on parameters act as in the plain model, once a step; those that cannot are refused.
 
-A deep copy of a parameter has no hooks: every model here is made and hooked anew.
+A deep copy of a parameter has no hooks: every model here is made and hooked again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def plain_step(model: nn.Module) -> None:
 
 
 def normed(model: nn.Module) -> None:
-    """No two parts of a gradient give this of the whole."""
+    """No two parts of a gradient give this of the full one."""
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad / (1 + grad.norm()))
         parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))

@@ -50,7 +50,7 @@ def creation(folder: Path) -> None:
     transport = runner.transport
     refused = ""
     try:
-        transport.broadcast("a lane that nobody opened", torch.zeros(1), 0)
+        transport.broadcast("a lane that no one opened", torch.zeros(1), 0)
     except RunError as error:
         refused = str(error)
     told = {"made": made, "before": before, "refused": refused}
@@ -140,7 +140,7 @@ def test_all_ranks_make_all_communicators_up_front_in_one_order(tmp_path: Path) 
     for rank in range(4):
         assert found[rank]["made"] == found[0]["made"]
         assert found[rank]["before"] == len(found[0]["made"]), "a step makes no communicator"
-        assert "lane 'a lane that nobody opened' was not opened" in found[rank]["refused"]
+        assert "lane 'a lane that no one opened' was not opened" in found[rank]["refused"]
 
 
 def test_ranks_that_would_open_lanes_in_different_orders_are_refused(two_ranks: Path) -> None:

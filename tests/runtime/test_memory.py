@@ -79,7 +79,7 @@ def test_resident_memory_is_flat_over_two_hundred_steps() -> None:
 
 
 def peaks_with_adamw(plan: Plan, model: torch.nn.Module, batch: Tensor) -> tuple[int, ...]:
-    """What ranks held at most, by place, after a step of AdamW."""
+    """What ranks resident at most, by place, after a step of AdamW."""
 
     def work(runner: stretto.Runner) -> tuple[int, ...]:
         runner.step(batch)
@@ -110,8 +110,8 @@ FAST = (("bf16", 0), ("bf16", 2), ("float32", 3))
     ids=str,
 )
 def test_measured_peaks_of_layouts_are_the_predicted_ones(layout: dict[str, Any], precision: Any) -> None:
-    """Collectives, sums of gradients and gradients of another dtype are counted as they are. What remains is
-    the batch, which is not counted."""
+    """Collectives, gradient reductions and gradients of another dtype are counted as they are. What remains
+    is the batch, which is not counted."""
     model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=64, heads=4, context=32), seed=3)
     batch = torch.randint(0, 64, (8, 33), generator=torch.Generator().manual_seed(5))
     job = capture(model, batch, next_token_loss, Parallel(microbatches=4, **layout), precision=precision)

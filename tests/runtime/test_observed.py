@@ -1,4 +1,4 @@
-"""What a model's code lets people see is what the plain model makes, however its step is spread."""
+"""What a model's code lets users see is what the plain model makes, however its step is sharded."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ def test_addends_of_tensor_parallel_ranks_are_summed() -> None:
             return made
 
     model = nn.Sequential(Own()).double()
-    spread = Parallel(tp=2, tp_plan={"0.up": "colwise", "0.down": "rowwise"})
-    plans = [plan_of(model, parallel) for parallel in (Parallel(), spread)]
+    sharded = Parallel(tp=2, tp_plan={"0.up": "colwise", "0.down": "rowwise"})
+    plans = [plan_of(model, parallel) for parallel in (Parallel(), sharded)]
     assert [plan.job.metrics[0].partial for plan in plans] == [(), ("tp",)]
     [alone], [together] = (seen_by(plan, model) for plan in plans)
     assert alone.mean == pytest.approx(together.mean, rel=1e-12)
@@ -159,7 +159,7 @@ def test_addends_of_tensor_parallel_ranks_are_summed() -> None:
 
 
 def test_the_greatest_of_addends_is_refused() -> None:
-    """Of ranks' addends the greatest would be told, in the place of the greatest sum."""
+    """Of ranks' partial sums the greatest would be reported, in the place of the greatest sum."""
 
     class Own(Layer):
         def forward(self, x: Tensor) -> Tensor:
@@ -168,9 +168,9 @@ def test_the_greatest_of_addends_is_refused() -> None:
             made: Tensor = x + self.down(hidden)
             return made
 
-    spread = Parallel(tp=2, tp_plan={"0.up": "colwise", "0.down": "rowwise"})
+    sharded = Parallel(tp=2, tp_plan={"0.up": "colwise", "0.down": "rowwise"})
     with pytest.raises(CaptureError, match=r"'mass', ..., 'max'.* partial along tp"):
-        plan_of(nn.Sequential(Own()).double(), spread)
+        plan_of(nn.Sequential(Own()).double(), sharded)
 
 
 def test_an_evaluation_lets_see_as_well() -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that look at a whole tensor, or at all parameters, on ranks that hold parts: refused at their
+"""Optimizers that look at a full tensor, or at all parameters, on ranks that have parts: refused at their
 first step; those that update each element by itself are not."""
 
 from __future__ import annotations
@@ -71,32 +71,32 @@ class _OfAll(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = sum(float(p.grad.as_subclass(torch.Tensor).square().sum()) for p in held) ** 0.5
-        for p in held:
+        kept = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.as_subclass(torch.Tensor).square().sum()) for p in kept) ** 0.5
+        for p in kept:
             p.sub_(p.grad, alpha=self.defaults["lr"] / norm)
 
 
 LOOK: dict[str, Make] = {
-    "Muon": lambda held: torch.optim.Muon(held),
-    "Adafactor": lambda held: torch.optim.Adafactor(held),
-    "LARS": lambda held: _OfEach(held, lambda p, grad: p.norm() / grad.norm(), 0.1),
-    "a limit on each tensor's norm, at the start of a warm-up": lambda held: _OfEach(
-        held, lambda p, grad: (1 / grad.norm()).clamp(max=1)
+    "Muon": lambda kept: torch.optim.Muon(kept),
+    "Adafactor": lambda kept: torch.optim.Adafactor(kept),
+    "LARS": lambda kept: _OfEach(kept, lambda p, grad: p.norm() / grad.norm(), 0.1),
+    "a limit on each tensor's norm, at the start of a warm-up": lambda kept: _OfEach(
+        kept, lambda p, grad: (1 / grad.norm()).clamp(max=1)
     ),
-    "a rate by the tensor's size": lambda held: _OfEach(held, lambda p, grad: p.numel() ** -0.5, 0.1),
+    "a rate by the tensor's size": lambda kept: _OfEach(kept, lambda p, grad: p.numel() ** -0.5, 0.1),
 }
 
 
 @pytest.mark.parametrize("kind", LOOK)
 def test_who_looks_at_a_whole_tensor_is_refused_over_parts(kind: str) -> None:
-    with pytest.raises(stretto.UsageError, match=r"looks at a whole.*holds a part.*AdamW, SGD.*tp = ep"):
+    with pytest.raises(stretto.UsageError, match=r"looks at a full value.*has a part.*AdamW, SGD.*tp = ep"):
         stepped([LOOK[kind]], lambda p: p.dim() == 2, tp=2)
 
 
 def test_of_what_is_whole_on_its_rank_it_is_not_refused() -> None:
     stepped(LOOK.values(), lambda p: p.dim() == 2, pp=2)
-    # Gains of norms are whole under tensor parallelism too.
+    # Gains of norms are full under tensor parallelism too.
     stepped([LOOK["LARS"]], lambda p: p.shape == (16,), tp=2)
 
 
@@ -108,9 +108,9 @@ def test_who_looks_at_all_parameters_is_refused_where_a_rank_lacks_some(layout: 
         optimizer = torch.optim.LBFGS(list(runner.parameters()), max_iter=2)
         optimizer.step(lambda: runner.step(BATCH))  # type: ignore[no-untyped-call]
 
-    with pytest.raises(stretto.UsageError, match=r"LBFGS .*holds a part.*(pp|tp) = "):
+    with pytest.raises(stretto.UsageError, match=r"LBFGS .*has a part.*(pp|tp) = "):
         stretto.run_threads(plan, lambda _: copy.deepcopy(model), work)
-    with pytest.raises(stretto.UsageError, match=r"_OfAll .*holds a part.*(pp|tp) = "):
+    with pytest.raises(stretto.UsageError, match=r"_OfAll .*has a part.*(pp|tp) = "):
         stepped([_OfAll], **layout)
 
 
@@ -120,19 +120,19 @@ def test_where_ranks_hold_all_nothing_is_refused() -> None:
 
 ELEMENTWISE: list[Make] = [
     *(
-        lambda held, kind=kind: kind(held, lr=1e-3)
+        lambda kept, kind=kind: kind(kept, lr=1e-3)
         for kind in (torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.ASGD)
     ),
     *(
-        lambda held, kind=kind: kind(held, lr=1e-3)
+        lambda kept, kind=kind: kind(kept, lr=1e-3)
         for kind in (torch.optim.NAdam, torch.optim.RAdam, torch.optim.Rprop, torch.optim.RMSprop)
     ),
-    lambda held: torch.optim.Adam(held, foreach=True),
-    lambda held: torch.optim.AdamW(held, fused=True),
-    lambda held: torch.optim.AdamW(held, amsgrad=True, lr=torch.tensor(1e-3)),
-    lambda held: torch.optim.SGD(held, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    lambda held: torch.optim.SGD([{"params": held[:2], "lr": 0.0}, {"params": held[2:], "lr": 0.1}]),
-    lambda held: _OfEach(held, lambda p, grad: 1.0, 0.1),
+    lambda kept: torch.optim.Adam(kept, foreach=True),
+    lambda kept: torch.optim.AdamW(kept, fused=True),
+    lambda kept: torch.optim.AdamW(kept, amsgrad=True, lr=torch.tensor(1e-3)),
+    lambda kept: torch.optim.SGD(kept, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    lambda kept: torch.optim.SGD([{"params": kept[:2], "lr": 0.0}, {"params": kept[2:], "lr": 0.1}]),
+    lambda kept: _OfEach(kept, lambda p, grad: 1.0, 0.1),
 ]
 
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_tried_is_said() -> None:
             super().__init__(params, lambda p, grad: 1.0, 0.1)
 
     with pytest.warns(UserWarning, match="Own could not be tried.*only if it updates each element"):
-        stepped([lambda held: Own(held, 3)], tp=2)
+        stepped([lambda kept: Own(kept, 3)], tp=2)
 
 
 def test_a_model_whose_runner_is_gone_is_a_plain_one() -> None:

@@ -41,7 +41,7 @@ def test_of_tokens_that_are_also_labels(pp: int) -> None:
     plan = stretto.plan(job, CLUSTER)
     said = refused(plan, model, tokens((5, 2, 50)))
     assert re.search(
-        r"batch leaf 'batch' holds 50 \(microbatch 2\), and the (embedding '.*' has 50 rows|loss is over 50 "
+        r"batch leaf 'batch' has 50 \(microbatch 2\), and the (embedding '.*' has 50 rows|loss is over 50 "
         r"classes): give numbers from 0 to 49",
         said,
     )
@@ -94,7 +94,7 @@ def test_of_parts_of_a_leaf_with_ranges_of_their_own() -> None:
         bad[leaf][at] = value
         with pytest.raises(stretto.UsageError, match=re.escape(words)) as caught:
             runner.step(bad)
-        assert f"batch leaf {leaf!r} holds {value} (microbatch {at[0] // 2})" in str(caught.value)
+        assert f"batch leaf {leaf!r} has {value} (microbatch {at[0] // 2})" in str(caught.value)
     runner.step(good)
 
 
@@ -109,5 +109,5 @@ def test_of_ids_in_the_dtype_of_a_file_of_them(dtype: torch.dtype) -> None:
     plan = stretto.plan(stretto.capture(model, given, loss, stretto.Parallel(microbatches=2)), CLUSTER)
     (runner,) = stretto.run_threads(plan, lambda _: model, lambda runner: runner)
     runner.step(given)
-    with pytest.raises(stretto.UsageError, match=r"holds 50 \(microbatch 1\)"):
+    with pytest.raises(stretto.UsageError, match=r"has 50 \(microbatch 1\)"):
         runner.step(tokens((5, 2, 50)).to(dtype))

@@ -54,7 +54,8 @@ def wider(model: nn.Module) -> nn.Module:
         (lambda m: without(m, "out.bias"), "uses 'out.bias', which the model does not have: give the model"),
         (
             wider,
-            "'out.weight' is float64[3, 8], but the plan was made for float64[2, 8]: capture this model anew",
+            "'out.weight' is float64[3, 8], but the plan was made for float64[2, 8]: capture this model "
+            "again",
         ),
         (lambda m: m.float(), "is float32[8, 8], but the plan was made for float64[8, 8]"),
         (lambda m: m.to("meta"), "is on the meta device and has no values: initialise the model"),
@@ -85,8 +86,8 @@ def test_a_tie_that_joins_ranks_may_be_on_meta_where_another_rank_holds_it() -> 
     absent = nn.Parameter(torch.empty_like(halves[0].head.weight, device="meta"))
     halves[0].head.weight = halves[1].embedding.weight = absent
     found = stretto.run_threads(plan, lambda rank: halves[rank], lambda runner: runner.step(batch))
-    whole = stretto.run_threads(plan, lambda _: gpt(True), lambda runner: runner.step(batch))
-    assert found == whole
+    full = stretto.run_threads(plan, lambda _: gpt(True), lambda runner: runner.step(batch))
+    assert found == full
 
 
 @pytest.mark.parametrize(

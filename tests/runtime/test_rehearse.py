@@ -113,11 +113,11 @@ def test_a_step_that_never_ends_is_refused_before_it_begins(kind: str) -> None:
 
 @pytest.mark.quiet
 def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
-    for _ in range(3):  # where the machine stops this rank for a moment, its peer has sent before it stands
+    for _ in range(3):  # where the machine stops this rank for a moment, its peer has sent before it is
         found = rehearse(plan_of(pp=2), 1, steps=1)
         spans = found.timeline.spans
-        stood = [s for s in spans if s.rank == 1 and s.lane == COMPUTE_LANE and s.name == "pp 0>1 e0:0"]
-        if len(stood) == 2:
+        waited = [s for s in spans if s.rank == 1 and s.lane == COMPUTE_LANE and s.name == "pp 0>1 e0:0"]
+        if len(waited) == 2:
             break
     ran = {span.name for span in spans if span.rank == 1 and span.kind is SpanKind.COMPUTE}
     assert ran == {f"1{phase}{m}" for phase in "FB" for m in range(4)}
@@ -125,9 +125,9 @@ def test_the_timeline_shows_the_rank_and_its_simulated_peers() -> None:
     assert sum(span.duration_us for span in peer) == pytest.approx(found.step_us, rel=1e-6)
     arrived = {s.name: s.end_us for s in spans if s.rank == 1 and s.sender == 0}
     assert arrived.keys() == {f"pp 0>1 e0:{m}" for m in range(4)}
-    assert [span.kind for span in stood] == [SpanKind.BUBBLE, SpanKind.EXPOSED]
-    assert stood[1].end_us - arrived["pp 0>1 e0:0"] < 20_000.0, "it goes on when the message is there"
-    assert stood[1].end_us >= arrived["pp 0>1 e0:0"]
+    assert [span.kind for span in waited] == [SpanKind.BUBBLE, SpanKind.EXPOSED]
+    assert waited[1].end_us - arrived["pp 0>1 e0:0"] < 20_000.0, "it goes on when the message is there"
+    assert waited[1].end_us >= arrived["pp 0>1 e0:0"]
 
 
 @pytest.mark.quiet
@@ -182,8 +182,8 @@ def test_lanes_that_were_not_opened_and_starts_that_are_not_planned_are_refused(
     [
         ({}, {"rank": 2}, "there is no rank 2"),
         ({}, {"rank": 0, "steps": 0}, "0 steps"),
-        *(({}, {"rank": wrong}, "whole number") for wrong in ("0", 1.0, None)),
-        ({}, {"rank": 0, "steps": 1.5}, "whole number"),
+        *(({}, {"rank": wrong}, "integer") for wrong in ("0", 1.0, None)),
+        ({}, {"rank": 0, "steps": 1.5}, "integer"),
         ({}, {"rank": 0, "seed": 2**70}, "64 bits"),
         ({"communicators": ()}, {"rank": 0}, "the plan cannot run"),
     ],

@@ -147,7 +147,7 @@ def test_who_waits_for_whom() -> None:
     assert timeline.busy_us == (40.0, 71.0)
 
 
-# `runner.report()` tells what is known: the prediction, where no step was measured or can be read.
+# `runner.report()` shows what is known: the prediction, where no step was measured or can be read.
 
 
 def runner_of_one() -> stretto.Runner:

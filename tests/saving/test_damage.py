@@ -73,7 +73,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(saved: Path, tmp_p
                 refused += 1
             else:
                 assert all(map(torch.equal, found, right)), name
-    assert refused >= 24  # what lies between tensors, and blanks in JSON, are no harm
+    assert refused >= 24  # what is between tensors, and blanks in JSON, are no harm
 
 
 class Command:
@@ -143,7 +143,7 @@ def test_one_that_lacks_a_file_is_refused_by_its_name(
     if left is not None:
         (place / name).write_bytes(left)
     error, _ = loaded(place)
-    assert name in error or "no whole checkpoint" in error
+    assert name in error or "no complete checkpoint" in error
     assert str(place) in error
 
 

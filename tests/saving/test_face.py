@@ -50,7 +50,7 @@ STEPS = 2
 
 @functools.cache
 def model() -> nn.Module:
-    """Embedding and head are tied, and lie on two stages of a pipeline; the vocabulary is spread by tp."""
+    """Embedding and head are tied, and are on two stages of a pipeline; the vocabulary is sharded by tp."""
     return gpt(tie_embeddings=True, positions="learned").double()
 
 

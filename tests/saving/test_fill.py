@@ -1,4 +1,4 @@
-"""Weights of a folder come to the ranks that hold them, and what does not fit is told before any does."""
+"""Weights of a folder come to the ranks that have them, and what does not fit is told before any does."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def test_each_rank_reads_what_it_holds(folders: dict[str, Path], name: str, layo
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def work(runner: Runner) -> tuple[float, int, dict[str, torch.Tensor]]:
-        with pytest.raises(RunError, match='no whole values: its model is on "meta"'):
+        with pytest.raises(RunError, match='no full values: its model is on "meta"'):
             runner.step(tokens)
         fill(runner, model, folder)
-        held = sum(p.numel() for p in runner.parameters())
-        return float(runner.step(tokens)), held, runner.state_dict()
+        kept = sum(p.numel() for p in runner.parameters())
+        return float(runner.step(tokens)), kept, runner.state_dict()
 
     found = stretto.run_threads(lowered(job, "1f1b"), lambda _: copy.deepcopy(model), work, empty=True)
     expected = float(reference(input_ids=tokens, labels=tokens).loss.detach())
-    whole = sum(p.numel() for p in reference.parameters())
-    for loss, held, values in found:
+    full = sum(p.numel() for p in reference.parameters())
+    for loss, kept, values in found:
         assert loss == pytest.approx(expected, rel=TOLERANCE)
-        assert held < 0.8 * whole
+        assert kept < 0.8 * full
         known = reference.state_dict()
         assert values.keys() == known.keys()
         assert all(torch.equal(values[key], known[key]) for key in known)
@@ -136,7 +136,7 @@ def test_an_unfilled_runner_takes_a_checkpoint_or_a_state_dict(llama: Path) -> N
     runner.load_state_dict(
         {key: value for key, value in values.items() if key != name and "head" not in key}, False
     )
-    with pytest.raises(RunError, match="no whole values"):
+    with pytest.raises(RunError, match="no full values"):
         runner.step(tokens)
     runner.load_state_dict(values)
     assert float(runner.step(tokens)) == pytest.approx(

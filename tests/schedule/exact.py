@@ -26,7 +26,7 @@ BUDGET = 20.0
 def shortest_time(
     stage_ranks: tuple[int, ...], microbatches: int, times: PhaseTimes, *, max_live: int | None = None
 ) -> int:
-    """The shortest makespan with the backward split; times are whole numbers. Skips the test where `ortools`
+    """The shortest makespan with the backward split; times are integers. Skips the test where `ortools`
     is absent, and fails it where the solver cannot prove its answer."""
     cp = pytest.importorskip("ortools.sat.python.cp_model", reason="ortools, the exact solver, is absent")
     model = cp.CpModel()

@@ -1,4 +1,4 @@
-"""Receives are posted in time: a sender that waits for each message at once never stands for ever. And what
+"""Receives are posted in time: a sender that waits for each message at once never waits forever. And what
 joins several places starts in one order on all of them."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto.verifying.trace import EventKind, trace_of
 
 def job_with_a_value_for_w(stages: int, microbatches: int) -> Job:
     """The chain, whose last W also reads the first stage's h0, beside what it is sent for F: on their
-    communicator a message that is needed late stands before one that is needed early."""
+    communicator a message that is needed late is before one that is needed early."""
     job = make_job(stages, microbatches)
     last = job.stages[-1]
     read = Op("late", "aten.mul.Tensor", (Ref("h0"), Ref("h0")), (), (job.edges[0].spec,))
@@ -54,7 +54,7 @@ def test_latest_posts_are_of_a_walk_without_standing() -> None:
 
 def starts(plan: Plan, rank: int) -> list[str]:
     """What joins places, in the order in which the rank starts it."""
-    joined = {found.name for found in plan.communicators if found.joins_places}
+    joined = {found.name for found in plan.communicators if found.joins_pp_ranks}
     events = [e.op for e in trace_of(plan, rank) if e.kind is EventKind.REDUCE and e.op is not None]
     return [op.lane for op in events if op.lane in joined]
 

@@ -1,4 +1,4 @@
-"""Families of one's own, and schedules given as they are: in plans, settings, "auto" and tunings."""
+"""Families of your own, and schedules given as they are: in plans, settings, "auto" and tunings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from stretto import schedule
 from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.ir.stage_maps import PLACES
-from stretto.schedule import FAMILIES, Places, Schedule, ScheduleShape, make_schedule
+from stretto.ir.stage_maps import STAGE_MAPS
+from stretto.schedule import FAMILIES, Schedule, ScheduleShape, StageMap, make_schedule
 from stretto.schedule.csv import read_csv, write_csv
 from stretto.tune.choices import read_fixed
 
@@ -35,7 +35,7 @@ def mine() -> Iterator[str]:
     schedule.register("mine", eager)
     yield "mine"
     FAMILIES.pop("mine")
-    PLACES.pop("mine")
+    STAGE_MAPS.pop("mine")
 
 
 def test_it_is_planned_by_its_name(mine: str) -> None:
@@ -57,7 +57,7 @@ def test_it_is_known_wherever_names_are(mine: str, tmp_path: Path) -> None:
 
 def test_of_several_stages_a_rank() -> None:
     schedule.register(
-        "v2", lambda w: make_schedule("zb-v", w.ranks, w.microbatches), places=Places("v", 2, 2, 2)
+        "v2", lambda w: make_schedule("zb-v", w.ranks, w.microbatches), places=StageMap("v", 2, 2, 2)
     )
     try:
         assert make_schedule("v2", 2, 4).stage_ranks == (0, 1, 1, 0)
@@ -65,7 +65,7 @@ def test_of_several_stages_a_rank() -> None:
             make_schedule("v2", 2, 4, virtual_stages=3)
     finally:
         FAMILIES.pop("v2")
-        PLACES.pop("v2")
+        STAGE_MAPS.pop("v2")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_it_makes_is_looked_at(build: Any, message: str) -> None:
             make_schedule("odd", 2, 4)
     finally:
         FAMILIES.pop("odd")
-        PLACES.pop("odd")
+        STAGE_MAPS.pop("odd")
 
 
 @pytest.mark.parametrize(

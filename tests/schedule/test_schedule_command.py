@@ -94,8 +94,8 @@ def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
     assert float(figures["cost of the longest rank"]) >= float(figures["lower bound"])
     assert figures["gap"].strip().endswith(" %")
     assert "zb-h2 " in figures["tried"]
-    held = run("--family", "auto", *words, *times, "--memory", "2").stdout
-    assert max(map(int, held.split("live microbatches, by stage")[1].splitlines()[0].split())) == 2
+    kept = run("--family", "auto", *words, *times, "--memory", "2").stdout
+    assert max(map(int, kept.split("live microbatches, by stage")[1].splitlines()[0].split())) == 2
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from stretto.schedule.timing import PhaseTimes, time_schedule
 OVERLAPPED = "0F0,,0F1,(0F2;3B0)OVERLAP_F_B,3B1\n1F0,2F0,2B0,1B0\n"
 
 
-def torch_schedule(name: str, stages: int, ranks: int, held: list[int], microbatches: int):
+def torch_schedule(name: str, stages: int, ranks: int, kept: list[int], microbatches: int):
     """A schedule of PyTorch's, far enough built to read and write files; needs no process group."""
     parts = [
         SimpleNamespace(
@@ -32,7 +32,7 @@ def torch_schedule(name: str, stages: int, ranks: int, held: list[int], microbat
             is_last=stage == stages - 1,
             submod=nn.Identity(),
         )
-        for stage in held
+        for stage in kept
     ]
     return getattr(torch_schedules, name)(parts, microbatches, loss_fn=Mock())
 
@@ -48,7 +48,7 @@ def test_pytorch_reads_what_we_write(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "held"),
+    ("name", "kept"),
     [
         ("ScheduleInterleaved1F1B", [0, 2]),
         ("ScheduleInterleavedZeroBubble", [0, 2]),
@@ -56,9 +56,9 @@ def test_pytorch_reads_what_we_write(family, tmp_path):
         ("ScheduleDualPipeV", [0, 3]),
     ],
 )
-def test_we_read_what_pytorch_writes(name, held, tmp_path):
+def test_we_read_what_pytorch_writes(name, kept, tmp_path):
     stages, ranks = 4, 2
-    theirs = torch_schedule(name, stages, ranks, held, 8)
+    theirs = torch_schedule(name, stages, ranks, kept, 8)
     theirs._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
     schedule = read_csv(tmp_path / "theirs.csv")
     assert (schedule.stages, schedule.microbatches, schedule.ranks) == (stages, 8, ranks)
@@ -115,7 +115,7 @@ def test_files_texts_and_byte_order_marks(tmp_path):
         ("99999999999F0\n", "stage 99999999999 is used, but no rank runs stage 0"),
         ("(0F0;0F0)OVERLAP_F_B\n", "line 1, column 1: .* overlaps an action with itself"),
         ("(0F0)OVERLAP_F_B\n", "line 1, column 1: .*needs two actions"),
-        ("\n\n", "holds no action"),
+        ("\n\n", "has no action"),
     ],
 )
 def test_what_cannot_be_read_is_refused(text, message):

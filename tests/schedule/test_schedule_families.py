@@ -64,10 +64,10 @@ def virtual_orders(family: str, ranks: int, microbatches: int, each: int | None 
 def torch_orders(name: str, ranks: int, each: int, microbatches: int) -> list[list[str]]:
     """What PyTorch makes; ValueError where it refuses. No process group is needed for that."""
     stages = ranks * each
-    held = (
+    kept = (
         [0, stages - 1] if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else range(0, stages, ranks)
     )
-    made = torch_schedule(name, stages, ranks, [*held], microbatches)
+    made = torch_schedule(name, stages, ranks, [*kept], microbatches)
     return [[str(a) for a in made.pipeline_order[rank] if a is not None] for rank in range(ranks)]
 
 
@@ -239,7 +239,7 @@ def test_eager_interleaving_hides_messages_of_two_slots() -> None:
 
 def test_groups_that_stop_each_other_are_refused() -> None:
     """Groups of 4, and one of a single microbatch left: Megatron-LM refuses them as well."""
-    with pytest.raises(UsageError, match=r"groups of 4 of 5 .* for ever\. Give (\d), or no group") as refused:
+    with pytest.raises(UsageError, match=r"groups of 4 of 5 .* forever\. Give (\d), or no group") as refused:
         make_schedule("interleaved-1f1b", 4, 5, virtual_stages=3, group=4)
     group = int(str(refused.value).split("Give ")[1][0])
     check_legal(make_schedule("interleaved-1f1b", 4, 5, virtual_stages=3, group=group))

@@ -16,7 +16,7 @@ from stretto.errors import UsageError
 from stretto.ir.action import Action, Phase, Schedule
 from stretto.ir.stage_maps import loop, v
 from stretto.schedule.families import FAMILIES, make_schedule
-from stretto.schedule.list_schedule import ActionWalk, Room, most_held
+from stretto.schedule.list_schedule import ActionWalk, Room, most_live
 from stretto.schedule.search import Searched, Sought, search
 from stretto.schedule.timing import PhaseTimes, time_schedule
 from stretto.verifying import schedule_faults
@@ -59,7 +59,7 @@ def test_the_table_of_the_paper_is_reached(row: dict[str, str]) -> None:
         found = search(Sought(stages, 1, microbatches, times, room=constant(room), from_own_begin=True))
         best = found.best.schedule
         assert bubble_rate(best, times) <= float(row[column])
-        assert max(most_held(best, room)) <= memory + 1e-6
+        assert max(most_live(best, room)) <= memory + 1e-6
         check(found, room)
     half = PhaseTimes(f / 2, i / 2, w / 2, message)  # of each of a rank's two stages
     folded = search(
@@ -76,7 +76,7 @@ def check(searched: Searched, room: Room | None = None) -> None:
     assert any(one.family for one in searched.found)
     for one in searched.found:
         assert schedule_faults(one.schedule) == []
-        assert room is None or room.holds(one.schedule)
+        assert room is None or room.has(one.schedule)
         for stage in range(one.schedule.stages):
             rank = one.schedule.stage_ranks[stage]
             for phase in (Phase.F, Phase.I, Phase.W, Phase.B):
@@ -142,7 +142,7 @@ def test_two_stages_a_rank_in_tight_memory_are_as_fast_as_by_exact_search(
     sought = Sought(2, 2, microbatches, times, room=constant(room))
     found = search(sought).best
     assert found.time <= best * (1 + 1e-9)
-    assert room.holds(found.schedule)
+    assert room.has(found.schedule)
     assert schedule_faults(found.schedule) == []
 
 
@@ -152,12 +152,12 @@ def test_two_stages_a_rank_in_tight_memory_are_as_fast_as_by_exact_search(
 )
 def test_the_walk_never_stops_where_one_microbatch_fits(ranks, each, microbatches, split, draw):
     stage_ranks = (v if draw.random() < 0.5 else loop)(ranks, each)
-    whole = tuple(draw.uniform(0.5, 2.0) for _ in stage_ranks)
+    full = tuple(draw.uniform(0.5, 2.0) for _ in stage_ranks)
     limits = [0.0] * ranks
-    for rank, held in zip(stage_ranks, whole, strict=True):
-        limits[rank] += held
+    for rank, kept in zip(stage_ranks, full, strict=True):
+        limits[rank] += kept
     more = draw.choice([1.0, 1.3, 2.0])
-    room = Room(tuple(more * one for one in limits), whole, tuple(0.5 * one for one in whole))
+    room = Room(tuple(more * one for one in limits), full, tuple(0.5 * one for one in full))
     urgent: dict[Action, float] = {}
     orders = ActionWalk(
         stage_ranks,
@@ -169,7 +169,7 @@ def test_the_walk_never_stops_where_one_microbatch_fits(ranks, each, microbatche
     assert orders is not None
     made = Schedule("drawn", len(stage_ranks), microbatches, stage_ranks, orders)
     assert schedule_faults(made) == []
-    assert room.holds(made)
+    assert room.has(made)
 
 
 @pytest.mark.parametrize("max_live", [None, 2])

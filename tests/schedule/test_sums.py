@@ -10,14 +10,14 @@ from tests.verifying.comm_plans import comm_job
 from stretto.ir.action import Phase
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
 from stretto.schedule.families import make_schedule
-from stretto.schedule.sums import with_sums
+from stretto.schedule.sums import with_reductions
 
 AXES = (("dp", 2), ("tp", 2))
 
 
 def program(job: Job, place: int = 0) -> tuple[Op, ...]:
     schedule = make_schedule("1f1b", len(job.stages), job.microbatches)
-    return with_sums(job, schedule).stages[place].ops[Phase.REDUCE_GRAD]
+    return with_reductions(job, schedule).stages[place].ops[Phase.REDUCE_GRAD]
 
 
 def starts(job: Job) -> list[tuple[str, tuple[str, ...]]]:
@@ -56,6 +56,6 @@ def test_gradients_of_one_dtype_share_a_tensor(monkeypatch: pytest.MonkeyPatch) 
 
 def test_it_is_made_anew_for_another_placement() -> None:
     job = comm_job(2, 2, AXES, sequence=True, tied=True)
-    once = with_sums(job, make_schedule("1f1b", 2, 2))
-    assert with_sums(once, make_schedule("1f1b", 2, 2)) == once
+    once = with_reductions(job, make_schedule("1f1b", 2, 2))
+    assert with_reductions(once, make_schedule("1f1b", 2, 2)) == once
     assert once != job

@@ -28,7 +28,7 @@ def test_accounts_add_up_and_hidden_is_a_share(plan: Plan) -> None:
     for rank in range(plan.ranks):
         parts = (found.compute_us[rank], found.exposed_us[rank], found.bubble_us[rank])
         assert sum(parts) == pytest.approx(timeline.step_us)
-        assert timeline.peak_bytes[rank] == max(held for _, held in timeline.memory[rank])
+        assert timeline.peak_bytes[rank] == max(kept for _, kept in timeline.memory[rank])
         at_us = 0.0
         for span in (s for s in timeline.spans if s.rank == rank and s.lane == COMPUTE_LANE):
             assert span.start_us == pytest.approx(at_us)
@@ -87,9 +87,9 @@ def test_collectives_that_cost_nothing_change_nothing(plan: Plan) -> None:
                     op = replace(op, target="aten.clone.default", args=op.args[:1])
                 elif op.target == "comm.wait":
                     start = starts[op.uses[0]]
-                    # What is gathered or scattered is held until the wait; a sum has a copy.
-                    held = () if start.target == "comm.all_reduce" else start.args[:1]
-                    op = replace(op, target="aten.view.default", args=(*op.args, *held))
+                    # What is gathered or scattered is kept until the wait; a sum has a copy.
+                    kept = () if start.target == "comm.all_reduce" else start.args[:1]
+                    op = replace(op, target="aten.view.default", args=(*op.args, *kept))
                 replaced.append(op)
             programs[phase] = tuple(replaced)
         stages.append(replace(stage, ops=programs))
@@ -118,7 +118,7 @@ def test_slower_collectives_never_make_a_step_faster(
 ) -> None:
     """Where messages keep no card busy and nothing takes processors, every order in the walk is given by the
     plan, so a delay can only be handed on. (Where cards are shared, whichever comes first goes first, and a
-    slower collective can let another message pass: there it need not hold.)"""
+    slower collective can let another message pass: there it need not keep.)"""
     order = make_schedule(family, stages, microbatches)
     fast, slow = sorted((first_us, second_us))
     step_us = [

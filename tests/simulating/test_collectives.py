@@ -91,7 +91,7 @@ def test_ranks_come_apart_where_their_quota_stops_them() -> None:
     even_us = step_us(working, 0.0, 0.0, 100.0)
     late_us = step_us(working, 0.0, 0.1, 100.0) - even_us
     assert late_us == pytest.approx(step_us(working, 0.1, 0.0, 100.0) - even_us, rel=0.15)
-    # What a rank does that has stood is not stopped.
+    # What a rank does that has waited is not stopped.
     standing = make_comm_plan(ONE, op_us=10, collective_us=1000)
     assert step_us(standing, 0.0, 0.5, 1000.0) == step_us(standing, 0.0, 0.0, 1000.0)
     assert step_us(working, 0.0, 0.5, 1000.0) > step_us(working, 0.0, 0.0, 1000.0)
@@ -217,16 +217,16 @@ def test_a_sum_of_one_place_does_not_wait_for_the_others() -> None:
 
 
 def levels(plan: Plan, until: float) -> list[tuple[float, float]]:
-    """(time, activations held beside parameters) up to a time; a step between communications shows its
+    """(time, activations kept beside parameters) up to a time; a step between communications shows its
     highest and its last level."""
     (steps,) = simulate(plan).memory
     fixed = WEIGHT.nbytes + NORM.nbytes
-    return [(round(at, 6), (held - fixed) / ACTIVATION.nbytes) for at, held in steps if at <= until]
+    return [(round(at, 6), (kept - fixed) / ACTIVATION.nbytes) for at, kept in steps if at <= until]
 
 
 def test_the_start_owns_the_result_until_the_waits_last_use() -> None:
     plan = make_comm_plan(ONE, op_us=100, collective_us=50)
-    # fm0.0, and the result, which the start allocates at 100; fm0.0 goes. While it stands, nothing changes.
+    # fm0.0, and the result, which the start allocates at 100; fm0.0 goes. While it waits, nothing changes.
     # Then fy0.0 reads the result, which goes; it, y0, and the loss of 4 bytes make the highest.
     scalar = 4 / ACTIVATION.nbytes
     assert levels(plan, 449) == [(0, 0), (0, 1), (100, 2), (100, 1), (350, 2 + scalar)]
@@ -235,7 +235,7 @@ def test_the_start_owns_the_result_until_the_waits_last_use() -> None:
 def test_a_result_stays_as_long_as_its_wait_is_to_come() -> None:
     plan = make_comm_plan(ONE, op_us=100, collective_us=500)
     late = reordered(plan, "0B", "d0", "bm0.0", "br0.0", "dn0", "dw0.0", "br0.0_w", "by0.0", "dx0")
-    # Started at 1100; the lane stands for it from 1300 to 1600, with d0 for by0.0, the result, and gradients.
+    # Started at 1100; the lane waits for it from 1300 to 1600, with d0 for by0.0, the result, and gradients.
     grads = (WEIGHT.nbytes + NORM.nbytes) / ACTIVATION.nbytes
     assert levels(late, 1400)[-1][1] == 2 + grads
 

@@ -145,7 +145,7 @@ def test_starts_of_messages_keep_the_link_and_latencies_do_not() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_of_two_messages_that_start_at_one_moment_the_lower_ranks_goes_first(first: int) -> None:
-    """Both come to rank 2, whoever's lane is walked first."""
+    """Both come to rank 2, anyone who's lane is walked first."""
     clock = Clock()
     plan = skip_plan(RATE)
     network = Network(plan, clock, Cards(clock, lambda *_: None, alone=True), [])
@@ -183,7 +183,7 @@ def test_action_us_is_paid_once_a_run() -> None:
     plan = make_plan(ONE_F_ONE_B)
     timeline = simulate(replace(plan, costs=replace(plan.costs, action_us=7.0)))
     assert lane(timeline, 0)[:2] == [("compute", "0F0", 0, 107), ("compute", "0F1", 107, 214)]
-    # A run begins, and then stands at its first wait.
+    # A run begins, and then waits at its first wait.
     assert lane(timeline, 1)[:3] == [
         ("compute", "1F0", 0, 7),
         ("bubble", "pp 0>1 e0:0", 7, 107),
@@ -222,8 +222,8 @@ def test_a_deadlock_names_every_stuck_rank_and_what_it_waits_for() -> None:
     with pytest.raises(PlanError) as refused:
         simulate(replace(plan, orders=tuple(orders)))
     text = str(refused.value)
-    assert "rank 0 stands at `run 0B:0`: waits for message e1:0 on pp 1>0, which rank 1" in text
-    assert "rank 1 stands at `run 1F:0`: waits for message e0:0 on pp 0>1, whose receive" in text
+    assert "rank 0 waits at `run 0B:0`: waits for message e1:0 on pp 1>0, which rank 1" in text
+    assert "rank 1 waits at `run 1F:0`: waits for message e0:0 on pp 0>1, whose receive" in text
 
 
 def test_receives_in_another_order_than_the_sends_stop_the_plan() -> None:
@@ -251,7 +251,7 @@ def test_a_missing_cost_is_refused() -> None:
 def test_work_that_ends_as_a_message_begins_is_not_held_up_by_it() -> None:
     order = schedule("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1")
     plan = make_plan(order, f_us=90, i_us=100, w_us=100, bytes_per_us=RATE)
-    # A message takes a whole processor at both ends, so rank 0 makes value 1 when rank 1 has used value 0.
+    # A message takes a full processor at both ends, so rank 0 makes value 1 when rank 1 has used value 0.
     link = replace(plan.costs.link(0, 1), processor_us_per_mb=20 / (NBYTES / 1e6))
     costs = replace(plan.costs, links=dict.fromkeys(((0, 1), (1, 0)), link))
     timeline = simulate(replace(plan, costs=costs))

@@ -20,18 +20,18 @@ from stretto.simulating.windows import Control
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 
 
-def walked(plan: Plan, place: int, late_us: float = 0.0) -> float:
+def walked(plan: Plan, pp_rank: int, late_us: float = 0.0) -> float:
     """The step when the real rank takes the predicted times, and starts `late_us` late."""
     windows = ready_windows(plan)
-    live = Live(plan, place, windows)
-    works = {lane: iter(found) for lane, found in calls_of(plan, place, windows).items()}
+    live = Live(plan, pp_rank, windows)
+    works = {lane: iter(found) for lane, found in calls_of(plan, pp_rank, windows).items()}
     started: dict[object, RunningCollective] = {}
     messages: dict[tuple[int, int], Message] = {}
     sent: dict[tuple[int, int], Message] = {}
     made: set[tuple[int, int]] = set()
     now_us = late_us
     live.begin()
-    for instruction in plan.orders[place]:
+    for instruction in plan.orders[pp_rank]:
         live.advance(now_us)
         if instruction.kind is InstructionKind.RECV:
             message = (int(instruction.ref), instruction.microbatches[0])
@@ -78,8 +78,8 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_a_rank_that_keeps_to_the_prediction_makes_the_simulated_step(
     plan: Plan, data: st.DataObject
 ) -> None:
-    place = data.draw(st.integers(0, plan.ranks - 1))
-    assert walked(plan, place) == pytest.approx(simulate(plan).step_us, rel=1e-9)
+    pp_rank = data.draw(st.integers(0, plan.ranks - 1))
+    assert walked(plan, pp_rank) == pytest.approx(simulate(plan).step_us, rel=1e-9)
 
 
 def late_plan() -> Plan:
@@ -92,5 +92,5 @@ def test_a_wait_that_cannot_end_says_where_all_ranks_stand() -> None:
     live = Live(plan, 1)
     live.begin()
     message = live.post(0, 3)  # the peer sends microbatch 3 last, and will wait for gradients before
-    with pytest.raises(PlanError, match=r"rank 1 stands for ever: waits for it(.|\n)*rank 0 stands at"):
+    with pytest.raises(PlanError, match=r"rank 1 waits forever: waits for it(.|\n)*rank 0 waits at"):
         live.until(message.arrived, "it")

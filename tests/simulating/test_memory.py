@@ -23,7 +23,7 @@ NOTHING = {Phase.I: (), Phase.W: ()}
 
 
 def levels(steps: tuple[tuple[float, int], ...]) -> list[float]:
-    return [round(held / A, 4) for _, held in steps]
+    return [round(resident / A, 4) for _, resident in steps]
 
 
 def test_one_microbatch() -> None:
@@ -36,7 +36,7 @@ def test_one_microbatch() -> None:
     assert timeline.memory[1][0][1] == 2 * A
     assert timeline.peak_bytes[1] == 6 * A
     assert timeline.memory[1][-1][1] == 4 * A
-    assert 5 * A + 4 in [held for _, held in timeline.memory[1]]
+    assert 5 * A + 4 in [resident for _, resident in timeline.memory[1]]
 
 
 def test_later_gradients_are_added_and_go() -> None:
@@ -59,7 +59,7 @@ def part_of_gradient(**changes: object) -> Job:
 
 
 def weight_peaks(job: Job) -> tuple[float, float]:
-    """The most that is held, in activations, with one microbatch and with two."""
+    """The most that is resident, in activations, with one microbatch and with two."""
     found = []
     for text in ("0F0 0B0", "0F0 0B0 0F1 0B1"):
         order = schedule(text)
@@ -111,7 +111,7 @@ def test_results_of_one_op_go_one_by_one() -> None:
         assert peak_bytes(plan, 0) == simulate(plan).peak_bytes[0]
         return simulate(plan).peak_bytes[0] / A
 
-    # All three exist when the op runs. The one that nobody takes goes at once, so y0 comes beside two.
+    # All three exist when the op runs. The one that no one takes goes at once, so y0 comes beside two.
     assert peak(2, 0) == 3
     # Taken, it is there with y0.
     assert peak(3, 2) == 4
@@ -121,8 +121,8 @@ def test_results_of_one_op_go_one_by_one() -> None:
 
 def test_a_split_backward_keeps_what_the_weight_gradient_reads() -> None:
     timeline = simulate(make_plan(schedule("0F0 0I0 0W0", "1F0 1I0 1W0")))
-    whole = simulate(make_plan(schedule("0F0 0B0", "1F0 1B0")))
-    assert timeline.peak_bytes == whole.peak_bytes
+    full = simulate(make_plan(schedule("0F0 0B0", "1F0 1B0")))
+    assert timeline.peak_bytes == full.peak_bytes
 
 
 def test_views_keep_the_result_that_they_belong_to() -> None:

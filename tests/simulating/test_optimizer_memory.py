@@ -1,4 +1,4 @@
-"""The optimizer's state is a part of what a rank holds: counted by hand, proved, limited, and said."""
+"""The optimizer's state is a part of what a rank has: counted by hand, proved, limited, and said."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_device_that_has_no_room_for_the_state_is_too_small() -> None:
     most = max(stretto.plan(job, cores(), order="list", optimizer="sgd").prediction.peak_bytes)  # type: ignore[union-attr]
     small = cores(memory_bytes=most)
     assert stretto.plan(job, small, order="list", optimizer="sgd").job.optimizer == "sgd"
-    with pytest.raises(stretto.PlanError, match=r"holds [\d,]+ bytes, [\d,]+ more than the limit"):
+    with pytest.raises(stretto.PlanError, match=r"keeps [\d,]+ bytes, [\d,]+ more than the limit"):
         stretto.plan(job, small, order="list")
     with pytest.raises(stretto.UsageError, match="muon"):
         stretto.plan(job, cores(), optimizer="muon")  # type: ignore[arg-type]

@@ -35,12 +35,12 @@ def with_more_ops(job: Job, each: int) -> Job:
 
 @pytest.mark.slow
 def test_a_million_ops() -> None:
-    places, microbatches = 16, 64
-    job = with_more_ops(make_comm_job(places, microbatches, axes=(("dp", 2), ("tp", 2)), blocks=12), 20)
+    pp_ranks, microbatches = 16, 64
+    job = with_more_ops(make_comm_job(pp_ranks, microbatches, axes=(("dp", 2), ("tp", 2)), blocks=12), 20)
     costs = make_comm_costs(job, op_us=10, latency_us=5, bytes_per_us=1e4, slowdown=0.1, shared=("dp", "tp"))
-    plan = plan_with(job, make_schedule("1f1b", places, microbatches), costs)
+    plan = plan_with(job, make_schedule("1f1b", pp_ranks, microbatches), costs)
     programs = [op for ops in job.stages[0].ops.values() for op in ops]
-    assert len(programs) * places * microbatches > 10**6
+    assert len(programs) * pp_ranks * microbatches > 10**6
     assert sum(op.collective is not None for op in programs) == 24
     began = time.process_time()
     timeline = simulate(plan)

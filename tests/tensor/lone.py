@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 
 @contextmanager
-def lone_rank(rank: int, ranks: int) -> Iterator[None]:
+def single_rank(rank: int, ranks: int) -> Iterator[None]:
     """This process is one rank of so many."""
-    # What ops give is remembered with their mesh, which knows where its process stands on it.
+    # What ops give is remembered with their mesh, which knows where its process is on it.
     _clear_fast_path_sharding_prop_cache()
     _clear_python_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

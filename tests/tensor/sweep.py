@@ -67,10 +67,10 @@ def _placements(tensors: Sequence[torch.Tensor], axes: int, wide: bool) -> Itera
     found: dict[Placements, None] = {}
     for at, x in enumerate(tensors):
         for dim in range(x.ndim):
-            cut, whole = Shard(dim), Replicate()
-            together = [cut if t.shape == x.shape else whole for t in tensors]
-            rows = [cut if t.ndim > dim and t.shape[dim] == x.shape[dim] else whole for t in tensors]
-            alone = [cut if t is x else whole for t in tensors]
+            cut, full = Shard(dim), Replicate()
+            together = [cut if t.shape == x.shape else full for t in tensors]
+            rows = [cut if t.ndim > dim and t.shape[dim] == x.shape[dim] else full for t in tensors]
+            alone = [cut if t is x else full for t in tensors]
             for one in (together, rows, alone) if wide else (rows, alone) if at == 0 else (rows,):
                 found[tuple((p,) for p in one)] = None
     if wide or len(tensors) == 1:
@@ -113,26 +113,26 @@ def _one(
 
 
 def _placed(x: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor on the mesh; of a sum, each rank has an addend, none of them zero."""
+    """A tensor on the mesh; of a sum, each rank has a partial sum, none of them zero."""
     shown = [Replicate() if p.is_partial() else p for p in placements]
     made = stretto.shard(x.clone(), mesh, shown)
     if Partial() in placements:
-        addend = ranged(*x.shape, phase=3.0).to(x.dtype)
-        whole = stretto.shard(x.clone(), mesh, placements)
+        partial_sum = ranged(*x.shape, phase=3.0).to(x.dtype)
+        full = stretto.shard(x.clone(), mesh, placements)
         ranks = torch.Size(mesh.size(a) for a, p in enumerate(placements) if p.is_partial()).numel()
         others = [Replicate() if p.is_partial() else p for p in placements]
-        local = stretto.local(whole)
+        local = stretto.local(full)
         if local is not None:
             first = all(mesh.get_local_rank(a) == 0 for a, p in enumerate(placements) if p.is_partial())
-            part = stretto.local(stretto.shard(addend, mesh, others))
+            part = stretto.local(stretto.shard(partial_sum, mesh, others))
             assert part is not None
             local += part * (1 - ranks) if first else part
-        made = whole
+        made = full
     return made.requires_grad_(x.is_floating_point())
 
 
 def _results(op: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What an op gives; gradients of a sum of it that tells all places apart."""
+    """What an op gives; gradients of a sum of it that shows all places apart."""
     results = [x for x in tree_leaves(op(*tensors)) if isinstance(x, torch.Tensor)]
     sums = [(x * ranged(*x.shape, phase=0.7)).sum() for x in results if x.requires_grad]
     if sums:
@@ -143,10 +143,10 @@ def _results(op: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.
 def _equal(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
     if expected is None or found is None:
         rest = found if expected is None else expected
-        return rest is None or not bool(_whole(rest).any())
-    whole = _whole(found)
-    return whole.dtype == expected.dtype and torch.allclose(whole, expected, rtol=1e-10, atol=1e-10)
+        return rest is None or not bool(_full(rest).any())
+    full = _full(found)
+    return full.dtype == expected.dtype and torch.allclose(full, expected, rtol=1e-10, atol=1e-10)
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def _full(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x

@@ -1,5 +1,5 @@
-"""The ops that the sweep over placements tries: what people write in models and losses, and what depends on
-where along a dim an element stands. Each is a function of the tensors beside it.
+"""The ops that the sweep over placements tries: what users write in models and losses, and what depends on
+where along a dim an element is. Each is a function of the tensors beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clip: a rank off the mesh sees what ranks on the mesh see, runs no kernel and holds no byte.
+"""Clip: a rank off the mesh sees what ranks on the mesh see, runs no kernel and has no byte.
 
 Each program runs twice, as a rank of the mesh and as one off it; descriptions must be equal throughout.
 """
@@ -19,7 +19,7 @@ import stretto
 from stretto.tensor.clip import nothing
 from stretto.tensor.dtensor_adapter import local_of
 from stretto.tensor.global_tensor import GlobalTensor
-from tests.tensor.lone import Kernels, lone_rank
+from tests.tensor.lone import Kernels, single_rank
 
 Tensors = dict[str, torch.Tensor]
 
@@ -88,7 +88,7 @@ def description(x: Any) -> Any:
 
 def run(program: Callable[[Tensors], Any], rank: int) -> tuple[list[Any], list[Any], Kernels]:
     """Descriptions of the result and of all gradients, the tensors themselves, and what ran."""
-    with lone_rank(rank, 6):
+    with single_rank(rank, 6):
         for dtype in (torch.bool, torch.bfloat16):
             nothing(dtype, "cpu")  # made once in a process
         near, far = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3, 4])
@@ -108,8 +108,8 @@ def test_a_rank_off_the_mesh_sees_the_same_and_does_nothing(name: str) -> None:
     assert off == on
     assert kernels.seen > 0
     assert kernels.ran == []
-    held = [local_of(x).untyped_storage().nbytes() for x in found if isinstance(x, DTensor)]
-    assert held == [0] * len(held)
+    kept = [local_of(x).untyped_storage().nbytes() for x in found if isinstance(x, DTensor)]
+    assert kept == [0] * len(kept)
 
 
 def test_module_styles_and_foreign_tensors_join() -> None:
@@ -118,7 +118,7 @@ def test_module_styles_and_foreign_tensors_join() -> None:
 
     found = []
     for rank in (0, 3):
-        with lone_rank(rank, 4):
+        with single_rank(rank, 4):
             mesh = DeviceMesh("cpu", [0, 1])
             model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
             plan = {
@@ -136,7 +136,7 @@ def test_module_styles_and_foreign_tensors_join() -> None:
 
 def test_redistribute_to_another_mesh_moves_and_pytorchs_own_does_not() -> None:
     """PyTorch's own leaves its tensor where it was, without a word: the day it does, this goes."""
-    with lone_rank(0, 4), contextlib.suppress(NotImplementedError):
+    with single_rank(0, 4), contextlib.suppress(NotImplementedError):
         near, far = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
         bare = DTensor.from_local(torch.ones(2, 4), near, [Shard(0)])
         assert tuple(local_of(bare.redistribute(far, [Shard(0)])).shape) == (2, 4)

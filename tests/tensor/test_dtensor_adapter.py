@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from stretto.tensor import dtensor_adapter as adapter
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 
 aten = torch.ops.aten
 
 
 def test_a_tensor_from_its_parts() -> None:
-    with lone_rank(1, 4):
+    with single_rank(1, 4):
         mesh = DeviceMesh("cpu", [0, 1])
         spec = adapter.new_spec(mesh, [Shard(0)], (4, 6), (6, 1), torch.float32)
         local = torch.ones(2, 6)
@@ -53,15 +53,15 @@ def test_composite_ops_and_inner_shards() -> None:
 
 
 def test_parts_under_other_placements() -> None:
-    with lone_rank(1, 2):
+    with single_rank(1, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         spec = adapter.new_spec(mesh, [Replicate()], (4, 6), (6, 1), torch.float32)
-        whole = torch.arange(24.0).reshape(4, 6)
-        assert torch.equal(adapter.part_of(whole, spec, [Shard(1)]), whole[:, 3:])
+        full = torch.arange(24.0).reshape(4, 6)
+        assert torch.equal(adapter.part_of(full, spec, [Shard(1)]), full[:, 3:])
 
 
 def test_dims_changed_in_place() -> None:
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         spec = adapter.new_spec(mesh, [Shard(0)], (4, 6), (6, 1), torch.float32)
         x = adapter.wrapped(DTensor, torch.ones(2, 6), spec)
@@ -70,7 +70,7 @@ def test_dims_changed_in_place() -> None:
 
 
 def test_rules_that_fail_are_no_rules() -> None:
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         spec = adapter.new_spec(mesh, [Shard(0)], (5, 6), (6, 1), torch.float32)
         x = adapter.wrapped(DTensor, torch.ones(3, 6), spec)
@@ -113,5 +113,5 @@ def test_writes_and_memory() -> None:
 
 
 def test_the_store_is_there() -> None:
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         assert adapter.shared_store("stretto") is not None

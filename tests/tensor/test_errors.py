@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import stretto
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 
 R = [Replicate()]
 BOTH, ON, OFF = (0, 3), (0,), (3,)
@@ -108,7 +108,7 @@ MISUSES = [
 @pytest.mark.parametrize(("ranks", "misuse", "words"), MISUSES)
 def test_misuse(ranks: tuple[int, ...], misuse: Callable[[Given], object], words: tuple[str, ...]) -> None:
     for rank in ranks:
-        with lone_rank(rank, 4):
+        with single_rank(rank, 4):
             near, far = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2])
             x = stretto.shard(torch.randn(4, 6), near, [Shard(0)])
             y = stretto.shard(torch.randn(4, 6), far, [Replicate()])
@@ -118,7 +118,7 @@ def test_misuse(ranks: tuple[int, ...], misuse: Callable[[Given], object], words
 
 
 def test_a_plain_tensor_of_a_parts_shape_that_is_the_whole_is_taken() -> None:
-    with lone_rank(0, 4):
+    with single_rank(0, 4):
         mesh = DeviceMesh("cpu", [0, 1])
         x = stretto.shard(torch.ones(4, 6), mesh, [Replicate()])
         found = stretto.local(x + torch.ones(4, 6))

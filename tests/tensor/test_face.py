@@ -36,7 +36,7 @@ def ranged(*shape: int) -> torch.Tensor:
 
 
 class PartsMeter(MemoryMeter):
-    """Counts what lies in tensors on meshes, not these themselves."""
+    """Counts what is in tensors on meshes, not these themselves."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -45,7 +45,7 @@ class PartsMeter(MemoryMeter):
 
 
 class MLP(nn.Module):
-    """Two linear layers, each without bias; `at_border` is what stands between the stages."""
+    """Two linear layers, each without bias; `at_border` is what is between the stages."""
 
     def __init__(self, at_border: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -76,20 +76,20 @@ def losses(
 def check_mlp(first: DeviceMesh, second: DeviceMesh, optimizer: Optimizer) -> None:
     expected = losses(MLP(lambda h: h), ranged(10, 8), ranged(10, 6), optimizer, lambda v: v.item())
     everywhere = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    whole = [Replicate()]
+    full = [Replicate()]
 
     def border(h: torch.Tensor) -> torch.Tensor:
         return stretto.reshard(h, second, [Shard(1)])
 
     def value(loss: torch.Tensor) -> float:
-        part = stretto.local(stretto.reshard(loss, everywhere, whole))
+        part = stretto.local(stretto.reshard(loss, everywhere, full))
         assert part is not None
         return part.item()
 
     model = MLP(border)
     stretto.shard(model.first, first, [Shard(0)])
     stretto.shard(model.second, second, [Shard(1)])
-    x, y = stretto.shard(ranged(10, 8), first, whole), stretto.shard(ranged(10, 6), second, whole)
+    x, y = stretto.shard(ranged(10, 8), first, full), stretto.shard(ranged(10, 6), second, full)
     found = losses(model, x, y, optimizer, value)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     assert found[-1] < found[0]
@@ -141,9 +141,9 @@ def checkpoint() -> None:
     kinds = [[Shard(0)], [Shard(1)], [Shard(1)], [Replicate()]]
     values = [ranged(6, 4), ranged(5, 3)]
 
-    def state(wholes: list[torch.Tensor], at: int) -> dict[str, Any]:
-        places = zip(("first", "second"), wholes, meshes[at:], kinds[at:])
-        return {name: stretto.shard(whole, mesh, kind) for name, whole, mesh, kind in places}
+    def state(full_values: list[torch.Tensor], at: int) -> dict[str, Any]:
+        places = zip(("first", "second"), full_values, meshes[at:], kinds[at:])
+        return {name: stretto.shard(full, mesh, kind) for name, full, mesh, kind in places}
 
     dcp.save(state(values, 0), checkpoint_id=folder[0])
     loaded = state([torch.zeros_like(value) for value in values], 2)
@@ -180,7 +180,7 @@ def three_meshes() -> None:
     meshes = [DeviceMesh("cpu", [stage]) for stage in range(3)]
     size = 256
     stage_bytes = size * size * 8
-    whole = [Replicate()]
+    full = [Replicate()]
     for dtype in (F64, torch.bool):
         nothing(dtype, "cpu")
 
@@ -201,17 +201,17 @@ def three_meshes() -> None:
 
     # The first pass learns what the second needs: descriptions of meshes, groups.
     for _ in range(2):
-        w = [stretto.shard(ranged(size, size).requires_grad_(), mesh, whole) for mesh in meshes]
-        x = stretto.shard(ranged(4, size), meshes[0], whole)
+        w = [stretto.shard(ranged(size, size).requires_grad_(), mesh, full) for mesh in meshes]
+        x = stretto.shard(ranged(4, size), meshes[0], full)
         with PartsMeter([local_of(v) for v in w]) as meter, Kernels() as kernels:
-            loss = program(w, lambda h, stage: stretto.reshard(h, meshes[stage], whole), x)
+            loss = program(w, lambda h, stage: stretto.reshard(h, meshes[stage], full), x)
             loss.backward()
     # Its own weight and gradient, and messages and activations of a few rows.
     assert 2 * stage_bytes <= meter.peak_bytes < 2.4 * stage_bytes, meter.peak_bytes
     products = [op for op in kernels.ran if "mm" in op]
     assert len(products) == (2 if rank == 0 else 3), products  # x of the first stage wants no gradient
-    held = [local_of(v).untyped_storage().nbytes() for v in w]
-    assert held == [stage_bytes if stage == rank else 0 for stage in range(3)]
+    resident = [local_of(v).untyped_storage().nbytes() for v in w]
+    assert resident == [stage_bytes if stage == rank else 0 for stage in range(3)]
     found = w[rank].grad
     assert isinstance(found, DTensor)
     assert torch.allclose(local_of(found), expected_grad, rtol=1e-10, atol=1e-14)
@@ -219,14 +219,14 @@ def three_meshes() -> None:
     assert (value is None) == (rank != 2)
     assert value is None or abs(value.item() - expected_value) < 1e-10
     grads = [local_of(v.grad).untyped_storage().nbytes() for v in w if isinstance(v.grad, DTensor)]
-    assert grads == held
+    assert grads == resident
 
 
 def narrow_memory() -> None:
-    """What a rank allocates in a reshard is its own parts, and pieces: not the whole."""
+    """What a rank allocates in a reshard is its own parts, and pieces: not the full one."""
     a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     rows = 4096
-    whole_bytes = rows * 256 * 8
+    full_bytes = rows * 256 * 8
     limit = 1 << 18
     x = stretto.shard(torch.ones(rows, 256, dtype=F64), a, [Shard(0)])
     stretto.reshard(x, b, [Shard(1)], in_flight_bytes=limit)
@@ -240,7 +240,7 @@ def narrow_memory() -> None:
             now += event.nbytes()
             peak = max(peak, now)
     mine = local_of(y).untyped_storage().nbytes()
-    assert mine in (0, whole_bytes // 2)
+    assert mine in (0, full_bytes // 2)
     # Pieces on their way in or out, and what the profiler itself takes.
     assert peak <= mine + 3 * limit, (peak, mine)
 
@@ -256,9 +256,9 @@ def test_programs() -> None:
 
 
 def test_shard_cuts_as_dtensor_does_and_keeps_parameters_tied() -> None:
-    from tests.tensor.lone import lone_rank
+    from tests.tensor.lone import single_rank
 
-    with lone_rank(1, 4):
+    with single_rank(1, 4):
         mesh = DeviceMesh("cpu", [0, 1, 2])
         part = stretto.local(stretto.shard(ranged(7, 4), mesh, [Shard(0)]))
         assert part is not None
@@ -270,7 +270,7 @@ def test_shard_cuts_as_dtensor_does_and_keeps_parameters_tied() -> None:
         assert model[1].weight is model[0].weight
         assert isinstance(model[0].weight, nn.Parameter)
         assert all(isinstance(v, stretto.GlobalTensor) for v in (*model.parameters(), *model.buffers()))
-    with lone_rank(3, 4):
+    with single_rank(3, 4):
         mesh = DeviceMesh("cpu", [0, 1, 2])
         x = stretto.shard(torch.empty(7, 4, device="meta"), mesh, [Shard(0)])
         assert (tuple(x.shape), x.device.type, stretto.local(x)) == ((7, 4), "cpu", None)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import stretto
 from stretto.tensor.dtensor_adapter import local_of
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 from tests.tensor.sweep_cases import ranged
 from tests.tensor.world import all_end_well
 
@@ -28,7 +28,7 @@ def meshes() -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def everywhere(x: Any, everyone: DeviceMesh) -> torch.Tensor:
-    """The whole of a tensor, on every rank."""
+    """The full of a tensor, on every rank."""
     found = stretto.local(stretto.reshard(x.detach(), everyone, [R]))
     assert found is not None
     return found
@@ -70,7 +70,7 @@ def equal_on_all_ranks() -> None:
 
 
 def what_shows_a_sharded_dim_is_a_copy() -> None:
-    """Every rank is told, and no write is lost."""
+    """Every rank is reported, and no write is lost."""
     mesh, everyone = meshes()
     x = stretto.shard(ranged(5, 4), mesh, [S0]) * 1
     with pytest.raises(stretto.UsageError, match=r"aten.fill_.*took out of a tensor.*torch\.where"):
@@ -133,8 +133,8 @@ def test_programs() -> None:
 
 @pytest.mark.parametrize("placement", [S0, S1], ids=str)
 def test_an_op_of_rows_gathers_nothing(placement: Shard) -> None:
-    """Attention cut by batch or heads, and sums along a dim that is whole, stay cut."""
-    with lone_rank(0, 2):
+    """Attention cut by batch or heads, and sums along a dim that is full, stay cut."""
+    with single_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         q = stretto.shard(torch.randn(4, 2, 3, 4, requires_grad=True), mesh, [placement])
         out = F.scaled_dot_product_attention(q, q, q)
@@ -144,8 +144,8 @@ def test_an_op_of_rows_gathers_nothing(placement: Shard) -> None:
 
 
 def test_in_inference_mode() -> None:
-    """Composite ops come whole there, and tensors count no writes."""
-    with lone_rank(0, 2), torch.inference_mode():
+    """Composite ops come full there, and tensors count no writes."""
+    with single_rank(0, 2), torch.inference_mode():
         mesh = DeviceMesh("cpu", [0, 1])
         x = stretto.shard(ranged(5, 4), mesh, [S0])
         y = F.linear(x, stretto.shard(ranged(3, 4), mesh, [R]))

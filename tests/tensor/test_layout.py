@@ -1,4 +1,4 @@
-"""Layouts hold the boxes that DTensor holds, and refuse what is no layout."""
+"""Layouts have the boxes that DTensor has, and refuse what is no layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from stretto.errors import UsageError
 from stretto.tensor.layout import Layout, layout_of, region_shape
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 
 R = Replicate()
 
@@ -32,19 +32,19 @@ CASES = [
 @pytest.mark.parametrize(("shape", "mesh_shape", "placements"), CASES)
 def test_a_rank_holds_what_dtensor_gives_it(shape, mesh_shape, placements):
     world = torch.Size(mesh_shape).numel()
-    # the mesh is not in order of rank: where a rank stands counts, not its number
+    # the mesh is not in order of rank: where a rank is counts, not its number
     ranks = torch.arange(world).flip(0).reshape(mesh_shape)
     full = torch.arange(torch.Size(shape).numel()).reshape(shape)
     layout = Layout(ranks.tolist(), placements)
     for rank in range(world):
-        with lone_rank(rank, world):
+        with single_rank(rank, world):
             mesh = DeviceMesh("cpu", ranks)
             assert layout_of(mesh, placements) == layout
-            held = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+            kept = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
         region = layout.region(shape, rank)
         assert region is not None
-        assert region_shape(region) == tuple(held.shape)
-        assert torch.equal(full[tuple(slice(*ends) for ends in region)], held)
+        assert region_shape(region) == tuple(kept.shape)
+        assert torch.equal(full[tuple(slice(*ends) for ends in region)], kept)
         assert layout.regions(shape)[rank] == region
 
 
@@ -80,8 +80,8 @@ def test_a_partial_axis_is_reduced_to_distinct_tiles_where_it_can_be():
         ((0, (1, 2)), (R,), "ragged"),
         ((0, 1, 0), (R,), "repeats a rank"),
         ((), (R,), "no rank"),
-        ((0, -1), (R,), "whole numbers from 0"),
-        ((0, 1.5), (R,), "whole numbers from 0"),
+        ((0, -1), (R,), "integers from 0"),
+        ((0, 1.5), (R,), "integers from 0"),
         ((0, 1), (R, R), "one placement for each axis"),
         ((0, 1), ("R",), r"use Shard\(dim\), Replicate\(\) or Partial\(\)"),
         (3, (R,), "nested tuples"),

@@ -40,9 +40,9 @@ def ranged(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Te
     return (values % 2 == 0) if dtype == torch.bool else values.to(dtype)
 
 
-def check(x: DTensor, whole: torch.Tensor, where: Where) -> None:
+def check(x: DTensor, full: torch.Tensor, where: Where) -> None:
     part = stretto.local(x)
-    expected = expected_part(whole, (where[0], [R] * where[0].ndim), where)
+    expected = expected_part(full, (where[0], [R] * where[0].ndim), where)
     assert (x.device_mesh, tuple(x.placements)) == (where[0], tuple(where[1]))
     assert (part is None) == (expected is None)
     if part is not None and expected is not None:
@@ -64,18 +64,18 @@ def several_tensors() -> None:
             (ranged((4, 6), torch.bfloat16), (square, [S1, S0]), (a, [R])),
             (ranged((5, 4)), (a, [R]), (square, [S0, P])),
         ]
-        held = [stretto.shard(whole, *source) for whole, source, _ in cases]
-        moves = [(x, *target) for x, (_, _, target) in zip(held, cases)]
+        kept = [stretto.shard(full, *source) for full, source, _ in cases]
+        moves = [(x, *target) for x, (_, _, target) in zip(kept, cases)]
         found = stretto.reshard_all(moves, mode=mode, in_flight_bytes=LIMIT)
-        for x, (whole, _, target) in zip(found, cases):
-            check(x, whole, target)
+        for x, (full, _, target) in zip(found, cases):
+            check(x, full, target)
     assert stretto.reshard_all([]) == ()
 
 
 def one_tensor_to_several_meshes() -> None:
     a, b, c = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [2, 3, 4]), DeviceMesh("cpu", [[5, 4], [7, 1]])
-    whole = ranged((9, 8))
-    x = stretto.shard(whole, a, [R])
+    full = ranged((9, 8))
+    x = stretto.shard(full, a, [R])
     for targets in (
         [(b, [R]), (c, [R, R])],
         [(b, [S0]), (c, [S1, R])],
@@ -88,16 +88,16 @@ def one_tensor_to_several_meshes() -> None:
                     [(x, *target) for target in targets], mode=mode, in_flight_bytes=limit
                 )
                 for y, target in zip(found, targets):
-                    check(y, whole, target)
+                    check(y, full, target)
 
 
 def messages_are_those_of_the_plan() -> None:
     """Bytes of all ranks, and between hosts."""
     a, b, c = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [3, 4, 6])
-    wholes = [ranged((40, 6)), ranged((30, 8), torch.float32)]
+    full_values = [ranged((40, 6)), ranged((30, 8), torch.float32)]
     sources: list[Where] = [(a, [S0]), (a, [R])]
     targets: list[tuple[int, Where]] = [(0, (b, [R])), (1, (c, [S0])), (0, (c, [S1])), (1, (b, [S1]))]
-    held = [stretto.shard(whole, *source) for whole, source in zip(wholes, sources)]
+    kept = [stretto.shard(full, *source) for full, source in zip(full_values, sources)]
     sent: list[tuple[int, int]] = []
     send = PeerLinks.send
 
@@ -108,17 +108,17 @@ def messages_are_those_of_the_plan() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeerLinks, "send", noting)
-        found = stretto.reshard_all([(held[at], *to) for at, to in targets], in_flight_bytes=LIMIT)
+        found = stretto.reshard_all([(kept[at], *to) for at, to in targets], in_flight_bytes=LIMIT)
     for y, (at, to) in zip(found, targets):
-        check(y, wholes[at], to)
+        check(y, full_values[at], to)
     tensors = [
         Tensor(
-            tuple(whole.shape),
-            whole.element_size(),
+            tuple(full.shape),
+            full.element_size(),
             layout_of(*source),
             [layout_of(*to) for at, to in targets if at == number],
         )
-        for number, (whole, source) in enumerate(zip(wholes, sources))
+        for number, (full, source) in enumerate(zip(full_values, sources))
     ]
     planned = plan_together(tensors, HOSTS)
     assert [part for part in planned.parts if len(part[1]) > 1], "one is handed on between its targets"

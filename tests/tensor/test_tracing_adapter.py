@@ -10,13 +10,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from stretto.tensor import tracing_adapter as adapter
 from stretto.tensor.dtensor_adapter import local_of, new_spec, wrapped
-from tests.tensor.lone import lone_rank
+from tests.tensor.lone import single_rank
 
 aten = torch.ops.aten
 
 
 def test_every_rank_stands_first_for_a_while() -> None:
-    with lone_rank(1, 4):
+    with single_rank(1, 4):
         on, off = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
         before = on.get_coordinate()
         assert (tuple(before or ()), off.get_coordinate()) == ((1,), None)
@@ -33,7 +33,7 @@ def test_dtensor_changes_placements_as_it_is_told() -> None:
         asked.append((str(source.placements[0]), str(target.placements[0])))
         return local.new_ones(4, 4)
 
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         spec = new_spec(mesh, [Shard(1)], (4, 4), (4, 1), torch.float32)
         x = wrapped(DTensor, torch.ones(4, 2), spec)
@@ -43,11 +43,11 @@ def test_dtensor_changes_placements_as_it_is_told() -> None:
             assert asked == [("S(1)", "R")]
             assert tuple(local_of(x.redistribute(mesh, [Replicate()])).shape) == (4, 4)
             assert asked[1:] == [("S(1)", "R")]
-            whole = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
+            full = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
             gradient = wrapped(
                 DTensor, torch.ones(4, 4), new_spec(mesh, [Partial()], (4, 4), (4, 1), part.dtype)
             )
-            whole.backward(gradient)
+            full.backward(gradient)
             assert asked[2:] == [("P(sum)", "R")]
         before = len(asked)
         x.redistribute(mesh, [Replicate()])
@@ -57,7 +57,7 @@ def test_dtensor_changes_placements_as_it_is_told() -> None:
 def test_the_inner_shard_of_several_dims_in_one() -> None:
     assert adapter.split_factor(_StridedShard(0, split_factor=3)) == 3
     assert adapter.split_factor(Shard(0)) == 1
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         spec = new_spec(mesh, [Shard(1)], (3, 4, 5), (20, 5, 1), torch.float32)
         x = wrapped(DTensor, torch.ones(3, 2, 5), spec)
@@ -79,7 +79,7 @@ def test_rows_of_a_table() -> None:
         adapter.keep_elsewhere(placement, local > 3)
         return local % 4
 
-    with lone_rank(0, 2):
+    with single_rank(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         table = wrapped(DTensor, torch.ones(4, 3), new_spec(mesh, [Shard(0)], (8, 3), (3, 1), torch.float32))
         indices = wrapped(DTensor, torch.arange(8), new_spec(mesh, [Replicate()], (8,), (1,), torch.int64))

@@ -1,6 +1,6 @@
 """Runs of several ranks, one after the other, in processes that are started once: `layouts.py FOLDER RUN...`.
 
-A run is a settings file in FOLDER. After each, what ranks hold alike must be the same bits on all of them.
+A run is a settings file in FOLDER. After each, what ranks have alike must be the same bits on all of them.
 Plans come from a description of a machine: measuring one takes longer than these runs.
 """
 
@@ -20,7 +20,7 @@ from stretto.train.world import environment, join, leave
 
 
 def check_copies(trainer: Trainer) -> int:
-    """Ranks whose parts are the same hold the same bits; returns how many parameters were compared."""
+    """Ranks whose parts are the same have the same bits; returns how many parameters were compared."""
     runner = trainer.runner
     known = {p.name: p for p in runner.plan.job.parameters}
     mine = {}

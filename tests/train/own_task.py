@@ -1,4 +1,4 @@
-"""A task of one's own for tests: a model with a skip over the border of its stages, on made-up vectors."""
+"""A task of your own for tests: a model with a skip over the border of its stages, on made-up vectors."""
 
 from __future__ import annotations
 

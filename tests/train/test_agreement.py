@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["training.steps=5", "optimizer.lr=0.1"], ["optimizer.lr = 0.1 on rank 1", "(and 1 more)"]),
         (["data.cache_dir={}/own", "output.run_dir={}/own", "name=own"], []),
     ],
-    ids=["no checkpoint", "another checkpoint", "damaged", "text", "text anew", "settings", "folders"],
+    ids=["no checkpoint", "another checkpoint", "damaged", "text", "text again", "settings", "folders"],
 )
 def test_two_ranks_refuse_what_differs_between_them(
     folder: Path, of_the_second: list[str], words: list[str]

@@ -68,7 +68,7 @@ def test_the_marker_counts_and_is_not_trusted(tmp_path: Path) -> None:
 def test_a_path_may_be_a_checkpoint_its_folder_or_the_run(tmp_path: Path) -> None:
     path = make(tmp_path / "run" / "checkpoints", 5)
     assert [files.find(p) for p in (path, path.parent, path.parent.parent)] == [path] * 3
-    for wrong, word in ((tmp_path, "no whole checkpoint"), (tmp_path / "nothing", "does not exist")):
+    for wrong, word in ((tmp_path, "no complete checkpoint"), (tmp_path / "nothing", "does not exist")):
         with pytest.raises(UsageError, match=word):
             files.find(wrong)
 
@@ -80,7 +80,7 @@ def test_a_run_that_starts_anew_sets_the_old_ones_aside(tmp_path: Path) -> None:
     assert files.latest_in(tmp_path) is None
     make(tmp_path, 5)
     assert files.set_aside(tmp_path) == tmp_path / "earlier-2"
-    assert files.is_whole(tmp_path / "earlier-1" / "step-000005")
+    assert files.is_full(tmp_path / "earlier-1" / "step-000005")
 
 
 def test_nothing_old_goes_before_the_new_is_on_the_disk(
@@ -153,4 +153,4 @@ def test_one_that_was_about_to_be_replaced_is_put_back(
     killed_at(monkeypatch, Path, "rename", tmp_path, 5)
     assert not place.exists()
     files.put_back(tmp_path)
-    assert files.is_whole(place)
+    assert files.is_full(place)

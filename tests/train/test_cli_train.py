@@ -33,7 +33,7 @@ def test_options_change_settings(tmp_path: Path) -> None:
     for options, words, steps in (
         (["--steps", "4", "--set", "training.log_every=2"], ["step 2/4", "step 4/4"], 4),
         (["--steps", "6", "--resume"], ["resumed from"], 6),
-        (["--steps", "2", "--no-resume"], ["started anew"], 2),
+        (["--steps", "2", "--no-resume"], ["started again"], 2),
     ):
         result = CliRunner().invoke(app, ["train", config, *options])
         assert result.exit_code == 0, result.output

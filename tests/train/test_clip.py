@@ -23,7 +23,7 @@ from stretto.train.optimizer import learning_rate
 
 @functools.cache
 def planned(tie: bool, dtype: torch.dtype, **layout: Any) -> tuple[nn.Module, Plan]:
-    """The model, which nobody may change, and its plan."""
+    """The model, which no one may change, and its plan."""
     config = GPTConfig(vocab_size=40, layers=3, hidden=16, heads=2, context=8, tie_embeddings=tie)
     model = GPT(config).to(dtype)
     parallel = stretto.Parallel(microbatches=2, **layout)

@@ -142,7 +142,7 @@ def test_merges_are_learned_and_the_same_text_gives_the_same() -> None:
 def test_groups_and_pieces_change_nothing_but_the_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = bpe.learn(LINES, 400)
     documents = ["".join(LINES[:7]), LINES[7], "".join(LINES[8:60]), "x" * 1000, LINES[61]]
-    whole = ids_of(tokenizer, documents)
+    full = ids_of(tokenizer, documents)
     assert list(bpe.pieces("x" * 9)) == ["x" * 9]
     monkeypatch.setattr(bpe, "PIECE_CHARS", 10)
     assert list(bpe.pieces("ab\ncdef\nghijk\nl")) == ["ab\ncdef\n", "ghijk\nl"]
@@ -154,7 +154,7 @@ def test_groups_and_pieces_change_nothing_but_the_cuts(monkeypatch: pytest.Monke
     assert sum(chars for chars, _ in groups) == sum(map(len, documents))
     ids = np.concatenate([ids for _, ids in groups]).tolist()
     assert [tokenizer.decode(part) for part in split_at_end(ids)] == documents
-    assert [tokenizer.decode(part) for part in split_at_end(whole)] == documents
+    assert [tokenizer.decode(part) for part in split_at_end(full)] == documents
 
 
 def split_at_end(ids: list[int]) -> list[list[int]]:

@@ -36,7 +36,7 @@ def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
     path = write_settings(folder, steps=3, run="gpt", model="tie_embeddings = true")
     train(path)
     output = folder / "gpt-out"
-    with pytest.raises(UsageError, match="no whole checkpoint"):
+    with pytest.raises(UsageError, match="no complete checkpoint"):
         export(folder / "text", output)
     result = CliRunner().invoke(app, ["export", str(folder / "gpt"), "-o", str(output)])
     assert "step-000003" in result.output

@@ -191,17 +191,17 @@ def test_the_launcher_waits_for_ranks_that_end_only_when_they_are_stuck(
 def test_no_thread_outlives_a_run_and_holds_what_it_trained() -> None:
     """It would free tensors while the interpreter ends, which PyTorch answers with an abort."""
 
-    class Held:
+    class Kept:
         def stuck(self, _: Interrupted) -> None:
-            raise AssertionError("nobody asked for an end")
+            raise AssertionError("no one asked for an end")
 
-    held = Held()
-    gone = weakref.ref(held)
+    kept = Kept()
+    gone = weakref.ref(kept)
     for _ in range(20):
-        with Interrupts(held.stuck):
+        with Interrupts(kept.stuck):
             pass
         assert "signals" not in [thread.name for thread in threading.enumerate()]
-    del held
+    del kept
     assert gone() is None
 
 

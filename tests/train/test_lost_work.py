@@ -40,7 +40,7 @@ from pathlib import Path
 from stretto.train.lock import RunLock
 lock = RunLock()
 lock.take([("output.run_dir", Path(sys.argv[1]))])
-print("held", flush=True)
+print("kept", flush=True)
 time.sleep(600)
 """
 RESULTS = {"measured.json", "trace.perfetto-trace", "summary.json", "report.html"}
@@ -155,7 +155,7 @@ def test_going_on_keeps_what_was_measured_before(run_dir: Path, again: Callable[
 
 
 @pytest.mark.parametrize(
-    ("resume", "steps"), [("never", 2), ("{}/checkpoints/step-000002", 3)], ids=["anew", "going back"]
+    ("resume", "steps"), [("never", 2), ("{}/checkpoints/step-000002", 3)], ids=["again", "going back"]
 )
 def test_lines_and_checkpoints_of_the_run_before_are_kept(
     run_dir: Path, again: Callable[..., None], resume: str, steps: int
@@ -191,20 +191,20 @@ def test_ones_own_loop_reads_the_checkpoint_of_a_run(done: tuple[Path, Path]) ->
 def test_a_second_run_in_the_folder_is_refused_with_whose_it_is(folder: Path) -> None:
     path = write_settings(folder, steps=2, run="twice")
     run_dir = load_settings(path).run_dir
-    holder = subprocess.Popen(
+    owner = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run_dir)], env=environment(), stdout=subprocess.PIPE, text=True
     )
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match=rf"process {holder.pid} on host .* set output\.run_dir"):
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "kept\n"
+        with pytest.raises(UsageError, match=rf"process {owner.pid} on host .* set output\.run_dir"):
             train(path)
         assert not (run_dir / "metrics.jsonl").exists()
         with pytest.raises(UsageError, match="another run"):
             launcher.start(load_settings(path, ["parallel.pp=2"]), ["nothing"])
     finally:
-        holder.send_signal(signal.SIGKILL)
-        holder.communicate()
+        owner.send_signal(signal.SIGKILL)
+        owner.communicate()
     assert (run_dir / OWNER).exists()  # it could not say that it is gone
     train(path)
     assert sorted(steps_of(run_dir)) == [1, 2]

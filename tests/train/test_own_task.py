@@ -1,4 +1,4 @@
-"""A task of one's own, from a file that the settings name: trained, resumed, and refused where it is none."""
+"""A task of your own, from a file that the settings name: trained, resumed, and refused where it is none."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.train.tiny import steps_of, train, write_settings, write_text
 from stretto.config import HuggingFaceSettings, MoESettings, load_settings
 from stretto.config.pretrained import OWN
 from stretto.errors import UsageError
-from stretto.files.say import unheard
+from stretto.files.say import silent
 from stretto.models.gpt import next_token_loss
 from stretto.models.moe import MoEConfig, MoEGPT
 from stretto.models.pretrained import KINDS, load_gpt, save_gpt
@@ -50,7 +50,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def first_batch(path: Path) -> torch.Tensor:
     settings = load_settings(path)
-    data = prepare_data(settings.data, unheard, given_tokenizer(settings.model))
+    data = prepare_data(settings.data, silent, given_tokenizer(settings.model))
     return data.train.batch(0, settings.training.global_batch)
 
 
@@ -100,7 +100,7 @@ def test_a_run_starts_from_weights_goes_on_without_them_and_is_exported(llama: P
 
 def test_text_becomes_what_the_models_own_tokenizer_makes_of_it(llama: Path, tmp_path: Path) -> None:
     settings = load_settings(write(tmp_path, llama))
-    data = prepare_data(settings.data, unheard, given_tokenizer(settings.model))
+    data = prepare_data(settings.data, silent, given_tokenizer(settings.model))
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama)
     documents = [path.read_text() for path in sorted((tmp_path / "text").iterdir())]
     begins = [tokenizer(text)["input_ids"][:50] for text in documents]
@@ -162,7 +162,7 @@ def test_settings_get_the_shape_from_the_folder(llama: Path, tmp_path: Path) -> 
         ("model.pretrained=./llamas", "'./llamas' does not exist"),
         ("model.pretrained=a/b/c", "'a/b/c' does not exist"),
         ("model.pretrained=exampels", "did you mean examples"),
-        ("model.pretrained=nobody/none", "'nobody/none': .* the Hub"),
+        ("model.pretrained=no one/none", "'no one/none': .* the Hub"),
         ("model.pretrained=3", "valid string"),
         ("model.pretrained={text}", "no config.json"),
         ("model.config.hiden_size=9", "hiden_size: LlamaConfig"),

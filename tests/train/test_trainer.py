@@ -77,10 +77,10 @@ def test_a_run_learns_and_leaves_what_a_report_needs(
     assert "mfu" in lines[0], "of the machine that is described, it is known what it computes at most"
     # Every fifth, and the one before last.
     assert sum("exposed_fraction" in line for line in lines) == 13
-    held = [line for line in run.metrics if "held_out_loss" in line]
-    assert [line["step"] for line in held] == [30, 60]
+    resident = [line for line in run.metrics if "held_out_loss" in line]
+    assert [line["step"] for line in resident] == [30, 60]
     assert run.summary is not None
-    assert held[-1]["held_out_loss"] == run.summary["held_out_loss"]
+    assert resident[-1]["held_out_loss"] == run.summary["held_out_loss"]
     assert FIGURES.load(settings.run_dir / "figures.json") == run.figures
     for said in (
         "held-out loss",
@@ -104,7 +104,7 @@ def test_a_run_learns_and_leaves_what_a_report_needs(
 
 
 def test_the_held_out_loss_is_that_of_the_plain_model(folder: Path) -> None:
-    trainer = train(write_settings(folder, steps=3, run="held"))
+    trainer = train(write_settings(folder, steps=3, run="resident"))
     settings = trainer.settings
     data = prepare_data(settings.data, print)
     model = build_model(settings.model, data.vocab_size, settings.training.seed)
@@ -157,7 +157,7 @@ def test_a_failed_write_is_told_and_the_last_checkpoint_stays(
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> Path:
+def unsharded(folder: Path) -> Path:
     """A checkpoint; tests damage copies of it."""
     newest = latest_in(train(write_settings(folder, steps=2, run="undamaged")).settings.checkpoint_dir)
     assert newest is not None
@@ -173,9 +173,9 @@ def whole(folder: Path) -> Path:
     ],
 )
 def test_a_damaged_checkpoint_is_refused_by_name(
-    folder: Path, whole: Path, tmp_path: Path, name: str, text: str | None, words: str
+    folder: Path, unsharded: Path, tmp_path: Path, name: str, text: str | None, words: str
 ) -> None:
-    damaged = shutil.copytree(whole, tmp_path / whole.name)
+    damaged = shutil.copytree(unsharded, tmp_path / unsharded.name)
     (damaged / name).unlink()
     if text is not None:
         (damaged / name).write_text(text)

@@ -1,4 +1,4 @@
-"""The examples of tasks of one's own: one trains for a few steps, a large one is planned without a device."""
+"""The examples of tasks of your own: one trains for a few steps, a large one is planned without a device."""
 
 from __future__ import annotations
 

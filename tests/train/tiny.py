@@ -88,7 +88,7 @@ trace_steps = 2
 
 
 def described(job: Job, cluster: str, op_us: float = 1e-3, **_: object) -> stretto.Plan:
-    """As `stretto.plan`, for a machine that nobody measures, whose ops take `op_us` each."""
+    """As `stretto.plan`, for a machine that no one measures, whose ops take `op_us` each."""
     assert cluster == "local"
     made = stretto.plan(job, cores(), order="list")
     made = replace(made, costs=replace(made.costs, op_us=dict.fromkeys(made.costs.op_us, op_us)))

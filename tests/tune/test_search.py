@@ -98,7 +98,7 @@ def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_planned_in_full_is_not_chosen(tmp_path: Path) -> None:
-    """Whoever plans or trains with what is written plans it in full."""
+    """Anyone who plans or trains with what is written plans it in full."""
     given = settings(tmp_path, layers=2)
     refused: list[Candidate] = []
 

@@ -38,7 +38,7 @@ def test_a_process_that_was_killed_costs_its_piece_and_no_more(tmp_path: Path) -
 
 
 def test_a_fault_in_one_candidate_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect that one of them meets is told in its row, and the others are planned."""
+    """A defect that one of them meets is reported in its row, and the others are planned."""
 
     def made(job: Any, *_: object, **given: object) -> Any:
         if job.schedule == "zb-h1":
@@ -48,9 +48,9 @@ def test_a_fault_in_one_candidate_is_its_own(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("stretto.tune.work.plan", made)
     work = Work(settings(tmp_path), 2, CLUSTER, {})
     layout = LayoutChoice(2, 1, 1, 1, False, 4)
-    broken, whole = (work.do(Asked(Candidate(layout, family, 1), "list")) for family in ("zb-h1", "1f1b"))
+    broken, full = (work.do(Asked(Candidate(layout, family, 1), "list")) for family in ("zb-h1", "1f1b"))
     assert isinstance(broken, Refused)
     assert broken.why.startswith("failed with AssertionError: a defect (")
     assert "test_work.py, line " in broken.why
     assert not broken.by_memory
-    assert isinstance(whole, Planned)
+    assert isinstance(full, Planned)

@@ -32,7 +32,8 @@ def comm_job(
     tied: bool = False,
 ) -> Job:
     """The made-up job, made true: with `sequence` the loss is summed over tp, or it would differ; without,
-    every rank has the whole of a norm's gradient. Tied are the first and last stage's weights and norms."""
+    every rank has the full one of a norm's gradient. Tied are the first and last stage's weights and
+    norms."""
     job = make_comm_job(stages, microbatches, axes=axes, blocks=blocks, sequence=sequence, tied=tied)
     sliced = sequence and job.size("tp") > 1
     parameters = [

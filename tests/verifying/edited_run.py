@@ -82,7 +82,7 @@ MADE: dict[str, Callable[[], Made]] = {
 
 
 Results = list[dict[str, Tensor]]
-"""By rank: the loss and all gradients that it holds."""
+"""By rank: the loss and all gradients that it has."""
 
 
 def run(plan: Plan, model: nn.Module, batch: Any) -> Results:

@@ -10,7 +10,7 @@ from typing import Any
 from stretto.ir.action import Phase
 from stretto.ir.plan import Communicator, Instruction, Item, Plan
 from stretto.ir.program import WAIT, Op, Ref, Stage, TensorSpec
-from stretto.ir.transfers import summed_bytes
+from stretto.ir.transfers import reduced_bytes
 
 Edit = Callable[[Plan], Plan]
 
@@ -92,11 +92,11 @@ def communicators(*wanted: Communicator) -> Edit:
 def summing(plan: Plan, start: Op, groups: Sequence[str], lane: str = "") -> Op:
     """The op with other gradients, or on another communicator; in all else as it has to be."""
     lane = lane or start.lane
-    held = [p for group in groups for p in plan.job.parameters if p.name == group]
+    kept = [p for group in groups for p in plan.job.parameters if p.name == group]
     found = next(found for found in plan.communicators if found.name == lane)
     size = math.prod([len(found.ranks), *(plan.mesh.size(axis) for axis in found.axes[1:])])
-    nbytes = sum(summed_bytes(plan.job, parameter, lane) for parameter in held)
-    alone = len(held) == 1 and nbytes == held[0].grad_nbytes
+    nbytes = sum(reduced_bytes(plan.job, parameter, lane) for parameter in kept)
+    alone = len(kept) == 1 and nbytes == kept[0].grad_nbytes
     return replace(
         start,
         args=(tuple(Ref(f"grad/{group}") for group in groups), "sum", lane, size),

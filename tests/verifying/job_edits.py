@@ -53,29 +53,29 @@ def arguments(value: Any) -> Iterator[tuple[list[Any], int]]:
 def number(data: Data, chance: Random) -> str:
     """An argument that is a number or a flag is another."""
     found = [(op, *place) for op in ops_of(data) for place in (*arguments(op[2]), *arguments(op[3]))]
-    found = [(op, holder, at) for op, holder, at in found if isinstance(holder[at], (bool, int, float))]
+    found = [(op, owner, at) for op, owner, at in found if isinstance(owner[at], (bool, int, float))]
     if not found:
         return ""
-    op, holder, at = chance.choice(found)
-    was = holder[at]
+    op, owner, at = chance.choice(found)
+    was = owner[at]
     if isinstance(was, bool):
-        holder[at] = not was
+        owner[at] = not was
     elif isinstance(was, int):
-        holder[at] = chance.choice([was + 1, was - 1, -was, 0, 1, 2 * was, 10**12])
+        owner[at] = chance.choice([was + 1, was - 1, -was, 0, 1, 2 * was, 10**12])
     else:
-        holder[at] = chance.choice([was * 2, -was, 0.0, was + 1e-3, "nan"])
-    return f"{op[0]} {op[1]}: {was} becomes {holder[at]}"
+        owner[at] = chance.choice([was * 2, -was, 0.0, was + 1e-3, "nan"])
+    return f"{op[0]} {op[1]}: {was} becomes {owner[at]}"
 
 
 def norm_flag(data: Data, chance: Random) -> str:
     """A flag of a norm, of its forward or its backward, is the other."""
     found = [op for op in ops_of(data) if "norm" in op[1]]
     places = [(op, *place) for op in found for place in arguments(op[2])]
-    places = [(op, holder, at) for op, holder, at in places if isinstance(holder[at], bool)]
+    places = [(op, owner, at) for op, owner, at in places if isinstance(owner[at], bool)]
     if not places:
         return ""
-    op, holder, at = chance.choice(places)
-    holder[at] = not holder[at]
+    op, owner, at = chance.choice(places)
+    owner[at] = not owner[at]
     return f"{op[0]} {op[1]}: flag {at}"
 
 
@@ -86,10 +86,10 @@ def other_value(data: Data, chance: Random) -> str:
     found = [(op, h, at) for op, h, at in found if isinstance(h[at], str) and h[at].startswith("%")]
     if not found:
         return ""
-    op, holder, at = chance.choice(found)
+    op, owner, at = chance.choice(found)
     given = [f"%param/{p['name']}" for p in data["job"]["parameters"]]
-    holder[at], was = chance.choice([f"%{chance.choice(ops)[0]}", chance.choice(given)]), holder[at]
-    return f"{op[0]} {op[1]}: {was} becomes {holder[at]}"
+    owner[at], was = chance.choice([f"%{chance.choice(ops)[0]}", chance.choice(given)]), owner[at]
+    return f"{op[0]} {op[1]}: {was} becomes {owner[at]}"
 
 
 def arguments_change(data: Data, chance: Random) -> str:
@@ -155,11 +155,11 @@ def constant(data: Data, chance: Random) -> str:
     found = [c for c in data["job"]["constants"] if c["data"]]
     if not found:
         return ""
-    held = chance.choice(found)
-    at = chance.randrange(len(held["data"]))
-    was = held["data"][at]
-    held["data"][at] = (not was) if isinstance(was, bool) else chance.choice([0, 1, 7])
-    return f"constant {held['name']}: {was} becomes {held['data'][at]}"
+    kept = chance.choice(found)
+    at = chance.randrange(len(kept["data"]))
+    was = kept["data"][at]
+    kept["data"][at] = (not was) if isinstance(was, bool) else chance.choice([0, 1, 7])
+    return f"constant {kept['name']}: {was} becomes {kept['data'][at]}"
 
 
 def part(data: Data, chance: Random) -> str:
@@ -172,7 +172,7 @@ def part(data: Data, chance: Random) -> str:
 
 
 def specs(data: Data) -> list[tuple[str, Any, Any]]:
-    """(what it is of, holder, key) of every tensor's text."""
+    """(what it is of, owner, key) of every tensor's text."""
     job = data["job"]
     found: list[tuple[str, Any, Any]] = [
         (f"{op[0]} {op[1]}", op[4], at) for op in ops_of(data) for at in range(len(op[4]))
@@ -181,7 +181,7 @@ def specs(data: Data) -> list[tuple[str, Any, Any]]:
     found += [(f"parameter {p['name']}", p, "spec") for p in job["parameters"]] * 2
     found += [(f"buffer {b['name']}", b, "spec") for b in job["buffers"]]
     found += [(f"leaf {leaf[0]}", leaf, 1) for leaf in job["batch"]] * 2
-    return [(of, holder, key) for of, holder, key in found if isinstance(holder[key], str)]
+    return [(of, owner, key) for of, owner, key in found if isinstance(owner[key], str)]
 
 
 def parsed(text: str) -> tuple[str, list[int], list[int] | None]:
@@ -201,8 +201,8 @@ def written(dtype: str, shape: list[int], stride: list[int] | None) -> str:
 
 def stride(data: Data, chance: Random) -> str:
     found = [(of, h, k) for of, h, k in specs(data) if parsed(h[k])[1]]
-    of, holder, key = chance.choice(found)
-    was = holder[key]
+    of, owner, key = chance.choice(found)
+    was = owner[key]
     dtype, shape, steps = parsed(was)
     contiguous = [1] * len(shape)
     for at in range(len(shape) - 2, -1, -1):
@@ -212,22 +212,22 @@ def stride(data: Data, chance: Random) -> str:
     if how == "reverse":
         new.reverse()
     elif how == "none":
-        holder[key] = written(dtype, shape, None)
-        return f"{of}: {was} becomes {holder[key]}"
+        owner[key] = written(dtype, shape, None)
+        return f"{of}: {was} becomes {owner[key]}"
     else:
         new[chance.randrange(len(new))] = {"zero": 0, "more": 3, "huge": 10**9}[how]
-    holder[key] = written(dtype, shape, new)
-    return f"{of}: {was} becomes {holder[key]}"
+    owner[key] = written(dtype, shape, new)
+    return f"{of}: {was} becomes {owner[key]}"
 
 
 def shape(data: Data, chance: Random) -> str:
-    of, holder, key = chance.choice([(of, h, k) for of, h, k in specs(data) if parsed(h[k])[1]])
-    was = holder[key]
+    of, owner, key = chance.choice([(of, h, k) for of, h, k in specs(data) if parsed(h[k])[1]])
+    was = owner[key]
     dtype, lengths, steps = parsed(was)
     at = chance.randrange(len(lengths))
     lengths[at] = chance.choice([lengths[at] + 1, 0, 1, 2 * lengths[at], 10**9])
-    holder[key] = written(dtype, lengths, steps)
-    return f"{of}: {was} becomes {holder[key]}"
+    owner[key] = written(dtype, lengths, steps)
+    return f"{of}: {was} becomes {owner[key]}"
 
 
 def dtype(data: Data, chance: Random) -> str:
@@ -236,11 +236,11 @@ def dtype(data: Data, chance: Random) -> str:
         parameter = chance.choice(job["parameters"])
         parameter["own_dtype"] = chance.choice(DTYPES)
         return f"parameter {parameter['name']}: own_dtype {parameter['own_dtype']}"
-    of, holder, key = chance.choice(specs(data))
-    was = holder[key]
+    of, owner, key = chance.choice(specs(data))
+    was = owner[key]
     _, lengths, steps = parsed(was)
-    holder[key] = written(chance.choice(DTYPES), lengths, steps)
-    return f"{of}: {was} becomes {holder[key]}"
+    owner[key] = written(chance.choice(DTYPES), lengths, steps)
+    return f"{of}: {was} becomes {owner[key]}"
 
 
 def dtype_argument(data: Data, chance: Random) -> str:
@@ -248,10 +248,10 @@ def dtype_argument(data: Data, chance: Random) -> str:
     places = [(op, h, at) for op, h, at in places if isinstance(h[at], str) and h[at].startswith("@")]
     if not places:
         return ""
-    op, holder, at = chance.choice(places)
+    op, owner, at = chance.choice(places)
     others = [*(f"@dtype:{name}" for name in DTYPES), "@dtype:load", "@device:cuda", "@layout:sparse_coo"]
-    holder[at], was = chance.choice(others), holder[at]
-    return f"{op[0]} {op[1]}: {was} becomes {holder[at]}"
+    owner[at], was = chance.choice(others), owner[at]
+    return f"{op[0]} {op[1]}: {was} becomes {owner[at]}"
 
 
 def gradient(data: Data, chance: Random) -> str:
@@ -289,15 +289,15 @@ def exchanged(data: Data, chance: Random) -> str:
 
 def parameter(data: Data, chance: Random) -> str:
     """A parameter: twice, gone, of other stages, tied to another, in other shards."""
-    held = data["job"]["parameters"]
-    if not held:
+    kept = data["job"]["parameters"]
+    if not kept:
         return ""
-    one = chance.choice(held)
+    one = chance.choice(kept)
     how = chance.choice(["twice", "gone", "none", "stage", "tied", "frozen", "partial", "shard", "name"])
     if how == "twice":
-        held.insert(chance.randrange(len(held) + 1), copy.deepcopy(one))
+        kept.insert(chance.randrange(len(kept) + 1), copy.deepcopy(one))
     elif how == "gone":
-        held.remove(one)
+        kept.remove(one)
     elif how == "none":
         one["stages"] = []
     elif how == "stage":
@@ -305,7 +305,7 @@ def parameter(data: Data, chance: Random) -> str:
             [[one["stages"][0] + 1] if one["stages"] else [0], [0, 0], [0, 1], [-1]]
         )
     elif how == "tied":
-        one["tied_to"] = chance.choice(held)["name"]
+        one["tied_to"] = chance.choice(kept)["name"]
     elif how == "frozen":
         one["frozen"] = not one["frozen"]
     elif how == "partial":
@@ -313,15 +313,15 @@ def parameter(data: Data, chance: Random) -> str:
     elif how == "shard":
         one["shards"] = [] if one["shards"] else [[chance.choice(["tp", "dp"]), chance.choice([0, 1]), 1]]
     else:
-        one["name"] = chance.choice(held)["name"]
+        one["name"] = chance.choice(kept)["name"]
     return f"parameter {one['name']}: {how}"
 
 
 def buffer(data: Data, chance: Random) -> str:
-    held = data["job"]["buffers"]
-    if not held:
+    kept = data["job"]["buffers"]
+    if not kept:
         return ""
-    one = chance.choice(held)
+    one = chance.choice(kept)
     how = chance.choice(["twice", "none", "no stages", "value", "doubled"])
     if how == "twice":
         one["updates"] = one["updates"] * 2
@@ -330,7 +330,7 @@ def buffer(data: Data, chance: Random) -> str:
     elif how == "no stages":
         one["stages"] = []
     elif how == "doubled":
-        held.append(copy.deepcopy(one))
+        kept.append(copy.deepcopy(one))
     elif one["updates"]:
         one["updates"][0][2] = chance.choice(ops_of(data, "F"))[0]
     return f"buffer {one['name']}: {how}"
@@ -391,19 +391,19 @@ def said(data: Data, chance: Random) -> str:
     """What an op says of itself: that it draws, is a view, repeats another."""
     op = chance.choice(ops_of(data))
     how = chance.choice(["random", "alias", "repeats", "flops", "module"])
-    held = extra(op)
+    kept = extra(op)
     if how == "random":
-        held["random"] = not held.get("random", False)
+        kept["random"] = not kept.get("random", False)
     elif how == "flops":
-        held["flops"] = chance.choice([0, 1, 10**20])
+        kept["flops"] = chance.choice([0, 1, 10**20])
     elif how == "module":
-        held["module"] = "elsewhere"
-    elif held.get(how) and chance.random() < 0.5:
-        del held[how]
+        kept["module"] = "elsewhere"
+    elif kept.get(how) and chance.random() < 0.5:
+        del kept[how]
     else:
         others = [*ops_of(data)] + [[f"param/{p['name']}"] for p in data["job"]["parameters"]] * 5
-        held[how] = chance.choice(others)[0]
-    return f"{op[0]} {op[1]}: {how} {held.get(how)}"
+        kept[how] = chance.choice(others)[0]
+    return f"{op[0]} {op[1]}: {how} {kept.get(how)}"
 
 
 def view_said(data: Data, chance: Random) -> str:

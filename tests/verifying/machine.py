@@ -1,4 +1,4 @@
-"""The imagined machine of `tests.verifying.reference`: what ranks hold, and how what they send arrives."""
+"""The imagined machine of `tests.verifying.reference`: what ranks keep, and how what they send arrives."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Pending:
 
 @dataclass
 class Rank:
-    """What one rank holds. values: (stage, microbatch, program, name), program F or B for I and W."""
+    """What one rank has. values: (stage, microbatch, program, name), program F or B for I and W."""
 
     rank: int
     at: dict[str, int]

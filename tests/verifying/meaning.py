@@ -29,7 +29,7 @@ DATA = ("dp", "cp", "ep")
 
 
 def mixed(*parts: object) -> int:
-    """A number that stands for these parts."""
+    """A number that represents these parts."""
     return hash(parts) % PRIME
 
 
@@ -69,11 +69,11 @@ def _form(arg: Arg) -> object:
 def combined(kind: str, parts: list[int], place: int) -> int:
     """A collective's result at a place in its group."""
     if kind == "all_gather":
-        wholes = {_ROWS[part][0] for part in parts if part in _ROWS}
-        if len(wholes) == 1:
-            whole = wholes.pop()
-            if [_ROWS.get(part) for part in parts] == [(whole, k, len(parts)) for k in range(len(parts))]:
-                return whole
+        full_values = {_ROWS[part][0] for part in parts if part in _ROWS}
+        if len(full_values) == 1:
+            full = full_values.pop()
+            if [_ROWS.get(part) for part in parts] == [(full, k, len(parts)) for k in range(len(parts))]:
+                return full
         return mixed(kind, *parts)
     total = sum(parts) % PRIME
     return total if kind == "all_reduce" else mixed(kind, total, place)
@@ -122,8 +122,8 @@ def meaning(job: Job, stage_ranks: tuple[int, ...]) -> Results:
         for parameter in job.parameters:
             if parameter.tied_to in grads and any(stage_ranks[s] == place for s in parameter.stages):
                 partial = {a for p in job.parameters if p.tied_to == parameter.tied_to for a in p.partial}
-                spread = {shard.axis for shard in parameter.shards}
-                group = _along(mesh, c, (*(axis for axis in DATA if axis not in spread), *partial))
+                sharded = {shard.axis for shard in parameter.shards}
+                group = _along(mesh, c, (*(axis for axis in DATA if axis not in sharded), *partial))
                 total = sum(grads[parameter.tied_to][m] for m in group)
                 found["grad", rank, parameter.tied_to] = total % PRIME
     return found

@@ -1,4 +1,4 @@
-"""One engine of mutations: ways to break a plan, each with the names of which the refusal must hold one.
+"""One engine of mutations: ways to break a plan, each with the names of which the refusal must keep one.
 
 A place is an item of a window or an instruction of a rank's order. Most mutations are an edit (drop, double,
 move, replace) of a place that is drawn among those of a kind; others change an op, a communicator or the job.
@@ -34,13 +34,13 @@ Mutation = Callable[[Plan, Random], Broken | None]
 Holder = str | int
 """A window by its name, or a rank."""
 
-Places = Callable[[Plan], list[tuple[Holder, int]]]
+StageMap = Callable[[Plan], list[tuple[Holder, int]]]
 
 # --- places ---------------------------------------------------------------------------------------------
 
 
-def parts_of(plan: Plan, holder: Holder) -> Sequence[Any]:
-    return plan.windows[holder].items if isinstance(holder, str) else plan.orders[holder]
+def parts_of(plan: Plan, owner: Holder) -> Sequence[Any]:
+    return plan.windows[owner].items if isinstance(owner, str) else plan.orders[owner]
 
 
 def op_at(plan: Plan, window: str, item: Item) -> Op:
@@ -48,7 +48,7 @@ def op_at(plan: Plan, window: str, item: Item) -> Op:
     return next(op for sub in phase.parts for op in plan.job.stages[stage].ops[sub] if op.name == item.ref)
 
 
-def items(*kinds: ItemKind, targets: Sequence[str] = ()) -> Places:
+def items(*kinds: ItemKind, targets: Sequence[str] = ()) -> StageMap:
     """Items of these kinds, of ops with these targets."""
     return lambda plan: [
         (name, at)
@@ -58,7 +58,7 @@ def items(*kinds: ItemKind, targets: Sequence[str] = ()) -> Places:
     ]
 
 
-def instructions(*kinds: InstructionKind) -> Places:
+def instructions(*kinds: InstructionKind) -> StageMap:
     return lambda plan: [
         (rank, at)
         for rank, order in enumerate(plan.orders)
@@ -97,80 +97,80 @@ RUNS = instructions(InstructionKind.RUN)
 # --- edits of a place -----------------------------------------------------------------------------------
 
 
-def with_parts(plan: Plan, holder: Holder, parts: Sequence[Any], *names: object) -> Broken:
+def with_parts(plan: Plan, owner: Holder, parts: Sequence[Any], *names: object) -> Broken:
     found = tuple(map(str, names))
-    if isinstance(holder, str):
-        changed = replace(plan.windows[holder], items=tuple(parts))
-        found += (f"window {holder}", f"windows.{holder}", f'windows["{holder}"]')
-        return Broken(replace(plan, windows={**plan.windows, holder: changed}), found)
-    orders = (*plan.orders[:holder], tuple(parts), *plan.orders[holder + 1 :])
-    return Broken(replace(plan, orders=orders), (*found, f"rank {holder}"))
+    if isinstance(owner, str):
+        changed = replace(plan.windows[owner], items=tuple(parts))
+        found += (f"window {owner}", f"windows.{owner}", f'windows["{owner}"]')
+        return Broken(replace(plan, windows={**plan.windows, owner: changed}), found)
+    orders = (*plan.orders[:owner], tuple(parts), *plan.orders[owner + 1 :])
+    return Broken(replace(plan, orders=orders), (*found, f"rank {owner}"))
 
 
-def edited(places: Places, edit: Callable[[list[Any], int, Random], None]) -> Mutation:
+def edited(places: StageMap, edit: Callable[[list[Any], int, Random], None]) -> Mutation:
     """Apply an edit of (parts, index) to a place."""
 
     def mutation(plan: Plan, chance: Random) -> Broken | None:
         found = places(plan)
         if not found:
             return None
-        holder, at = chance.choice(found)
-        parts = list(parts_of(plan, holder))
+        owner, at = chance.choice(found)
+        parts = list(parts_of(plan, owner))
         name = parts[at].ref if isinstance(parts[at], Item) else parts[at]
         edit(parts, at, chance)
-        return with_parts(plan, holder, parts, name)
+        return with_parts(plan, owner, parts, name)
 
     return mutation
 
 
-def dropped(places: Places) -> Mutation:
+def dropped(places: StageMap) -> Mutation:
     return edited(places, lambda parts, at, _: parts.pop(at))
 
 
-def doubled(places: Places) -> Mutation:
+def doubled(places: StageMap) -> Mutation:
     return edited(places, lambda parts, at, chance: parts.insert(chance.randint(at, len(parts)), parts[at]))
 
 
-def earlier(places: Places) -> Mutation:
+def earlier(places: StageMap) -> Mutation:
     return edited(places, lambda parts, at, chance: parts.insert(chance.randint(0, at), parts.pop(at)))
 
 
-def later(places: Places) -> Mutation:
+def later(places: StageMap) -> Mutation:
     return edited(
         places, lambda parts, at, chance: parts.insert(chance.randint(at, len(parts) - 1), parts.pop(at))
     )
 
 
-def behind(places: Places, key: Callable[[Plan, Any], object]) -> Mutation:
+def behind(places: StageMap, key: Callable[[Plan, Any], object]) -> Mutation:
     """One of two places of a key is moved behind the other."""
 
     def mutation(plan: Plan, chance: Random) -> Broken | None:
         groups: dict[object, list[tuple[Holder, int]]] = {}
-        for holder, at in places(plan):
-            groups.setdefault((holder, key(plan, parts_of(plan, holder)[at])), []).append((holder, at))
+        for owner, at in places(plan):
+            groups.setdefault((owner, key(plan, parts_of(plan, owner)[at])), []).append((owner, at))
         several = [group for group in groups.values() if len(group) > 1]
         if not several:
             return None
-        (holder, first), (_, second) = sorted(chance.sample(chance.choice(several), 2), key=lambda p: p[1])
-        parts = list(parts_of(plan, holder))
+        (owner, first), (_, second) = sorted(chance.sample(chance.choice(several), 2), key=lambda p: p[1])
+        parts = list(parts_of(plan, owner))
         moved, other = parts[first], parts[second]
         parts.insert(second, parts.pop(first))
-        return with_parts(plan, holder, parts, moved.ref, other.ref, f"e{moved.ref}:", f"e{other.ref}:")
+        return with_parts(plan, owner, parts, moved.ref, other.ref, f"e{moved.ref}:", f"e{other.ref}:")
 
     return mutation
 
 
-def replaced(places: Places, change: Callable[[Plan, Any, Random], Any]) -> Mutation:
+def replaced(places: StageMap, change: Callable[[Plan, Any, Random], Any]) -> Mutation:
     """Another item or instruction in the place of one."""
 
     def mutation(plan: Plan, chance: Random) -> Broken | None:
         found = places(plan)
         if not found:
             return None
-        holder, at = chance.choice(found)
-        parts = list(parts_of(plan, holder))
+        owner, at = chance.choice(found)
+        parts = list(parts_of(plan, owner))
         parts[at] = change(plan, parts[at], chance)
-        return with_parts(plan, holder, parts, parts[at].ref)
+        return with_parts(plan, owner, parts, parts[at].ref)
 
     return mutation
 
@@ -384,8 +384,8 @@ MUTATIONS: dict[str, Mutation] = {
     "freed before it is sent": earlier(DEPARTURES),
     "item before what it needs": earlier(ALL_ITEMS),
     "wait before its start": earlier(items(ItemKind.OP, targets=(WAIT,))),
-    "sum before its last addend": earlier(sums),
-    "run of sums before its last addend": earlier(sums_alone),
+    "sum before its last partial_sum": earlier(sums),
+    "run of sums before its last partial_sum": earlier(sums_alone),
     "wait for a message after its read": later(items(ItemKind.WAIT)),
     "receive after its run": later(RECEIVES),
     "receives exchanged": behind(RECEIVES, lane),

@@ -2,7 +2,7 @@
 
 No chain of blocks: an op reads any values that are there by then, of its own stage or of others (skips, both
 ways), so that edges leave in any order and arrive in any phase. Collectives of every kind run on any axis and
-are waited for at once, later, or in a later phase. Parameters are spread, parts along axes, shared by stages
+are waited for at once, later, or in a later phase. Parameters are sharded, parts along axes, shared by stages
 and tied. All is legal by construction, by rules that are written down here once more, on purpose.
 """
 
@@ -135,7 +135,7 @@ class _Graph:
         self._gradients(stage, phase)
 
     def _first(self, stage: int, phase: Phase) -> str:
-        """What ties the stage to its neighbour, so that no stage stands alone."""
+        """What ties the stage to its neighbour, so that no stage is alone."""
         if phase is Phase.F:
             return "batch/x" if stage == 0 else self._one_of(stage - 1, Phase.F)
         if phase is Phase.I:
@@ -213,7 +213,7 @@ class _Graph:
 
     def _start(self, stage: int, phase: Phase, axis: str, kind: str) -> list[str]:
         """The name of a collective that has started; none where the value has no fitting shape."""
-        # What was summed or gathered is whole on all ranks: that is summed by nobody.
+        # What was summed or gathered is full on all ranks: that is summed by no one.
         made = (op for sub in PHASES for op in self.ops[stage][sub])
         own = [op.name for op in made if not op.collective and op.target != WAIT]
         if not own:
@@ -266,7 +266,7 @@ class _Graph:
             if phase is Phase.I and self.draw.random() < 0.7:
                 continue
             reads = self._some(stage, phase, 2)
-            spread = any(shard.axis == "tp" for shard in tensor.shards)
+            sharded = any(shard.axis == "tp" for shard in tensor.shards)
             if tensor.differs and not any(name in self.differing for name in reads):
                 index = Op(
                     self._name(stage, phase), INDEX, ("tp", self.sizes["tp"]), (), (TensorSpec((), "int64"),)
@@ -274,7 +274,7 @@ class _Graph:
                 self.differing.add(index.name)
                 reads = (*reads, self._add(stage, phase, index))
             made = self._op(stage, phase, reads, tensor.spec)
-            if made in self.differing and not tensor.differs and not spread:
+            if made in self.differing and not tensor.differs and not sharded:
                 start = self._communicate(stage, phase, "tp", "all_reduce", made, tensor.spec)
                 made = self._wait(stage, phase, start)
             tensor.grads.append((stage, phase, made))

@@ -1,4 +1,4 @@
-"""Random parameters of random graphs: spread over axes, parts along them, shared by stages, tied, large."""
+"""Random parameters of random graphs: sharded over axes, parts along them, shared by stages, tied, large."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Tensor:
     grads: list[tuple[int, Phase, str]] = field(default_factory=list)
 
     def parameter(self) -> Parameter:
-        held, grads = tuple(self.stages), tuple(self.grads)
+        kept, grads = tuple(self.stages), tuple(self.grads)
         return Parameter(
-            self.name, self.spec, held, grads, self.tied_to, shards=self.shards, partial=self.partial
+            self.name, self.spec, kept, grads, self.tied_to, shards=self.shards, partial=self.partial
         )
 
 
@@ -40,9 +40,9 @@ def random_tensors(draw: Random, stages: int, sizes: Mapping[str, int]) -> list[
     for stage in range(stages):
         for k in range(draw.randint(1, 3)):
             shape = LARGE if draw.random() < 0.1 else SMALL
-            spread = [axis for axis in sizes if axis in ("ep", "tp") and draw.random() < 0.3]
-            shards = tuple(Shard(axis, at % 2) for at, axis in enumerate(spread))
-            differs = "tp" in sizes and "tp" not in spread and draw.random() < 0.5
+            sharded = [axis for axis in sizes if axis in ("ep", "tp") and draw.random() < 0.3]
+            shards = tuple(Shard(axis, at % 2) for at, axis in enumerate(sharded))
+            differs = "tp" in sizes and "tp" not in sharded and draw.random() < 0.5
             partial = ("tp",) if differs else ()
             name = f"p{stage}.{k}"
             spec, trained = TensorSpec(shape, "float32"), draw.random() < 0.9

@@ -6,8 +6,8 @@ way, and losses and gradients are those of its job (`tests.verifying.meaning`). 
     * a message waits for its receive: a send is over when the receive of the same number on its communicator
       is posted, and what was sent lands in that buffer, whatever it is called;
     * a collective's result is there when every member of its group has started it, in one order;
-    * of the collectives that join places of the pipeline, a rank carries on one at a time, in the order in
-      which it started them, as on a device that holds one;
+    * of the collectives that join pipeline ranks, a rank carries on one at a time, in the order in
+      which it started them, as on a device that has one;
     * a value is there after the op, the wait or the send that makes it, and nothing else may touch a
       collective's buffer or a gradient while it is being summed.
 """
@@ -52,14 +52,14 @@ class _World(Machine):
                     del walks[rank]
                     self.steps += 1
             if self.steps == before:
-                raise WrongPlanError(f"ranks {sorted(walks)} wait for ever")
+                raise WrongPlanError(f"ranks {sorted(walks)} wait forever")
         found: Results = {}
         for rank in self.ranks:
             self.at_rest(rank)
             found["loss", rank.rank, ""] = (rank.loss if rank.heard is None else rank.heard) % PRIME
             for parameter in self.job.parameters:
-                holds = any(self.plan.rank_of(s) == rank.at["pp"] for s in parameter.stages)
-                if holds and any(p.tied_to == parameter.tied_to and p.grads for p in self.job.parameters):
+                has = any(self.plan.rank_of(s) == rank.at["pp"] for s in parameter.stages)
+                if has and any(p.tied_to == parameter.tied_to and p.grads for p in self.job.parameters):
                     value = rank.grads.get(parameter.tied_to, 0)
                     found["grad", rank.rank, parameter.tied_to] = value % PRIME
         return found

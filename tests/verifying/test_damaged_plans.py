@@ -53,25 +53,25 @@ def damaged(draw: st.DrawFn) -> str:
     document = copy.deepcopy(draw(st.sampled_from(DOCUMENTS)))
     for _ in range(draw(st.integers(1, 3))):
         inside = document[draw(st.sampled_from(PARTS))]
-        holders = [p for p in places(inside) if isinstance(at(inside, p), (dict, list)) and at(inside, p)]
-        holder = at(inside, draw(st.sampled_from(holders)) if holders else ())
-        if not holder:
+        owners = [p for p in places(inside) if isinstance(at(inside, p), (dict, list)) and at(inside, p)]
+        owner = at(inside, draw(st.sampled_from(owners)) if owners else ())
+        if not owner:
             continue
-        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        keys = list(owner) if isinstance(owner, dict) else list(range(len(owner)))
         key, other = draw(st.sampled_from(keys)), draw(st.sampled_from(keys))
         how = draw(st.sampled_from(["swap", "copy", "remove", "number", "double", "junk"]))
         if how == "swap":
-            holder[key], holder[other] = holder[other], holder[key]
+            owner[key], owner[other] = owner[other], owner[key]
         elif how == "copy":
-            holder[key] = copy.deepcopy(holder[other])
-        elif how == "double" and isinstance(holder, list):
-            holder.insert(int(other), copy.deepcopy(holder[key]))
-        elif how == "number" and isinstance(holder[key], int):
-            holder[key] = draw(st.integers(-1, 4))
+            owner[key] = copy.deepcopy(owner[other])
+        elif how == "double" and isinstance(owner, list):
+            owner.insert(int(other), copy.deepcopy(owner[key]))
+        elif how == "number" and isinstance(owner[key], int):
+            owner[key] = draw(st.integers(-1, 4))
         elif how == "junk":
-            holder[key] = draw(JUNK)
+            owner[key] = draw(JUNK)
         elif how == "remove":
-            del holder[key]
+            del owner[key]
     return json.dumps(document)
 
 

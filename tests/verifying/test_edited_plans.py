@@ -199,7 +199,7 @@ def other_part(data: Data) -> None:
     ("name", "edit", "answer"),
     [
         ("chain", lambda data: first(data)["grads"].append(first(data)["grads"][0]), "names 0 W .* twice"),
-        ("chain", lambda data: first(data)["grads"].clear(), "makes what nobody uses"),
+        ("chain", lambda data: first(data)["grads"].clear(), "makes what no one uses"),
         ("chain", lambda data: first(data)["stages"].clear(), "does not have|is not given"),
         ("chain", lambda data: data["job"]["parameters"].append(copy.deepcopy(first(data))), "twice"),
         ("chain", strides, "carries .*, but"),
@@ -217,7 +217,7 @@ def other_part(data: Data) -> None:
         ("chain", swapped_gradients, r"is float64\[2\], but the gradient of 'out.weight'"),
         ("counted", count_of_other_arguments, "job.count, .* cannot take"),
         ("tensor parallel", given("comm.all_reduce", 1, "'max", "F"), "no highest element"),
-        ("batch norm", emptied_part, "getitem makes what nobody uses"),
+        ("batch norm", emptied_part, "getitem makes what no one uses"),
         ("batch norm", norm_flag, "its 'train' is False, and there it was True"),
         ("batch norm", statistics, "normalizes by running statistics, and is given none"),
         ("batch norm", other_part, "takes part 1 of .*, as getitem_1 does"),

@@ -1,4 +1,4 @@
-"""The proof of memory: counted by hand, held against the simulation, and refused by its message."""
+"""The proof of memory: counted by hand, resident against the simulation, and refused by its message."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def test_a_limit_is_kept_or_refused() -> None:
     rank = peaks.index(max(peaks))
     assert str(fault).startswith(f"rank {rank}, run {rank}")
     limit = max(peaks) - 1
-    assert f"holds {limit + 1:,} bytes, 1 more than the limit of {limit:,}; with the" in str(fault)
+    assert f"keeps {limit + 1:,} bytes, 1 more than the limit of {limit:,}; with the" in str(fault)
     assert "the optimizer's state (sgd). Use a schedule" in str(fault)

@@ -82,7 +82,7 @@ def test_what_arrives_for_weight_gradients_alone_is_gathered_there() -> None:
 
 
 def test_programs_are_of_all_kinds() -> None:
-    """What the fast ones have among them: else less is proved than is said."""
+    """What the fast ones have among them: else less is proved than is stated."""
     seen: Counter[str] = Counter()
     for seed in FAST:
         program, plan = random_program(seed), random_plan(seed)
@@ -148,7 +148,7 @@ def test_what_a_mutation_breaks_in_any_program_is_refused_by_name(name: str) -> 
 
 @pytest.mark.parametrize("seeds", blocks(FAST, ALL))
 def test_a_limit_below_what_a_rank_holds_is_refused(seeds: range) -> None:
-    """The simulation, which counts with its own code, says what is held; the proof may only ask for more."""
+    """The simulation, which counts with its own code, says what is kept; the proof may only ask for more."""
     for seed in seeds:
         plan = random_plan(seed)
         assert plan.prediction is not None
@@ -158,12 +158,12 @@ def test_a_limit_below_what_a_rank_holds_is_refused(seeds: range) -> None:
         faults = [str(fault) for fault in memory_faults(plan, min(peaks) - 1)]
         assert len(faults) == plan.ranks
         for rank, fault in enumerate(faults):
-            runs_of = {f"rank {rank}, {i}: holds" for i in plan.orders[rank]}
+            runs_of = {f"rank {rank}, {i}: has" for i in plan.orders[rank]}
             assert any(fault.startswith(text) for text in runs_of), fault
 
 
 def test_the_reference_tells_right_from_wrong() -> None:
-    """By hand: a plan that is whole, one whose order is harmless to change, and one that waits for ever."""
+    """By hand: a plan that is full, one whose order is harmless to change, and one that waits forever."""
     seed = next(s for s in FAST if random_plan(s).ranks > 1)
     plan, results = random_plan(seed), meant(seed)
     assert wrong(plan, results) == ""

@@ -1,4 +1,4 @@
-"""Plans whose tensor-parallel programs were damaged: what ranks hold does not fit any more."""
+"""Plans whose tensor-parallel programs were damaged: what ranks have does not fit any more."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def test_an_addend_that_is_used_as_the_sum(plan: Plan) -> None:
         for op in ops
         if op.target == WAIT and op.args == (Ref(start.name),)
     )
-    addend = start.args[0].name
+    partial_sum = start.args[0].name
     broken = changed(
         plan,
         lambda op: (
-            op if op.name in (wait, start.name) else with_uses(op, lambda u: addend if u == wait else u)
+            op if op.name in (wait, start.name) else with_uses(op, lambda u: partial_sum if u == wait else u)
         ),
     )
     faults = " ".join(map(str, plan_faults(broken)))
-    assert "of which every tp rank has only an addend" in faults or "differs between tp ranks" in faults
+    assert "of which every tp rank has only a partial sum" in faults or "differs between tp ranks" in faults
 
 
 def test_an_addend_that_ranks_mask_each_by_its_own_rows() -> None:
@@ -80,13 +80,13 @@ def test_an_addend_that_ranks_mask_each_by_its_own_rows() -> None:
     assert plan_faults(plan) == []
     ops = [op for s in plan.job.stages for ops in s.ops.values() for op in ops]
     waits = {op.name: op.args[0].name for op in ops if op.target == WAIT}
-    addends = {op.name: op.args[0].name for op in ops if op.target == "comm.all_reduce"}
+    partial_sums = {op.name: op.args[0].name for op in ops if op.target == "comm.all_reduce"}
     *_, mask = (op for op in ops if op.target == "aten.where.self")
     (summed,) = set(mask.uses) & set(waits)
-    used = mask.args[0].name, addends[waits[summed]]
+    used = mask.args[0].name, partial_sums[waits[summed]]
     broken = changed(plan, lambda op: with_uses(op, lambda u: used[1] if u == summed else u))
     assert any(
-        f"uses {used[1]} as a whole, of which every tp rank has only an addend" in str(fault)
+        f"uses {used[1]} as a full value, of which every tp rank has only a partial sum" in str(fault)
         for fault in plan_faults(broken)
     )
 
@@ -106,4 +106,4 @@ def test_a_shard_that_the_program_does_not_have(plan: Plan) -> None:
         for p in plan.job.parameters
     )
     faults = plan_faults(replace(plan, job=replace(plan.job, parameters=parameters)))
-    assert any("that tp ranks do not hold alike" in str(fault) for fault in faults)
+    assert any("that tp ranks do not keep alike" in str(fault) for fault in faults)

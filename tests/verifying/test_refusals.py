@@ -18,7 +18,7 @@ from stretto.ir.plan import Communicator, Plan
 from stretto.ir.program import Buffer, Job, Op, Ref, Shard, Stage, TensorSpec
 from stretto.passes.recompute import repeat
 from stretto.planning.choose import AHEAD
-from stretto.planning.pair import whole
+from stretto.planning.pair import full
 from stretto.planning.schedules import paired
 from stretto.schedule.families import make_schedule
 from stretto.verifying import plan_faults, verify
@@ -55,14 +55,14 @@ ALIKE = GRID_BASE.costs.collectives["tp", "all_gather"]
 
 CHAIN: list[Row] = [
     (window("0F", "h0; send e2; y0; ", "h0; send e2; "), "window 0F, y0", "missing"),
-    (window("0B", "g0; ", "g0; g0; "), "window 0B, g0", "stands twice"),
+    (window("0B", "g0; ", "g0; g0; "), "window 0B, g0", "is there twice"),
     (window("0F", "h0; send e2; y0; ", "y0; h0; send e2; "), "window 0F, y0", "made later"),
     (window("0F", "send e0; ", ""), "window 0F, send e0", "never leaves"),
-    (window("0F", "y0; send e0; ", "send e0; y0; "), "window 0F, send e0", "stands before"),
+    (window("0F", "y0; send e0; ", "send e0; y0; "), "window 0F, send e0", "is before"),
     (window("0F", "send e0; ", "send e0; send e1; "), "window 0F, send e1", "takes nothing"),
     (window("0F", "send e0; ", "send e0; wait e1; "), "window 0F, wait e1", "brings nothing"),
     (window("1F", "wait e0; ", ""), "window 1F, h1", "never waits"),
-    (window("1F", "wait e0; h1; ", "h1; wait e0; "), "window 1F, h1", "stands later"),
+    (window("1F", "wait e0; h1; ", "h1; wait e0; "), "window 1F, h1", "is later"),
     (order(0, "run 0F:1; ", ""), "0B0", "schedule"),
     (order(0, "run 0B:1; ", ""), "nothing", "schedule"),
     (order(0, "run 0F:1; ", "run 0F:1; run 0F:1; "), "0F1", "runs twice"),
@@ -130,10 +130,10 @@ GRID: list[Row] = [
     (
         parameter("w0.1", shards=(Shard("tp", 0, 1, 3),), partial=("tp",)),
         "parameter w0.1",
-        "ranks of tp hold",
+        "ranks of tp keep",
     ),
-    (parameter("w0.1", shards=(Shard("tp", 0, 1, 0),)), "parameter w0.1", "ranks of tp hold"),
-    (parameter("w0.1", shards=(Shard("tp", 0, 1, 2),)), "parameter w0.1", "ranks of tp hold"),
+    (parameter("w0.1", shards=(Shard("tp", 0, 1, 0),)), "parameter w0.1", "ranks of tp keep"),
+    (parameter("w0.1", shards=(Shard("tp", 0, 1, 2),)), "parameter w0.1", "ranks of tp keep"),
     (parameter("w1.0", shards=(Shard("tp", 0),)), "parameter w1.0", "is one tensor"),
     (parameter("n1", partial=()), "parameter n1", "is one tensor"),
     (communicators(*GRID_LANES[:-1]), "job.stages[0].ops.REDUCE_GRAD[2]", "there is no"),
@@ -256,7 +256,7 @@ GRID: list[Row] = [
     (op(0, "fg0.0_w", outputs=(SLICE,)), "stage 0F, fg0.0_w", "view of"),
     (op(0, "fg0.0_w", alias=None), "stage 0F, fg0.0_w", "view of"),
     (window("0F", "fg0.0; fg0.0_w; ", "fg0.0_w; fg0.0; "), "window 0F, fg0.0_w", "made later"),
-    (window("0F", "fg0.0; ", "fg0.0; fg0.0; "), "window 0F, fg0.0", "stands twice"),
+    (window("0F", "fg0.0; ", "fg0.0; fg0.0; "), "window 0F, fg0.0", "is there twice"),
     (parameter("w0.0", grads=((0, Phase.I, "bg0.1"),)), "stage 0I, bg0.1", "being filled"),
     (
         op(0, "y0", target="comm.all_reduce", args=(Ref("fs0.1_w"), "sum", "tp", 2)),
@@ -415,7 +415,7 @@ def test_microbatches_that_update_one_buffer_do_not_share_a_window() -> None:
     found = trace(BatchNorm(), rows(8), mean_square, microbatches=4)
     made = job_of(found, 2, 4)
     orders = make_schedule("1f1b", 2, 4)
-    shared = whole(orders)
+    shared = full(orders)
     assert shared is not None
     assert any("all update buffer" in str(fault) for fault in plan_faults(lower_it(made, shared)))
     assert plan_faults(lower_it(made, orders)) == []

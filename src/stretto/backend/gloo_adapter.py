@@ -139,7 +139,7 @@ ALONE = "STRETTO_ALONE"
 
 @contextmanager
 def lanes_first() -> Iterator[None]:
-    """This thread gives way meanwhile. Threads that it makes meanwhile do so for ever."""
+    """This thread gives way meanwhile. Threads that it makes meanwhile do so forever."""
     idle = (
         torch.get_num_threads() == 1
         and ALONE in os.environ

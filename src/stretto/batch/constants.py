@@ -32,10 +32,10 @@ from stretto.errors import UsageError
 PLAIN = (bool, float, complex, str, bytes, type(None), type(...), range)
 TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 VALUE_ROOMS = ("datetime", "pathlib", "decimal", "fractions", "uuid", "ipaddress", "zoneinfo")
-"""Modules of Python whose objects are values, and are written whole by repr."""
+"""Modules of Python whose objects are values, and are written in full by repr."""
 
 LONG = 1 << 64
-"""Whole numbers from here on are written in hexadecimal, which Python does at any length."""
+"""Full numbers from here on are written in hexadecimal, which Python does at any length."""
 
 Path = tuple[str, ...]
 """Steps from an object to a value: ".name" of an attribute, "[key" of an item, as Python writes the key."""
@@ -234,7 +234,8 @@ class ConstantsWatch:
             raise UsageError(
                 f"{name} is {result or type(now).__name__} now, and was {known} when the step was captured: "
                 "Python's values that model and loss read are constants of a plan. Make it a leaf of the "
-                "batch, marked stretto.whole(x), or a buffer of the model, both of which may change in every "
+                "batch, marked stretto.replicated(x), or a buffer of the model, both of which may change "
+                "in every "
                 "step; or put it back; or capture the step again, plan it and make a new Runner"
             )
 
@@ -248,8 +249,8 @@ def watch_model(model: nn.Module, read: Iterable[tuple[Path, str]], trains: bool
         if path[-1] == ".training" and not trains:
             continue
         cut = next((n for n in range(len(path) - 1, -1, -1) if _module_name(path[:n]) in modules), 0)
-        holder = weakref.ref(modules[_module_name(path[:cut])])
-        values.append((shown(path), _below(holder, path[cut:]), known))
+        owner = weakref.ref(modules[_module_name(path[:cut])])
+        values.append((shown(path), _below(owner, path[cut:]), known))
     return ConstantsWatch(values)
 
 
@@ -257,17 +258,17 @@ def _module_name(path: Path) -> str:
     return ".".join(step[1:] for step in path)
 
 
-def _below(holder: weakref.ref[nn.Module], path: Path) -> Callable[[], Any]:
+def _below(owner: weakref.ref[nn.Module], path: Path) -> Callable[[], Any]:
     first, rest = path[0], path[1:]
 
     def own() -> Any:
-        module = holder()
+        module = owner()
         if module is not None and (content := module.__dict__.get(first[1:], MISSING)) is not MISSING:
             return content
         return get()
 
     def get() -> Any:
-        item: Any = holder()
+        item: Any = owner()
         for step in path:
             if item is None or item is MISSING:
                 return MISSING

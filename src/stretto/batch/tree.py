@@ -1,7 +1,7 @@
 """Batches as trees: named leaves, and the tree again from leaves.
 
 A batch is a tensor, or dicts, lists and tuples of tensors; other leaves (numbers, strings, None) are
-constants of the step. The first dim of every tensor is the batch, unless it is marked with `whole`.
+constants of the step. The first dim of every tensor is the batch, unless it is marked with `full`.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WholeLeaf:
-    """A leaf of the batch that every microbatch takes in full; `whole` makes it."""
+class ReplicatedLeaf:
+    """A leaf of the batch that every microbatch takes in full; `full` makes it."""
 
     tensor: torch.Tensor
 
 
-def whole(value: Any) -> WholeLeaf:
+def replicated(value: Any) -> ReplicatedLeaf:
     """Mark a leaf of a batch that is not cut: every microbatch takes all of it, as a tensor.
 
     value: a tensor of any shape (positions for all rows, weights of classes), or a number, which becomes a
         tensor without dims, of int64 or float64. It may be another one in every step, of the same shape.
 
-        batch = {"input_ids": ids, "labels": labels, "num_items_in_batch": stretto.whole(tokens)}
+        batch = {"input_ids": ids, "labels": labels, "num_items_in_batch": stretto.replicated(tokens)}
 
     Raises UsageError for anything else.
     """
-    if isinstance(value, WholeLeaf):
+    if isinstance(value, ReplicatedLeaf):
         return value
     if isinstance(value, torch.Tensor):
-        return WholeLeaf(value)
+        return ReplicatedLeaf(value)
     if isinstance(value, float):
         # As precise as a number of Python is to a model that computes in float64.
-        return WholeLeaf(torch.tensor(value, dtype=torch.float64))
+        return ReplicatedLeaf(torch.tensor(value, dtype=torch.float64))
     if isinstance(value, NUMBERS):
         try:
-            return WholeLeaf(torch.tensor(value))
+            return ReplicatedLeaf(torch.tensor(value))
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise UsageError(f"stretto.whole cannot make a tensor of it: {error}") from None
-    raise UsageError(f"stretto.whole marks a tensor or a number, not {type(value).__name__}")
+            raise UsageError(f"stretto.replicated cannot make a tensor of it: {error}") from None
+    raise UsageError(f"stretto.replicated marks a tensor or a number, not {type(value).__name__}")
 
 
 def _leaves(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -80,8 +80,8 @@ def flatten(batch: Any) -> dict[str, torch.Tensor]:
     is one tensor has the name `batch`."""
     leaves: dict[str, torch.Tensor] = {}
     for path, item in _leaves(batch):
-        if isinstance(item, (torch.Tensor, WholeLeaf)):
-            leaves[_new(path, leaves)] = item.tensor if isinstance(item, WholeLeaf) else item
+        if isinstance(item, (torch.Tensor, ReplicatedLeaf)):
+            leaves[_new(path, leaves)] = item.tensor if isinstance(item, ReplicatedLeaf) else item
     return leaves
 
 
@@ -96,9 +96,9 @@ def check_no_gradient(name: str, leaf: torch.Tensor) -> None:
         )
 
 
-def whole_leaves(batch: Any) -> tuple[str, ...]:
-    """Names of the leaves that are marked with `whole`, in the order of `flatten`."""
-    return tuple(path for path, item in _leaves(batch) if isinstance(item, WholeLeaf))
+def replicated_leaves(batch: Any) -> tuple[str, ...]:
+    """Names of the leaves that are marked with `full`, in the order of `flatten`."""
+    return tuple(path for path, item in _leaves(batch) if isinstance(item, ReplicatedLeaf))
 
 
 def fixed(batch: Any) -> dict[str, str]:
@@ -106,7 +106,7 @@ def fixed(batch: Any) -> dict[str, str]:
     equal leaves alone. Capture makes them constants of the step. Raises UsageError for leaves without one."""
     leaves: dict[str, str] = {}
     for path, item in _leaves(batch):
-        if not isinstance(item, (torch.Tensor, WholeLeaf)):
+        if not isinstance(item, (torch.Tensor, ReplicatedLeaf)):
             leaves[_new(path, leaves)] = text_of(item, path)
     return leaves
 
@@ -124,7 +124,7 @@ def rebuilder(batch: Any) -> Callable[[Sequence[Any]], Any]:
         left = iter(leaves)
 
         def walk(item: Any) -> Any:
-            if isinstance(item, (torch.Tensor, WholeLeaf)):
+            if isinstance(item, (torch.Tensor, ReplicatedLeaf)):
                 return next(left)
             if isinstance(item, Mapping):
                 return {key: walk(value) for key, value in item.items()}
@@ -141,20 +141,21 @@ def rebuilder(batch: Any) -> Callable[[Sequence[Any]], Any]:
 
 def microbatch_shapes(batch: Any, microbatches: int) -> dict[str, torch.Size]:
     """The shape of each leaf of one microbatch. Raises UsageError when the batch does not divide."""
-    leaves, given_whole = flatten(batch), whole_leaves(batch)
+    leaves, given_replicated = flatten(batch), replicated_leaves(batch)
     if not leaves:
         raise UsageError("the batch has no tensor; expected a tensor, or a tree (dict, list) of tensors")
-    cut = {name: leaf for name, leaf in leaves.items() if name not in given_whole}
+    cut = {name: leaf for name, leaf in leaves.items() if name not in given_replicated}
     if not cut:
         raise UsageError(
-            "every leaf of the batch is marked with stretto.whole, so that no microbatch is a part of it; "
+            "every leaf of the batch is marked with stretto.replicated, so that no microbatch is a part "
+            "of it; "
             "leave the marks off those whose first dim is the batch"
         )
     for name, leaf in cut.items():
         if leaf.dim() == 0:
             raise UsageError(
                 f"batch leaf {name!r} has no dims, so that it cannot be cut into microbatches: mark it "
-                f"stretto.whole(x), and every microbatch takes it; it may be another in every step"
+                f"stretto.replicated(x), and every microbatch takes it; it may be another in every step"
             )
         if leaf.shape[0] == 0:
             raise UsageError(
@@ -184,10 +185,11 @@ def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
         rest = ", -1" * (len(shapes[name]) - 1)
         raise UsageError(
             f"batch leaf {name!r} has 1 row, and {sizes[rows]!r} has {rows}: if it is for all rows, mark it "
-            f"stretto.whole(x), and every microbatch takes it; or give each row its own, "
+            f"stretto.replicated(x), and every microbatch takes it; or give each row its own, "
             f"x.expand({rows}{rest})"
         )
     raise UsageError(
         f"the leaves of the batch differ in their first dim: {sizes_of} rows. Bring the batch's dim first "
-        "(x.transpose(0, 1), and back in the loss), or mark what is the same for all rows stretto.whole(x)"
+        "(x.transpose(0, 1), and back in the loss), or mark what is the same for all rows "
+        "stretto.replicated(x)"
     )

@@ -47,7 +47,7 @@ from stretto.ir.transfers import (
     time_of,
 )
 from stretto.processor.budget import Pace
-from stretto.schedule.sums import communicators_of, with_sums
+from stretto.schedule.sums import communicators_of, with_reductions
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
         ):
             both = after & before
             if both.any():
-                # All that lies between; and the longest chain, which counts each op on it from both sides.
+                # All that is between; and the longest chain, which counts each op on it from both sides.
                 chain_us = float((since[both] + to_sink[both] - inside.time_us[both]).max())
                 passes_us = max(chain_us, _least_us(inside, both))
                 follows_us[edge.index] = max(follows_us[edge.index], passes_us + rest_us)
@@ -264,7 +264,7 @@ def _ends(
     """
     empty: tuple[tuple[()], ...] = ((),) * (1 + max(stage_ranks))
     where = Schedule("", len(stage_ranks), job.microbatches, tuple(stage_ranks), empty)
-    reducing = with_sums(job, where)
+    reducing = with_reductions(job, where)
     communicators = {one.name: one for one in communicators_of(job, where)}
     chains: list[dict[str, tuple[ReductionTime, ...]]] = []
     for rank in range(where.ranks):

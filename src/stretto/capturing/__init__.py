@@ -43,18 +43,18 @@ def capture(
     """Capture one training step of `model` without running it, and cut it into pipeline stages.
 
     model: any `nn.Module`, on any device ("meta" too; nothing is allocated). It is not changed. One whose
-        parameters lie on several meshes is cut where it reshards to the next (`stretto.capturing.meshes`).
+        parameters are on several meshes is cut where it reshards to the next (`stretto.capturing.meshes`).
     batch: a tensor or a tree of tensors whose first dim is the batch; only shapes and dtypes are read. What
-        every microbatch takes in full is marked with `stretto.whole`.
+        every microbatch takes in full is marked with `stretto.replicated`.
     loss: `loss(model, microbatch)` returns the mean loss of a microbatch, a scalar; or (sum, count): the sum
         of its losses, and how many they are (a tensor made from the microbatch alone, or a number).
     parallel: pipeline ranks, microbatches, schedule, and where to cut (`split`).
     precision: "float32" computes with the parameters as they are; "bf16" with bfloat16 copies of them.
     device: where the step will run; the model's own device by default, "cpu" for a model on "meta". For
         "cuda" the machine that captures needs none (`stretto.capturing.substitutes`).
-    tp_plan: which modules are spread over tensor-parallel ranks, pattern of module names -> style (a word, or
-        PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or the
-        model's own, by default.
+    tp_plan: which modules are sharded over tensor-parallel ranks, pattern of module names -> style (a word,
+        or PyTorch's `ColwiseParallel()` and its like; `stretto.parallelize.styles`); `parallel.tp_plan`, or
+        the model's own, by default.
     equal_layers: False traces every layer, where equal ones are else traced twice and repeated. The job is
         the same; logging of `stretto.capturing.trace` (DEBUG) reports why layers are not repeated.
     stages: number of stages; those of `parallel.split`, or `parallel.pp` times `parallel.virtual_stages`.
@@ -111,6 +111,4 @@ def _check_arguments(model: object, loss: object, parallel: object, device: obje
         if kind not in DEVICES:
             raise UsageError(f"unknown device {device!r}: give {' or '.join(map(repr, DEVICES))}")
     if stages is not None and (not isinstance(stages, int) or stages < 1):
-        raise UsageError(
-            f"stages = {stages!r}: give a whole number from 1 on, or leave it out for one a rank"
-        )
+        raise UsageError(f"stages = {stages!r}: give an integer from 1 on, or leave it out for one a rank")

@@ -1,8 +1,8 @@
 """Captures of one model under several settings: what settings do not change is traced once.
 
-Tracing takes most of a capture. What is traced depends on how layers are spread and cut, and on how many rows
-a microbatch has (`TRACED_BY`); where stages begin, how many data-parallel copies there are, the schedule and
-what the backward computes again come after it.
+Tracing takes most of a capture. What is traced depends on how layers are sharded and cut, and on how many
+rows a microbatch has (`TRACED_BY`); where stages begin, how many data-parallel copies there are, the
+schedule and what the backward computes again come after it.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class ForwardCalls:
 
     @contextmanager
     def one(self, left: Mapping[str, Tensor | None]) -> Iterator[None]:
-        """Around one run. left: the stand-ins of tensors that an earlier call left, by the names that `check`
-        gave them."""
+        """Around one run. left: the substitutes of tensors that an earlier call left, by the names that
+        `check` gave them."""
         others = {id(tensor): left[name] for name, tensor in self._left.items()}
         self._begin.restore(running=True, others=others)
         before = _generators()
@@ -76,15 +76,15 @@ class ForwardCalls:
         if self._begin is self._first and self._first.changes():
             self._number_left()
 
-    def stand_ins(self, left: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(stand-in, the tensor that an earlier call left), by the names of `one`."""
+    def substitutes(self, left: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(substitute, the tensor that an earlier call left), by the names of `one`."""
         return [(left[name], tensor) for name, tensor in self._left.items()]
 
     def _number_left(self) -> None:
         under_way = nodes_of(self._new_tensors(self._first.again()))
         if under_way is not None:
-            graph, holder, nodes = under_way
-            result = self._numbered(graph, holder, {})
+            graph, owner, nodes = under_way
+            result = self._numbered(graph, owner, {})
             made = {key: result[node] for key, node in nodes.items()}
             self._numbers = {key: number for key, (number, constant) in made.items() if constant}
 
@@ -115,10 +115,10 @@ class ForwardCalls:
         self._begin = self._first.again()
         tensors = self._new_tensors(self._begin)
         self._left = {f"(left {at})": tensor for at, tensor in enumerate(tensors.values())}
-        stand_ins = {name: like(tensor) for name, tensor in self._left.items()}
-        self._begin.restore(others={id(self._left[name]): tensor for name, tensor in stand_ins.items()})
+        substitutes = {name: like(tensor) for name, tensor in self._left.items()}
+        self._begin.restore(others={id(self._left[name]): tensor for name, tensor in substitutes.items()})
         try:
-            again = export(stand_ins)
+            again = export(substitutes)
         except NotRepeatedError:
             raise
         except Exception as error:
@@ -135,7 +135,7 @@ class ForwardCalls:
     def _numbered(
         self,
         graph: torch.fx.Graph,
-        holder: Any,
+        owner: Any,
         inputs: Mapping[torch.fx.Node, tuple[str, str | int]],
     ) -> dict[torch.fx.Node, tuple[int, bool]]:
         """Step 2: node -> (its number, whether it depends on constants alone)."""
@@ -147,7 +147,7 @@ class ForwardCalls:
                 number = self._numbers.get(id(self._left.get(str(name)))) if kind == "buffer" else None
                 result[node] = self._number(("input", kind, name)) if number is None else number, False
             elif node.op == "get_attr":
-                value = holder
+                value = owner
                 for part in str(node.target).split("."):
                     value = getattr(value, part)
                 result[node] = self._number(("constant", constant_key(value))), True

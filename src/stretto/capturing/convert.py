@@ -57,8 +57,8 @@ def convert(
     matched: Sequence[Matched] = (),
     ranks: int = 1,
 ) -> tuple[list[TracedOp], list[Constant]]:
-    """All nodes in order; puts the ops' names into `names`. matched: the calls of a spread model. ranks: over
-    how many it is spread.
+    """All nodes in order; puts the ops' names into `names`. matched: the calls of a sharded model. ranks:
+    over how many it is sharded.
 
     Everything after the first op that depends on the tangent belongs to the backward. Raises CaptureError
     that names the module of what cannot be written down.
@@ -94,14 +94,14 @@ def convert(
         ops.append(TracedOp(replace(op, module=module), segment, backward, own=own))
     for (number, chunk), places in made_by.items():
         call = matched[number]
-        results: Results = tuple(zip(call.local, call.whole, strict=True))
+        results: Results = tuple(zip(call.local, call.full, strict=True))
         if call.chunks:
             results = () if chunk is None else call.chunks[chunk]
-        _note_whole(ops, places, results, call)
+        _note_full(ops, places, results, call)
     return ops, constants
 
 
-def _note_whole(ops: list[TracedOp], places: Sequence[int], results: Results, call: Matched) -> None:
+def _note_full(ops: list[TracedOp], places: Sequence[int], results: Results, call: Matched) -> None:
     """The shapes that a call's results have in the model alone, to the ops that make them: the last of it."""
     left = list(results)
     for place in reversed(places):
@@ -110,7 +110,7 @@ def _note_whole(ops: list[TracedOp], places: Sequence[int], results: Results, ca
             item = replace(item, scaled=True)
         made = item.op.outputs[0] if len(item.op.outputs) == 1 else None
         if left and made is not None and made.shape == left[-1][0]:
-            item = replace(item, whole=left.pop()[1], repeated=call.repeated)
+            item = replace(item, full=left.pop()[1], repeated=call.repeated)
         ops[place] = item
 
 
@@ -136,7 +136,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
     outputs = tuple(
         spec_of(part) if isinstance(part, torch.Tensor) and wanted else None
         for part, wanted in zip(parts, asked, strict=True)
-    )  # of gradients that nobody asks for, kernels give none, whatever they give without elements
+    )  # of gradients that no one asks for, kernels give none, whatever they give without elements
     first = next((a.name for a in args if isinstance(a, Ref)), None)
     if node.target is operator.getitem:
         # A part of a tuple of views is a view; a part of a tuple of new tensors owns its bytes.
@@ -158,7 +158,7 @@ def _op(node: torch.fx.Node, names: Mapping[torch.fx.Node, str], roots: Mapping[
     if str(node.target).partition(".")[0] in PYTORCHS_COLLECTIVES:
         raise CaptureError(
             f"the code communicates in a way of its own ({node.target}), which a plan does not have: leave "
-            "it out, and give dp, tp or ep to Parallel; before an op on a spread tensor that does so, "
+            "it out, and give dp, tp or ep to Parallel; before an op on a sharded tensor that does so, "
             "reshard its tensors to [Replicate()]"
         )
     alias, target = None, LAZY.get(str(node.target), str(node.target))
@@ -180,7 +180,7 @@ def _check_parts(node: torch.fx.Node, ranks: int) -> None:
     parts = [tuple(sizes) for sizes in node.args[1:3] if isinstance(sizes, (list, tuple))]
     if {len(sizes) for sizes in parts} != {ranks}:
         raise CaptureError(
-            f"an all-to-all is of {len(parts[0]) if parts else 'unknown'} ranks, and the model is spread "
+            f"an all-to-all is of {len(parts[0]) if parts else 'unknown'} ranks, and the model is sharded "
             f"over {TENSOR} = {ranks}: exchange between the ranks of a stage's mesh"
         )
     if len({size for sizes in parts for size in sizes}) > 1:

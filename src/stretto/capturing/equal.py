@@ -97,7 +97,7 @@ def _groups(members: dict[str, nn.Module], places: Counter[int], tensors: Counte
 
 
 def _is_standalone(member: nn.Module, places: Counter[int], tensors: Counter[int]) -> bool:
-    """Whether no other part of the model has one of the layer's modules, parameters or buffers, and nobody
+    """Whether no other part of the model has one of the layer's modules, parameters or buffers, and no one
     looks at what goes in and out of them."""
     own = Counter(id(t) for module in member.modules() for t in _tensors(module))
     return (

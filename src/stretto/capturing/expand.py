@@ -1,4 +1,4 @@
-"""Ops in which equal layers are one op each become the ops of the whole step.
+"""Ops in which equal layers are one op each become the ops of the full step.
 
 Given are the ops between the marks that `stretto.capturing.repeat` left:
 
@@ -8,7 +8,7 @@ Given are the ops between the marks that `stretto.capturing.repeat` left:
     1. Find the ops of each traced layer. What it makes is used by itself and through its marks only.
     2. The first traced layer of a kind is the second, op by op, but for names.
     3. In the place of `layer` and `layer_grad` come the first layer's ops, with the layer's own names.
-    4. Marks go, values are named anew in order, and it is noted again whose storage views share.
+    4. Marks go, values are named again in order, and it is noted again whose storage views share.
 
 Where anything is otherwise, `NotRepeatedError` is raised, and all layers are traced.
 """
@@ -43,7 +43,7 @@ class _Inside:
 def expand(
     step: TracedStep, calls: Sequence[LayerCall], segments: Sequence[str], constants: Sequence[Constant]
 ) -> TracedStep:
-    """The whole step. calls: of equal layers, as the ops' marks number them. segments: the module of each.
+    """The full step. calls: of equal layers, as the ops' marks number them. segments: the module of each.
 
     Raises NotRepeatedError when the layers cannot be repeated.
     """

@@ -27,7 +27,7 @@ WHERE = "stretto_where"
 
 SHAPE_WORDS = ("size", "shape", "dim", "broadcast", "must match", "expanded", "out of bounds", "out of range")
 
-WHOLE = ("sequence", "replicated", "attributes")
+FULL = ("sequence", "replicated", "attributes")
 
 CONTROL_FLOW = (
     "control flow operators (torch.cond, while_loop, scan) and compiled regions cannot be captured: compute "
@@ -146,42 +146,43 @@ def explain(
     if frames and Path(frames[-1].filename).parts[-3:] in CANNOT_EDIT:
         reason += f"\n  {CANNOT_EDIT[Path(frames[-1].filename).parts[-3:]]}"
     if tensor is not None and not isinstance(error, StrettoError):
-        reason += _spread_words(model, reason, tensor, running, called)
+        reason += _sharded_words(model, reason, tensor, running, called)
     return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {reason}")
 
 
-def _spread_words(
+def _sharded_words(
     model: nn.Module, reason: str, tensor: TensorParallel, running: str, called: Collection[str]
 ) -> str:
-    """Where shapes do not fit: what is spread there, what is whole beside it, what to write into tp_plan.
+    """Where shapes do not fit: what is sharded there, what is full beside it, what to write into tp_plan.
 
-    A number for each head, or a table of them, is whole on each rank, whose heads are a part of all.
+    A number for each head, or a table of them, is full on each rank, whose heads are a part of all.
     """
     if not any(word in reason.lower() for word in SHAPE_WORDS):
         return ""
-    kinds = {name: style.kind for name, style in tensor.modules.items() if style.kind not in WHOLE}
-    spread, size = list(kinds), tensor.size
+    kinds = {name: style.kind for name, style in tensor.modules.items() if style.kind not in FULL}
+    sharded, size = list(kinds), tensor.size
     place = running.rpartition(".")[0] if running in kinds else running
-    while place and not any(name.startswith(f"{place}.") for name in spread):
+    while place and not any(name.startswith(f"{place}.") for name in sharded):
         place = place.rpartition(".")[0]
     if not place:
-        skipped = [name for name in spread if name not in called]
-        ends = list(dict.fromkeys((*skipped, *(n for n in spread if kinds[n] == "vocabulary"))))
+        skipped = [name for name in sharded if name not in called]
+        ends = list(dict.fromkeys((*skipped, *(n for n in sharded if kinds[n] == "vocabulary"))))
         never = f" ({_listed(skipped)}: never called)" if skipped else ""
         return (
-            f"\n  {_listed(ends or spread)} spread over tp = {size}{never}: code that uses such a module by "
+            f"\n  {_listed(ends or sharded)} sharded over tp = {size}{never}: code that uses such a module "
+            "by "
             "its weight has a part of it, and makes a part of the features. Call the module, or write "
-            f"{_entries(ends or spread)} into tp_plan, which keeps it whole"
+            f"{_entries(ends or sharded)} into tp_plan, which keeps it whole"
         )
-    inside = [name for name in spread if name.startswith(f"{place}.")]
+    inside = [name for name in sharded if name.startswith(f"{place}.")]
     own = [name for name, _ in model.named_parameters() if name.startswith(f"{place}.")]
-    whole = [name for name in own if name.rpartition(".")[0] not in kinds]
+    full = [name for name in own if name.rpartition(".")[0] not in kinds]
     beside = (
-        f" {_listed(whole)} in it, whole on every rank, would have to be spread with them." if whole else ""
+        f" {_listed(full)} in it, full on every rank, would have to be sharded with them." if full else ""
     )
-    counts = "" if whole else _counts(model, place, reason, size)
+    counts = "" if full else _counts(model, place, reason, size)
     return (
-        f"\n  {place} is computed in parts: {_listed(inside)}, spread over tp = {size}.{beside} Numbers "
+        f"\n  {place} is computed in parts: {_listed(inside)}, sharded over tp = {size}.{beside} Numbers "
         "for each head, and sizes of all heads in the code, do not fit a rank's part of them: take sizes "
         f"from tensors (x.shape), {counts}or write {_entries(inside)} into "
         "tp_plan, which keeps these modules whole"
@@ -240,7 +241,7 @@ def _of_the_loss(model: nn.Module, loss: Callable[..., Any] | None) -> str:
     if not loose:
         return ""
     return (
-        f"\n  the loss holds parameters that the model does not have ({_listed(loose)}): put model and loss "
+        f"\n  the loss has parameters that the model does not have ({_listed(loose)}): put model and loss "
         "into one module, capture that, and let loss(model, microbatch) call both, as in "
         'both = nn.ModuleDict({"model": model, "criterion": criterion}), '
         'loss=lambda m, mb: m["criterion"](m["model"](mb["x"]), mb["y"]); or, if they are not to be trained, '

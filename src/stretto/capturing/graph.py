@@ -33,9 +33,9 @@ class JointGraph:
 
 @dataclass(frozen=True, slots=True)
 class TracedOp:
-    """An op with where it came from. segment: see `torch_adapter`; None for sums of gradients.
+    """An op with where it came from. segment: see `torch_adapter`; None for gradient reductions.
 
-    whole: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
+    full: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
     scaled: the op's bounds count a rank's part; repeated: each head of keys before it is for several; own: it
         belongs to the library's own code, which knows what it does.
     """
@@ -43,7 +43,7 @@ class TracedOp:
     op: Op
     segment: int | None
     backward: bool
-    whole: tuple[int, ...] | None = None
+    full: tuple[int, ...] | None = None
     scaled: bool = False
     repeated: bool = False
     own: bool = False
@@ -73,7 +73,7 @@ class Traced:
 
     parameters: name -> (spec, first name of its tie, value name of its gradient or None).
     buffers: name -> (spec, value name of its update or None).
-    whole, count, mean_over: as in `ir.program.Job`.
+    full, count, mean_over: as in `ir.program.Job`.
     shards, partial, frozen: of parameters, as in `ir.program.Parameter`.
     layers: names of the model's repeated modules (`stretto.capturing.split`).
     read, watch: as in `ir.program.Job`.
@@ -95,7 +95,7 @@ class Traced:
     shards: Mapping[str, tuple[Shard, ...]] = field(default_factory=dict)
     partial: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     borders: Mapping[int, int] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     count: Count | None = None
     mean_over: Count | None = None
     frozen: frozenset[str] = frozenset()

@@ -36,7 +36,7 @@ PLAIN = (
     *(bool, int, float, complex, str, type(None), type(...), torch.Size),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-"""Arguments that nobody changes afterwards."""
+"""Arguments that no one changes afterwards."""
 
 LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full", "new_tensor"))
 """Functions that read shape and dtype of their first tensor alone."""
@@ -90,12 +90,12 @@ class Known:
     def begin(self, others: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
         """Before each run of the forward. others: (a tensor of this run, one of an earlier run that has its
         elements)."""
-        stand_ins = []
+        substitutes = []
         for new, old in others:
             self._kept.setdefault(id(old), (old, self.recipe(old)))
-            stand_ins.append((new, self._kept[id(old)][1]))
+            substitutes.append((new, self._kept[id(old)][1]))
         self._tensors.clear()
-        for new, recipe in stand_ins:
+        for new, recipe in substitutes:
             self._is(new, recipe)
 
     def recipe(self, x: Tensor) -> KnownRecipe | None:

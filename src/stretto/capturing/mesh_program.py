@@ -59,7 +59,7 @@ REDUCTIONS = {"sum": "sum", "avg": "sum", "max": "max", "min": "max"}
 @dataclass(frozen=True, slots=True)
 class OnMeshes:
     """Where a model lies. meshes: of each stage, all of one size; places, placements: parameter or buffer
-    name -> its stage, and how it lies on that stage's mesh."""
+    name -> its stage, and how it is on that stage's mesh."""
 
     meshes: tuple[DeviceMesh, ...]
     places: Mapping[str, int]
@@ -83,7 +83,7 @@ class OnMeshes:
         )
 
     def tensor_parallel(self, model: nn.Module) -> TensorParallel | None:
-        """What is spread along the axis tp; None for meshes of one rank."""
+        """What is sharded along the axis tp; None for meshes of one rank."""
         if self.size == 1:
             return None
         shards = {
@@ -145,8 +145,8 @@ class MeshProgram:
         own = self._on.meshes[self._on.place(mesh)]
         wanted = [Replicate()] if placements is None else placements
         wanted = checked_placements(f"shard of {tensor_name(tensor)}", tuple(tensor.shape), mesh, wanted)
-        whole = new_spec(own, (Replicate(),), tensor.shape, tensor.stride(), tensor.dtype)
-        return self.redistribute(_entered(tensor, whole), wanted)
+        full = new_spec(own, (Replicate(),), tensor.shape, tensor.stride(), tensor.dtype)
+        return self.redistribute(_entered(tensor, full), wanted)
 
     def reshard(self, x: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> GlobalTensor:
         """Step 3."""
@@ -164,7 +164,7 @@ class MeshProgram:
         crossing = message(old, new, x.shape, self._on.size)
         left = _moved(x, crossing)
         self._border(stage)
-        return _arrived(left, own, new, _whole(old))
+        return _arrived(left, own, new, _full(old))
 
     def redistribute(self, x: DTensor, placements: Sequence[Placement]) -> GlobalTensor:
         """Other placements on the tensor's own mesh."""
@@ -173,12 +173,12 @@ class MeshProgram:
         return _moved(x, new)
 
     def local(self, x: Tensor) -> Tensor:
-        """This rank's part; a plain tensor is whole on every rank."""
+        """This rank's part; a plain tensor is full on every rank."""
         return x.to_local() if isinstance(x, DTensor) else x
 
 
-def _whole(placement: Placement) -> Placement:
-    """The placement of a tensor's gradient: an addend's is that of the sum."""
+def _full(placement: Placement) -> Placement:
+    """The placement of a tensor's gradient: a partial sum's is that of the sum."""
     return Replicate() if placement.is_partial() else placement
 
 
@@ -228,7 +228,7 @@ def _moved(x: DTensor, placement: Placement) -> GlobalTensor:
         # Detached for the mark: a backward op is in the stage of the forward op that it derives.
         return global_tensor(local_of(result).detach(), spec_of(result))
 
-    return _both_ways(x, there, lambda gradient: _placed(gradient, _whole(old)))
+    return _both_ways(x, there, lambda gradient: _placed(gradient, _full(old)))
 
 
 def _arrived(x: GlobalTensor, mesh: DeviceMesh, placement: Placement, home: Placement) -> GlobalTensor:
@@ -353,8 +353,8 @@ def _reduced(local: Tensor, reduction: str, size: int) -> Tensor:
     return result / size if reduction == "avg" else result
 
 
-def _own_part(whole: Tensor, new: Placement, size: int) -> Tensor:
-    return _by_blocks(lambda *given: ops.own_chunk(*given).contiguous(), whole, new, size)
+def _own_part(full: Tensor, new: Placement, size: int) -> Tensor:
+    return _by_blocks(lambda *given: ops.own_chunk(*given).contiguous(), full, new, size)
 
 
 def _by_blocks(change: Callable[..., Tensor], x: Tensor, placement: Placement, size: int) -> Tensor:

@@ -1,7 +1,7 @@
 """A program on several meshes becomes pipeline stages.
 
     1. The meshes are those of the model's parameters and buffers, all with the same number of ranks, in
-       order. Stage k is what lies on mesh k; the ranks of a mesh are its tensor-parallel ranks.
+       order. Stage k is what is on mesh k; the ranks of a mesh are its tensor-parallel ranks.
     2. While the program is traced, `reshard` moves nothing (`stretto.capturing.mesh_program`). The first time
        that execution goes on at mesh k is the border at which stage k begins.
     3. What is used beyond a border and made before it is a cross-stage edge, as in every captured model.

@@ -29,9 +29,9 @@ DIVISION = "aten.div.Tensor"
 
 
 def count_of(
-    ops: Sequence[TracedOp], loss: str, count: str | float | None, whole: Collection[str]
+    ops: Sequence[TracedOp], loss: str, count: str | float | None, full: Collection[str]
 ) -> Count | None:
-    """Step 1. count: the value's name, the number, or None for a loss that is a mean. whole: leaves of
+    """Step 1. count: the value's name, the number, or None for a loss that is a mean. full: leaves of
     the batch that every microbatch takes in full.
 
     Raises CaptureError for a count that does not follow from the microbatch, and for the count of a mean.
@@ -47,24 +47,25 @@ def count_of(
     if not isinstance(count, str):
         return Count(count)
     if is_external(count):  # nothing was computed
-        raise _no_count(count, whole)
+        raise _no_count(count, full)
     needed, read = _closure(by_name, count)
     outside = [name for name in read if not name.startswith(("batch/", "const/"))]
     if outside or any(_communicates(op) or op.random for op in needed):
-        raise _no_count(outside[0] if outside else "", whole)
+        raise _no_count(outside[0] if outside else "", full)
     leaves = [name for name in read if name.startswith("batch/")]
-    if leaves and all(leaf.removeprefix("batch/") in whole for leaf in leaves):
-        raise _no_count(leaves[0], whole)
+    if leaves and all(leaf.removeprefix("batch/") in full for leaf in leaves):
+        raise _no_count(leaves[0], full)
     return Count(count, tuple(needed))
 
 
-def _no_count(name: str, whole: Collection[str]) -> CaptureError:
+def _no_count(name: str, full: Collection[str]) -> CaptureError:
     """The refusal of a count that reads the value `name`, or ("") another thing than the microbatch."""
     kind, _, key = name.partition("/")
     start = "the count that loss(model, microbatch) returned beside its sum "
-    if kind == "batch" and key in whole:
+    if kind == "batch" and key in full:
         return CaptureError(
-            f"{start}is the same for all microbatches, by batch leaf {key!r}, which is marked stretto.whole: "
+            f"{start}is the same for all microbatches, by batch leaf {key!r}, which is marked "
+            "stretto.replicated: "
             "counts of microbatches are summed, so count the microbatch's own, as (labels != -100).sum()"
         )
     what = {"param": f"depends on parameter {key!r}", "buffer": f"reads buffer {key!r}"}.get(
@@ -72,12 +73,12 @@ def _no_count(name: str, whole: Collection[str]) -> CaptureError:
     )
     return CaptureError(
         f"{start}{what}: it is known before the step begins, from plain tensors of the batch; what it needs "
-        "beside the microbatch goes into the batch, marked stretto.whole"
+        "beside the microbatch goes into the batch, marked stretto.replicated"
     )
 
 
 def mean_over(
-    ops: Sequence[TracedOp], loss: str, whole: Collection[str], given: Mapping[str, TensorSpec]
+    ops: Sequence[TracedOp], loss: str, full: Collection[str], given: Mapping[str, TensorSpec]
 ) -> Count | None:
     """Step 2. given: specs of what comes from outside the step."""
     by_name = {traced.op.name: traced.op for traced in ops}
@@ -89,7 +90,7 @@ def mean_over(
         elif op.target == DIVISION and _is_number(op) and isinstance(op.args[1], Ref):
             result = _divisor(by_name, *(arg.name for arg in op.args if isinstance(arg, Ref)))
         if result is not None and any(
-            name.startswith("batch/") and name.removeprefix("batch/") not in whole
+            name.startswith("batch/") and name.removeprefix("batch/") not in full
             for counting in result.ops
             for name in counting.uses
         ):

@@ -1,12 +1,12 @@
-"""Proves that a spread step computes what the model alone computes, and sums what must be summed for it.
+"""Proves that a sharded step computes what the model alone computes, and sums what must be summed for it.
 
-    1. Parameters are held as their shards say, the batch and buffers whole.
+    1. Parameters are resident as their shards say, the batch and buffers full.
     2. Every op is placed, in order (`stretto.ir.placements`). Where the shape is known that a result has in
        the model alone, the rank's shape and the placement must come to it.
-    3. An op that would be right if an addend were summed before gets the sum. What is added to a sum over
-       ranks is added to its addends, and one sum is made of both. A sum of what is whole is left out.
-    4. The loss and the buffers must be whole at the end, and a gradient spread as its parameter is; that of a
-       whole parameter may be an addend on every rank, which is summed once a step.
+    3. An op that would be right if a partial sum were summed before gets the sum. What is added to a sum over
+       ranks is added to its partial sums, and one sum is made of both. A sum of what is full is left out.
+    4. The loss and the buffers must be full at the end, and a gradient sharded as its parameter is; that of a
+       full parameter may be a partial sum on every rank, which is summed once a step.
 
 Whatever does not fit is refused, with the module and what to write. Copies of a shard (heads of keys that
 several ranks share) make two axes of one: along the first the shards differ, along the second they are equal.
@@ -45,7 +45,7 @@ ADD = "aten.add.Tensor"
 @dataclass(frozen=True, slots=True)
 class Proved:
     """The step with the sums that it needs. renamed: a root -> what it is called now. partial: parameters
-    whose gradients are addends. seen: what is observed -> axes along which it is an addend."""
+    whose gradients are partial sums. seen: what is observed -> axes along which it is a partial sum."""
 
     ops: tuple[TracedOp, ...]
     renamed: Mapping[str, str]
@@ -93,13 +93,13 @@ class Proof:
         for item in self.ops:
             self._add(item)
         for what, value in self.kept.items():
-            self._whole(what, value)
+            self._full(what, value)
         partial = dict(self._partial())
         ops = [item for item in self.made if item.op.name not in self.gone]
         if self.renamed or self.sums or self.gone:
             owned = rooted(item.op for item in ops)
             ops = [replace(item, op=op) for item, op in zip(ops, owned, strict=True)]
-        seen = {value: self._addends(value) for value in self.seen}
+        seen = {value: self._partial_sums(value) for value in self.seen}
         return Proved(tuple(ops), {root: self._now(root) for root in self.roots}, partial, seen)
 
     def _now(self, name: str) -> str:
@@ -122,33 +122,31 @@ class Proof:
                 break
             except NeedsEqualError as need:
                 if self.on_meshes:
-                    words = f"every rank has an addend of {', '.join(need.names)}, which is used as a whole"
+                    words = f"every rank has a partial sum of {', '.join(need.names)}, which is used in full"
                     raise self._refusal(item, words) from None
                 merged = self._merged(item)
                 if merged:
                     return
                 op = with_uses(op, self._summed(item, need.names))
                 item = replace(item, op=op)
-            except EqualReducedError as whole:
+            except EqualReducedError as full:
                 if self.on_meshes:
-                    words = f"{whole} is whole on every rank, and is summed over ranks"
+                    words = f"{full} is full on every rank, and is summed over ranks"
                     raise self._refusal(item, words) from None
                 self._without_sum(item)
                 return
             except RefusedError as error:
                 raise self._refusal(item, str(error)) from None
         self._append(item)
-        if item.whole is not None:
+        if item.full is not None:
             self._compare(item)
 
     def _without_sum(self, item: TracedOp) -> None:
-        """A sum over ranks of what all hold whole is that; scattered, it is a slice."""
+        """A sum over ranks of what all have full is that; scattered, it is a slice."""
         op = item.op
         source = op.args[0].name
         if any(placer.of(source).kind != "equal" for _, placer in self.placers):
-            raise self._refusal(
-                item, f"{source} is whole on ranks that share a head, and is summed over them"
-            )
+            raise self._refusal(item, f"{source} is full on ranks that share a head, and is summed over them")
         if op.target == ALL_REDUCE.target:
             self.renamed[op.name] = source
             return
@@ -174,7 +172,7 @@ class Proof:
             kinds = {placer.of(name).kind for _, placer in self.placers}
             if kinds != {"sum"}:
                 raise self._refusal(
-                    item, f"{name} is an addend among ranks that share a head, and is used as a whole"
+                    item, f"{name} is a partial sum among ranks that share a head, and is used in full"
                 )
             if name not in self.sums:
                 maker = self.made[self.at[name]]
@@ -199,18 +197,18 @@ class Proof:
         self._append(TracedOp(op, item.segment, item.backward))
 
     def _merged(self, item: TracedOp) -> bool:
-        """An addend that is added to a sum over ranks is summed with it: True where that was done."""
+        """A partial sum that is added to a sum over ranks is summed with it: True where that was done."""
         op = item.op
         if op.target != ADD or op.kwargs or len(op.uses) != 2 or len(op.args) != 2:
             return False
-        for total, addend in (op.uses, op.uses[::-1]):
+        for total, partial_sum in (op.uses, op.uses[::-1]):
             at = self.at.get(total)
             if at is None or self.made[at].op.target != WAIT or self.uses[total] != 1 or total in self.roots:
                 continue
             start = self.made[self.at[self.made[at].op.args[0].name]].op
             source = start.args[0].name
-            kinds = {placer.of(name).kind for _, placer in self.placers for name in (source, addend)}
-            plain = self.specs[source].shape == self.specs[addend].shape
+            kinds = {placer.of(name).kind for _, placer in self.placers for name in (source, partial_sum)}
+            plain = self.specs[source].shape == self.specs[partial_sum].shape
             if (
                 start.target != ALL_REDUCE.target
                 or start.args[1:3] != ("sum", AXIS)
@@ -220,8 +218,8 @@ class Proof:
                 continue
             spec = TensorSpec(self.specs[source].shape, self.specs[source].dtype)
             both = f"{op.name}_parts"
-            maker = self.made[self.at[addend]]
-            self._new(maker, Op(both, ADD, (Ref(source), Ref(addend)), (), (spec,)))
+            maker = self.made[self.at[partial_sum]]
+            self._new(maker, Op(both, ADD, (Ref(source), Ref(partial_sum)), (), (spec,)))
             name = f"{op.name}_sum"
             self._new(maker, Op(name, start.target, (Ref(both), *start.args[1:]), (), (spec,)))
             self._new(maker, Op(op.name, WAIT, (Ref(name),), (), (spec,), name))
@@ -230,35 +228,35 @@ class Proof:
         return False
 
     def _compare(self, item: TracedOp) -> None:
-        """The shape in the model alone is that of a rank with what is spread."""
-        op, whole = item.op, item.whole
+        """The shape in the model alone is that of a rank with what is sharded."""
+        op, full = item.op, item.full
         spec = self.specs[op.name]
-        assert whole is not None
-        left = list(whole)
+        assert full is not None
+        left = list(full)
         if len(left) != len(spec.shape):
             raise self._shape_refusal(item)
         for number, (size, placer) in enumerate(self.placers):
-            held = placer.of(op.name)
-            if held.kind in ("local", "stacked"):
+            resident = placer.of(op.name)
+            if resident.kind in ("local", "stacked"):
                 return
             last = number == len(self.placers) - 1
-            if held.kind == "part":
+            if resident.kind == "part":
                 fits = [
                     (d, b)
-                    for d, b in held.at
+                    for d, b in resident.at
                     if left[d] % max(spec.shape[d] * size, 1) == 0
                     and (not last or left[d] == spec.shape[d] * size)
                 ]
-                if not fits and held.free and tuple(left) == spec.shape:
+                if not fits and resident.free and tuple(left) == spec.shape:
                     placer.values[op.name] = SUM  # it was summed over, where a rank has one element
                     continue
                 if not fits:
                     raise self._shape_refusal(item)
                 left[fits[0][0]] //= size
                 placer.values[op.name] = Placement("part", tuple(fits))
-            elif held.kind == "equal":
+            elif resident.kind == "equal":
                 one = {d for d, n in enumerate(spec.shape) if n == 1} if item.repeated else set()
-                for d in held.uniform | one:
+                for d in resident.uniform | one:
                     factor = left[d] // max(spec.shape[d], 1)
                     # One number everywhere, of a part's size: a slice of what the model alone has there.
                     if left[d] == spec.shape[d] * factor and (
@@ -271,19 +269,22 @@ class Proof:
             raise self._shape_refusal(item)
 
     def _in_order(self, op: Op) -> bool:
-        """Where a dim is spread along both axes of an axis with copies, the shards are the outer ones: what
+        """Where a dim is sharded along both axes of an axis with copies, the shards are the outer ones: what
         became one dim had them before the copies."""
         if len(self.placers) < 2 or op.target not in VIEW_OPS:
             return True
         outer, inner = (placer.of(op.args[0].name) for _, placer in self.placers)
         now = [placer.of(op.name) for _, placer in self.placers]
-        if any(held.kind != "part" for held in (outer, inner, *now)) or now[0].at[0][0] != now[1].at[0][0]:
+        if (
+            any(resident.kind != "part" for resident in (outer, inner, *now))
+            or now[0].at[0][0] != now[1].at[0][0]
+        ):
             return True
         return outer.at[0][0] <= inner.at[0][0]
 
     # --- step 4 -------------------------------------------------------------------------------------------
 
-    def _whole(self, what: str, value: str) -> None:
+    def _full(self, what: str, value: str) -> None:
         now = self._now(value)
         kinds = {placer.of(now).kind for _, placer in self.placers}
         if kinds == {"equal"}:
@@ -293,22 +294,23 @@ class Proof:
         if kinds != {"sum"} or self.on_meshes:
             if all(placer.of(now) == UNKNOWN for _, placer in self.placers):
                 return
-            held = next(p for _, placer in self.placers if (p := placer.of(now)).kind != "equal")
+            resident = next(p for _, placer in self.placers if (p := placer.of(now)).kind != "equal")
             raise CaptureError(
-                f"{where} differs between {AXIS} ranks: it is {held} ({_made_in(item)}). Name the module "
+                f"{where} differs between {AXIS} ranks: it is {resident} ({_made_in(item)}). Name the module "
                 "whose output it takes 'colwise_gather_output', or leave it out of tp_plan"
             )
         self.renamed[now] = self._summed(replace(item), (now,))(now)
 
-    def _addends(self, value: str) -> tuple[str, ...]:
+    def _partial_sums(self, value: str) -> tuple[str, ...]:
         now = self._now(value)
-        held = [placer.of(now) for _, placer in self.placers]
-        if all(one.kind == "equal" or one == UNKNOWN for one in held):
+        resident = [placer.of(now) for _, placer in self.placers]
+        if all(one.kind == "equal" or one == UNKNOWN for one in resident):
             return ()
-        if all(one.kind == "sum" or one == LOCAL or is_thin(one, self.specs[now].shape) for one in held):
+        if all(one.kind == "sum" or one == LOCAL or is_thin(one, self.specs[now].shape) for one in resident):
             return (AXIS,)
         raise CaptureError(
-            f"{_made_in(self.made[self.at[now]])} observes what is {held[0]} on {AXIS} ranks: observe a sum "
+            f"{_made_in(self.made[self.at[now]])} observes what is {resident[0]} on {AXIS} ranks: observe "
+            "a sum "
             "over what is spread"
         )
 
@@ -317,13 +319,13 @@ class Proof:
             if value is None:
                 continue
             now = self._now(value)
-            held = [placer.of(now) for _, placer in self.placers]
+            resident = [placer.of(now) for _, placer in self.placers]
             shard = self.shards.get(name)
-            wanted = [part(shard.dim, shard.blocks) if shard is not None else None for _ in held]
+            wanted = [part(shard.dim, shard.blocks) if shard is not None else None for _ in resident]
             if shard is not None and shard.copies > 1:
                 wanted[-1] = None
             kinds = set()
-            for have, want in zip(held, wanted, strict=True):
+            for have, want in zip(resident, wanted, strict=True):
                 if want is None and have == UNKNOWN:
                     kinds.add("equal")
                 elif want is None and (is_thin(have, self.specs[now].shape) or have == LOCAL):
@@ -356,7 +358,7 @@ class Proof:
             "Reshard it to [Replicate()] before"
             if self.on_meshes
             else "Give the modules that make the two sides styles that agree in tp_plan (both 'colwise', or "
-            "the spread one 'colwise_gather_output'), or leave the spread one out of it"
+            "the sharded one 'colwise_gather_output'), or leave the sharded one out of it"
         )
         return CaptureError(
             f"{_made_in(item)} cannot be computed in parts ({item.op.name}, {item.op.target}): "
@@ -373,11 +375,11 @@ class Proof:
 
     def _shape_refusal(self, item: TracedOp) -> CaptureError:
         op = item.op
-        held = ", ".join(str(placer.of(op.name)) for _, placer in self.placers)
+        resident = ", ".join(str(placer.of(op.name)) for _, placer in self.placers)
         return CaptureError(
-            f"{_made_in(item)} makes a tensor of shape {list(item.whole or ())} in the model alone, and "
-            f"{list(self.specs[op.name].shape)} on each of {self.size} {AXIS} ranks, where it is {held} "
-            f"({op.name}, {op.target}): the code counts what is spread otherwise than tp_plan spreads it. "
+            f"{_made_in(item)} makes a tensor of shape {list(item.full or ())} in the model alone, and "
+            f"{list(self.specs[op.name].shape)} on each of {self.size} {AXIS} ranks, where it is {resident} "
+            f"({op.name}, {op.target}): the code counts what is sharded otherwise than tp_plan spreads it. "
             "Divide the count by the style 'attributes:NAME', write -1 for it, or leave the module out of "
             "tp_plan"
         )

@@ -44,14 +44,14 @@ _one_at_a_time = threading.RLock()
 
 @dataclass(frozen=True, slots=True)
 class _ReadValue:
-    """A value that was read. below: whether the path begins at the model and is valid on any like it; holder:
+    """A value that was read. below: whether the path begins at the model and is valid on any like it; owner:
     the dict or namespace that it is an item of."""
 
     path: Path
     get: Callable[[], Any]
     text: str
     below: bool
-    holder: int | None = None
+    owner: int | None = None
 
 
 class Reads:
@@ -158,12 +158,12 @@ class Reads:
                 if known is None:
                     left.append((inner, value, stays))
                 elif inner:
-                    holder = id(item) if isinstance(item, (dict, types.SimpleNamespace)) else None
-                    result.setdefault((inner, id(item)), _ReadValue(inner, get, known, stays, holder))
+                    owner = id(item) if isinstance(item, (dict, types.SimpleNamespace)) else None
+                    result.setdefault((inner, id(item)), _ReadValue(inner, get, known, stays, owner))
         chosen = {
-            v.holder for v in result.values() if v.holder is not None and _key(v.path) in named
+            v.owner for v in result.values() if v.owner is not None and _key(v.path) in named
         }  # those of which the code names some items
-        return [v for v in result.values() if v.holder not in chosen or _key(v.path) in named]
+        return [v for v in result.values() if v.owner not in chosen or _key(v.path) in named]
 
 
 Part = tuple[str | None, Callable[[], Any], bool]

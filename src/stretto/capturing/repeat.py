@@ -87,7 +87,7 @@ class _Mark(torch.autograd.Function):
         return getattr(_calls, f"{ctx.word}_grad")(grad, ctx.call, ctx.at), None, None, None
 
 
-class _StandIn(torch.autograd.Function):
+class _Substitute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: int, *inputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
@@ -213,7 +213,7 @@ class Layers:
     def _stand_in(self, number: int, like: LayerCall, tensors: list[Tensor]) -> Any:
         call = self.calls[number]
         call.outputs, call.result = like.outputs, like.result
-        made = _StandIn.apply(number, *tensors)  # type: ignore[no-untyped-call]
+        made = _Substitute.apply(number, *tensors)  # type: ignore[no-untyped-call]
         inside = self._segments.names[like.begin + 1 : like.end + 1]
         self._segments.follow([renamed(name, like.layer, call.layer) for name in inside])
         call.end = len(self._segments.names) - 1

@@ -41,7 +41,8 @@ FREE_FLOPS_PER_BYTE = 50.0
 """A value is made again in each stage that uses it when that costs fewer flops for each of its bytes."""
 
 MAX_CANDIDATES = 512
-"""Places considered by the automatic cut, the ones with the least traffic first; the search is quadratic."""
+"""StageMap considered by the automatic cut, the ones with the least traffic first; the search is
+quadratic."""
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -304,7 +305,7 @@ def _calls(segments: Sequence[str], layers: Collection[str]) -> tuple[list[int],
     ends: list[int] = []
     inside: str | None = None
     for at, name in enumerate(segments):
-        # A module that a layer shares with others has their name, so only the layer's holders end it.
+        # A module that a layer shares with others has their name, so only the layer's owners end it.
         if inside is not None and (name in layers or not name or inside.startswith(f"{name}.")):
             if name == inside:
                 continue

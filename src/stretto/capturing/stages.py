@@ -96,7 +96,7 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
         param_dtype=traced.param_dtype,
         device=traced.device,
         fixed=traced.fixed,
-        whole=traced.whole,
+        replicated=traced.full,
         count=traced.count,
         mean_over=traced.mean_over,
         metrics=tuple(replace(one, stage=homes[one.value][0]) for one in traced.seen),
@@ -108,8 +108,8 @@ def cut(traced: Traced, placement: Placement, stages: int, microbatches: int) ->
 def _gradient_parts(
     traced: Traced, homes: dict[str, tuple[int, ...]]
 ) -> tuple[dict[str, tuple[tuple[int, str], ...]], set[str], list[tuple[int, Op]]]:
-    """Step 3: for each parameter its gradient's parts (stage, value); the sums over stages that are thereby
-    gone; and sums within a stage that take their place, with their stage."""
+    """Step 3: for each parameter its gradient's parts (stage, value); the sums over stages that are in this
+    way gone; and sums within a stage that take their place, with their stage."""
     ops = {item.op.name: item.op for item in traced.ops}
     uses: dict[str, int] = defaultdict(int)
     for op in ops.values():
@@ -134,27 +134,27 @@ def _gradient_parts(
             return set()
         return {value}.union(*(tree(name, leaves) for name in ops[value].uses))
 
-    holders: dict[str, set[int]] = defaultdict(set)
+    owners: dict[str, set[int]] = defaultdict(set)
     for op in ops.values():
         for name in op.uses:
             if name.startswith("param/"):
-                holders[name.removeprefix("param/")].update(homes[op.name])
+                owners[name.removeprefix("param/")].update(homes[op.name])
 
     for name, (_, _, value) in traced.parameters.items():
         if value is None:
             continue
         leaves = terms(value, True)
-        if {homes[leaf][0] for leaf in leaves} <= holders[name] and len({homes[x][0] for x in leaves}) == 1:
+        if {homes[leaf][0] for leaf in leaves} <= owners[name] and len({homes[x][0] for x in leaves}) == 1:
             grads[name] = ((homes[value][0], value),)
             continue
         gone |= tree(value, set(leaves))
         by_stage: dict[int, str] = {}
         for leaf in leaves:
             stage = homes[leaf][0]
-            if stage not in holders[name]:
+            if stage not in owners[name]:
                 # The gradient of a term at the end of a stage is the message itself: it goes where the
                 # parameter is, and becomes its gradient there.
-                stage = max((s for s in holders[name] if s < stage), default=min(holders[name]))
+                stage = max((s for s in owners[name] if s < stage), default=min(owners[name]))
                 here = f"{value}_part{len(sums)}"
                 sums.append(
                     (stage, Op(here, "aten.alias.default", (Ref(leaf),), (), ops[leaf].outputs, leaf))

@@ -120,10 +120,10 @@ class PythonState:
                 (path, value) for value in vars(item).values() if isinstance(value, types.FunctionType)
             )
             yield from ((base.__qualname__, base) for base in item.__bases__)
-        for holder, kind in _kinds(item):
+        for owner, kind in _kinds(item):
             if isinstance(item, types.FunctionType):
                 path = item.__module__
-            kept = _KeptObject(path, holder, kind, kind.read(holder), id(holder) in self._tables)
+            kept = _KeptObject(path, owner, kind, kind.read(owner), id(owner) in self._tables)
             self._kept.append(kept)
             yield from ((kept.below(key), v) for key, v in kept.content if not isinstance(v, SCALARS))
 

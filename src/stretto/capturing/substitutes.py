@@ -104,7 +104,7 @@ LOSSES: frozenset[Callable[..., Any]] = frozenset(
     if name.endswith(_ENDS) and not name.startswith(("_", "linear_"))
 )
 """Step 1; but for the one that is given a head's weights, whose product would be in float32, too."""
-WHOLE: frozenset[Callable[..., Any]] = frozenset({torch.mean, torch.sum, Tensor.mean, Tensor.sum})
+FULL: frozenset[Callable[..., Any]] = frozenset({torch.mean, torch.sum, Tensor.mean, Tensor.sum})
 """Step 2, where they are called with a tensor and nothing else."""
 
 
@@ -121,7 +121,7 @@ class PyTorchCalls(TorchFunctionMode):
 
 def losses_in_float32(function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """Steps 1 and 2 for a call."""
-    if function in LOSSES or (function in WHOLE and len(args) == 1 and not named):
+    if function in LOSSES or (function in FULL and len(args) == 1 and not named):
         args = [in_float32(one) for one in args]
         named = {key: in_float32(one) for key, one in named.items()}
     return function(*args, **named)

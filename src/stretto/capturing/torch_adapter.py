@@ -182,7 +182,7 @@ def _check_loss(loss: torch.Tensor, function: Loss) -> None:
     if not loss.requires_grad:
         raise CaptureError(
             f"the loss{where} does not depend on any parameter that requires a gradient (all are "
-            "frozen, or it is computed under torch.no_grad, of detached values or of whole numbers)"
+            "frozen, or it is computed under torch.no_grad, of detached values or of integers)"
         )
 
 
@@ -200,9 +200,9 @@ def export_joint(
     """Forward, loss and backward of one microbatch as one functional graph, and what of Python they read. All
     tensors are fake.
 
-    layers: the equal layers that are not all traced; `stretto.capturing.expand` then gives the whole graph.
+    layers: the equal layers that are not all traced; `stretto.capturing.expand` then gives the full graph.
     meshes: where a program on several meshes lies.
-    beside: compares the calls of a spread model with those of the model alone. float32_losses: whether
+    beside: compares the calls of a sharded model with those of the model alone. float32_losses: whether
     losses of half precision are taken in float32 (`stretto.capturing.substitutes`).
     """
     segments = _Segments()
@@ -223,7 +223,7 @@ def export_joint(
             buffers_in_place(model),
             nullcontext() if beside is None else beside.forward(),
             PyTorchCalls(losses_in_float32) if float32_losses else nullcontext(),
-            masks_recognised(values, calls.stand_ins(left)),
+            masks_recognised(values, calls.substitutes(left)),
             OpsSeen() as seen,
         ):
             value, count = loss_and_count(loss(model, rebuild(given)), loss)

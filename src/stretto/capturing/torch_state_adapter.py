@@ -68,16 +68,16 @@ def _checks_dropped() -> Iterator[None]:
     """Let the exporter drop checks of values by `torch.linalg`, which have effects in newer releases, and for
     which it makes tokens, inputs of the graph. What they check is seen by `calls_adapter.OpsSeen`."""
     entry = simple_registry.singleton.find("aten::_linalg_check_errors")
-    holder: Any = getattr(entry, "effect", None)
-    if holder is None or holder.effect is None:
+    owner: Any = getattr(entry, "effect", None)
+    if owner is None or owner.effect is None:
         yield
         return
-    kept = holder.effect
-    holder.register(None)
+    kept = owner.effect
+    owner.register(None)
     try:
         yield
     finally:
-        holder.register(kept)
+        owner.register(kept)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""From a model and a loss to the ops of a whole training step, as plain data.
+"""From a model and a loss to the ops of a full training step, as plain data.
 
     1. The model's parameters and buffers, and one microbatch, become fake tensors (no storage, no device).
     2. Forward, loss and backward are exported as one functional graph of dispatcher calls.
@@ -134,7 +134,7 @@ def trace(
         traced = partial(
             _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
         )
-        # Layers that are repeated would number the borders of meshes anew.
+        # Layers that are repeated would number the borders of meshes again.
         if equal_layers and meshes is None and layout.chunks is None:
             try:
                 return traced(repeats=True)
@@ -164,7 +164,7 @@ def _trace(
     repeats: bool,
 ) -> Traced:
     """Steps 1 to 5; with `repeats`, raises NotRepeatedError where only the trace of all layers is right."""
-    fixed, whole = tuple(tree.fixed(batch).items()), tree.whole_leaves(batch)
+    fixed, full = tuple(tree.fixed(batch).items()), tree.replicated_leaves(batch)
     setup = _set_up(model, batch, loss, microbatches, param_dtype, device, layout, meshes, repeats)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     own_dtypes = {name: dtype_name(p.dtype) for name, p in parameters.items()}
@@ -176,8 +176,8 @@ def _trace(
 
     ops, seen = observed_of(exported.step.ops)
     grads, kept = dict(exported.step.grads), dict(exported.step.kept)
-    count = count_of(ops, kept["loss"], kept.pop("count", joint.count), whole)
-    divided = mean_over(ops, kept["loss"], whole, given) if count is None else None
+    count = count_of(ops, kept["loss"], kept.pop("count", joint.count), full)
+    divided = mean_over(ops, kept["loss"], full, given) if count is None else None
     partial_along: Mapping[str, tuple[str, ...]] = {}
     sharded: frozenset[str] = frozenset()
     tensor = layout.tensor
@@ -227,7 +227,7 @@ def _trace(
         shards=layout.shards,
         partial=partial_along,
         borders=joint.borders,
-        whole=whole,
+        full=full,
         count=count,
         mean_over=divided,
         frozen=frozenset(name for name, p in parameters.items() if not p.requires_grad),
@@ -372,7 +372,7 @@ def _passed(
     known = {traced.op.name: traced for traced in ops}
     backward = frozenset(name for name, traced in known.items() if traced.backward)
     graph = Graph(
-        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, spread=sharded
+        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, sharded=sharded
     )
     graph = on_graph(graph, skip)
     made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]

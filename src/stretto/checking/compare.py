@@ -142,8 +142,8 @@ def check(
         return compared
     if parallel.ampipe_degree != 1 and parallel.ampipe_capacity == "chunk":
         # Where experts have a capacity, this differs by design.
-        whole = parallel.model_copy(update={"ampipe_capacity": "whole"})
-        other = _compare(model, batch, loss, whole, tp_plan, tolerance)
+        unsharded = parallel.model_copy(update={"ampipe_capacity": "whole"})
+        other = _compare(model, batch, loss, unsharded, tp_plan, tolerance)
         if not other.wrong:
             return replace(other, whole_capacity=True)
 
@@ -226,10 +226,10 @@ def _size(difference: Difference) -> float:
 
 def _doubled(batch: Any) -> Any:
     """Step 1 for the batch."""
-    whole = tree.whole_leaves(batch)
+    unsharded = tree.replicated_leaves(batch)
     leaves = {name: leaf.detach().cpu() for name, leaf in tree.flatten(batch).items()}
     doubled = {n: leaf.double() if leaf.is_floating_point() else leaf for n, leaf in leaves.items()}
-    marked: list[Any] = [tree.whole(leaf) if n in whole else leaf for n, leaf in doubled.items()]
+    marked: list[Any] = [tree.replicated(leaf) if n in unsharded else leaf for n, leaf in doubled.items()]
     return tree.rebuilder(batch)(marked)
 
 
@@ -253,8 +253,10 @@ def _plain(model: nn.Module, batch: Any, loss: Loss, pieces: int) -> tuple[float
     """Step 2: the mean of the microbatches' losses, or their sum over what they count, and each parameter's
     gradient (each tensor once)."""
     own, total = copy.deepcopy(model), 0.0
-    whole = tree.whole_leaves(batch)
-    cut = [(leaf,) * pieces if n in whole else leaf.chunk(pieces) for n, leaf in tree.flatten(batch).items()]
+    unsharded = tree.replicated_leaves(batch)
+    cut = [
+        (leaf,) * pieces if n in unsharded else leaf.chunk(pieces) for n, leaf in tree.flatten(batch).items()
+    ]
     microbatches = [tree.rebuilder(batch)([part[piece] for part in cut]) for piece in range(pieces)]
     counted = _counted(copy.deepcopy(model), microbatches, loss)
     for microbatch in microbatches:

@@ -129,7 +129,7 @@ def calibrate(
         finally:
             keep()
     if rank == 0:
-        _tell(console, outcome)
+        _report(console, outcome)
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if stopped:
         raise StrettoError(
@@ -172,7 +172,7 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bo
         if before.machine != machine and not (traces_only and before.machine.kind == machine.kind):
             raise UsageError(
                 f"{path} is of another machine ({before.machine}; this is {machine}): give another file, or "
-                "--fresh to write it anew"
+                "--fresh to write it again"
             )
         result = before
     if dist.is_initialized():
@@ -182,7 +182,7 @@ def _begun(path: Path, machine: Machine, fresh: bool, rank: int, traces_only: bo
     return result
 
 
-def _tell(console: Console, outcome: Outcome) -> None:
+def _report(console: Console, outcome: Outcome) -> None:
     result, more = outcome.calibration, len(outcome.warnings) - SHOWN
     console.print(f"{result.machine}", highlight=False)
     console.print(

@@ -33,7 +33,7 @@ Changes = Annotated[
 Fresh = Annotated[
     bool,
     typer.Option(
-        "--fresh", help="Measure and plan anew, whatever earlier runs kept; as --set planning.reuse=renew."
+        "--fresh", help="Measure and plan again, whatever earlier runs kept; as --set planning.reuse=renew."
     ),
 ]
 RENEW = "planning.reuse=renew"

@@ -159,7 +159,7 @@ def _stopped(error: StoppedError) -> int:
 
 
 def _ended(error: Exception | SystemExit, status: Any) -> Any:
-    """The status for what the user cannot mend in the settings; raises what nobody foresaw."""
+    """The status for what the user cannot mend in the settings; raises what no one foresaw."""
     message = _of_user(error)
     if message is not None:
         print(f"stretto: {message}", file=sys.stderr)

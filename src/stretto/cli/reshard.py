@@ -85,7 +85,7 @@ def reshard(
     title = f"{shape} {dtype}: {src} to {dst}"
     grid_of(title, COLUMNS, rows, words=("mode", "senders, order"), absent="-").print(console)
     console.print(
-        f"A unit is the full tensor over the link of one host: {format_us(rows[0]['whole_us'])}. "
+        f"A unit is the full tensor over the link of one host: {format_us(rows[0]['full_us'])}. "
         f"Ranks need {format_bytes(rows[0]['needed_bytes'])} that they do not have.",
         style="dim",
         highlight=False,
@@ -119,7 +119,7 @@ def _over(row: Row, key: str, unit: str) -> float | None:
 
 
 FIGURES = (
-    *("mode", "tasks", "makespan_us", "bound_us", "whole_us", "needed_bytes", "bytes_sent", "link_bytes"),
+    *("mode", "tasks", "makespan_us", "bound_us", "full_us", "needed_bytes", "bytes_sent", "link_bytes"),
     *("sent_bytes", "received_bytes", "piece_bytes", "transfers"),
 )
 """Of a plan, as `--json` has them."""
@@ -131,8 +131,8 @@ COLUMNS: Columns = {
     "transfers": (lambda row: len(row["transfers"]), "{:,}"),
     "between hosts": ("link_bytes", format_bytes),
     "makespan": ("makespan_us", format_us),
-    "units": (lambda row: _over(row, "makespan_us", "whole_us"), "{:.3f}"),
-    "bound": (lambda row: _over(row, "bound_us", "whole_us"), "{:.3f}"),
+    "units": (lambda row: _over(row, "makespan_us", "full_us"), "{:.3f}"),
+    "bound": (lambda row: _over(row, "bound_us", "full_us"), "{:.3f}"),
     "of bound": (lambda row: _over(row, "makespan_us", "bound_us"), "{:.2f}"),
 }
 

@@ -34,7 +34,7 @@ def train(
         bool | None,
         typer.Option(
             "--resume/--no-resume",
-            help="Go on from the newest checkpoint, which must be there, or start anew; by default "
+            help="Go on from the newest checkpoint, which must be there, or start again; by default "
             "checkpoint.resume decides.",
             show_default=False,
         ),
@@ -63,7 +63,8 @@ def train(
 
             if latest_in(settings.checkpoint_dir) is None:
                 raise UsageError(
-                    f"--resume: there is no whole checkpoint in {settings.checkpoint_dir}; without --resume "
+                    f"--resume: there is no complete checkpoint in {settings.checkpoint_dir}; without "
+                    "--resume "
                     "the run starts at its first step"
                 )
         from stretto.train.launch import start  # loads PyTorch, which wrong settings need not wait for
@@ -135,7 +136,7 @@ def export(
     task: Annotated[
         str | None,
         typer.Option(
-            help="Of a task of one's own, its file: a program, which is run to make the model.",
+            help="Of a task of your own, its file: a program, which is run to make the model.",
             show_default=False,
         ),
     ] = None,

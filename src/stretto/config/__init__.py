@@ -26,7 +26,7 @@ from stretto.config.parallel import Parallel as Parallel
 from stretto.config.parallel import ParallelSettings as ParallelSettings
 from stretto.config.pretrained import complete
 from stretto.config.stage_text import read_stages
-from stretto.files.say import Say, unheard
+from stretto.files.say import Say, silent
 from stretto.files.settings_file import Settings, read_settings
 from stretto.ir.stage_maps import unknown_schedule
 
@@ -118,7 +118,7 @@ class CheckpointSettings(Settings):
     keep: int = Field(default=2, ge=1)
     """How many checkpoints stay; older ones are removed."""
     resume: str = Field(default="auto", min_length=1)
-    """"auto": go on from the newest complete checkpoint in `dir`, if any; "never": start anew; else the path
+    """"auto": go on from the newest complete checkpoint in `dir`, if any; "never": start again; else the path
     of the checkpoint to go on from."""
 
 
@@ -135,7 +135,7 @@ class OutputSettings(Settings):
 
 
 class TaskSettings(Settings):
-    """A task of one's own: a file has its data, model and loss, and `[model]` and `[data]` are absent."""
+    """A task of your own: a file has its data, model and loss, and `[model]` and `[data]` are absent."""
 
     file: str = Field(min_length=1)
     """A file of Python with a function `task(config, seed)` that returns a `stretto.train.task.Task`;
@@ -156,7 +156,7 @@ class PlanningSettings(Settings):
     saves over `training.steps`. It is counted in orders walked, so that equal settings give equal plans."""
     reuse: Literal["auto", "renew", "off"] = "auto"
     """Costs and plans of earlier runs on this machine, which are kept in `$XDG_CACHE_HOME/stretto` or
-    `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans anew and
+    `~/.cache/stretto`: "auto" takes those that fit this job and machine, "renew" measures and plans again and
     keeps that, "off" neither looks nor keeps. The environment's STRETTO_REUSE comes before it; its "auto"
     only before "off"."""
 
@@ -171,7 +171,7 @@ class TrainSettings(Settings):
     data: DataSettings = DataSettings()
     """What it is trained on."""
     task: TaskSettings | None = None
-    """A task of one's own, in the place of `model` and `data`."""
+    """A task of your own, in the place of `model` and `data`."""
     parallel: ParallelSettings = ParallelSettings()
     """How it is distributed over ranks."""
     planning: PlanningSettings = PlanningSettings()
@@ -303,7 +303,7 @@ def _fitting(settings: TrainSettings) -> str:
     return f"parallel.microbatches = {fewer}, or {batches}"
 
 
-def load_settings(path: str | Path, overrides: Sequence[str] = (), begin: Say = unheard) -> TrainSettings:
+def load_settings(path: str | Path, overrides: Sequence[str] = (), begin: Say = silent) -> TrainSettings:
     """Read a run's settings from a TOML file; `overrides` are `optimizer.lr=1e-3` and change what it says.
 
     An override's value is TOML, or else plain text; an empty one (`parallel.max_live=`) puts the default

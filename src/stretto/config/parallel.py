@@ -114,7 +114,7 @@ class ParallelSettings(Settings):
     the fastest that planning finds with the stages that there are (`docs/schedules.md`)."""
     stages: int | None = Field(default=None, ge=1, le=MOST_STAGES)
     """Stages of the model in all; without it those of `split` or of a Schedule, or `pp` times
-    `virtual_stages`. Ranks may have unequally many with schedule = "auto", or one's own."""
+    `virtual_stages`. Ranks may have unequally many with schedule = "auto", or your own."""
     virtual_stages: Annotated[int | Literal["auto"] | None, _count_or_auto("stages", open_=True)] = None
     """Stages of the model on each pipeline rank; without it, what the schedule needs: 1, or 2 for interleaved
     and V-shaped ones. "auto", with schedule = "auto": the step is captured with 1, 2 and 4 of them, as far as

@@ -14,13 +14,13 @@ from typing import Any
 from stretto.config.model import GPTSettings
 from stretto.errors import UsageError, near_path
 from stretto.files.parse import parse_json
-from stretto.files.say import Say, unheard
+from stretto.files.say import Say, silent
 
 OWN = {"stretto-gpt": "gpt", "stretto-moe": "moe"}
 """What config.json calls models that `stretto export` writes -> their kind in settings."""
 CONFIG = "config.json"
 FREE = frozenset({"dropout", "capacity_factor", "aux_weight", "z_weight"})
-"""Settings of own models that may differ from those which weights were trained with."""
+"""Settings of own models that may differ from those that weights were trained with."""
 NOT_OF_THE_MODEL = frozenset(
     [
         "_name_or_path",
@@ -37,7 +37,7 @@ WRITTEN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "tie_wo
 """Keys that are written down even where they are the class's defaults, because settings have others."""
 
 
-def complete(values: dict[str, Any], begin: Say = unheard) -> None:
+def complete(values: dict[str, Any], begin: Say = silent) -> None:
     """Add to the values of a run's settings what `model.pretrained` says of the model, if that is given.
     begin: receives what is done, before that takes long.
 

@@ -131,13 +131,13 @@ def _read(row: Flag, name: str, values: list[str], equals: bool) -> tuple[Given 
 def _expected(row: Flag) -> str:
     if isinstance(row.takes, tuple):
         return " or ".join(row.takes)
-    return {"int": "a whole number", "float": "a number"}.get(row.takes, "a text")
+    return {"int": "an integer", "float": "a number"}.get(row.takes, "a text")
 
 
 @dataclass(slots=True)
 class Tally:
     """values: by dotted key. culprits: the flags of each key, as written. made_of: the same as a text; of a
-    key that no flag made, why it is there. fates: of each flag that was decided, and what is said of it.
+    key that no flag made, why it is there. fates: of each flag that was decided, and what is stated of it.
     absent: what Megatron does where a flag is not given, and Stretto cannot. refused: why nothing can be
     written."""
 
@@ -176,7 +176,7 @@ class Tally:
                 self.fates[name] = ("taken", f"{before}, {said}" if before and fate == "taken" else said)
 
     def lack(self, why: str, *names: str) -> None:
-        """Flags without which the settings are written, where nothing is said of them yet."""
+        """Flags without which the settings are written, where nothing is stated of them yet."""
         for name in names:
             if self.is_given(name):
                 self.fates.setdefault(name, ("lacking", why))
@@ -192,13 +192,13 @@ class Tally:
         self.refused.append(f"{self.written(name)}: {why}")
 
     def need(self, name: str) -> int:
-        """The value of a flag that must be given, a whole number from 1 on. A faulty one
+        """The value of a flag that must be given, an integer from 1 on. A faulty one
         is refused, and 1 returned."""
         value = self.get(name)
         if value is None:
-            self.refused.append(f"{name} is missing; append {name} and a whole number")
+            self.refused.append(f"{name} is missing; append {name} and an integer")
         elif value < 1:
-            self.refuse(name, "expected a whole number from 1 on")
+            self.refuse(name, "expected an integer from 1 on")
         return value if value is not None and value >= 1 else 1
 
 

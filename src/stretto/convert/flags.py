@@ -307,7 +307,7 @@ a rotary position turns every pair of a head's dims by Su et al.'s angles, unsca
     rotary-percent:f=1 rotary-interleaved rotary-seq-len-interpolation-factor:i use-rope-scaling
     rope-scaling-factor:f=1 rope-scaling-type:t rope-type:t=rope no-rope-freq:t
 
-attention is causal over the whole sequence, with PyTorch's softmax
+attention is causal over the full sequence, with PyTorch's softmax
     window-size:t window-attn-skip-freq:t softmax-type:t=vanilla apply-query-key-layer-scaling qk-l2-norm
 
 the model's norms, activations and residuals are those of its kind

@@ -92,10 +92,10 @@ Amount = Annotated[float, Fits(lambda value: 0.0 <= value <= MOST, f"a number fr
 """A time, a size, or a share of one."""
 
 Finite = Annotated[float, Fits(lambda value: -MOST <= value <= MOST, f"a number up to {MOST:.0e}")]
-"""A time that may lie before another, or what is computed of times."""
+"""A time that may are before another, or what is computed of times."""
 
 Share = Annotated[float, Fits(lambda value: 0.0 <= value <= 1.0, "a share from 0 to 1")]
-Natural = Annotated[int, Fits(lambda value: value >= 1, "a whole number from 1")]
+Natural = Annotated[int, Fits(lambda value: value >= 1, "an integer from 1")]
 
 Keyword = Annotated[
     str, Fits(lambda name: name.isidentifier() and not iskeyword(name), "a keyword argument's name")
@@ -214,7 +214,7 @@ def _itself(kind: type, expected: str) -> Form:
 
 WORDS: Mapping[Any, Form] = {
     str: _itself(str, "text"),
-    int: _itself(int, "a whole number"),
+    int: _itself(int, "an integer"),
     bool: _itself(bool, "true or false"),
     NoneType: _itself(NoneType, "null"),
     float: Form(_read_float, write_float),
@@ -305,10 +305,10 @@ class Codec:
     def _object(self, kind: Any) -> Form:
         forms = self._fields(kind)
         block = any(form.layout is TextLayout.BLOCK for form in forms.values())
-        holder = LineObject if block else dict
+        owner = LineObject if block else dict
 
         def write(thing: Any) -> dict[str, Any]:
-            return holder({name: form.write(getattr(thing, name)) for name, form in forms.items()})
+            return owner({name: form.write(getattr(thing, name)) for name, form in forms.items()})
 
         layout = TextLayout.BLOCK if block else TextLayout.ENTRY
         return Form(lambda value: _made(kind, **read_members(value, forms)), write, layout)
@@ -353,10 +353,10 @@ def _fixed(forms: list[Form], expected: str) -> Form:
 
 def _sequence(kind: Callable[[Iterable[Any]], Any], element: Form) -> Form:
     read, write, several = element.read, element.write, element.layout is not TextLayout.WORD
-    holder = LineList if several else list
+    owner = LineList if several else list
     return Form(
         lambda value: kind(read_list(value, repeat(read))),
-        lambda parts: holder([write(part) for part in parts]),
+        lambda parts: owner([write(part) for part in parts]),
         TextLayout.BLOCK if several else TextLayout.ENTRY,
     )
 

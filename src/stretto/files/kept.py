@@ -20,7 +20,7 @@ from pathlib import Path
 
 from stretto.errors import UsageError
 from stretto.files.parse import parse_json
-from stretto.files.say import Say, unheard
+from stretto.files.say import Say, silent
 from stretto.files.whole_file import write_file
 
 MOST_ENTRIES = 256
@@ -86,12 +86,12 @@ class KeptEntry:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A folder of entries. renew: whether what is there is made anew, as if it were not. say: takes a line of
-    what is found again, and of what cannot be kept."""
+    """A folder of entries. renew: whether what is there is made again, as if it were not. say: takes a line
+    of what is found again, and of what cannot be kept."""
 
     folder: Path
     renew: bool = False
-    say: Say = unheard
+    say: Say = silent
 
     def find(self, kind: str, key: str, most_age_s: float = math.inf) -> KeptEntry | None:
         """The entry of that kind and key, made no longer ago than `most_age_s`; None if there is none, or it

@@ -11,7 +11,7 @@ import tomllib
 from typing import Any, NoReturn
 
 LARGEST = (1 << 63) - 1
-"""The largest whole number that files may have: of 64 bits, as tensors' sizes and strides are."""
+"""The largest integer that files may have: of 64 bits, as tensors' sizes and strides are."""
 TOO_DEEP = "it is nested too deeply"
 
 
@@ -21,8 +21,8 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
     one, and for numbers that JSON does not have."""
     try:
         if strict:
-            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refused, parse_int=_whole)
-        return json.loads(text, parse_int=_whole)
+            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refused, parse_int=_full)
+        return json.loads(text, parse_int=_full)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
 
@@ -50,7 +50,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     return data
 
 
-def _whole(digits: str) -> int:
+def _full(digits: str) -> int:
     if len(digits) > len(str(LARGEST)) + 1 or abs(int(digits)) > LARGEST:
         raise ValueError(f"a number of {len(digits.lstrip('-'))} digits is too large: {digits[:20]}...")
     return int(digits)
@@ -64,4 +64,4 @@ def _check(value: Any) -> None:
         for item in value:
             _check(item)
     elif isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError("a whole number is too large: at most 63 bits")
+        raise ValueError("an integer is too large: at most 63 bits")

@@ -8,5 +8,5 @@ Say = Callable[[str], None]
 """Takes one line for the user."""
 
 
-def unheard(line: str) -> None:
+def silent(line: str) -> None:
     """Drops the line: for callers that print nothing."""

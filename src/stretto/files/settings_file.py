@@ -137,9 +137,9 @@ def _worded(
 ) -> list[tuple[str, str]]:
     lines: dict[tuple[str, str], list[str]] = {}
     for fault in error.errors(include_url=False):
-        holder, key = _key_path(kind, fault)
+        owner, key = _key_path(kind, fault)
         place = next((text for name, text in origin.items() if _within(key, name)), source)
-        start, rest = _explain(kind, holder, key, fault)
+        start, rest = _explain(kind, owner, key, fault)
         # Where a word or a list is allowed, pydantic reports a fault for each: they are one.
         lines.setdefault((place, start), []).append(rest)
     return [
@@ -236,7 +236,7 @@ def _trees(annotation: Any) -> Iterator[type[BaseModel]]:
 def _key_path(kind: type[BaseModel], fault: ErrorDetails) -> tuple[type[BaseModel], str]:
     """The settings class that the fault is in, and the key as the user writes it.
 
-    Pydantic's location also holds marks of its own: the chosen member of a union, or the type that was
+    Pydantic's location also has marks of its own: the chosen member of a union, or the type that was
     tried; they are no keys and are left out.
     """
     candidates = [kind]
@@ -267,21 +267,19 @@ def _tags(tree: type[BaseModel]) -> tuple[Any, ...]:
     return get_args(_annotation(tree, "kind"))
 
 
-def _explain(
-    root: type[BaseModel], holder: type[BaseModel], key: str, fault: ErrorDetails
-) -> tuple[str, str]:
+def _explain(root: type[BaseModel], owner: type[BaseModel], key: str, fault: ErrorDetails) -> tuple[str, str]:
     """What is wrong, and what is allowed instead."""
     what, value = fault["type"], fault["input"]
     context = fault.get("ctx", {})
     if what == "extra_forbidden":
-        kinds = _other_kinds(root, holder, key)
+        kinds = _other_kinds(root, owner, key)
         if kinds:
-            own = " or ".join(repr(tag) for tag in _tags(holder))
+            own = " or ".join(repr(tag) for tag in _tags(owner))
             others = " or ".join(kinds)
             return f"{key} = {value!r}", f"is no setting of kind {own}, but of {others}; drop it"
-        return f"{key} = {value!r}", f"there is no such setting; {_nearest(root, holder, key)}"
+        return f"{key} = {value!r}", f"there is no such setting; {_nearest(root, owner, key)}"
     if what == "missing":
-        field = holder.model_fields.get(key.rpartition(".")[2])
+        field = owner.model_fields.get(key.rpartition(".")[2])
         text = " ".join((field.description or "").split()) if field is not None else ""
         return key, f"is missing; it is: {text}" if text else "is missing; give it a value"
     if what in ("union_tag_invalid", "union_tag_not_found"):
@@ -294,7 +292,7 @@ def _explain(
         return key, str(context["error"])
     # A list is what TOML calls a tuple, and what code may give as well.
     message = re.sub(r"\b([Tt])uple\b", lambda match: "List" if match[1] == "T" else "list", fault["msg"])
-    words = _words(_annotation(holder, key.rpartition(".")[2])) if what == "literal_error" else ()
+    words = _words(_annotation(owner, key.rpartition(".")[2])) if what == "literal_error" else ()
     return f"{key} = {value!r}", message[0].lower() + message[1:] + meant(value, words, "; {}")
 
 
@@ -315,19 +313,19 @@ def _members(root: type[BaseModel], key: str) -> list[type[BaseModel]]:
     return trees
 
 
-def _other_kinds(root: type[BaseModel], holder: type[BaseModel], key: str) -> list[str]:
+def _other_kinds(root: type[BaseModel], owner: type[BaseModel], key: str) -> list[str]:
     """The kinds of the same table that know the key, where the one that was chosen does not."""
     table, _, leaf = key.rpartition(".")
-    members = _members(root, table) if table and "kind" in holder.model_fields else []
+    members = _members(root, table) if table and "kind" in owner.model_fields else []
     return [
-        repr(tag) for one in members if one is not holder and leaf in one.model_fields for tag in _tags(one)
+        repr(tag) for one in members if one is not owner and leaf in one.model_fields for tag in _tags(one)
     ]
 
 
-def _nearest(root: type[BaseModel], holder: type[BaseModel], key: str) -> str:
+def _nearest(root: type[BaseModel], owner: type[BaseModel], key: str) -> str:
     """The known key that an unknown one was probably meant to be, or else all that its table knows."""
     table, _, leaf = key.rpartition(".")
-    here = {name: f"{table}.{name}" if table else name for name in holder.model_fields}
+    here = {name: f"{table}.{name}" if table else name for name in owner.model_fields}
     everywhere = list(dict.fromkeys(_all_keys(root)))
     begun = [here[name] for name in here if name.startswith(leaf)]
     likely = [name for name in everywhere if name.rpartition(".")[2] == leaf]

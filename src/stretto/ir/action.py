@@ -16,7 +16,7 @@ from enum import StrEnum
 
 class Phase(StrEnum):
     """What a program computes: forward, input gradient, weight gradient, or both gradients together, of a
-    microbatch; sums of gradients, once a step (microbatch `ONCE`; no action of a schedule)."""
+    microbatch; gradient reductions, once a step (microbatch `ONCE`; no action of a schedule)."""
 
     F = "F"
     I = "I"  # noqa: E741 - the field's own letter for the input gradient
@@ -40,7 +40,7 @@ _MEANINGS = {
     Phase.I: "input gradient",
     Phase.W: "weight gradient",
     Phase.B: "backward (I and W)",
-    Phase.REDUCE_GRAD: "sums of gradients",
+    Phase.REDUCE_GRAD: "gradient reductions",
 }
 
 ONCE = -1
@@ -109,7 +109,7 @@ def parse_slot(token: str) -> Slot:
 class Schedule:
     """The order of actions on every rank.
 
-    `orders[rank]` is that rank's order; `stage_ranks[stage]` says which rank holds the stage. A schedule
+    `orders[rank]` is that rank's order; `stage_ranks[stage]` says which rank has the stage. A schedule
     may be wrong (a user wrote it): `stretto.verify` decides.
     """
 
@@ -129,5 +129,5 @@ class Schedule:
             yield from slot.actions
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that the rank holds, ascending."""
+        """The stages that the rank has, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)

@@ -1,6 +1,6 @@
 """One row an axis of the mesh: what is split over it, what must be summed over it, how ranks are numbered.
 
-Rows stand outermost first, and ranks are numbered with the last axis fastest, so that tensor-parallel peers
+Rows are outermost first, and ranks are numbered with the last axis fastest, so that tensor-parallel peers
 are neighbours (Megatron-LM's order, arXiv 2104.04473: they share a node).
 """
 
@@ -14,19 +14,19 @@ from stretto.files.codec import Fits
 
 
 class Sums(IntEnum):
-    """Which gradients are addends along an axis. A gradient's sums come in this order."""
+    """Which gradients are partial sums along an axis. A gradient's sums come in this order."""
 
     PARTIAL = 0
     """Of parameters that name the axis in `Parameter.partial`."""
     TIED = 1
-    """Of parameters of which several of its ranks hold a copy."""
+    """Of parameters of which several of its ranks have a copy."""
     ALL = 2
-    """Of all but those that are spread over it: each rank has other data."""
+    """Of all but those that are sharded over it: each rank has other data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """splits: what its ranks have different parts of; other things they hold whole, and equal."""
+    """splits: what its ranks have different parts of; other things they have full, and equal."""
 
     name: str
     splits: Literal["stages", "batch", "sequence", "experts", "parameters"]
@@ -48,12 +48,12 @@ OtherAxis = Annotated[str, Fits(lambda axis: axis in AXES[1:], f"an axis of {', 
 """The name of one beside pp."""
 
 PIPELINE = PP.name
-"""Its coordinate is a rank's place: other ranks of a place do equal work on other data."""
+"""Its coordinate is a rank's pipeline rank: other ranks of a pipeline rank do equal work on other data."""
 
 TENSOR = TP.name
 """Along it, values are equal unless the program says otherwise."""
 
 
 def sums_of(axis: str) -> Sums:
-    """Which gradients are addends along an axis; along one that is not known, those that say so."""
+    """Which gradients are partial sums along an axis; along one that is not known, those that say so."""
     return BY_NAME[axis].sums if axis in BY_NAME else Sums.PARTIAL

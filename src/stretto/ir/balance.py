@@ -2,7 +2,7 @@
 
 1. `cut_chain`: the most expensive part costs as little as possible; of all such cuts, the sum of squares is
    the least, so that no part is left small without need. Of equal ones, earlier parts are the smaller: the
-   first stages of a pipeline hold the most microbatches. Both by dynamic programming.
+   first stages of a pipeline have the most microbatches. Both by dynamic programming.
 2. `even_ranks`: where ranks have several parts each, borders move until the ranks' own sums are even. A move
    takes a run of borders one place on, or one place back: a single border moves work between neighbours only.
    Moves that gain little (`WORTH`) in all are not made.

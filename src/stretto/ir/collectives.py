@@ -1,9 +1,9 @@
 """One row a kind of communication. What is done with it, wherever that is, is read off its row.
 
 Each of a group's `size` members gives a tensor of the same shape, and gets rows (dim 0) of what all gave:
-`sent` says which of a sender's rows a receiver gets, and `sums` whether these are added up or lie one behind
+`sent` says which of a sender's rows a receiver gets, and `sums` whether these are added up or are one behind
 another, in the order of the group. Shapes, bytes, messages between processors, what ranks that are threads
-hand each other and what a lone rank makes up follow from the two.
+hand each other and what a single rank makes up follow from the two.
 
 A program starts a kind by `comm.<name>(value, [how,] axis, size)`. A row's name is also the key to the call
 on `torch.distributed` (`stretto.backend.collectives.CALLS`), and its `cost` that to its curve in `Costs`. To
@@ -34,7 +34,7 @@ Route: TypeAlias = Literal["ring", "direct", "chain", "pair"]
 """How it goes over links: around a ring; from each to each; from the first through all; from one to one."""
 
 
-def _whole(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
+def _full(rows: int, sender: int, receiver: int, size: int, how: How) -> Rows:
     return 0, rows
 
 
@@ -92,7 +92,7 @@ class Kind:
         return self.priced_as or self.name
 
     @property
-    def says_how(self) -> bool:
+    def has_how(self) -> bool:
         """Whether a start has an argument beside value, axis and size."""
         return bool(self.reductions) or self.sized
 
@@ -125,8 +125,8 @@ class Kind:
             return [(0, count) for count in counts]
         return [(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
 
-    def whole_nbytes(self, nbytes: int, size: int, how: How = "") -> int:
-        """Bytes of the whole tensor, by which it is priced: what is reduced, gathered or scattered, or what a
+    def full_nbytes(self, nbytes: int, size: int, how: How = "") -> int:
+        """Bytes of the full tensor, by which it is priced: what is reduced, gathered or scattered, or what a
         member gives. nbytes: of the result. Unequal parts count as equal ones as large as those of the member
         that has most to send or receive."""
         if self.sums and self.splits:
@@ -139,7 +139,7 @@ class Kind:
         return nbytes * max(sent) * size // (max(rows, 1) * (size - 1))
 
     def moved(self, size: int) -> float:
-        """What each member sends over its link, in parts of the whole tensor."""
+        """What each member sends over its link, in parts of the full tensor."""
         return self.turns * (size - 1) / size if self.route in ("ring", "direct") else 1.0
 
     def steps(self, size: int) -> int:
@@ -149,8 +149,8 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What a starting op asks for. kind: by which costs know it; nbytes: of the whole tensor
-    (`Kind.whole_nbytes`); size: of the group."""
+    """What a starting op asks for. kind: by which costs know it; nbytes: of the full tensor
+    (`Kind.full_nbytes`); size: of the group."""
 
     kind: str
     axis: str
@@ -171,14 +171,14 @@ def _result_rows(kind: Kind, rows: int, size: int, how: How) -> int | None:
 
 
 ALL_REDUCE = Kind(
-    *("all_reduce", _whole, "all_reduce", "all_reduce"),
+    *("all_reduce", _full, "all_reduce", "all_reduce"),
     turns=2,  # to reduce, and to gather what was reduced
     sums=True,
     reductions=("sum", "max"),
     in_place=True,
     differs="never",
 )
-ALL_GATHER = Kind("all_gather", _whole, "all_gather", "reduce_scatter", differs="never")
+ALL_GATHER = Kind("all_gather", _full, "all_gather", "reduce_scatter", differs="never")
 REDUCE_SCATTER = Kind(
     *("reduce_scatter", _part, "reduce_scatter", "all_gather"), sums=True, splits=True, reductions=("sum",)
 )
@@ -189,8 +189,8 @@ ALL_TO_ALL_SIZED = Kind(
     sized=True,
     priced_as="all_to_all",
 )
-BROADCAST = Kind("broadcast", _whole, "broadcast", "", "chain", differs="never", in_programs=False)
-SEND = Kind("send", _whole, "sendrecv", "send", "pair", differs="as given", in_programs=False)
+BROADCAST = Kind("broadcast", _full, "broadcast", "", "chain", differs="never", in_programs=False)
+SEND = Kind("send", _full, "sendrecv", "send", "pair", differs="as given", in_programs=False)
 """Messages of the pipeline."""
 
 KINDS = {

@@ -23,9 +23,9 @@ class Processor:
 
     speed: what it has of a processor while that lasts, from `share` to 1: other ranks may compute on the same
         cores.
-    skew: like `Costs.skew`, and beside it: how much longer the slowest of the ranks that share a place takes
-        than they do on average because they are stopped at different times. Of ranks that never wait; one
-        that has waited is stopped less.
+    skew: like `Costs.skew`, and beside it: how much longer the slowest of the ranks that share a pipeline
+        rank takes than they do on average because they are stopped at different times. Of ranks that never
+        wait; one that has waited is stopped less.
     """
 
     period_us: float
@@ -49,7 +49,7 @@ class Processor:
 
 
 BYTES_PER_MB = 10**6
-"""The megabyte of all that is told for each of them."""
+"""The megabyte of all that is reported for each of them."""
 
 LEAST_RATE = 1e-6
 """Bytes a microsecond. A link that is slower is none, and what it takes is no finite time."""
@@ -89,8 +89,8 @@ class Link:
 class CollectiveCost:
     """What a collective of one kind takes on one communicator, when nothing else uses its links.
 
-    curve: time by bytes of the whole tensor (see `ir.program.Collective`), from the call that starts it.
-    processor_us_per_mb: processor time that every member loses, per 10**6 bytes of the whole tensor (a CPU
+    curve: time by bytes of the full tensor (see `ir.program.Collective`), from the call that starts it.
+    processor_us_per_mb: processor time that every member loses, per 10**6 bytes of the full tensor (a CPU
         transport copies and adds on the cores that compute).
     processor_us: what it loses beside that, whatever the size (threads that wake up, headers).
     slowdown: share of the compute lane's speed that is lost while it is in flight, whatever its size (an
@@ -129,7 +129,8 @@ class Costs:
     collectives[(communicator, kind)]; a communicator that is not named goes by links.
     shared: axes whose collectives use one network card, as do pipeline messages, and so slow each other down
         (tensor-parallel peers on different hosts); others have links of their own.
-    skew: how much longer the slowest of the ranks that share a place computes than they do on average, as a
+    skew: how much longer the slowest of the ranks that share a pipeline rank computes than they do on
+    average, as a
         share: the others wait for it in their next collective.
     processor: what only processors do that others share (`Processor`); None on accelerators.
     op_how[(stage, op name)]: how an op's time is known, in a word, where `source` does not say it for all
@@ -172,7 +173,7 @@ class Prediction:
 
     exposed_us: compute-lane time spent waiting for communication; bubble_us: idle for want of work.
     exposed_axis_us, comm_axis_us: axis -> by rank, exposed time and total time of its communications; their
-        quotient tells what was hidden.
+        quotient shows what was hidden.
     peak_bytes: with the optimizer's state (`Job.optimizer`). memory: of what they consist (`MEMORY_PARTS`) ->
         by rank.
     bound_us: no order of this job's actions on these ranks can be faster; `binds` says why in words.
@@ -190,7 +191,7 @@ class Prediction:
     memory: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def fullest(self) -> tuple[int, dict[str, int]]:
-        """The rank that holds most, and of what its peak consists, by words."""
+        """The rank that has most, and of what its peak consists, by words."""
         rank = max(range(len(self.peak_bytes)), key=self.peak_bytes.__getitem__, default=0)
         known = {part: word for part, word in MEMORY_PARTS.items() if part in self.memory}
         return rank, {word: self.memory[part][rank] for part, word in known.items()}

@@ -13,14 +13,14 @@ from itertools import pairwise
 from operator import itemgetter
 
 MOST_BYTES = 1e18
-"""Where lines that cross only further out count as never crossing: more than any memory holds."""
+"""Where lines that cross only further out count as never crossing: more than any memory has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """Microseconds over bytes, never decreasing.
 
-    points: (bytes, us), bytes strictly ascending. Between two points the time lies on their line; below the
+    points: (bytes, us), bytes strictly ascending. Between two points the time is on their line; below the
     first it is the first's time (a latency); beyond the last it goes on with the last piece's slope, or stays
     when there is one point only.
 
@@ -64,7 +64,7 @@ class Curve:
 
         What disturbs a measurement makes it slower, never faster: of equal sizes the fastest counts, and a
         size that took longer than a larger one takes the larger one's time. The flattest line from the
-        first point to another is drawn on to zero bytes, which tells the latency of a sweep that begins with
+        first point to another is drawn on to zero bytes, which shows the latency of a sweep that begins with
         large messages: it is the one that a disturbed size has made no steeper.
 
         Raises ValueError when there is no sample.

@@ -23,14 +23,14 @@ class Dims:
 
     inputs: tuple[Labels, ...]
     outputs: tuple[Labels, ...]
-    whole: frozenset[int] = frozenset()
+    full: frozenset[int] = frozenset()
     summed: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     added: frozenset[int] = frozenset()
 
 
 SUMMED = "summed"
-"""In place of a result's dim: each rank has an addend of it."""
+"""In place of a result's dim: each rank has a partial sum of it."""
 
 
 def results_along(rule: Dims, label: int) -> tuple[int | str | None, ...] | None:
@@ -81,7 +81,7 @@ def broadcast(spec: TensorSpec, shape: Sequence[int]) -> Labels:
 
 
 def norm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    """native_layer_norm, _fused_rms_norm: the last dims are whole, each row is by itself."""
+    """native_layer_norm, _fused_rms_norm: the last dims are unsharded, each row is by itself."""
     count = len(specs[0].shape)
     normed = len(op.args[1])
     labels = labels_of(count)
@@ -94,7 +94,7 @@ def norm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
             else (*labels[: count - normed], *((None,) * (normed if full else 0)))
         )
     inputs = (labels, *(labels[count - len(spec.shape) :] for spec in specs[1:]))
-    return Dims(inputs, tuple(outs), whole=frozenset(labels[count - normed :]))
+    return Dims(inputs, tuple(outs), full=frozenset(labels[count - normed :]))
 
 
 def norm_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
@@ -112,7 +112,7 @@ def norm_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
         else:  # mean, rstd
             inputs.append((*rows, *((None,) * (len(spec.shape) - len(rows)))))
     outs = [labels if at == 0 else last for at, _ in enumerate(op.outputs)]
-    return Dims(tuple(inputs), tuple(outs), whole=frozenset(last), summed=frozenset(rows), linear=each(0))
+    return Dims(tuple(inputs), tuple(outs), full=frozenset(last), summed=frozenset(rows), linear=each(0))
 
 
 _B, _H, _S, _T, _D, _E = range(6)
@@ -141,7 +141,7 @@ def attention(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     for at, spec in enumerate(op.outputs):
         n = 0 if spec is None else len(spec.shape)
         outs.append((_B, _H, _S, _E) if at == 0 else (_B, _H, _S, None)[:n] if n >= 3 else (None,) * n)
-    return Dims(tuple(inputs), tuple(outs), whole=frozenset((_S, _T, _D, _E)))
+    return Dims(tuple(inputs), tuple(outs), full=frozenset((_S, _T, _D, _E)))
 
 
 def attention_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
@@ -168,7 +168,7 @@ def attention_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         (_B, _H, _S, _D), (_B, _heads(k, q), _T, _D), (_B, _heads(v, q), _T, _E)
     ]  # fmt: skip
     outs += [() if s is None else (_B, _H, _S, _T)[4 - len(s.shape) :] for s in op.outputs[3:]]
-    return Dims(tuple(inputs), tuple(outs), whole=frozenset((_S, _T, _D, _E)), summed=summed, linear=each(0))
+    return Dims(tuple(inputs), tuple(outs), full=frozenset((_S, _T, _D, _E)), summed=summed, linear=each(0))
 
 
 _NONE, _MEAN = 0, 1
@@ -181,8 +181,8 @@ def _rows(labels: Sequence[int]) -> Labels:
 
 
 def nll(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    """Classes are whole. Rows are by themselves where each keeps its loss, and added up in a sum; of a mean,
-    every dim is whole."""
+    """Classes are unsharded. Rows are by themselves where each keeps its loss, and added up in a sum; of a
+    mean, every dim is unsharded."""
     labels = labels_of(len(specs[0].shape))
     rows, reduction = _rows(labels), op.args[3]
     inputs = (labels, rows, labels[-1:] if len(labels) == 1 else (1,))
@@ -190,7 +190,7 @@ def nll(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     return Dims(
         inputs[: len(specs)],
         (rows, ()) if reduction == _NONE else ((), ()),
-        whole=frozenset(labels) if reduction == _MEAN else classes,
+        full=frozenset(labels) if reduction == _MEAN else classes,
         summed=frozenset() if reduction in (_NONE, _MEAN) else frozenset(rows),  # type: ignore[arg-type]
     )
 
@@ -202,7 +202,7 @@ def nll_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     classes = tuple(label for label in labels if label not in rows)
     each_row = rows if specs[0].shape else ()
     inputs = (each_row, labels, rows, *((classes,) if len(specs) > 4 else ()), ())
-    return Dims(inputs, (labels,), whole=frozenset(classes), linear=each(0))
+    return Dims(inputs, (labels,), full=frozenset(classes), linear=each(0))
 
 
 def permute(op: Op, specs: Sequence[TensorSpec]) -> Dims:
@@ -219,32 +219,32 @@ def permute(op: Op, specs: Sequence[TensorSpec]) -> Dims:
 
 
 def changed(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
-    """One operand whose dims stay, but for sizes: those that change, and those named, must be whole."""
+    """One operand whose dims stay, but for sizes: those that change, and those named, must be unsharded."""
     made = op.outputs[0]
     if made is None or len(made.shape) != len(specs[0].shape):
         return None
     labels = labels_of(len(made.shape))
-    whole = {d for d, (a, b) in enumerate(zip(specs[0].shape, made.shape, strict=True)) if a != b}
+    unsharded = {d for d, (a, b) in enumerate(zip(specs[0].shape, made.shape, strict=True)) if a != b}
     zero = True
     if op.target in ("aten.flip.default", "aten.roll.default"):
         at = 1 if op.target == "aten.flip.default" else 2
         dims = op.args[at] if len(op.args) > at else ()
-        whole |= {dim_of(d, len(labels)) for d in dims} if dims else set(labels)
+        unsharded |= {dim_of(d, len(labels)) for d in dims} if dims else set(labels)
     elif op.target in ("aten.tril.default", "aten.triu.default"):
-        whole |= set(labels[-2:])
+        unsharded |= set(labels[-2:])
     elif op.target == "aten.constant_pad_nd.default":
         pads = op.args[1]
-        whole |= {len(labels) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
+        unsharded |= {len(labels) - 1 - k // 2 for k, pad in enumerate(pads) if pad}
         zero = len(op.args) < 3 or op.args[2] == 0
-    return Dims((labels,), (labels,), whole=frozenset(whole), linear=each(0) if zero else ())
+    return Dims((labels,), (labels,), full=frozenset(unsharded), linear=each(0) if zero else ())
 
 
 def complex_view(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     """view_as_complex and back: the last dim of the real tensor is a number's two parts."""
     labels = labels_of(len(specs[0].shape))
     if op.target == "aten.view_as_complex.default":
-        return Dims((labels,), (labels[:-1],), whole=frozenset(labels[-1:]), linear=each(0))
-    return Dims((labels,), ((*labels, len(labels)),), whole=frozenset((len(labels),)), linear=each(0))
+        return Dims((labels,), (labels[:-1],), full=frozenset(labels[-1:]), linear=each(0))
+    return Dims((labels,), ((*labels, len(labels)),), full=frozenset((len(labels),)), linear=each(0))
 
 
 def expand(op: Op, specs: Sequence[TensorSpec]) -> Dims:
@@ -259,8 +259,8 @@ def repeat(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
         return None
     labels = labels_of(len(made.shape))
     skipped = len(made.shape) - len(specs[0].shape)
-    whole = frozenset(d for d, times in enumerate(op.args[1]) if times != 1)
-    return Dims((labels[skipped:],), (labels,), whole=whole, linear=each(0))
+    unsharded = frozenset(d for d, times in enumerate(op.args[1]) if times != 1)
+    return Dims((labels[skipped:],), (labels,), full=unsharded, linear=each(0))
 
 
 # --- rows that are looked up ------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def embedding(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     count = len(specs[1].shape)
     rows, columns = count, count + 1
     index = labels_of(count)
-    return Dims(((rows, columns), index), ((*index, columns),), whole=frozenset((rows,)), linear=each(0))
+    return Dims(((rows, columns), index), ((*index, columns),), full=frozenset((rows,)), linear=each(0))
 
 
 def embedding_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
@@ -280,7 +280,7 @@ def embedding_backward(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     return Dims(
         ((*index, columns), index),
         ((rows, columns),),
-        whole=frozenset((rows,)),
+        full=frozenset((rows,)),
         summed=frozenset(index),
         linear=each(0),
     )
@@ -292,11 +292,11 @@ def index_select(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     labels = labels_of(count)
     inside: Labels = (count,) if specs[1].shape else ()
     out = (*labels[:dim], *((count,) if inside else (None,)), *labels[dim + 1 :])
-    return Dims((labels, inside), (out,), whole=frozenset((dim,)), linear=each(0))
+    return Dims((labels, inside), (out,), full=frozenset((dim,)), linear=each(0))
 
 
 def index(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
-    """x[indices]: dims that are indexed are whole; so are the indices' own."""
+    """x[indices]: dims that are indexed are unsharded; so are the indices' own."""
     count = len(specs[0].shape)
     given = tuple(op.args[1])
     named = [d for d, arg in enumerate(given) if isinstance(arg, Ref)]
@@ -312,7 +312,7 @@ def index(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     for spec in specs[1:]:
         skipped = extra - len(spec.shape)
         inner.append(tuple(fresh[skipped + d] if n != 1 else None for d, n in enumerate(spec.shape)))
-    return Dims((labels_of(count), *inner), (out,), whole=frozenset(named) | frozenset(fresh), linear=each(0))
+    return Dims((labels_of(count), *inner), (out,), full=frozenset(named) | frozenset(fresh), linear=each(0))
 
 
 def index_put(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
@@ -324,7 +324,7 @@ def index_put(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     labels = shown[len(shown) - len(values) :]
     inner = tuple(None if n == 1 else label for n, label in zip(values, labels, strict=True))
     both = (frozenset((0, len(specs) - 1)),)
-    return Dims((*read.inputs, inner), (read.inputs[0],), whole=read.whole, linear=both)
+    return Dims((*read.inputs, inner), (read.inputs[0],), full=read.full, linear=both)
 
 
 def into_rows(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
@@ -335,7 +335,7 @@ def into_rows(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     if any(len(spec.shape) not in (0, count) for spec in specs[2:]):
         return None
     index = (None,) * len(specs[1].shape)
-    return Dims((labels, index, *source), (labels,), whole=frozenset((dim_of(op.args[1], count),)))
+    return Dims((labels, index, *source), (labels,), full=frozenset((dim_of(op.args[1], count),)))
 
 
 def image(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
@@ -344,4 +344,4 @@ def image(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     if any(len(spec.shape) != count for spec in specs):
         return None
     labels = labels_of(count)
-    return Dims((labels,) * len(specs), (labels,) * len(op.outputs), whole=frozenset(labels[2:]))
+    return Dims((labels,) * len(specs), (labels,) * len(op.outputs), full=frozenset(labels[2:]))

@@ -3,15 +3,16 @@
 A rule gives every dim of every tensor that an op reads or makes a *label*. Dims with one label are cut
 together: a rank that has a part of one has the same part of all. What a rule says of labels:
 
-    whole      the op needs all of it (the dim of a softmax): it cannot be cut
-    summed     the op adds up over it (a matrix product's inner dim): from parts it makes addends
-    linear     sets of operands in which the op is linear: from addends in all of one set, it makes addends
+    unsharded      the op needs all of it (the dim of a softmax): it cannot be cut
+    summed     the op adds up over it (a matrix product's inner dim): from parts it makes partial sums
+    linear     sets of operands in which the op is linear: from partial sums in all of one set, it makes
+               partial sums
 
 A size of 1 that is repeated to fit another operand has no label (None): it is not cut with that operand.
 
 Rules are about values, not about placements; `stretto.ir.placements` draws the conclusions. They are those of
 the ops' definitions, as DTensor's sharding strategies are (torch/distributed/tensor/_ops). An op that has no
-rule may still be computed on values that are whole and equal everywhere.
+rule may still be computed on values that are unsharded and equal everywhere.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _reduction(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     return Dims(
         (labels, *(() for _ in specs[1:])),
         tuple(out for _ in op.outputs),
-        whole=frozenset() if adding else reduced,
+        full=frozenset() if adding else reduced,
         summed=reduced if adding else frozenset(),
         linear=each(0) if op.target in LINEAR_REDUCTIONS else (),
     )
@@ -121,7 +122,7 @@ def _along_one(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     return Dims(
         tuple(labels if len(spec.shape) == count else beside for spec in specs),
         tuple(beside if spec is not None and len(spec.shape) < count else labels for spec in op.outputs),
-        whole=frozenset({dim, *unlike}) if count else frozenset(),
+        full=frozenset({dim, *unlike}) if count else frozenset(),
         linear=() if linear is None else (frozenset(linear),),
     )
 

@@ -77,7 +77,7 @@ def forward_only(job: Job) -> Job:
         if edge.phase is Phase.F and edge.value in read[edge.target]:
             edges.append(replace(edge, index=len(edges), user_phase=Phase.F))
 
-    def holders(external: str) -> tuple[int, ...]:
+    def owners(external: str) -> tuple[int, ...]:
         return tuple(stage for stage, names in enumerate(read) if external in names)
 
     counting = {name for op in (() if job.count is None else job.count.ops) for name in op.uses}
@@ -89,7 +89,7 @@ def forward_only(job: Job) -> Job:
             for stage, stage_ops in enumerate(kept)
         ),
         edges=tuple(edges),
-        parameters=tuple(replace(p, stages=holders(f"param/{p.name}"), grads=()) for p in job.parameters),
-        buffers=tuple(replace(b, stages=holders(f"buffer/{b.name}"), updates=()) for b in job.buffers),
+        parameters=tuple(replace(p, stages=owners(f"param/{p.name}"), grads=()) for p in job.parameters),
+        buffers=tuple(replace(b, stages=owners(f"buffer/{b.name}"), updates=()) for b in job.buffers),
         constants=tuple(c for c in job.constants if f"const/{c.name}" in used_constants),
     )

@@ -1,5 +1,5 @@
 """What an integer tensor says to the op that reads it: which rows of another operand, or where groups of rows
-end. What is made up in its place must say the like, else the op does other work than in a step. And which
+end. What is made up in its place must say the same, else the op does other work than in a step. And which
 leaves of a batch name rows of an embedding.
 """
 
@@ -13,7 +13,7 @@ from stretto.ir.dims import GROUPED, OVER_ROWS
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 
 ROWS_OF = {"aten.embedding.default": (0, 1, 0)}
-"""Op -> its argument with the rows, that which names them, and the dim."""
+"""Op -> its argument with the rows, the one that names them, and the dim."""
 
 ALONG = (
     *("aten.gather.default", "aten.index_select.default", "aten.scatter.src", "aten.scatter.value"),
@@ -49,17 +49,17 @@ def _said(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Says]]
     args = op.args
 
     def size(at: int, dim: int) -> int:
-        held = args[at]
-        shape = specs[held.name].shape if isinstance(held, Ref) and held.name in specs else ()
+        kept = args[at]
+        shape = specs[kept.name].shape if isinstance(kept, Ref) and kept.name in specs else ()
         return shape[dim] if -len(shape) <= dim < len(shape) else 0
 
     def named(at: int) -> str:
-        held = args[at] if at < len(args) else None
-        return held.name if isinstance(held, Ref) else ""
+        kept = args[at] if at < len(args) else None
+        return kept.name if isinstance(kept, Ref) else ""
 
     if op.target in ROWS_OF:
-        held, at, dim = ROWS_OF[op.target]
-        yield named(at), Says(size(held, dim))
+        kept, at, dim = ROWS_OF[op.target]
+        yield named(at), Says(size(kept, dim))
     elif op.target == EMBEDDING_BACKWARD:
         if isinstance(args[2], int):
             yield named(1), Says(args[2])
@@ -72,8 +72,8 @@ def _said(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Says]]
                 yield index.name, Says(size(0, dim))
     elif op.target in GROUPED:
         # Where the second has no groups of its own, they are of the inner dim, the first's last but in ours.
-        held = args[1]
-        grouped = isinstance(held, Ref) and held.name in specs and len(specs[held.name].shape) == 3
+        kept = args[1]
+        grouped = isinstance(kept, Ref) and kept.name in specs and len(specs[kept.name].shape) == 3
         yield named(2), Says(size(0, 0 if grouped or op.target == OVER_ROWS else 1), ends=True)
 
 
@@ -104,7 +104,7 @@ def rows_named(job: Job) -> dict[str, int]:
 
 
 def _still_rows(op: Op, leaf_of: Mapping[str, str]) -> bool:
-    """Whether the op's result holds numbers of rows as one of its arguments does."""
+    """Whether the op's result has numbers of rows as one of its arguments does."""
     made = op.outputs[0] if len(op.outputs) == 1 else None
     if made is None or not made.dtype.startswith("int"):
         return False

@@ -1,7 +1,7 @@
 """The mesh: how the ranks of a run are laid out over axes, and which ranks talk on a communicator.
 
-Axes have the order of `stretto.ir.axes`, as far as there are any, the last fastest. A plan names a *place* by
-its pp coordinate alone: ranks that differ in other coordinates do equal work on other data.
+Axes have the order of `stretto.ir.axes`, as far as there are any, the last fastest. A plan names a *pipeline
+rank* by its pp coordinate alone: ranks that differ in other coordinates do equal work on other data.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Mesh:
             rank //= size
         return result
 
-    def place(self, rank: int) -> int:
-        """The place of the pipeline at which a rank is."""
+    def pp_rank(self, rank: int) -> int:
+        """The pipeline rank at which a rank is."""
         return self.coordinates(rank)[PIPELINE]
 
     def rank(self, coordinates: Mapping[str, int]) -> int:

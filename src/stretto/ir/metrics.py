@@ -1,4 +1,4 @@
-"""Small tensors that a step makes for people to see, beside its loss: what they are, and what came of them.
+"""Small tensors that a step makes for users to see, beside its loss: what they are, and what came of them.
 
 A model's code names them (`stretto.backend.observe_adapter`); nothing in a step depends on them.
 """
@@ -40,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A metric of the whole run's ranks over some steps: of each of its elements the mean of the steps, the
+    """A metric of the full run's ranks over some steps: of each of its elements the mean of the steps, the
     least and the most."""
 
     module: str

@@ -69,7 +69,8 @@ REDUCTIONS = names(
     std.correction linalg_vector_norm nansum median.dim mode kthvalue count_nonzero.dim_IntList
     norm.ScalarOpt_dim norm.Scalar nanmedian.dim"""
 )
-"""Some dims, or all, are reduced. Those that are sums make addends from parts; others need the dim whole."""
+"""Some dims, or all, are reduced. Those that are sums make partial sums from parts; others need the dim
+full."""
 
 DIM_THIRD = names("linalg_vector_norm norm.ScalarOpt_dim kthvalue")
 """Which of them take the dim as the third argument, not the second."""
@@ -89,7 +90,7 @@ ALONG_ONE = {
     }.items()
     for name in names(text)
 }
-"""Position of the dim along which the op works, and which it is where none is named. It must be whole, and
+"""Position of the dim along which the op works, and which it is where none is named. It must be full, and
 all else is cut freely."""
 
 LINEAR_ALONG_ONE: dict[str, tuple[int, ...]] = {

@@ -1,4 +1,4 @@
-"""Tensors without their elements, and what a model holds of them: parameters and how they are spread over
+"""Tensors without their elements, and what a model has of them: parameters and how they are sharded over
 axes, buffers, constants.
 """
 
@@ -80,11 +80,11 @@ STATES: Mapping[OptimizerKind, int] = {"adamw": 2, "momentum": 1, "sgd": 0}
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A parameter's rows or columns are spread over an axis. Along `dim` the whole tensor is `blocks` equal
-    blocks (the query, key and value of a fused matrix); a rank holds its equal part of each, in order.
+    """A parameter's rows or columns are sharded over an axis. Along `dim` the full tensor is `blocks` equal
+    blocks (the query, key and value of a fused matrix); a rank has its equal part of each, in order.
 
-    copies: consecutive ranks that hold the same part (a head of keys that they share). Each has an addend of
-    the part's gradient, and the axis is in `Parameter.partial`.
+    copies: consecutive ranks that have the same part (a head of keys that they share). Each has a partial
+    sum of the part's gradient, and the axis is in `Parameter.partial`.
     """
 
     axis: str
@@ -97,23 +97,23 @@ class Shard:
         return size // self.copies
 
     def part(self, coordinate: int) -> int:
-        """Which of them the rank at a coordinate of the axis holds."""
+        """Which of them the rank at a coordinate of the axis has."""
         return coordinate // self.copies
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter: where it is used, the values that its gradient is the sum of, and its tie. `spec` is what
-    one rank holds.
+    one rank has.
 
     grads: (stage, phase, value name) of each part of the gradient, of which a stage may make several; the
         gradient is the sum of the parts over stages and microbatches.
     tied_to: the first name of a group of names for one tensor (its own name when it has only one).
     own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.
-    shards: how it is spread over axes; a rank along any other axis holds the same values.
-    partial: axes along which every rank's gradient is an addend of the sum (a norm that sees a slice of the
-        sequence); the addends are summed once a step. Along an axis over which the parameter is spread, those
-        of the ranks that hold the same part.
+    shards: how it is sharded over axes; a rank along any other axis has the same values.
+    partial: axes along which every rank's gradient is a partial sum of the sum (a norm that sees a slice of
+        the sequence); the partial sums are summed once a step. Along an axis over which the parameter is
+        sharded, those of the ranks that have the same part.
     frozen: it required no gradient when the step was captured; without `grads` and not frozen, it is one
         that the loss does not depend on.
     """
@@ -147,8 +147,8 @@ class Parameter:
         """That of the accumulated gradient: the parameter's own."""
         return self.own_dtype or self.spec.dtype
 
-    def is_spread(self, axis: str) -> bool:
-        """Whether ranks along the axis hold parts of it, of which each has the whole gradient."""
+    def is_sharded(self, axis: str) -> bool:
+        """Whether ranks along the axis have parts of it, of which each has the full gradient."""
         return any(shard.axis == axis for shard in self.shards)
 
     def slots(self, axis: str, size: int) -> int:

@@ -39,7 +39,7 @@ def with_local(
 ) -> tuple[Placement, ...]:
     """A rank's own numbers beside a part make a part, in place; anything else is the rank's own.
 
-    An addend keeps its meaning only where the op adds it to them: each rank's mask is for the sum.
+    A partial sum keeps its meaning only where the op adds it to them: each rank's mask is for the sum.
     """
     apart = _apart(rule, given)
     if apart:
@@ -52,12 +52,12 @@ def with_local(
             raise RefusedError(f"{names[0]} is {given[0]}, and meets a rank's own rows", names[:1])
         return (made,)
     into = op.target.startswith(("aten.scatter", "aten.index_put"))
-    for position, held in enumerate(given):
-        if held.kind != "part" or (into and position):
+    for position, kept in enumerate(given):
+        if kept.kind != "part" or (into and position):
             continue
-        for dim, blocks in held.at:
+        for dim, blocks in kept.at:
             label = rule.inputs[position][dim]
-            stays = label is not None and (label not in rule.whole or into)
+            stays = label is not None and (label not in rule.full or into)
             if stays and all(label in out for out in rule.outputs):
                 return tuple(part(out.index(label), blocks) for out in rule.outputs)
     return (LOCAL,) * len(op.outputs)
@@ -65,10 +65,10 @@ def with_local(
 
 def _apart(rule: Dims | None, given: Sequence[Placement]) -> list[int]:
     """Addends that an op with a rank's own operands does not only add up."""
-    addends = {at for at, held in enumerate(given) if held.kind == "sum"}
-    own = {at for at, held in enumerate(given) if held.kind == "local"}
-    fits = rule is not None and any(addends | own <= together for together in rule.linear)
-    return [] if fits else sorted(addends)
+    partial_sums = {at for at, kept in enumerate(given) if kept.kind == "sum"}
+    own = {at for at, kept in enumerate(given) if kept.kind == "local"}
+    fits = rule is not None and any(partial_sums | own <= together for together in rule.linear)
+    return [] if fits else sorted(partial_sums)
 
 
 def with_parts(
@@ -90,13 +90,13 @@ def with_parts(
             reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, where it has one element for all")
             continue
         other = _beside(rule, names, given, specs, label, blocks)
-        # Where no shape of the model alone has chosen between places, only the thin one may be an addend.
+        # Where no shape of the model alone has chosen between places, only the thin one may be a partial sum.
         if other is None and backward and (exact or specs[parts[0]].shape[dim] == blocks):
             other = _counted_by_each(rule, names, given, specs)
         if other is not None:
             reasons.append(other)
             continue
-        if label in rule.whole:
+        if label in rule.full:
             reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, and the op needs that dim whole")
             continue
         sums = [names[at] for at, p in enumerate(given) if p.kind == "sum"]
@@ -108,8 +108,8 @@ def with_parts(
             continue
         made = results_along(rule, label)
         if made is not None:
-            held = {SUMMED: SUM, None: EQUAL}
-            result.append(tuple(part(at, blocks) if isinstance(at, int) else held[at] for at in made))
+            kept = {SUMMED: SUM, None: EQUAL}
+            result.append(tuple(part(at, blocks) if isinstance(at, int) else kept[at] for at in made))
     if needed and not result:
         raise NeedsEqualError(needed)
     if not result:
@@ -117,7 +117,7 @@ def with_parts(
             reasons[0] if reasons else f"{names[parts[0]]} is {given[parts[0]]}",
             [names[at] for at in parts],
         )
-    # A part may be taken for an addend later, where it must be (`is_thin`); not the other way.
+    # A part may be taken for a partial sum later, where it must be (`is_thin`); not the other way.
     first = min(result, key=lambda made: sum(p.kind == "sum" for p in made))
     alike = [f for f in result if [p.kind for p in f] == [p.kind for p in first]]
     moved = op.target == "aten.permute.default" and is_thin(given[0], specs[0].shape)
@@ -133,12 +133,12 @@ def with_parts(
 def _counted_by_each(
     rule: Dims, names: Sequence[str], given: Sequence[Placement], specs: Sequence[TensorSpec]
 ) -> str | None:
-    """A whole that is added to what may be addends: it is added to their sum, and not by every rank."""
+    """A full that is added to what may be partial_sums: it is added to their sum, and not by every rank."""
     thin = {at for at, p in enumerate(given) if p.kind == "part" and is_thin(p, specs[at].shape)}
     for together in rule.linear:
-        whole = [at for at in together if given[at].kind == "equal" and not given[at].zero]
-        if len(together) > 1 and thin & together and whole:
-            return f"{names[whole[0]]} is whole on every rank, and is added to values that are spread"
+        full = [at for at in together if given[at].kind == "equal" and not given[at].zero]
+        if len(together) > 1 and thin & together and full:
+            return f"{names[full[0]]} is full on every rank, and is added to values that are spread"
     return None
 
 
@@ -151,25 +151,25 @@ def _beside(
     blocks: int,
 ) -> str | None:
     """What does not fit beside a part along a label; None where all does."""
-    for at, held in enumerate(given):
+    for at, kept in enumerate(given):
         dims = [d for d, of in enumerate(rule.inputs[at]) if of == label]
-        if held.kind == "part":
-            if not any(d in dims and b == blocks for d, b in places_of(held, specs[at].shape)):
-                return f"{names[at]} is {held}, beside values that are spread otherwise"
-        elif held.zero or (held.kind == "equal" and all(d in held.uniform for d in dims)):
+        if kept.kind == "part":
+            if not any(d in dims and b == blocks for d, b in places_of(kept, specs[at].shape)):
+                return f"{names[at]} is {kept}, beside values that are sharded otherwise"
+        elif kept.zero or (kept.kind == "equal" and all(d in kept.uniform for d in dims)):
             continue
         elif dims and any(specs[at].shape[d] != blocks for d in dims):
-            # Where a slice is one element of each block, the whole is repeated beside it.
-            return f"{names[at]} is {held} on every rank, beside values that are spread"
-        elif dims and held.kind == "sum":
-            return f"{names[at]} is {held}, beside values that are spread"
+            # Where a slice is one element of each block, the full one is repeated beside it.
+            return f"{names[at]} is {kept} on every rank, beside values that are spread"
+        elif dims and kept.kind == "sum":
+            return f"{names[at]} is {kept}, beside values that are spread"
     return None
 
 
-def whole(
+def full(
     op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec], exact: bool
 ) -> tuple[Placement, ...]:
-    """All is whole: along which dims results are uniform."""
+    """All is full: along which dims results are uniform."""
     if op.random or (not exact and op.target != EXPAND and not any(
         p.uniform for p in given
     )):  # fmt: skip
@@ -178,11 +178,11 @@ def whole(
     for out in rule.outputs:
         uniform = set()
         for d, label in enumerate(out):
-            if label is None or label in rule.whole:
+            if label is None or label in rule.full:
                 continue
             if all(
-                k in held.uniform or (op.target == EXPAND and spec.shape[k] == 1)
-                for held, labels, spec in zip(given, rule.inputs, specs, strict=True)
+                k in kept.uniform or (op.target == EXPAND and spec.shape[k] == 1)
+                for kept, labels, spec in zip(given, rule.inputs, specs, strict=True)
                 for k, of in enumerate(labels)
                 if of == label
             ):
@@ -223,20 +223,20 @@ def stacked(spec: TensorSpec, dim: int, blocks: int, size: int) -> Placement:
     return Placement("stacked", home=tuple(home), now=tuple(now))
 
 
-def ordered(op: Op, held: Placement, spec: TensorSpec) -> Placement:
+def ordered(op: Op, kept: Placement, spec: TensorSpec) -> Placement:
     """What was gathered is put in order."""
     made = op.outputs[0]
     now: list[tuple[Factor, ...]] | None = None
-    home = list(held.home)
-    if held.kind == "stacked" and made is not None and len(operands(op)) == 1:
+    home = list(kept.home)
+    if kept.kind == "stacked" and made is not None and len(operands(op)) == 1:
         if op.target in VIEW_OPS:
-            now = _regrouped([f for dim in held.now for f in dim], made.shape, home)
+            now = _regrouped([f for dim in kept.now for f in dim], made.shape, home)
         elif op.target in ("aten.permute.default", "aten.transpose.int"):
             rule = dims_of(op, [spec])
             assert rule is not None
-            now = [held.now[label] for label in rule.outputs[0] if label is not None]
+            now = [kept.now[label] for label in rule.outputs[0] if label is not None]
         elif op.target in KEEP_ORDER:
-            now = list(held.now)
+            now = list(kept.now)
     if now is None:
         raise RefusedError("a gathered value is used before its slices are in order", operands(op))
     if [f for dim in now for f in dim if f[1] != 1] == [f for f in home if f[1] != 1]:
@@ -279,13 +279,13 @@ def joined(op: Op, specs: Sequence[TensorSpec]) -> Dims:
     labels = tuple(range(len(specs[0].shape)))
     dim = (op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % len(labels)
     together_all = (frozenset(range(len(specs))),)
-    return Dims((labels,) * len(specs), (labels,), whole=frozenset((dim,)), linear=together_all)
+    return Dims((labels,) * len(specs), (labels,), full=frozenset((dim,)), linear=together_all)
 
 
 def behind_one_another(
     rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
 ) -> tuple[tuple[int, int], ...]:
     """What a cat makes of slices along its own dim: blocks."""
-    (dim,) = rule.whole
+    (dim,) = rule.full
     blocks = blocks_along(dim, given, specs)
     return () if blocks is None else ((dim, blocks),)

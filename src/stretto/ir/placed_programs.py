@@ -1,4 +1,4 @@
-"""Places the ops of whole programs: what ranks along an axis hold of every value (`stretto.ir.placements`).
+"""Places the ops of full programs: what ranks along an axis have of every value (`stretto.ir.placements`).
 
 Values cross stages either way, so each op is placed when its operands are known. An op that has no placement
 is reported, and what it makes counts as the rank's own.
@@ -27,7 +27,7 @@ Trouble = RefusedError | NeedsEqualError | EqualReducedError
 
 
 def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool) -> list[Placer]:
-    """What places the ops of a program whose parameters are spread so. shards: parameter -> its shard along
+    """What places the ops of a program whose parameters are sharded so. shards: parameter -> its shard along
     the axis.
 
     One, or where ranks share shards two: along the first the shards differ, along the second (`copies` ranks
@@ -52,7 +52,7 @@ def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool
             exact=exact,
         )
         for number, along in enumerate(sizes)
-        if along > 1  # else one part, which all ranks hold
+        if along > 1  # else one part, which all ranks keep
     ]
 
 
@@ -112,12 +112,12 @@ def differing(
     axis: str,
     size: int,
 ) -> set[str]:
-    """Names of values of which ranks along an axis do not all hold the whole. Arguments: as above."""
+    """Names of values of which ranks along an axis do not all have the full one. Arguments: as above."""
     placers = placers_of(axis, size, shards, exact=False)
     for _ in place_all(programs, placers, specs):
         pass  # who proves programs says so
-    held = (item for placer in placers for item in placer.values.items())
-    return {name for name, placement in held if placement.kind != "equal" and placement != UNKNOWN}
+    kept = (item for placer in placers for item in placer.values.items())
+    return {name for name, placement in kept if placement.kind != "equal" and placement != UNKNOWN}
 
 
 def differing_in(job: Job, axis: str) -> set[str]:
@@ -127,5 +127,5 @@ def differing_in(job: Job, axis: str) -> set[str]:
 
 
 def shards_of(job: Job, axis: str) -> dict[str, Shard]:
-    """Parameter -> how it is spread along an axis, of those that are."""
+    """Parameter -> how it is sharded along an axis, of those that are."""
     return {p.name: shard for p in job.parameters for shard in p.shards if shard.axis == axis}

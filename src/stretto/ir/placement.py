@@ -17,11 +17,11 @@ Factor = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How ranks hold one value.
+    """How ranks have one value.
 
     at: of a part, (dim, blocks); several where they are the same slice of the elements.
     uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
-    zero: nothing but zeros, which are as well an addend, a slice or a whole.
+    zero: nothing but zeros, which are as well a partial sum, a slice or a full value.
     free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's
         own functions (`einsum` drops dims of one element) may have brought that element to any place.
     home, now: of what is stacked, its factors in the order of the value, and those of each dim as it is.
@@ -37,7 +37,7 @@ class Placement:
 
     def __str__(self) -> str:
         if self.kind != "part":
-            return {"sum": "an addend of a sum", "equal": "whole", "local": "a rank's own"}.get(
+            return {"sum": "a partial sum of a sum", "equal": "full", "local": "a rank's own"}.get(
                 self.kind, self.kind
             )
         dim, blocks = self.at[0]
@@ -48,11 +48,11 @@ EQUAL = Placement("equal")
 SUM = Placement("sum")
 LOCAL = Placement("local")
 UNKNOWN = Placement("local", free=True)
-"""What an op of an unknown library makes of whole values."""
+"""What an op of an unknown library makes of full values."""
 
 
 def of_whom(given: Sequence[Placement]) -> Placement:
-    """What an op makes of which nobody knows whether ranks make slices of it or the whole."""
+    """What an op makes of which no one knows whether ranks make slices of it or the full one."""
     return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
 
 
@@ -61,7 +61,7 @@ def part(dim: int, blocks: int = 1) -> Placement:
 
 
 class RefusedError(Exception):
-    """The op's result stands for nothing. The message says what is wrong; `names`: the values it is about."""
+    """The op's result represents nothing. The message says what is wrong; `names`: the values it is about."""
 
     def __init__(self, what: str, names: Sequence[str] = ()) -> None:
         super().__init__(what)
@@ -69,7 +69,7 @@ class RefusedError(Exception):
 
 
 class NeedsEqualError(Exception):
-    """The op would be right if these addends were summed before."""
+    """The op would be right if these partial sums were summed before."""
 
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__(", ".join(names))
@@ -77,7 +77,7 @@ class NeedsEqualError(Exception):
 
 
 class EqualReducedError(Exception):
-    """A sum over ranks of what all of them hold whole: the value itself."""
+    """A sum over ranks of what all of them have full: the value itself."""
 
 
 def where_cut(shape: Sequence[int], dim: int, blocks: int) -> int:
@@ -99,14 +99,14 @@ def cuts_at(shape: Sequence[int], inner: int) -> Iterator[tuple[int, int]]:
 def blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpec]) -> int | None:
     """Blocks of slices of one length, put behind one another along the dim in which they are cut."""
     lengths: dict[int, None] = {}
-    for held, spec in zip(given, specs, strict=True):
-        lengths.update((spec.shape[dim] // blocks, None) for d, blocks in held.at if d == dim)
+    for kept, spec in zip(given, specs, strict=True):
+        lengths.update((spec.shape[dim] // blocks, None) for d, blocks in kept.at if d == dim)
     for length in lengths:
         total = 0
-        for held, spec in zip(given, specs, strict=True):
+        for kept, spec in zip(given, specs, strict=True):
             n = spec.shape[dim]
             # What is the same all along it is as well so many slices.
-            fits = (dim, n // length) in held.at or held.zero or dim in held.uniform
+            fits = (dim, n // length) in kept.at or kept.zero or dim in kept.uniform
             if n % length or not fits:
                 break
             total += n // length
@@ -115,16 +115,16 @@ def blocks_along(dim: int, given: Sequence[Placement], specs: Sequence[TensorSpe
     return None
 
 
-def places_of(held: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+def places_of(kept: Placement, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """All (dim, blocks) that a part may be."""
-    yield from held.at
-    if held.free and is_thin(held, shape):
-        yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in held.at)
+    yield from kept.at
+    if kept.free and is_thin(kept, shape):
+        yield from ((dim, n) for dim, n in enumerate(shape) if (dim, n) not in kept.at)
 
 
-def is_thin(held: Placement, shape: Sequence[int]) -> bool:
-    """Whether a part is one element, or one of each block: it may be an addend as well."""
-    return held.kind == "part" and any(shape[dim] == blocks for dim, blocks in held.at)
+def is_thin(kept: Placement, shape: Sequence[int]) -> bool:
+    """Whether a part is one element, or one of each block: it may be a partial sum as well."""
+    return kept.kind == "part" and any(shape[dim] == blocks for dim, blocks in kept.at)
 
 
 def uniform_view(before: Sequence[int], after: Sequence[int], uniform: frozenset[int]) -> frozenset[int]:

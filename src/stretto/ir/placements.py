@@ -1,25 +1,25 @@
-"""Which part of a value a rank holds: what follows for an op's result from what it reads.
+"""Which part of a value a rank keeps: what follows for an op's result from what it reads.
 
-Ranks along an axis walk one program. Of the value that the program stands for, each rank has along the axis:
+Ranks along an axis walk one program. Of the value that the program represents, each rank has along the axis:
 
     equal      all of it
     part       an equal slice along a dim, or of each of `blocks` equal blocks along it
-    sum        an addend: the value is the sum over ranks
+    sum        a partial sum: the value is the sum over ranks
     stacked    all of it, but as it was gathered: the slices one behind another along dim 0
-    local      something of its own. Only what reads the rank's coordinate makes such: the lookups in a spread
-               vocabulary, and the cross-entropy over one, whose collectives make values of it again
+    local      something of its own. Only what reads the rank's coordinate makes such: the lookups in a
+               sharded vocabulary, and the cross-entropy over one, whose collectives make values of it again
 
-An op computes on what its rank holds, and its result must be held so that it stands for what the op would
-have made of the values themselves. Where it is not (a nonlinear function of addends, a sum of an addend and a
-whole, a slice beside another slice) the op is refused. Collectives change how a value is held, never the
-value. So a program of which every op is placed computes what it would compute without the axis.
+An op computes on what its rank has, and its result must be kept so that it represents what the op would
+have made of the values themselves. Where it is not (a nonlinear function of partial sums, a sum of a partial
+sum and a full, a slice beside another slice) the op is refused. Collectives change how a value is kept,
+never the value. So a program of which every op is placed computes what it would compute without the axis.
 
 A slice is known by its place in the order of a tensor's elements, which views keep. Where dims of one element
 make it several dims' at once, all are remembered until an op, or the model's own shape, decides.
 
 Gathered values are put in order by a view, a permutation and a copy. `Placer(exact=False)` does not follow
 these: passes move and drop such copies (`passes.sequence_first`), and what they make is checked for what is
-equal, spread or added, not for the order of rows.
+equal, sharded or added, not for the order of rows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from stretto.ir.placed_by_rule import (
     KEEP_ORDER,
     VIEW_OPS,
     behind_one_another,
+    full,
     joined,
     ordered,
     stacked,
-    whole,
     with_local,
     with_parts,
 )
@@ -137,8 +137,8 @@ class Placer:
         try:
             result = self._placed(op, specs, own, scaled)
         except RefusedError:
-            # A whole of one element was used beside parts of one element: where the model alone repeats it,
-            # and sums its gradient over the repetitions, a rank does neither. That gradient is an addend.
+            # A full of one element was used beside parts of one element: where the model alone repeats it,
+            # and sums its gradient over the repetitions, a rank does neither. That gradient is a partial sum.
             thin = {name: self.of(name) for name in operands(op) if is_thin(self.of(name), specs[name].shape)}
             if not backward or not thin:
                 raise
@@ -189,40 +189,40 @@ class Placer:
 
     def _started(self, op: Op, specs: Mapping[str, TensorSpec]) -> Placement:
         source = op.args[0].name
-        held, kind = self.of(source), op.kind
+        kept, kind = self.of(source), op.kind
         assert kind is not None
         if op.args[-2] != self._axis:
-            return held
+            return kept
         if not kind.sums and kind.differs == "never":
-            return self._gathered(source, held, specs[source])
+            return self._gathered(source, kept, specs[source])
         if not kind.sums:
-            return self._exchanged(source, held, kind)
-        if held.zero:
+            return self._exchanged(source, kept, kind)
+        if kept.zero:
             return EQUAL
-        if op.how == "max" and held.kind in ("equal", "local"):
+        if op.how == "max" and kept.kind in ("equal", "local"):
             return EQUAL
-        if held.kind == "equal":
+        if kept.kind == "equal":
             raise EqualReducedError(source)
-        if held.kind not in ("sum", "local") and self._exact:
-            raise RefusedError(f"{source} is {held} and is summed over ranks", (source,))
+        if kept.kind not in ("sum", "local") and self._exact:
+            raise RefusedError(f"{source} is {kept} and is summed over ranks", (source,))
         return self.scattered(op, specs[source]) if kind.splits else EQUAL
 
-    def _exchanged(self, source: str, held: Placement, kind: Kind) -> Placement:
+    def _exchanged(self, source: str, kept: Placement, kind: Kind) -> Placement:
         """What goes to other ranks is no part of the value as ops know it."""
-        if held.zero or (held.kind == "equal" and kind.differs == "as given"):
+        if kept.zero or (kept.kind == "equal" and kind.differs == "as given"):
             return EQUAL
-        if held.kind == "sum":
+        if kept.kind == "sum":
             raise NeedsEqualError((source,))
-        if self._exact and held.kind not in ("local", "equal"):
-            raise RefusedError(f"{source} is {held}, and its rows go to other ranks", (source,))
+        if self._exact and kept.kind not in ("local", "equal"):
+            raise RefusedError(f"{source} is {kept}, and its rows go to other ranks", (source,))
         return LOCAL
 
-    def _gathered(self, source: str, held: Placement, spec: TensorSpec) -> Placement:
-        if held.kind == "local" or held.zero or (held.kind == "equal" and not self._exact):
+    def _gathered(self, source: str, kept: Placement, spec: TensorSpec) -> Placement:
+        if kept.kind == "local" or kept.zero or (kept.kind == "equal" and not self._exact):
             return EQUAL
-        if held.kind != "part":
-            raise RefusedError(f"{source} is {held} and is gathered from all ranks", (source,))
-        dim, blocks = held.at[0]
+        if kept.kind != "part":
+            raise RefusedError(f"{source} is {kept} and is gathered from all ranks", (source,))
+        dim, blocks = kept.at[0]
         inner = where_cut(spec.shape, dim, blocks)
         if not self._exact or inner == math.prod(spec.shape):
             return EQUAL
@@ -257,15 +257,15 @@ class Placer:
 
     def _chunk(self, op: Op) -> Placement:
         source = op.args[0].name
-        held = self.of(source)
+        kept = self.of(source)
         if op.args[-2] != self._axis:
-            return held
-        if held.zero or held.kind == "local":
-            return LOCAL if held == UNKNOWN else held
-        if held.kind == "sum":
+            return kept
+        if kept.zero or kept.kind == "local":
+            return LOCAL if kept == UNKNOWN else kept
+        if kept.kind == "sum":
             raise NeedsEqualError((source,))
-        if held.kind != "equal":
-            raise RefusedError(f"{source} is {held}, and every rank takes a slice of it", (source,))
+        if kept.kind != "equal":
+            raise RefusedError(f"{source} is {kept}, and every rank takes a slice of it", (source,))
         return part(int(op.args[1]))
 
     def _filled(self, op: Op) -> Placement:
@@ -324,14 +324,14 @@ class Placer:
             if along:
                 return (replace(made[0], at=tuple(dict.fromkeys((*made[0].at, *along)))),)
             return made
-        addends = {at for at, p in enumerate(given) if p.kind == "sum"}
-        if addends:
+        partial_sums = {at for at, p in enumerate(given) if p.kind == "sum"}
+        if partial_sums:
             for together in rule.linear:
-                rest = together - addends
-                if addends <= together and all(given[at].zero for at in rest):
+                rest = together - partial_sums
+                if partial_sums <= together and all(given[at].zero for at in rest):
                     return (SUM,) * len(op.outputs)
-            raise NeedsEqualError([names[at] for at in sorted(addends)])
-        return whole(op, rule, given, specs, self._exact)
+            raise NeedsEqualError([names[at] for at in sorted(partial_sums)])
+        return full(op, rule, given, specs, self._exact)
 
     def _shared(
         self, op: Op, given: Sequence[Placement], specs: Sequence[TensorSpec]
@@ -348,30 +348,30 @@ class Placer:
                 result[k] = replace(result[k], shape=(batch, rest[0] * self.along, *rest[1:]), stride=None)
         return result
 
-    def _view(self, op: Op, held: Placement, spec: TensorSpec) -> Placement:
+    def _view(self, op: Op, kept: Placement, spec: TensorSpec) -> Placement:
         made = op.outputs[0]
         assert made is not None
-        if held.kind == "part":
-            inners = dict.fromkeys(where_cut(spec.shape, *at) for at in held.at)
+        if kept.kind == "part":
+            inners = dict.fromkeys(where_cut(spec.shape, *at) for at in kept.at)
             result = tuple(dict.fromkeys(at for i in inners for at in cuts_at(made.shape, i)))
             if not result:
                 raise RefusedError(
-                    f"{op.args[0].name} is {held} of {spec}, and gets the shape {list(made.shape)}, in which "
+                    f"{op.args[0].name} is {kept} of {spec}, and gets the shape {list(made.shape)}, in which "
                     "that is no slice along one dim",
                     (op.args[0].name,),
                 )
-            return Placement("part", result, free=is_thin(held, spec.shape))
-        if held.kind == "equal" and held.uniform:
-            return replace(held, uniform=uniform_view(spec.shape, made.shape, held.uniform))
-        return held
+            return Placement("part", result, free=is_thin(kept, spec.shape))
+        if kept.kind == "equal" and kept.uniform:
+            return replace(kept, uniform=uniform_view(spec.shape, made.shape, kept.uniform))
+        return kept
 
-    def _split(self, op: Op, held: Placement, spec: TensorSpec) -> tuple[Placement, ...]:
+    def _split(self, op: Op, kept: Placement, spec: TensorSpec) -> tuple[Placement, ...]:
         dim = (op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 0)) % len(spec.shape)
         result: list[tuple[tuple[int, int], ...]] = []
         for made in op.outputs:
             assert made is not None
             at = []
-            for d, blocks in held.at:
+            for d, blocks in kept.at:
                 block = spec.shape[dim] // blocks if d == dim else 0
                 if d != dim:
                     at.append((d, blocks))
@@ -380,7 +380,7 @@ class Placer:
             result.append(tuple(at))
         if not all(result):
             raise RefusedError(
-                f"{op.args[0].name} is {held}, and is split along that dim in pieces that are not whole "
+                f"{op.args[0].name} is {kept}, and is split along that dim in pieces that are not full "
                 "blocks of it",
                 operands(op),
             )

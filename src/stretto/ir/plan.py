@@ -2,10 +2,10 @@
 
 A plan has two levels. A *window* is an ordered list of ops, receives to wait for and sends to start, for one
 action (or several interleaved) of a stage and any microbatch. The last backward of a stage is a window of its
-own, because a gradient's sum starts in it as soon as its last addend is there; what follows the last backward
-is a window of sums alone. A rank's *order* is a list of instructions that post receives, run windows with
-microbatches bound, and wait for sends, so that what repeats is written once and planning does not grow with
-microbatches.
+own, because a gradient's sum starts in it as soon as its last partial sum is there; what follows the last
+backward is a window of sums alone. A rank's *order* is a list of instructions that post receives, run
+windows with microbatches bound, and wait for sends, so that what repeats is written once and planning does
+not grow with microbatches.
 
     recv e3:0        post the receive of edge 3 for microbatch 0 into a buffer of its own
     run 1B:0         run window 1B for microbatch 0
@@ -14,7 +14,7 @@ microbatches.
 Ranks start messages on a communicator in the order in which the peer posts its receives; each
 communicator joins two ranks and carries one direction, so no direction can block the other.
 
-A "rank" of a plan is a place of the pipeline, a coordinate on pp. Ranks of the run that differ in other
+A "rank" of a plan is a pipeline rank, a coordinate on pp. Ranks of the run that differ in other
 coordinates (`Plan.mesh`) walk the same orders on other shards or other data, each with peers of its own.
 """
 
@@ -33,7 +33,7 @@ from stretto.ir.costs import Costs, Prediction
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import Job, Op, OverlapMode
 
-VERSION = 20
+VERSION = 21
 """Of the plan file; files of other versions are refused."""
 
 
@@ -47,7 +47,7 @@ class ItemKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One place of a window: an op by name, the wait for a received edge, or the start of a send.
+    """One pipeline rank of a window: an op by name, the wait for a received edge, or the start of a send.
 
     part: which of the window's parts the item belongs to; ref: the op's name, or the edge's index.
     """
@@ -101,9 +101,9 @@ class Window:
 
     def bound(self, microbatches: Sequence[int]) -> tuple[int, ...]:
         """What `shares` has to be for a run with these microbatches."""
-        places = [(stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True)]
-        result = tuple(places.index(place) for place in places)
-        return () if result == tuple(range(len(places))) else result
+        pp_ranks = [(stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True)]
+        result = tuple(pp_ranks.index(pp_rank) for pp_rank in pp_ranks)
+        return () if result == tuple(range(len(pp_ranks))) else result
 
 
 class InstructionKind(StrEnum):
@@ -156,8 +156,8 @@ class Communicator:
     axes: tuple[str, ...] = (PIPELINE,)
 
     @property
-    def joins_places(self) -> bool:
-        """Whether places of the pipeline are its members; else ranks of one place are."""
+    def joins_pp_ranks(self) -> bool:
+        """Whether pipeline ranks are its members; else ranks of one pipeline rank are."""
         return self.axes[0] == PIPELINE
 
 
@@ -192,7 +192,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Places of the pipeline; `world` counts the ranks of a run."""
+        """StageMap of the pipeline; `world` counts the ranks of a run."""
         return len(self.orders)
 
     @property
@@ -211,22 +211,22 @@ class Plan:
 
     @property
     def members(self) -> int:
-        """Ranks of one place."""
+        """Ranks of one pipeline rank."""
         return self.world // self.ranks
 
     @property
     def where(self) -> str:
-        """On what it runs, in words: `2 ranks`, or `2 places of dp=2 tp=2 (8 ranks)`."""
+        """On what it runs, in words: `2 ranks`, or `2 pipeline ranks of dp=2 tp=2 (8 ranks)`."""
         ranks = f"{self.world} rank{'s' if self.world > 1 else ''}"
         if self.members == 1:
             return ranks
         each = " ".join(f"{axis}={size}" for axis, size in self.job.axes)
-        return f"{self.ranks} place{'s' if self.ranks > 1 else ''} of {each} ({ranks})"
+        return f"{self.ranks} pipeline rank{'s' if self.ranks > 1 else ''} of {each} ({ranks})"
 
     @property
     def counted(self) -> str:
-        """What its lists by rank count, in a word: a `place`, where one is of several ranks."""
-        return "rank" if self.members == 1 else "place"
+        """What its lists by rank count, in a word: a `pp_rank`, where one is of several ranks."""
+        return "rank" if self.members == 1 else "pipeline rank"
 
     def runs(self, rank: int) -> Iterator[tuple[int, Instruction, Window]]:
         """The rank's runs of actions, one a slot of the schedule, with their places in its order."""
@@ -266,7 +266,7 @@ class Plan:
     def _recompute(self) -> str:
         """What was asked for, and what it costs."""
         asked = self.job.recompute
-        wish = asked if isinstance(asked, str) else f"to hold at most {asked:,} bytes"
+        wish = asked if isinstance(asked, str) else f"to keep at most {asked:,} bytes"
         if not any(self.again_us):
             return f"{wish}: nothing needs to be computed again"
         times = ", ".join(f"{us / 1000:.1f}" for us in self.again_us)

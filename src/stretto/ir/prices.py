@@ -36,7 +36,7 @@ class Pricer(ABC):
 
     @abstractmethod
     def price(self, op: Op, specs: Specs) -> Priced:
-        """The op's time on the compute lane; of one that starts a collective, what starting it takes."""
+        """The op's time on the compute lane; for an op that starts a collective, what starting it takes."""
 
     def finish_us(self, asked: Collective) -> float:
         """What is left to do on the compute lane when a collective is waited for that is done."""
@@ -109,8 +109,8 @@ def price_list(
     result: dict[tuple[int, str], Priced] = {}
     for stage in job.stages:
         asked = {op.name: op.collective for ops in stage.ops.values() for op in ops}
-        for whole in stage.ops.values():
-            ops = [op for op in whole if (stage.index, op.name) not in but]
+        for full in stage.ops.values():
+            ops = [op for op in full if (stage.index, op.name) not in but]
             alone: list[Priced] = []
             for op in ops:
                 collective = asked.get(op.uses[0]) if op.target == WAIT else None
@@ -139,7 +139,7 @@ def specs_of(job: Job) -> dict[str, TensorSpec]:
 def signature(op: Op, specs: Specs) -> str:
     """What an op is, as the key of its price: `aten.mm.default(float32[64,128], float32[128,512]{1,128})`.
 
-    specs: value name -> shape; a value that is no single tensor stands as `?`.
+    specs: value name -> shape; a value that is no single tensor is as `?`.
     """
 
     def text(arg: Arg) -> str:

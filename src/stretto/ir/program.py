@@ -1,18 +1,18 @@
 """Ops and programs: the captured training step as plain data, free of any device, process or framework.
 
-Values are in single assignment: a name is defined once in the whole step, so the same name means the same
+Values are in single assignment: a name is defined once in the full step, so the same name means the same
 value in every stage. Names of things that no op defines carry a prefix:
 
     param/<name>     a parameter of the model
     grad/<name>      the gradient of a tied group (`Parameter.tied_to`), as this rank has it so far
     step/loss        this rank's share of the step's loss; zero where it makes none
-    buffer/<name>    a buffer of the model, as it stands when the microbatch begins
+    buffer/<name>    a buffer of the model, as it is when the microbatch begins
     batch/<leaf>     a leaf of the microbatch
     const/<name>     a small constant tensor found in the model's code
     tangent          d(step's loss) / d(this microbatch's loss): 1 / (microbatches * dp) where it is a mean,
                      1 / (the step's count) where it is a sum
 
-An op is one call of the framework's dispatcher, or one of these, which stand for communication and for the
+An op is one call of the framework's dispatcher, or one of these, which represent communication and for the
 rank's place on an axis of the mesh (`axis` and its `size` are the last arguments of each):
 
     comm.all_reduce(x, "sum" | "max", axis, size)        start; of the shape of x
@@ -30,7 +30,7 @@ lane is an axis, or the communicator that joins the places of a tied gradient. T
 
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
-read by people: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[16,32]"]`.
+read by users: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], {}, "float32[16,32]"]`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Op:
     random: the op draws from the generator; its draw depends on (seed, step, microbatch, name) alone.
     repeats: the op of F that this one computes again for the backward; it draws the same numbers.
     flops: floating-point operations, 0 for ops that only move memory.
-    module: the module whose code made the op; for people, and for splitting.
+    module: the module whose code made the op; for users, and for splitting.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Op:
         axis, size = str(self.args[-2]), int(self.args[-1])
         made = self.outputs[0]
         assert made is not None
-        return Collective(kind.cost, axis, size, kind.whole_nbytes(made.nbytes, size, self.how))
+        return Collective(kind.cost, axis, size, kind.full_nbytes(made.nbytes, size, self.how))
 
     @property
     def kind(self) -> Kind | None:
@@ -157,7 +157,7 @@ class Op:
     @property
     def how(self) -> How:
         """The reduction, or the sizes, of the communication that it starts."""
-        return self.args[1] if self.kind is not None and self.kind.says_how else ""
+        return self.args[1] if self.kind is not None and self.kind.has_how else ""
 
     @property
     def lane(self) -> str:
@@ -189,7 +189,7 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order. In a plan, the
-    first stage of each place has REDUCE_GRAD as well, the sums of all that the place holds.
+    first stage of each place has REDUCE_GRAD as well, the sums of all that the place has.
 
     Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
     """
@@ -248,10 +248,10 @@ class Job:
     """A captured training step, cut into stages: what one microbatch computes, and where.
 
     batch: leaf name -> spec of one microbatch's leaf.
-    whole: leaves of the batch of which every microbatch is given the whole.
+    replicated: leaves of the batch that every microbatch takes in full.
     loss: (stage, value) of the microbatch's loss: a mean, or with a `count` a sum.
     count: what the step's sum of losses is divided by, summed over microbatches; None where it is a mean.
-    mean_over: of a loss that is a mean, over how many labels, where the ops tell; for a note to the user.
+    mean_over: of a loss that is a mean, over how many labels, where the ops show; for a note to the user.
     param_dtype: the dtype in which parameters are computed with, when it is not their own.
     schedule, max_live, pp, recompute: what the user asked for (a family, a CSV file or a schedule; a limit
         of live microbatches; pipeline ranks, None for as many as the schedule has; what the backward computes
@@ -259,16 +259,16 @@ class Job:
     microbatch_group: microbatches that go through one of a rank's stages before its next begins, where the
         user names a number (`stretto.schedule.loops`).
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
-    message_parts: whether planning may cut messages that are whole on all tensor-parallel ranks
+    message_parts: whether planning may cut messages that are full on all tensor-parallel ranks
         (`stretto.passes.messages_in_parts`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
     chunks: in how many the sequence is cut within blocks. forms: the same step in other numbers of chunks or
         of stages, of which planning may take one (`stretto.ir.forms`).
-    metrics: what the model's code lets people see of its forward.
+    metrics: what the model's code lets users see of its forward.
     read: path -> text of Python values below the model that its code has read: constants of the step.
     watch: looks at all others that model and loss have read, in the process that has captured.
-    optimizer: whose state a rank's memory holds.
+    optimizer: whose state a rank's memory has.
     axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
@@ -294,7 +294,7 @@ class Job:
     overlap: OverlapMode = "window"
     split_ops: bool = False
     message_parts: bool = True
-    whole: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     count: Count | None = None
     mean_over: Count | None = None
     chunks: Natural = 1
@@ -310,12 +310,13 @@ class Job:
         return dict(self.axes).get(axis, 1)
 
     def mesh(self, places: int) -> Mesh:
-        """How ranks are laid out with so many places of the pipeline."""
+        """How ranks are laid out with so many pipeline ranks."""
         return Mesh(((PIPELINE, places), *self.axes))
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes over which the loss is summed, and all gradients but those of what is spread over them."""
+        """The axes over which the loss is summed, and all gradients but those of what is sharded over
+        them."""
         return tuple(axis for axis, size in self.axes if size > 1 and sums_of(axis) is Sums.ALL)
 
     @property
@@ -329,7 +330,7 @@ class Job:
 
     @property
     def pieces(self) -> int:
-        """Microbatches of the whole batch, of all data-parallel copies."""
+        """Microbatches of the full batch, of all data-parallel copies."""
         return self.microbatches * self.copies
 
     @property
@@ -353,12 +354,12 @@ class Job:
         raise AssertionError(f"stage {stage} makes no loss {name!r}")
 
     def tied_groups(self) -> dict[str, tuple[int, ...]]:
-        """Tied-group name -> the stages that hold a copy, for groups that are held by more than one stage
-        and have a gradient to sum (a stage may hold a copy and add nothing: it reads the sum)."""
+        """Tied-group name -> the stages that have a copy, for groups that are kept by more than one stage
+        and have a gradient to sum (a stage may keep a copy and add nothing: it reads the sum)."""
         stages: dict[str, set[int]] = {}
         for parameter in self.parameters:
             stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
         summed = {parameter.tied_to for parameter in self.parameters if parameter.grads}
         return {
-            name: tuple(sorted(held)) for name, held in stages.items() if len(held) > 1 and name in summed
+            name: tuple(sorted(kept)) for name, kept in stages.items() if len(kept) > 1 and name in summed
         }

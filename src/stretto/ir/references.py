@@ -36,7 +36,7 @@ class BrokenReference:
         return f"{self.path}: {self.what}"
 
 
-class _Found(list[BrokenReference]):
+class _Broken(list[BrokenReference]):
     """What is broken. rank: whose order is looked at."""
 
     rank: int | None = None
@@ -53,7 +53,7 @@ class _Found(list[BrokenReference]):
 
 def broken_references(plan: Plan) -> list[BrokenReference]:
     """Every reference of the plan that points at nothing, in the order of the plan file."""
-    result = _Found()
+    result = _Broken()
     _counts(result, plan)
     _programs(result, plan.job)
     if result:
@@ -73,7 +73,7 @@ def broken_references(plan: Plan) -> list[BrokenReference]:
     return result
 
 
-def _counts(found: _Found, plan: Plan) -> None:
+def _counts(found: _Broken, plan: Plan) -> None:
     """What others walk has an end."""
     most = f"at most {MOST_RANKS:,}"
     found.unless(plan.world <= MOST_RANKS, "job.axes", f"{plan.world} ranks; {most} are planned for")
@@ -82,7 +82,7 @@ def _counts(found: _Found, plan: Plan) -> None:
         found.unless(right, f"{key}.microbatches", f"{count}; from 1 to {MOST_MICROBATCHES:,} are possible")
 
 
-def _programs(found: _Found, job: Job) -> None:
+def _programs(found: _Broken, job: Job) -> None:
     found.unless(bool(job.stages), "job.stages", "a job has at least one stage")
     for at, stage in enumerate(job.stages):
         path = f"job.stages[{at}]"
@@ -99,7 +99,7 @@ def _programs(found: _Found, job: Job) -> None:
                     _op(found, f"{path}.ops.{phase}[{number}]", op, seen)
 
 
-def _op(found: _Found, path: str, op: Op, seen: set[str]) -> None:
+def _op(found: _Broken, path: str, op: Op, seen: set[str]) -> None:
     if op.name in seen:
         found.unless(False, path, f"op {op.name!r} is there twice")
     seen.add(op.name)
@@ -112,7 +112,7 @@ def _op(found: _Found, path: str, op: Op, seen: set[str]) -> None:
         found.unless(False, path, f'a {GETITEM} takes a value and which of its parts, from 0: ["%name", 0]')
 
 
-def _once(found: _Found, path: str, values: Iterable[Hashable]) -> None:
+def _once(found: _Broken, path: str, values: Iterable[Hashable]) -> None:
     seen: set[Hashable] = set()
     for at, value in enumerate(values):
         shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
@@ -120,9 +120,9 @@ def _once(found: _Found, path: str, values: Iterable[Hashable]) -> None:
         seen.add(value)
 
 
-def _job(found: _Found, job: Job) -> None:
+def _job(found: _Broken, job: Job) -> None:
     for kind in ("parameters", "buffers", "constants"):
-        _once(found, f"job.{kind}", (held.name for held in getattr(job, kind)))
+        _once(found, f"job.{kind}", (kept.name for kept in getattr(job, kind)))
     for key in ("batch", "fixed", "axes"):
         _once(found, f"job.{key}", (name for name, _ in getattr(job, key)))
     stages = range(len(job.stages))
@@ -157,8 +157,8 @@ def _job(found: _Found, job: Job) -> None:
             found.unless(first == at, path, what)
             _arrives(found, job, path, edge)
     leaves = [name for name, _ in job.batch]
-    for at, leaf in enumerate(job.whole):
-        found.points(f"job.whole[{at}]", leaf, leaves, "the batch has no leaf {!r}")
+    for at, leaf in enumerate(job.replicated):
+        found.points(f"job.replicated[{at}]", leaf, leaves, "the batch has no leaf {!r}")
     mean = job.count is None or job.mean_over is None
     found.unless(mean, "job.mean_over", "the loss has a count, so it is a sum and no mean")
     for key, count in (("count", job.count), ("mean_over", job.mean_over)):
@@ -169,31 +169,31 @@ def _job(found: _Found, job: Job) -> None:
     for at, parameter in enumerate(job.parameters):
         what = "there is no parameter {!r} that is the first of its ties"
         found.points(f"job.parameters[{at}].tied_to", parameter.tied_to, firsts, what)
-    held = [("parameters", "grads", p.stages, p.grads) for p in job.parameters]
-    held += [("buffers", "updates", b.stages, b.updates) for b in job.buffers]
-    for at, (kind, key, holders, values) in enumerate(held):
+    kept = [("parameters", "grads", p.stages, p.grads) for p in job.parameters]
+    kept += [("buffers", "updates", b.stages, b.updates) for b in job.buffers]
+    for at, (kind, key, owners, values) in enumerate(kept):
         path = f"job.{kind}[{at if kind == 'parameters' else at - len(job.parameters)}]"
-        for k, stage in enumerate(holders):
+        for k, stage in enumerate(owners):
             found.points(f"{path}.stages[{k}]", stage, stages, STAGE)
-        _once(found, f"{path}.stages", holders)
+        _once(found, f"{path}.stages", owners)
         _once(found, f"{path}.{key}", values)
         for k, value in enumerate(values):
             if makes(f"{path}.{key}[{k}]", *value) and kind == "parameters":
                 what = f"stage {value[0]} does not have the parameter"
-                found.unless(value[0] in holders, f"{path}.{key}[{k}]", what)
+                found.unless(value[0] in owners, f"{path}.{key}[{k}]", what)
     for at, constant in enumerate(job.constants):
         what = f"{constant.spec} has {constant.spec.numel} elements, found {len(constant.data)}"
         found.unless(len(constant.data) == constant.spec.numel, f"job.constants[{at}].data", what)
 
 
-def _carries(found: _Found, job: Job, path: str, edge: Edge) -> None:
+def _carries(found: _Broken, job: Job, path: str, edge: Edge) -> None:
     """A receive's buffer is allocated by the edge's spec: another size would write past it or hang."""
     op = next(op for op in job.stages[edge.source].ops[edge.phase] if op.name == edge.value)
     made = ", ".join(map(str, op.outputs)) or "no tensor"
     found.unless(op.outputs == (edge.spec,), path, f"carries {edge.spec}, but {edge.value!r} is {made}")
 
 
-def _arrives(found: _Found, job: Job, path: str, edge: Edge) -> None:
+def _arrives(found: _Broken, job: Job, path: str, edge: Edge) -> None:
     what = f"leads from stage {edge.source} to itself; an edge joins two stages"
     found.unless(edge.target != edge.source, path, what)
     programs = job.stages[edge.target].ops
@@ -203,7 +203,7 @@ def _arrives(found: _Found, job: Job, path: str, edge: Edge) -> None:
     found.unless(reader is edge.user_phase, path, what)
 
 
-def _count(found: _Found, job: Job, path: str, count: Count) -> None:
+def _count(found: _Broken, job: Job, path: str, count: Count) -> None:
     """Counts are made from the batch alone, by ops of their own."""
     made = {f"batch/{name}" for name, _ in job.batch} | {f"const/{c.name}" for c in job.constants}
     for number, op in enumerate(count.ops):
@@ -222,7 +222,7 @@ def _count(found: _Found, job: Job, path: str, count: Count) -> None:
         found.unless(one, f"{path}.value", f"no op makes one number {count.value!r}")
 
 
-def _reads(found: _Found, job: Job) -> None:
+def _reads(found: _Broken, job: Job) -> None:
     """What ops read from outside the step is given to their stage. A view names a value of its stage, and
     following views ends at one that is none."""
     everywhere = {"tangent"} | {f"batch/{name}" for name, _ in job.batch}
@@ -255,7 +255,7 @@ def _reads(found: _Found, job: Job) -> None:
                 found.unless(False, path, f"is a view of {op.alias!r}, which stage {at} does not have")
 
 
-def _schedule(found: _Found, plan: Plan) -> None:
+def _schedule(found: _Broken, plan: Plan) -> None:
     schedule, ranks, stages = plan.schedule, plan.ranks, len(plan.job.stages)
     what = f"orders of {schedule.ranks} ranks, but the plan has orders of {ranks} ranks"
     found.unless(schedule.ranks == ranks, "schedule.orders", what)
@@ -265,7 +265,7 @@ def _schedule(found: _Found, plan: Plan) -> None:
     found.unless(len(schedule.stage_ranks) == stages, "schedule.stage_ranks", what)
 
 
-def _window(found: _Found, plan: Plan, name: str, window: Window) -> None:
+def _window(found: _Broken, plan: Plan, name: str, window: Window) -> None:
     job, parts = plan.job, range(len(window.parts))
     path = f"windows.{name}" if name.isidentifier() else f'windows["{name}"]'
     found.unless(window.name == name, path, f"the window calls itself {window.name!r}")
@@ -300,7 +300,7 @@ def _sound_shares(window: Window) -> bool:
     )
 
 
-def _instruction(found: _Found, plan: Plan, path: str, instruction: Instruction) -> None:
+def _instruction(found: _Broken, plan: Plan, path: str, instruction: Instruction) -> None:
     kind, ref, bound = instruction.kind, instruction.ref, len(instruction.microbatches)
     if kind is InstructionKind.RUN:
         if found.points(path, ref, plan.windows, "there is no window {!r}"):
@@ -311,7 +311,7 @@ def _instruction(found: _Found, plan: Plan, path: str, instruction: Instruction)
         found.unless(bound == 1, path, f"{kind} takes one microbatch, found {bound}")
 
 
-def _communicators(found: _Found, plan: Plan) -> None:
+def _communicators(found: _Broken, plan: Plan) -> None:
     sizes = dict(plan.mesh.sizes)
     for at, communicator in enumerate(plan.communicators):
         path = f"communicators[{at}]"
@@ -325,7 +325,7 @@ def _communicators(found: _Found, plan: Plan) -> None:
                 found.points(f"{path}.ranks[{k}]", rank, range(sizes[axis]), what)
 
 
-def _sums(found: _Found, plan: Plan) -> None:
+def _sums(found: _Broken, plan: Plan) -> None:
     """Programs of sums: starts over a communicator of the plan, and waits for them."""
     known = {parameter.tied_to for parameter in plan.job.parameters} | {STEP_LOSS}
     lanes = {communicator.name for communicator in plan.communicators}
@@ -348,12 +348,12 @@ def _is_sum(op: Op) -> bool:
     match op.args:
         case (tuple(read), "sum", str(), int(size)) if type(size) is int:
             refs = all(isinstance(one, Ref) for one in read) and bool(op.sums)
-            whole = len(op.outputs) == 1 and op.outputs[0] is not None and not op.kwargs
-            return op.target == ALL_REDUCE.target and refs and whole and len(op.sums) == len(op.uses)
+            full = len(op.outputs) == 1 and op.outputs[0] is not None and not op.kwargs
+            return op.target == ALL_REDUCE.target and refs and full and len(op.sums) == len(op.uses)
     return False
 
 
-def _costs(found: _Found, plan: Plan) -> None:
+def _costs(found: _Broken, plan: Plan) -> None:
     ops = {(s.index, op.name) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]}
     costs, ranks = plan.costs, range(plan.ranks)
     for key in costs.op_us:

@@ -7,13 +7,13 @@ program and of the rest of the job: one that was edited since is read only by wh
 digests find edits and damage; they are no signature.
 
 Ops are lines: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], [], ["float32[16,32]"]]`. A sixth element
-holds what differs from its default: alias, random, flops, module, repeats. Arguments:
+keeps what differs from its default: alias, random, flops, module, repeats. Arguments:
 
     %name            the value of that name
     'text            a string
     @dtype:float32   a constant of the framework
     inf, -inf, nan   floats that JSON has no number for
-    [...]            a tuple; numbers, true, false and null stand for themselves
+    [...]            a tuple; numbers, true, false and null represent themselves
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _read_spec(word: str) -> TensorSpec:
 
 
 FORMS: dict[Any, Form] = {Arg: Form(_read_arg, _write_arg), TensorSpec: text(_read_spec)}
-"""Of what ops hold; an `Op` is then a row of its first five fields."""
+"""Of what ops keep; an `Op` is then a row of its first five fields."""
 
 
 CODEC = Codec(
@@ -143,12 +143,12 @@ FILE = TypedFile(Plan, "stretto-plan", VERSION, "plan", "Make one with `stretto 
 
 
 def plan_to_text(plan: Plan) -> str:
-    """The text of the plan's file. Raises StrettoError for what files cannot hold."""
+    """The text of the plan's file. Raises StrettoError for what files cannot keep."""
     return FILE.to_text(plan, plan.edited)
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the file whole or not at all. Raises StrettoError and UsageError as `TypedFile.save`."""
+    """Write the file full or not at all. Raises StrettoError and UsageError as `TypedFile.save`."""
     FILE.save_text(plan_to_text(plan), path)
 
 

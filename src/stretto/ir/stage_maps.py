@@ -25,10 +25,10 @@ def v(ranks: int, virtual_stages: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class StageMap:
     """Where a family's stages are.
 
-    usual: stages a rank where nobody asks for another number. least, most: the numbers that it can have; None
+    usual: stages a rank where no one asks for another number. least, most: the numbers that it can have; None
     is any.
     """
 
@@ -54,14 +54,14 @@ class Places:
 AUTO = "auto"
 """In place of a family's name: the one, or the order, that is found to be the fastest."""
 
-ONE_EACH = Places()
-_LOOPED = Places("loop", usual=2, most=None)
-_V = Places("v", usual=2, least=2, most=2)
+ONE_EACH = StageMap()
+_LOOPED = StageMap("loop", usual=2, most=None)
+_V = StageMap("v", usual=2, least=2, most=2)
 
 ONE_STAGE = ("gpipe", "1f1b", "eager-1f1b", "eager-1f1b-split", "zb-h1", "zb-h2")
 """Families with stage i on rank i."""
 
-PLACES: dict[str, Places] = {
+STAGE_MAPS: dict[str, StageMap] = {
     "interleaved-1f1b": _LOOPED,
     "eager-interleaved-1f1b": _LOOPED,
     "looped-bfs": _LOOPED,
@@ -75,25 +75,25 @@ PLACES: dict[str, Places] = {
 
 def families() -> tuple[str, ...]:
     """The names of all families."""
-    return (*ONE_STAGE, *PLACES)
+    return (*ONE_STAGE, *STAGE_MAPS)
 
 
 def unknown_schedule(name: str | Schedule) -> str:
-    """What to say of a name that is no schedule's; "" for a family's, `AUTO`, and for orders of one's own."""
+    """What to say of a name that is no schedule's; "" for a family's, `AUTO`, and for orders of your own."""
     known = (*families(), AUTO)
     if is_own(name) or name in known:
         return ""
     return f"unknown schedule family {name!r}; {meant(name, known)}choose one of: {', '.join(known)}"
 
 
-def places_of(family: str) -> Places:
+def stage_map_of(family: str) -> StageMap:
     """Where the family's stages are. `AUTO` goes with any number of stages, and with all maps of them.
 
     Raises UsageError for a family that there is not.
     """
     if fault := unknown_schedule(family):
         raise UsageError(fault)
-    return Places(most=None) if family == AUTO else PLACES.get(family, ONE_EACH)
+    return StageMap(most=None) if family == AUTO else STAGE_MAPS.get(family, ONE_EACH)
 
 
 def is_own(schedule: str | Schedule) -> bool:
@@ -102,14 +102,14 @@ def is_own(schedule: str | Schedule) -> bool:
 
 
 def virtual_stages_of(schedule: str | Schedule, asked: int | None) -> int:
-    """Stages a rank, for a family's name or an order of one's own; asked: what the user wants, None for what
+    """Stages a rank, for a family's name or an order of your own; asked: what the user wants, None for what
     is usual.
 
     Raises UsageError for a number that the family cannot have; it names the nearest that it can.
     """
     if isinstance(schedule, Schedule) or is_own(schedule):
         return asked or 1
-    places = places_of(schedule)
+    places = stage_map_of(schedule)
     if asked is None:
         return places.usual
     if not places.allow(asked):
@@ -126,7 +126,9 @@ def stage_ranks_of(schedule: str | Schedule, ranks: int, stages: int) -> tuple[i
     if isinstance(schedule, Schedule):
         return schedule.stage_ranks if schedule.stages == stages else None
     each, left = divmod(stages, ranks)
-    return None if left else (ONE_EACH if is_own(schedule) else places_of(schedule)).stage_ranks(ranks, each)
+    return (
+        None if left else (ONE_EACH if is_own(schedule) else stage_map_of(schedule)).stage_ranks(ranks, each)
+    )
 
 
 def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:
@@ -135,7 +137,7 @@ def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:
 
     Raises UsageError for stages that the family cannot share out; it names the nearest number that it can.
     """
-    places = places_of(schedule)
+    places = stage_map_of(schedule)
     result = max(stages // places.usual, 1) if ranks is None else ranks
     each, left = divmod(stages, result)
     if not left and places.allow(each):
@@ -157,10 +159,10 @@ def shared(stages: int, ranks: int | None, schedule: str) -> tuple[int, int]:
 
 
 def _has(schedule: str) -> str:
-    usual = places_of(schedule).usual
+    usual = stage_map_of(schedule).usual
     return f"schedule {schedule!r} has {usual} stage{'s' if usual > 1 else ''} a rank"
 
 
 def _several() -> str:
     """Families with any number of stages a rank."""
-    return ", ".join(name for name, one in PLACES.items() if one.most is None)
+    return ", ".join(name for name, one in STAGE_MAPS.items() if one.most is None)

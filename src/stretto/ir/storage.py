@@ -3,7 +3,7 @@ gradient, or a part of it.
 
 A storage has the name of the value that it was allocated for. The results of an op that returns several
 tensors are storages of their own, made when the op runs, not when a `getitem` op names them; each goes on
-its own, those that nobody takes at once.
+its own, those that no one takes at once.
 
 The first part of a gradient that a rank makes in a step becomes the gradient, later ones are added to it:
 
@@ -11,7 +11,7 @@ The first part of a gradient that a rank makes in a step becomes the gradient, l
    the gradient has begun, the product has no memory of its own.
 2. A value whose storage nothing else reads becomes the gradient as it is.
 3. Of any other value, and of one of another dtype, the gradient begins as a copy. So it does of an expanded
-   one: elements that lie in one place cannot be added to.
+   one: elements that are in one place cannot be added to.
 
 The runtime does so, and both counts of memory count it so.
 """
@@ -68,8 +68,8 @@ PRODUCTS = (PRODUCT, "aten.bmm.default")
 
 
 @dataclass(frozen=True, slots=True)
-class Addend:
-    """A value as a part of a gradient. nbytes: of the whole gradient, whose dtype it is; product, copied:
+class PartialSum:
+    """A value as a part of a gradient. nbytes: of the full gradient, whose dtype it is; product, copied:
     steps 1 and 3."""
 
     parameter: str
@@ -79,16 +79,16 @@ class Addend:
     copied: bool
 
 
-def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
+def partial_sums(job: Job, stage: int) -> dict[str, tuple[PartialSum, ...]]:
     """Value of the stage -> the gradients that it is a part of, in the order in which it is added."""
     readers = _Readers(job, stage)
     parameters = {parameter.name: parameter for parameter in job.parameters}
-    result: dict[str, tuple[Addend, ...]] = {}
+    result: dict[str, tuple[PartialSum, ...]] = {}
     for phase in PHASES:
         for value, uses in results_of(job, stage, phase).items():
             op = readers.ops.get(value)
             owned = op is not None and len(uses) == 1 and readers.only(op)
-            made: list[Addend] = []
+            made: list[PartialSum] = []
             for use in uses:
                 kind, _, name = use.partition(" ")
                 if kind != "grad":
@@ -98,14 +98,14 @@ def addends(job: Job, stage: int) -> dict[str, tuple[Addend, ...]]:
                 dtype = parameter.own_dtype or parameter.spec.dtype
                 kept = owned and spec is not None and spec.dtype == dtype and not is_expanded(spec)
                 product = kept and op is not None and op.target in PRODUCTS
-                made.append(Addend(name, dtype, parameter.grad_nbytes, product, not kept))
+                made.append(PartialSum(name, dtype, parameter.grad_nbytes, product, not kept))
             if made:
                 result[value] = tuple(made)
     return result
 
 
 def is_expanded(spec: TensorSpec) -> bool:
-    """Whether elements lie in one place."""
+    """Whether elements are in one place."""
     return spec.stride is not None and any(
         step == 0 and length > 1 for length, step in zip(spec.shape, spec.stride, strict=True)
     )

@@ -73,7 +73,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank of the run stood for so long, in all, until `on` had begun its part of communications of an
+    """A rank of the run waited for so long, in all, until `on` had begun its part of communications of an
     axis: it waited for that rank, not for the network."""
 
     axis: str
@@ -91,8 +91,9 @@ SAVERS: dict[str, Saver] = {}
 class Timeline:
     """Spans by rank and lane, with the step's accounts. source: `simulated` or `measured`.
 
-    memory[rank]: (time, bytes held) steps, ascending in time; empty where it was not recorded.
-    members: how many ranks of the run each rank here stands for, those of one place, which do equal work.
+    memory[rank]: (time, bytes kept) steps, ascending in time; empty where it was not recorded.
+    members: how many ranks of the run each rank here represents, those of one pipeline rank, which do equal
+    work.
     busy_us: of each rank of the run, how long its compute lane ran ops; empty where that was not measured.
     stalls: who waits for whom, by axis and pair of ranks, likewise.
     """
@@ -108,15 +109,15 @@ class Timeline:
     stalls: tuple[Stall, ...] = ()
 
     def who(self, rank: int) -> str:
-        """A rank in words, as the run counts: `rank 1`, or `ranks 2-3` for a place of two."""
+        """A rank in words, as the run counts: `rank 1`, or `ranks 2-3` for a pipeline rank of two."""
         if self.members == 1:
             return f"rank {rank}"
         return f"ranks {rank * self.members}-{(rank + 1) * self.members - 1}"
 
     @property
     def counted(self) -> str:
-        """What `ranks` counts, in a word: `places`, where one is of several ranks."""
-        return "ranks" if self.members == 1 else "places"
+        """What `ranks` counts, in a word: `pp_ranks`, where one is of several ranks."""
+        return "ranks" if self.members == 1 else "pipeline ranks"
 
     def total_us(self, kind: SpanKind, rank: int) -> float:
         """Time of one kind on one rank's compute lane (for `message`: on all of its lanes)."""

@@ -1,8 +1,8 @@
 """What messages and collectives cost: the formulas that bounds and the simulation share.
 
 Both sides must use the same formulas, or a bound could exceed a simulated step.
-Where costs name no curve for a communicator, only what joins places can be derived from links;
-a link between places says nothing of the ranks that share one, so those are refused.
+Where costs name no curve for a communicator, only what joins pipeline ranks can be derived from links;
+a link between pipeline ranks says nothing of the ranks that share one, so those are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CollectiveTime:
         return self.processor + self.slowdown
 
     def __add__(self, after: CollectiveTime) -> CollectiveTime:
-        """One collective after the other, as one: processor time is spread over both."""
+        """One collective after the other, as one: processor time is sharded over both."""
         us = self.us + after.us
         if not us:
             return self
@@ -88,35 +88,36 @@ def slowest_link(costs: Costs, ranks: Sequence[int]) -> Link:
 
 
 def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime:
-    """A collective of an axis beside pp, of `nbytes` (of the whole tensor). Raises PlanError when the costs
+    """A collective of an axis beside pp, of `nbytes` (of the full tensor). Raises PlanError when the costs
     have none."""
     result = costs.collectives.get((axis, kind))
     if result is None:
-        fault = f"{kind} on {axis!r} has no cost: links join places of the pipeline and say nothing of {axis}"
+        fault = f"{kind} on {axis!r} has no cost: links join pipeline ranks and say nothing of {axis}"
         raise PlanError("collectives without a cost; cost the job for this mesh again", [fault])
     return _time(result, nbytes)
 
 
-def sum_time(costs: Costs, communicator: str, places: Sequence[int], nbytes: int) -> CollectiveTime:
-    """The sum of a gradient of `nbytes` over places of the pipeline: by its curve when costs name one, else
-    a ring over the slowest link between the places: every rank sends and receives 2 (n - 1) / n of the bytes.
+def sum_time(costs: Costs, communicator: str, pp_ranks: Sequence[int], nbytes: int) -> CollectiveTime:
+    """The reduction of a gradient of `nbytes` over pipeline ranks: by its curve when costs name one, else
+    a ring over the slowest link between the pipeline ranks: every rank sends and receives 2 (n - 1) / n of
+    the bytes.
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009).
     """
     result = costs.collectives.get((communicator, SUM))
     if result is not None:
         return _time(result, nbytes)
-    link = slowest_link(costs, places)
+    link = slowest_link(costs, pp_ranks)
     if not nbytes:
         return CollectiveTime(message_us(link, 0), link.latency_us)
-    moved = ALL_REDUCE.moved(len(places))
+    moved = ALL_REDUCE.moved(len(pp_ranks))
     us, lost_us = link.latency_us + moved * occupancy_us(link, nbytes), moved * processor_us(link, nbytes)
     return CollectiveTime(us, link.latency_us, lost_us / us if lost_us else 0.0)
 
 
-def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
+def loss_time(costs: Costs, job: Job, pp_ranks: Sequence[int]) -> CollectiveTime:
     """Telling the loss to all ranks: by its own curve when costs name one, else over the data-parallel ranks
-    (a sum of one number) and then, at the slowest latency, over the places.
+    (a sum of one number) and then, at the slowest latency, over the pipeline ranks.
 
     Raises PlanError when there are data-parallel ranks and no cost of their collectives.
     """
@@ -127,8 +128,8 @@ def loss_time(costs: Costs, job: Job, places: Sequence[int]) -> CollectiveTime:
     total = CollectiveTime(0.0)
     for axis in job.data_axes:
         total += axis_time(costs, axis, SUM, nbytes)
-    if len(places) > 1:
-        total += sum_time(costs, LOSS, places, 0)
+    if len(pp_ranks) > 1:
+        total += sum_time(costs, LOSS, pp_ranks, 0)
     return total
 
 
@@ -136,7 +137,7 @@ def collective_time(costs: Costs, job: Job, communicator: Communicator, asked: C
     """What an op starts on a communicator. Raises PlanError as `axis_time` does."""
     if communicator.name == LOSS:
         return loss_time(costs, job, communicator.ranks)
-    if communicator.joins_places:
+    if communicator.joins_pp_ranks:
         return sum_time(costs, communicator.name, communicator.ranks, asked.nbytes)
     return axis_time(costs, communicator.name, asked.kind, asked.nbytes)
 
@@ -158,14 +159,14 @@ def tied_ranks(job: Job, stage_ranks: Sequence[int]) -> dict[str, tuple[int, ...
     return {name: ranks for name, ranks in groups.items() if len(ranks) > 1}
 
 
-def summed_bytes(job: Job, parameter: Parameter, axis: str) -> int:
+def reduced_bytes(job: Job, parameter: Parameter, axis: str) -> int:
     """Bytes that a gradient takes in a sum over an axis, or over a communicator of ties."""
     return parameter.grad_nbytes * parameter.slots(axis, job.size(axis))
 
 
 def is_free(op: Op) -> bool:
-    """Whether an op may be without a cost: views, waits, parts of tuples and starts of sums of gradients take
-    no time of their own."""
+    """Whether an op may be without a cost: views, waits, parts of tuples and starts of gradient reductions
+    take no time of their own."""
     return op.alias is not None or op.target in (GETITEM, WAIT) or bool(op.sums)
 
 

@@ -1,7 +1,7 @@
 """How much a rank computes in a step, and what part of its device's peak that is: MFU and HFU.
 
 FLOPs are counted on the captured graph by PyTorch's formulas (products, convolutions, attention, which counts
-whole under a causal mask too). MFU leaves out what the backward computes again, HFU counts it (Chowdhery et
+full under a causal mask too). MFU leaves out what the backward computes again, HFU counts it (Chowdhery et
 al. 2022, "PaLM", arXiv 2204.02311, appendix B). That is recomputation of a plan's, and the scores of fused
 attention: one of its backward's five products, which its forward made and did not keep. Numbers only.
 """
@@ -42,7 +42,8 @@ class Work:
 
 
 def work_of(plan: Plan) -> Work:
-    """A rank's work in a step of `plan`. Ranks of one place do equal work; places are averaged."""
+    """A rank's work in a step of `plan`. Ranks of one pipeline rank do equal work; pipeline ranks are
+    averaged."""
     flops = again_flops = 0.0
     for stage in plan.job.stages:
         for ops in stage.ops.values():

@@ -97,7 +97,7 @@ def ending_by_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Hold the stop signals of this thread back until the block is done, so that cleaning up is whole."""
+    """Keep the stop signals of this thread back until the block is done, so that cleaning up is full."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
         yield
@@ -107,7 +107,7 @@ def blocked() -> Iterator[None]:
 
 TERM_TO_KILL_S = 5.0  # assumed: time for a Python program to write its last lines after SIGTERM
 LOOK_S = 0.005  # takes hosts no time; a rank that fails because another did takes longer to end
-LAST_LINES_S = 1.0  # assumed: a straggler may keep a pipe open for ever
+LAST_LINES_S = 1.0  # assumed: a straggler may keep a pipe open forever
 
 
 class Statuses(list[int]):
@@ -119,7 +119,7 @@ class Statuses(list[int]):
 
     @property
     def exit_status(self) -> int:
-        """One status for the whole run: 0 if every rank's is 0 and nobody stopped it."""
+        """One status for the full run: 0 if every rank's is 0 and no one stopped it."""
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         return 0 if self.first_failed is None else self[self.first_failed]

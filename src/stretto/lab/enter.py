@@ -21,10 +21,10 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 def main(namespace: str, group: str, cores: str, parent: str, *command: str) -> int:
     """Enter and execute; returns only on failure, with the exit status."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # The lab holds stop signals back while it starts a command; the command must get them.
+    # The lab has stop signals back while it starts a command; the command must get them.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
-        # If the lab is killed with SIGKILL, nobody is left to clean up, but its hosts do not outlive it.
+        # If the lab is killed with SIGKILL, no one is left to clean up, but its hosts do not outlive it.
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl failed")
         if os.getppid() != int(parent):

@@ -61,7 +61,7 @@ class LabOwner:
 
     @property
     def switch(self) -> str:
-        """Name of the namespace that holds the bridge."""
+        """Name of the namespace that has the bridge."""
         return f"stretto-{self.pid}-{self.start_ticks}-{self.serial}-sw"
 
     def host(self, index: int) -> str:
@@ -75,7 +75,7 @@ def start_ticks(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in parentheses and may hold blanks and parentheses itself.
+    # The second field is the program's name in parentheses and may keep blanks and parentheses itself.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
@@ -104,7 +104,7 @@ def missing() -> list[str]:
 
 
 def run_tool(name: str, arguments: Sequence[str], batch: Sequence[str] = ()) -> str:
-    """Run `ip` or `tc` to its end and return what it printed. `batch` holds command lines for `-batch -`.
+    """Run `ip` or `tc` to its end and return what it printed. `batch` has command lines for `-batch -`.
     Raises StrettoError with the command and the tool's own words when it fails."""
     path = find_tool(name)
     if path is None:
@@ -138,8 +138,8 @@ MTU_BYTES = 9000
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"^\s*(\d{1,12}(?:\.\d{1,12})?)\s*([a-zA-Z]+)\s*$")
 
-# A sender's packets must fit the bucket whole, else the kernel cuts each; and the bucket must be small: what
-# it holds crosses an idle link at once. Kernel time for 128 MiB each way at 1 Gbit/s, on Linux 6.18: 0.3 s
+# A sender's packets must fit the bucket full, else the kernel cuts each; and the bucket must be small: what
+# it has crosses an idle link at once. Kernel time for 128 MiB each way at 1 Gbit/s, on Linux 6.18: 0.3 s
 # so, 0.5 s with packets of 64 KiB that are cut, 4.4 s without segmentation offload and frames of 1500 B.
 # Two segments of a 9000 B link with the 320 B and a little that Linux keeps free for headers.
 _GSO_MIN_BYTES = 2 * MTU_BYTES + 512
@@ -203,7 +203,7 @@ _SYSCTLS = {
     # namespace (cubic is not where the default is bbr); on links that never drop it only opens its
     # window, so that the rate is the bucket's and not an estimate's.
     "ipv4/tcp_congestion_control": "reno",
-    # A step is bursts and pauses; without this every burst would open its window anew.
+    # A step is bursts and pauses; without this every burst would open its window again.
     "ipv4/tcp_slow_start_after_idle": "0",
     # What one connection learned about a link must not shape the next: runs would depend on their order.
     "ipv4/tcp_no_metrics_save": "1",
@@ -255,7 +255,7 @@ def build(owner: LabOwner, hosts: int) -> None:
 
 
 def shape(owner: LabOwner, hosts: int, rate_bits_per_s: int | None, delay_ms: float = 0.0) -> None:
-    """Hold every link to a rate in both directions, and delay what it delivers by `delay_ms`, at the switch's
+    """Keep every link to a rate in both directions, and delay what it delivers by `delay_ms`, at the switch's
     end alone, so that each packet meets it once."""
     bucket = None if rate_bits_per_s is None else Bucket.of(rate_bits_per_s)
     ports = [f"h{host}" for host in range(hosts)]

@@ -7,7 +7,7 @@
     3. Messages between neighbours and across the world, each way.
 
 Everything found goes into one `Calibration` as it comes, so that a run that is cut short keeps it, and what a
-calibration already holds is not measured again. Touches no file.
+calibration already has is not measured again. Touches no file.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
 from stretto.ir.program import Job, Op
 from stretto.measure.local_processes import measure_between
-from stretto.measure.measure_collectives import Measured, host, measure_collectives, tell
+from stretto.measure.measure_collectives import Measured, gather_all, host, measure_collectives
 from stretto.measure.messages import measure_links
 from stretto.measure.time_ops import Specs, distinct_ops, sweep_ops, time_op
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, Timing
 from stretto.price.shared import WantedCollective, wanted_collectives
 
 NOISY = 0.25
-"""A spread of rounds above this is told: the machine did other work. Measured on two shared cores, the faster
-half of an idle machine's rounds lies within a tenth."""
+"""A spread of rounds above this is reported: the machine did other work. Measured on two shared cores, the
+faster half of an idle machine's rounds is within a tenth."""
 
 NOISY_GROUP = 1.0
 """For collectives: their members come apart, and that is part of what is measured."""
@@ -139,7 +139,7 @@ def _sizes(kind: str, jobs: Sequence[Job]) -> tuple[int, ...]:
 
 def _between_ranks(outcome: Outcome, jobs: Sequence[Job], device: torch.device, progress: Progress) -> None:
     world = dist.get_world_size()
-    hosts = tell(host())
+    hosts = gather_all(host())
     sizes = [members for members in range(2, world + 1) if world % members == 0]
     # Neighbours are the innermost axis, ranks far apart the outermost.
     layouts = [(members, "inner") for members in sizes]
@@ -160,7 +160,9 @@ def _between_ranks(outcome: Outcome, jobs: Sequence[Job], device: torch.device, 
             continue
         there, back = (0, stride), (stride, 0)
         links = {
-            pair: link for ways in tell(measure_links([there, back], device)) for pair, link in ways.items()
+            pair: link
+            for ways in gather_all(measure_links([there, back], device))
+            for pair, link in ways.items()
         }
         spans = 1 if hosts[0] == hosts[stride] else 2
         spread = max(links[way].spread for way in (there, back))
@@ -189,9 +191,9 @@ def _warn_of_noise(outcome: Outcome, what: str, spread: float, noisy: float) -> 
 
 
 def _median(mine: Timing | str) -> Timing | str:
-    """The same on all ranks: the median time, or the trouble of one that has no time."""
+    """The same on all ranks: the median time, or the trouble where there is no time."""
     timings: list[Timing] = []
-    for one in tell(mine):
+    for one in gather_all(mine):
         if isinstance(one, str):
             return one
         timings.append(one)

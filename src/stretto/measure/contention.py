@@ -2,7 +2,7 @@
 
     processor    Products are computed for as long as a number of collectives, one after the other, are in
                  flight; what as much work takes alone, just before and after, is taken off. Under a quota the
-                 process' time counts and not the clock, which counts in whole periods.
+                 process' time counts and not the clock, which counts in full periods.
     accelerator  As many products as last about as long as the collectives, with them and without; the
                  difference is the part of the device's speed that the collectives take.
 
@@ -104,7 +104,7 @@ def _flight(
     start: Callable[[], Any], count: int, product: Callable[[], None], meet: Callable[[], None]
 ) -> _Stretch:
     """Work for as long as `count` collectives, one after the other, are in flight."""
-    # A thread waits, because not every handle of Gloo tells its end to one who only asks (reduce_scatter).
+    # A thread waits, because not every handle of Gloo shows its end to one who only asks (reduce_scatter).
     # It is no part of a step: what it takes, and what asking it takes, is left out.
     with ThreadPoolExecutor(max_workers=1) as waiter:
         waited = -waiter.submit(time.thread_time_ns).result()

@@ -1,6 +1,6 @@
 """Processes of this machine started to measure between: Gloo over loopback, one thread each.
 
-A single process that plans for several ranks has nobody to talk to. `measure_between` starts as many as are
+A single process that plans for several ranks has no one to talk to. `measure_between` starts as many as are
 needed, has each run `python -m stretto.measure.local_processes`, and hands back what rank 0 found. Touches a
 folder for that time.
 """
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from stretto.errors import StrettoError
 from stretto.ir.mesh import Mesh
 from stretto.measure.measure_collectives import Measured, measure_collectives
-from stretto.measure.messages import FoundLink, measure_links
+from stretto.measure.messages import ProbedLink, measure_links
 from stretto.price.shared import WantedCollective, scaled
 
 MOST_PROCESSES = 8
@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0
 class Between:
     """What was found between processes. link: None when it was not asked for; collectives by (axis, kind)."""
 
-    link: FoundLink | None = None
+    link: ProbedLink | None = None
     collectives: dict[tuple[str, str], Measured] = field(default_factory=dict)
 
 
@@ -51,10 +51,10 @@ def measure_between(
     small = fitting(mesh)
     world = max(small.world, 2 if link else 1)
     with tempfile.TemporaryDirectory() as folder:
-        asked, told = Path(folder, "asked"), Path(folder, "told")
+        asked, gathered = Path(folder, "asked"), Path(folder, "gathered")
         asked.write_bytes(pickle.dumps((small, wanted, link)))
-        _run(world, [str(asked), str(told)], timeout_s)
-        result: Between = pickle.loads(told.read_bytes())
+        _run(world, [str(asked), str(gathered)], timeout_s)
+        result: Between = pickle.loads(gathered.read_bytes())
     collectives = {}
     for (axis, kind), one in result.collectives.items():
         cost = replace(one.cost, source=f"{one.cost.source}, loopback")
@@ -112,7 +112,7 @@ def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
             raise StrettoError(f"measuring communication between {world} local processes failed: {last}")
 
 
-def _measure(asked: Path, told: Path) -> None:
+def _measure(asked: Path, gathered: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
@@ -121,7 +121,7 @@ def _measure(asked: Path, told: Path) -> None:
     result = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
     between = Between(result, measure_collectives(mesh, wanted, cpu))
     if dist.get_rank() == 0:
-        told.write_bytes(pickle.dumps(between))
+        gathered.write_bytes(pickle.dumps(between))
     dist.destroy_process_group()
 
 

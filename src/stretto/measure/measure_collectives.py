@@ -6,7 +6,7 @@
     3. What it takes on the thread that computes, on processors: its wait when it is done, and the first look
        at its result; the wait's part is in step 2's time too, and taken off. Its start, and what else compute
        loses to it (`measure.contention`). All at the least size and at one that stays in flight for a while.
-    4. All ranks take the median over groups, so they hold equal costs.
+    4. All ranks take the median over groups, so they have equal costs.
 
 On Gloo the start returns at once and a thread of its own does the work.
 """
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from stretto.backend import collectives, gloo_adapter
 from stretto.backend.device_time import synchronise
 from stretto.backend.gloo_adapter import keeping_core, lanes_first
-from stretto.files.say import unheard
+from stretto.files.say import silent
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import KINDS
 from stretto.ir.costs import BYTES_PER_MB, CollectiveCost
@@ -59,20 +59,20 @@ CALL_ROUNDS = 6
 SURELY_US = 2_000.0
 """A collective is surely done after twice its time alone and this. Assumed."""
 
-_Told = TypeVar("_Told")
+_Gathered = TypeVar("_Gathered")
 
 
-def tell(value: _Told) -> list[_Told]:
+def gather_all(value: _Gathered) -> list[_Gathered]:
     """What every running rank says, by rank; of a process alone, what it says itself."""
-    told = [value]
+    gathered = [value]
     if dist.is_initialized():
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, value)
-    return told
+        gathered *= dist.get_world_size()
+        dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def agree_median(value: float) -> float:
-    return float(statistics.median(tell(value)))
+    return float(statistics.median(gather_all(value)))
 
 
 def meet(device: torch.device) -> None:
@@ -129,28 +129,28 @@ def timed(
     meet(device)
     with lanes_first() if device.type == "cpu" else nullcontext():
         one()
-        warm_us = max(tell(one()))
+        warm_us = max(gather_all(one()))
         one()
         took.clear()
         for _ in range(repeats(warm_us, ROUNDS_US, ROUNDS, MOST_ROUNDS)):
             one()
     by_group: dict[tuple[int, ...], list[list[tuple[float, float]]]] = {}
-    for ranks, rounds in tell((dist.get_process_group_ranks(group), took)):
+    for ranks, rounds in gather_all((dist.get_process_group_ranks(group), took)):
         by_group.setdefault(tuple(ranks), []).append(rounds)
-    whole_us, start_us, spread = zip(*map(counted, by_group.values()), strict=True)
-    return statistics.median(whole_us), statistics.median(start_us), max(spread)
+    full_us, start_us, spread = zip(*map(counted, by_group.values()), strict=True)
+    return statistics.median(full_us), statistics.median(start_us), max(spread)
 
 
 def counted(members: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float, float]:
-    """(whole, start, spread) of one group from its members' (whole, start) of each round: the whole is that
+    """(full, start, spread) of one group from its members' (full, start) of each round: the full one is that
     of the member that comes last and has not waited for others, the start a mean; over the fastest rounds."""
     rounds = sorted(
-        (min(whole for whole, _ in each), statistics.fmean(start for _, start in each))
+        (min(full for full, _ in each), statistics.fmean(start for _, start in each))
         for each in zip(*members, strict=True)
     )
-    wholes, starts = zip(*rounds[: max(1, round(KEPT * len(rounds)))], strict=True)
-    whole_us = statistics.fmean(wholes)
-    return whole_us, statistics.fmean(starts), (max(wholes) - min(wholes)) / whole_us
+    full_values, starts = zip(*rounds[: max(1, round(KEPT * len(rounds)))], strict=True)
+    full_us = statistics.fmean(full_values)
+    return full_us, statistics.fmean(starts), (max(full_values) - min(full_values)) / full_us
 
 
 BUDGET_US = 4_000_000.0
@@ -161,7 +161,7 @@ CONTENTION_US = 200_000.0
 are of use does."""
 
 OF_USE = 2**18
-"""Bytes from which on a size tells what compute loses for each of them: of fewer it loses less than
+"""Bytes from which on a size shows what compute loses for each of them: of fewer it loses less than
 measurements differ by. Measured with Gloo: 4 to 8 ms for each megabyte, and some tenths of noise."""
 
 
@@ -176,7 +176,7 @@ class Measured:
 
 
 def measure_collectives(
-    mesh: Mesh, wanted: Sequence[WantedCollective], device: torch.device, say: Callable[[str], None] = unheard
+    mesh: Mesh, wanted: Sequence[WantedCollective], device: torch.device, say: Callable[[str], None] = silent
 ) -> dict[tuple[str, str], Measured]:
     """Measure `wanted` on the axes of `mesh`; all ranks call it with equal arguments, and get equal (axis,
     kind) -> cost. Takes one to two seconds for each, up to about six on slow links. say: takes a line for
@@ -201,7 +201,7 @@ def measure_collectives(
 def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
     """Axes whose collectives use one network card: they leave the host, which is known by its boot and its
     network namespace. All ranks must call it."""
-    hosts = tell(host())
+    hosts = gather_all(host())
 
     def leaves(axis: str) -> bool:
         size = mesh.size(axis)
@@ -214,12 +214,12 @@ def shared_axes(mesh: Mesh, axes: Iterable[str]) -> tuple[str, ...]:
 def collective_call(
     kind: str, nbytes: int, dtype: str, members: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[int, Callable[[], Any], torch.Tensor]:
-    """(bytes of the whole tensor, a function that starts the collective and returns its handle, what the
+    """(bytes of the full tensor, a function that starts the collective and returns its handle, what the
     collective writes)."""
     row = KINDS[kind]
     count = elements(nbytes, dtype, members)
     how = row.reductions[0] if row.reductions else ""
-    # Of the whole tensor, or of a part of it that becomes the whole.
+    # Of the full tensor, or of a part of it that becomes the full one.
     ways = [(given, row.shape((given,), members, how)) for given in (count, count // members)]
     given, made = next((given, made) for given, made in ways if made and max(given, *made) == count)
     value = torch.zeros(given, dtype=getattr(torch, dtype), device=device)
@@ -254,7 +254,7 @@ def _measure(
         samples.append((nbytes, us))
         starts.append((nbytes, start_us))
         spread = max(spread, range_of)
-        if max(tell((time.perf_counter_ns() - begin) / 1000.0)) > BUDGET_US:
+        if max(gather_all((time.perf_counter_ns() - begin) / 1000.0)) > BUDGET_US:
             break
     losses: list[tuple[int, float]] = []
     waits, finishes = [(0, 0.0)], [(0, 0.0)]

@@ -1,11 +1,11 @@
 """Costs of a job measured where it will run, in "local" planning.
 
 When the ranks of the plan are running (`torch.distributed` has as many), each measures its place's stages
-while all others measure theirs, as they will compute; then messages of every pair of places, at all other
-coordinates at once; then the collectives of every axis, all groups at once. What ranks that do equal work
-found is merged by the median, so all hold equal costs. Ops are measured before communication and once more
-after it: a machine that others use has good and bad seconds. In a single process all stages are measured one
-after the other, and communication between processes started for it.
+while all others measure theirs, as they will compute; then messages of every pair of pipeline ranks, at all
+other coordinates at once; then the collectives of every axis, all groups at once. What ranks that do equal
+work found is merged by the median, so all have equal costs. Ops are measured before communication and once
+more after it: a machine that others use has good and bad seconds. In a single process all stages are
+measured one after the other, and communication between processes started for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from stretto.errors import UsageError
 from stretto.files.kept import Kept
-from stretto.files.say import Say, unheard
+from stretto.files.say import Say, silent
 from stretto.ir.action import Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import NO_LINK, Costs, Link, Processor
@@ -31,7 +31,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import job_text
 from stretto.measure.local_processes import Between, measure_between
-from stretto.measure.measure_collectives import Measured, measure_collectives, shared_axes, tell
+from stretto.measure.measure_collectives import Measured, gather_all, measure_collectives, shared_axes
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, device_name, profile
 from stretto.measure.running import Running, costs_again, running
@@ -67,7 +67,7 @@ class Measuring:
     _jobs: Sequence[Job]
     _schedules: Sequence[Schedule]
     _kept: Kept | None = None
-    _say: Say = unheard
+    _say: Say = silent
     _texts: list[str] = field(default_factory=list)
     _communication: _Communication | None = None
 
@@ -81,8 +81,8 @@ class Measuring:
         def parts() -> list[str]:
             # What is sent is measured for all jobs at once.
             self._texts = self._texts or [*map(job_text, self._jobs)]
-            places = [repr(one.stage_ranks) for one in self._schedules]
-            return [*places, str(ranks.size), str(self._at(job)), *self._texts]
+            pp_ranks = [repr(one.stage_ranks) for one in self._schedules]
+            return [*pp_ranks, str(ranks.size), str(self._at(job)), *self._texts]
 
         def measure() -> Costs:
             return self._measured(job, mesh, device, ranks)
@@ -119,7 +119,7 @@ class Measuring:
         return _Communication({}, link, between.collectives)
 
     def _together(self, job: Job, mesh: Mesh, device: torch.device) -> Costs:
-        stages = self._schedules[self._at(job)].stages_of(mesh.place(dist.get_rank()))
+        stages = self._schedules[self._at(job)].stages_of(mesh.pp_rank(dist.get_rank()))
         dist.barrier()  # so that all ranks load the machine at the same time, as in a step
         self._say("measuring ops")
         mine = profile(job, device, stages)
@@ -129,9 +129,11 @@ class Measuring:
         self._say("measuring ops once more")
         mine = profile(job, device, stages, mine)
         source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
-        costs = _costs(job, _merged(tell(dict(mine.op_us))), self._communication, source)
+        costs = _costs(job, _merged(gather_all(dict(mine.op_us))), self._communication, source)
         by_clock, by_thread = (
-            skew_of(tell(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()})))
+            skew_of(
+                gather_all(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()}))
+            )
             for name in ("shares", "thread_shares")
         )
         return with_skew(costs, by_clock, by_thread)
@@ -146,7 +148,7 @@ class Measuring:
             }
         )
         links: dict[tuple[int, int], list[Link]] = defaultdict(list)
-        for some in tell(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
+        for some in gather_all(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
             for pair, one in some.items():
                 links[pair].append(one.link)
         typical = {pair: typical_link(links[pair]) for pair in sorted(links)}
@@ -177,7 +179,7 @@ def memory_here(job: Job) -> int | None:
     device = device_of(job)
     if device.type != "cuda":
         return None
-    return int(min(tell(torch.cuda.get_device_properties(device).total_memory)))
+    return int(min(gather_all(torch.cuda.get_device_properties(device).total_memory)))
 
 
 def _costs(
@@ -204,8 +206,9 @@ def _costs(
 
 
 def with_skew(costs: Costs, by_clock: float, by_thread: float) -> Costs:
-    """The costs with how much longer the slowest rank of a place takes than they do on average. Under a quota
-    what ranks differ by in time, and not in what their threads compute, is what they are stopped for."""
+    """The costs with how much longer the slowest rank of a pipeline rank takes than they do on average.
+    Under a quota what ranks differ by in time, and not in what their threads compute, is what they are
+    stopped for."""
     if costs.processor is None:
         return replace(costs, skew=by_clock)
     skew = min(by_clock, by_thread)
@@ -258,7 +261,7 @@ def skew_of(ranks: Sequence[Mapping[int, Sequence[Sequence[float]]]]) -> float:
 
 
 def _merged(tables: Iterable[Mapping[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
-    """The median of what ranks of one place found for each op."""
+    """The median of what ranks of one pipeline rank found for each op."""
     result: dict[tuple[int, str], list[float]] = defaultdict(list)
     for table in tables:
         for key, us in table.items():

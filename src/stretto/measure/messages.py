@@ -52,13 +52,13 @@ QUARTER = 0.25
 
 FASTEST = {"cpu": 50_000.0, "cuda": 1_000_000.0}
 """Bytes a microsecond that no link of such devices reaches: a core's copies, an accelerator's links. Assumed;
-a fit of disturbed messages may tell any rate."""
+a fit of disturbed messages may show any rate."""
 
 SLOW_US = 400_000.0
-"""A probe that takes longer is not sent again in bigger sizes: a slow link has told its rate by then."""
+"""A probe that takes longer is not sent again in bigger sizes: a slow link has shown its rate by then."""
 
 BURST = 16
-"""Messages of step 2 that are under way at once. Assumed: enough that what each adds stands out."""
+"""Messages of step 2 that are under way at once. Assumed: enough that what each adds is visible."""
 
 BURSTS = 10
 """How often they are; the fastest counts, as nothing lends to empty messages."""
@@ -67,11 +67,11 @@ STREAMED_BYTES = (1024, 262_144)
 """Of the messages of step 3: few, and of a stage's activations, rather small ones. Assumed."""
 
 MORE, NEXT_SIZE, END = range(3)
-"""What a probe's first number tells of what follows it."""
+"""What a probe's first number shows of what follows it."""
 
 
 @dataclass(frozen=True, slots=True)
-class FoundLink:
+class ProbedLink:
     """spread: by which share the middle one of the largest messages' rounds took longer than the one that
     counts."""
 
@@ -82,18 +82,18 @@ class FoundLink:
 @calm_loops()
 def measure_links(
     pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
-) -> dict[tuple[int, int], FoundLink]:
+) -> dict[tuple[int, int], ProbedLink]:
     """Links of (sender, receiver) pairs of pipeline ranks; every rank must call it with the same pairs. mesh:
     how ranks are laid out, when there are axes beside pp; a pair is then measured between all its ranks at
     once. Returns what this rank measured as a sender. Both directions take the same from the processor."""
     rank = dist.get_rank()
     mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)
-    result: dict[tuple[int, int], FoundLink] = {}
+    result: dict[tuple[int, int], ProbedLink] = {}
     taken: dict[frozenset[int], tuple[float, float]] = {}
     for pair in pairs:
         # This rank's own pair: its coordinates on all other axes.
-        sender, receiver = (mesh.rank({**here, PIPELINE: place}) for place in pair)
+        sender, receiver = (mesh.rank({**here, PIPELINE: pp_rank}) for pp_rank in pair)
         if rank in (sender, receiver):
             peer = receiver if rank == sender else sender
             one_way: OneWay | None = None
@@ -108,7 +108,7 @@ def measure_links(
                 latency_us, bytes_per_us, start_us, spread = one_way
                 processor_us, per_mb = taken[both]
                 link = Link(latency_us, bytes_per_us, per_mb, "measured", start_us, processor_us)
-                result[pair] = FoundLink(link, spread)
+                result[pair] = ProbedLink(link, spread)
         dist.barrier()
     return result
 
@@ -189,7 +189,7 @@ def _fit(points: Sequence[tuple[int, float]], fastest: float = FASTEST["cuda"]) 
     sizes, times = np.array(one_way).T
     slope, least_us = np.polyfit(sizes, times, 1, w=times**-0.5)
     if slope <= 0.0:
-        # Noise beyond the link's own time: the largest message tells at least what it took.
+        # Noise beyond the link's own time: the largest message shows at least what it took.
         nbytes, us = one_way[-1]
         slope, least_us = us / nbytes, 0.0
     # An empty message cannot be much faster than half of its round trip, whatever the line says.
@@ -220,7 +220,7 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
 
 
 def _swap(mine: float, peer: int) -> float:
-    """What a peer says, which is told this; also brings the two together in time."""
+    """What a peer says, which receives this; also brings the two together in time."""
     theirs = torch.zeros(1)
     Exchange([dist.isend(torch.tensor([mine]), peer), dist.irecv(theirs, peer)]).wait()
     return float(theirs)

@@ -38,13 +38,13 @@ from stretto.ir.flow import PHASES, inputs_of, is_external
 from stretto.ir.integers import Says, rows_named, what_integers_say
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Job, Op, Ref, Stage, TensorSpec
-from stretto.ir.storage import Addend, addends
+from stretto.ir.storage import PartialSum, partial_sums
 from stretto.measure.stopwatch import DeviceStopwatch, HostStopwatch, Rounds, Stopwatch, repeats
 from stretto.price.shared import FREE
 
 
 def function_of(target: str, device: torch.device) -> Callable[..., Any]:
-    """The function that stands for an op: the dispatcher's own, or one of these."""
+    """The function that represents an op: the dispatcher's own, or one of these."""
     if target in BY_TARGET:
         return partial(_started, BY_TARGET[target])
     result: dict[str, Callable[..., Any]] = {
@@ -59,7 +59,7 @@ def function_of(target: str, device: torch.device) -> Callable[..., Any]:
 def _started(kind: Kind, x: torch.Tensor, *how_axis_size: Any) -> torch.Tensor:
     if kind.in_place:
         return x.clone(memory_format=torch.contiguous_format)
-    how: How = how_axis_size[0] if kind.says_how else ""
+    how: How = how_axis_size[0] if kind.has_how else ""
     shape = kind.shape(x.shape, how_axis_size[-1], how)
     assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
     made = x.new_empty(shape)
@@ -73,8 +73,8 @@ ROUNDS = 5
 """Counted rounds after one warm-up, in each visit."""
 
 FEWEST_ROUNDS = 3
-"""Of programs whose rounds are long: they hold more ops, and what disturbs one is a smaller part of them. Of
-fewer the median tells nothing."""
+"""Of programs whose rounds are long: they have more ops, and what disturbs one is a smaller part of them. Of
+fewer the median shows nothing."""
 
 ENOUGH_US = 1_000_000.0
 """From there on a visit's rounds, without clocks, are enough, if there are `FEWEST_ROUNDS`. Assumed."""
@@ -226,7 +226,7 @@ def _is_weight(name: str) -> bool:
 def made_up_tensor(
     spec: TensorSpec, generator: torch.Generator, device: torch.device, says: Says | None = None
 ) -> torch.Tensor:
-    """A made-up value: small random numbers; integers that say the like of what they say in a step, zeros
+    """A made-up value: small random numbers; integers that say the same of what they say in a step, zeros
     where nothing is known of them."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:
@@ -252,22 +252,22 @@ class OpCall:
     args: tuple[Arg, ...]
     kwargs: tuple[tuple[str, Arg], ...]
     dead: tuple[str, ...]
-    addends: tuple[Addend, ...]
+    partial_sums: tuple[PartialSum, ...]
 
     def run(self, values: dict[str, Any], grads: dict[str, torch.Tensor]) -> None:
         """Call it, keep what it makes, and drop what is dead then. Step 6: an op that makes a gradient, or
         several, which are added to `grads`."""
         arguments = [value_of(a, values) for a in self.args]
-        held = grads.get(self.op.name)
-        if held is not None and self.addends[0].product:
-            made = add_product(held, *arguments)
+        kept = grads.get(self.op.name)
+        if kept is not None and self.partial_sums[0].product:
+            made = add_product(kept, *arguments)
         else:
             made = self.function(*arguments, **{key: value_of(a, values) for key, a in self.kwargs})
-            if held is not None:
-                held.add_(made)
-            elif self.addends:
-                dtype = getattr(torch, self.addends[0].dtype)
-                grads[self.op.name] = made.to(dtype, copy=True) if self.addends[0].copied else made
+            if kept is not None:
+                kept.add_(made)
+            elif self.partial_sums:
+                dtype = getattr(torch, self.partial_sums[0].dtype)
+                grads[self.op.name] = made.to(dtype, copy=True) if self.partial_sums[0].copied else made
         values[self.op.name] = made
         for name in self.dead:
             values.pop(name, None)
@@ -303,7 +303,7 @@ def make_calls(job: Job, stage: Stage, device: torch.device) -> dict[Phase, list
     for name, reader in last.items():
         if not is_external(name):
             dying.setdefault(reader, []).append(name)
-    grads = addends(job, stage.index)
+    grads = partial_sums(job, stage.index)
     result: dict[Phase, list[OpCall]] = {}
     for phase in PHASES:
         result[phase] = [

@@ -1,7 +1,7 @@
 """The ranks that run, their machines, and costs that were measured on them before.
 
 1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, how
-   products are computed, what libraries are told by the environment, and which ranks share a host; where
+   products are computed, what libraries are reported by the environment, and which ranks share a host; where
    there are several hosts, also which they are, as their network counts.
 2. Rank 0 looks among what its host has kept; what it finds all ranks take. Else all measure, and rank 0
    keeps it.
@@ -21,22 +21,33 @@ from stretto.errors import UsageError
 from stretto.files.kept import Kept, ago, code_digest, key_of
 from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
-from stretto.measure.measure_collectives import host, tell
+from stretto.measure.measure_collectives import gather_all, host
 from stretto.measure.time_ops import machine_of
 from stretto.processor.quota import quota_share
 
 CPU = torch.device("cpu")
 COSTS = "costs"
 MOST_AGE_S = 7 * 86400.0
-"""Costs that are older are measured anew. Assumed: what else runs on a machine changes by the week."""
+"""Costs that are older are measured again. Assumed: what else runs on a machine changes by the week."""
 
-TOLD = ("NCCL_", "GLOO_", "CUDA_", "CUBLAS_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_")
-"""How the names of variables begin by which libraries that compute and communicate are told how."""
+LIBRARY_VARIABLES = (
+    "NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "CUBLAS_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "DNNL_",
+    "ONEDNN_",
+)
+"""How the names of variables begin by which libraries that compute and communicate read how."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Ranks that call the same things at the same time; `size` 1 is a process that has nobody to ask."""
+    """Ranks that call the same things at the same time; `size` 1 is a process that has no one to ask."""
 
     rank: int = 0
     size: int = 1
@@ -48,15 +59,15 @@ class Running:
             return [item]
         if self.device.type == "cuda":  # a new thread has the first one
             torch.cuda.set_device(self.device)
-        return tell(item)
+        return gather_all(item)
 
     def broadcast(self, item: Any) -> Any:
         """Rank 0's item."""
         if self.size == 1:
             return item
-        told = [item if self.rank == 0 else None]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
+        gathered = [item if self.rank == 0 else None]
+        dist.broadcast_object_list(gathered, src=0)
+        return gathered[0]
 
 
 def running(world: int, device: torch.device) -> Running:
@@ -70,24 +81,28 @@ def machines(ranks: Running, device: torch.device) -> str | None:
     """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are
     emulated on one machine have whatever network they were given this time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    mine = (f"{machine_of(device)} {_told()}", cores, f"{quota_share():.3f}", host(), os.uname().nodename)
-    told = ranks.all_gather(mine)
-    hosts = [one[3] for one in told]
+    mine = (f"{machine_of(device)} {_reported()}", cores, f"{quota_share():.3f}", host(), os.uname().nodename)
+    gathered = ranks.all_gather(mine)
+    hosts = [one[3] for one in gathered]
     boots = dict(hosts)
     if any(boots[boot] != space for boot, space in hosts):
         return None
     order = {one: at for at, one in enumerate(dict.fromkeys(hosts))}
     several = len(order) > 1
-    return repr([(*one[:3], order[one[3]], one[4] if several else "") for one in told])
+    return repr([(*one[:3], order[one[3]], one[4] if several else "") for one in gathered])
 
 
-def _told() -> list[object]:
+def _reported() -> list[object]:
     """What makes the same ops and messages faster or slower on the same machine."""
     of: Any = torch.backends
     parts = (of, of.cuda.matmul, of.cudnn.conv, of.cudnn.rnn, of.mkldnn.matmul, of.mkldnn.conv)
     numbers = [getattr(part, "fp32_precision", "") for part in parts]
     ways = [of.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()]
-    return [*numbers, *ways, *sorted(item for item in os.environ.items() if item[0].startswith(TOLD))]
+    return [
+        *numbers,
+        *ways,
+        *sorted(item for item in os.environ.items() if item[0].startswith(LIBRARY_VARIABLES)),
+    ]
 
 
 def costs_again(
@@ -126,5 +141,5 @@ def _found(kept: Kept, key: str) -> str | None:
     except UsageError:
         kept.drop(COSTS, key)
         return None
-    kept.say(f"costs: measured here {ago(entry.age_s)}, kept in {kept.folder}; --fresh measures anew")
+    kept.say(f"costs: measured here {ago(entry.age_s)}, kept in {kept.folder}; --fresh measures again")
     return entry.text

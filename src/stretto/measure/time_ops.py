@@ -1,11 +1,11 @@
-"""Measuring single ops, each on inputs of its own: the times that a calibration holds.
+"""Measuring single ops, each on inputs of its own: the times that a calibration has.
 
 1. Which: those of jobs, or a sweep over sizes, from which others are interpolated: products (square, and of
    linear layers, forward and backward), fused attention, ops that only move memory.
-2. Inputs are made up from their specs, in as many sets as keep the processor's caches from holding them
+2. Inputs are made up from their specs, in as many sets as keep the processor's caches from keeping them
    all: in a step, an op's weights were last touched a stage ago.
 3. Rounds of calls; a round is long enough for the clock. The mean of the faster half counts, and the
-   half's range tells the noise.
+   half's range shows the noise.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LINEAR_SIZES = (
 """Rows, and (inputs, outputs), of linear layers. A library has a kernel for few rows and another for many,
 and matrices whose rows lie 4 KiB apart have less of a cache: measured with oneMKL, an input gradient of 128
 rows runs at 149 GFLOP/s with 1536 inputs and 768 outputs, and at 128 with 2048 and 1024; of 256 at 150 both.
-So rows lie close together, and widths are powers of two and others."""
+So rows are close together, and widths are powers of two and others."""
 
 ACCELERATOR_PRODUCTS = tuple((n, n, n) for n in (256, 1024, 4096, 8192))
 
@@ -132,7 +132,8 @@ ROUND_US = 3_000.0
 """A round repeats the op for about this long. Assumed: a thousand times the clock's own error."""
 
 MOST_CALLS = 200
-"""Calls in a round at most; and in one that is queued on an accelerator, so that launches do not pile up."""
+"""Calls in a round at most; and in a round that is queued on an accelerator, so that launches do not pile
+up."""
 
 CACHE_BYTES = 64 * 2**20
 """Inputs of all sets together, larger than a core's share of a last-level cache. Assumed."""
@@ -149,7 +150,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 def processor_name() -> str:
-    """The processor's model, as the kernel tells it; its architecture where it does not."""
+    """The processor's model, as the kernel shows it; its architecture where it does not."""
     import platform
 
     try:

@@ -59,7 +59,7 @@ class GPTConfig:
 def rotate(x_BHSK: Tensor) -> Tensor:
     """Rotate pairs of the last dim by angles that grow with the position (rotary embedding, in halves).
 
-    The angles are computed here, for each block anew, and not kept as a table of the model: a few
+    The angles are computed here, for each block again, and not kept as a table of the model: a few
     thousand cosines cost nothing beside a matmul, and a block that needs nothing but its input can be put
     on any stage, and can be built on the meta device.
     """
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.head_dim = config.hidden // config.heads
         self.rotary = config.positions == "rotary"
         self.dropout = config.dropout
-        # Head-major rows (H, 3, K): a shard of the rows is a shard of whole heads.
+        # Head-major rows (H, 3, K): a shard of the rows is a shard of full heads.
         self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False)
 

@@ -1,6 +1,6 @@
 """Names and layouts of weights in files of `transformers` models, which are not always those of its modules.
 
-Experts lie in files one by one and in modules as one tensor; what was saved without a head lacks a prefix.
+Experts are in files one by one and in modules as one tensor; what was saved without a head lacks a prefix.
 The library applies its own rules as it loads a full model (`from_pretrained`). They are applied here to each
 tensor by itself, so that a rank can read what it keeps. The names of
 `transformers.core_model_loading` and `conversion_mapping` are not promised to stay.

@@ -10,7 +10,7 @@ that pays", European Journal of Operational Research 165, 2005):
     3. Where the last move was in vain, ends are a little off, by another draw for each stretch of ops.
 
 The backward pass is rougher than the walk: lanes take one thing at a time, for as long as it took in the
-walk, and nothing slows another. It makes orders; the walk tells how long they take.
+walk, and nothing slows another. It makes orders; the walk shows how long they take.
 """
 
 from __future__ import annotations

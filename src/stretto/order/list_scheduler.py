@@ -1,4 +1,4 @@
-"""List scheduling over lanes, of a whole step or of one window: always the most urgent op that can run now.
+"""List scheduling over lanes, of a full step or of one window: always the most urgent op that can run now.
 
 The order is legal, and the same for the same graph and urgencies.
 
@@ -189,7 +189,7 @@ class ListScheduler(LaneWalk):
         return False
 
     def _stall(self) -> None:
-        """Step 4; at the end, what nobody of this window reads is placed."""
+        """Step 4; at the end, what no one of this window reads is placed."""
         self._waits_now()
         if not self._to_come and not self.end_us:
             self._put([index for index, placed in enumerate(self._placed) if not placed])

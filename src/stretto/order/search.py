@@ -60,7 +60,7 @@ class SearchScope:
     limit_bytes: int | None = None
 
     def walk(self, point: SearchPoint, most_us: float = float("inf")) -> WalkResult | None:
-        """None when ranks wait for ever, or one takes longer than most_us."""
+        """None when ranks wait forever, or one takes longer than most_us."""
         graph = self.windows[0].graph
         resources = WindowResources(graph) if self.plan is None else StepResources(self.plan)
         ranks: list[LaneWalk] = []
@@ -118,7 +118,7 @@ class WalkBudget:
         return aside
 
     def shared(self, many: Sequence[T]) -> Iterator[T]:
-        """Each in its turn, with an equal share; what one leaves goes to those behind it."""
+        """Each when its turn comes, with an equal share; what one leaves goes to those behind it."""
         for at, one in enumerate(many):
             behind = len(many) - 1 - at
             aside = self.set_aside(behind / (behind + 1))
@@ -196,7 +196,7 @@ Move = Callable[[OrderSearch], Iterable[SearchPoint]]
 
 def new_urgencies(search: OrderSearch) -> Iterator[SearchPoint]:
     """A move: another urgency of one to three stretches of ops, or of all ops of some actions, or another
-    patience of a rank. Urgency changes for a whole stretch, since what counts is which communication is
+    patience of a rank. Urgency changes for a full stretch, since what counts is which communication is
     reached first."""
     draw, point, windows = search.draw, search.point, search.scope.windows
     urgency = [list(of_rank) for of_rank in point.urgency]

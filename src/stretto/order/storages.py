@@ -1,6 +1,6 @@
 """The memory that the items of a window make and read, so that an order of them can keep a limit.
 
-1. A value lies in the memory of what it is a view of (`ir.storage`). A wait's result lies in its start's,
+1. A value is in the memory of what it is a view of (`ir.storage`). A wait's result is in its start's,
    and what is gathered or scattered is read until the wait.
 2. What one part makes and another of its stage and microbatch reads is one memory.
 3. Memory that a later window reads, or that leaves, is kept when the window ends.
@@ -133,7 +133,7 @@ class WindowMemory:
                 self.allocates[storage.maker] += storage.nbytes
 
     def frees(self, index: int) -> int:
-        """Bytes that nobody reads after the node."""
+        """Bytes that no one reads after the node."""
         return sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
 
     def empty(self) -> WindowMemory:

@@ -1,4 +1,4 @@
-"""The one walk of time of this room: ranks' compute lanes, event by event, in a whole step or in one window.
+"""The one walk of time of this room: ranks' compute lanes, event by event, in a full step or in one window.
 
 1. A rank's compute lane does one op after another. A subclass chooses the next: the most urgent
    (`order.list_scheduler`), or the next of a given order (`GivenOrder`).
@@ -58,7 +58,7 @@ class TooLongError(Exception):
 
 
 def walk(resources: Resources, ranks: Sequence[LaneWalk], most_us: float = float("inf")) -> WalkResult | None:
-    """Let the ranks go to their end; None when they wait for ever, or take longer than most_us."""
+    """Let the ranks go to their end; None when they wait forever, or take longer than most_us."""
     most_us *= 1.0 + 1e-9  # sums of floats in another order
     try:
         for rank in ranks:
@@ -103,7 +103,7 @@ class LaneWalk(ABC):
         self._working = False
         """Whether the lane works, or waits for the slowest rank of its pipeline rank."""
         self._idle_since_us: float | None = None
-        """Since when the lane has waited, and nobody has counted."""
+        """Since when the lane has waited, and no one has counted."""
         self._ends_us = [0.0] * len(self.graph.nodes)
         self._work_us = 0.0
 

@@ -10,7 +10,7 @@ it goes.
     3. Each goes on by other urgencies, and the best of them by forward-backward improvement.
 
 The search takes the time that the step is worth over its run (EFFORT), less where little is left above the
-bound (WIDE), and tells how far it came.
+bound (WIDE), and shows how far it came.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ without storage:
     1. Of each call of a PyTorch function in it: which, with what numbers, giving what shapes.
     2. The sharded model must make the same calls, in each module and visit of it. Numbers may differ where
        they are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
-    3. each result's shape in the model alone goes to the op that makes it (`Matched.whole`). The proof of
+    3. each result's shape in the model alone goes to the op that makes it (`Matched.full`). The proof of
        placements (`stretto.capturing.proof`) must come to it from the rank's shape and what is sharded.
 
 Modules that are sharded by a style are one call each: what is in them is the library's own, as is what split
@@ -102,12 +102,12 @@ Key = tuple[str, int, int]
 
 @dataclass(slots=True)
 class Matched:
-    """A call of the sharded model. local, whole: shapes of its results on a rank, and in the model alone.
+    """A call of the sharded model. local, unsharded: shapes of its results on a rank, and in the model alone.
     scaled: its bounds count a rank's part. repeated: heads of keys were repeated before, which a rank left
-        out. chunks: of a sequence in chunks, each chunk's own (local, whole) of its results."""
+        out. chunks: of a sequence in chunks, each chunk's own (local, unsharded) of its results."""
 
     local: tuple[Shape, ...]
-    whole: tuple[Shape, ...]
+    full: tuple[Shape, ...]
     scaled: bool = False
     repeated: bool = False
     chunks: tuple[tuple[tuple[Shape, Shape], ...], ...] = ()
@@ -124,7 +124,8 @@ class _Frame:
 class Beside(TorchFunctionMode):
     """Records the calls of a model that runs, or compares them with those that `alone` recorded.
 
-    leaves: names of modules that are one call each. mark: told the number of the call that runs, then None.
+    leaves: names of modules that are one call each. mark: called with the number of the call that runs, then
+    None.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Beside(TorchFunctionMode):
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While the context lasts, modules tell when they are entered and left."""
+        """While the context lasts, modules show when they are entered and left."""
         handles = []
         open_leaves: list[Any] = []
 
@@ -321,18 +322,18 @@ def _numbers(value: Any, found: list[Any]) -> None:
 def _shapes(output: Any) -> tuple[Shape, ...]:
     """Shapes of the tensors in a result, as the rank has them."""
     items = output if isinstance(output, (tuple, list)) else (output,)
-    kept = (item.held if isinstance(item, SplitLogits) else item for item in items)
+    kept = (item.kept if isinstance(item, SplitLogits) else item for item in items)
     return tuple(tuple(int(n) for n in item.shape) for item in kept if isinstance(item, Tensor))
 
 
-def _in_chunks(output: Any, whole: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
+def _in_chunks(output: Any, unsharded: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
     """`Matched.chunks`: a chunk is as large a share of the full tensor there as here."""
     items = [x for x in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(x, Tensor)]
     cut = [x for x in items if isinstance(x, Chunked)]
     result = []
     for at in range(len(cut[0].parts) if cut else 0):
         shapes: list[tuple[Shape, Shape]] = []
-        for x, single in zip(items, whole, strict=True):
+        for x, single in zip(items, unsharded, strict=True):
             if not isinstance(x, Chunked):
                 continue
             chunk, dim = tuple(x.parts[at].shape), x.cut_dim
@@ -343,7 +344,7 @@ def _in_chunks(output: Any, whole: Sequence[Shape]) -> tuple[tuple[tuple[Shape, 
 
 
 def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:
-    """The same parts of parameters, with output heads that give whole logits."""
+    """The same parts of parameters, with output heads that give unsharded logits."""
     modules = dict(model.named_modules(remove_duplicate=False))
     heads = {
         name: Style("colwise_gather_output")

@@ -1,11 +1,11 @@
 """AMPipe: from attention to the MLP a block works on chunks of its sequence, which communicate under each
 other.
 
-    1. A block's attention is given whole queries, keys and values, and gives chunks of queries their results:
+    1. A block's attention is given full queries, keys and values, and gives chunks of queries their results:
        each chunk reads the keys that it may see (`chunk_attention`).
     2. What follows is done chunk by chunk (`chunked`): output projection, dropout, residual, norm, router,
        MLP. Experts are called for each chunk; with a capacity, each chunk has its own (as in MindSpeed), or
-       with `whole` the chunks are joined for them, and they serve what they serve in the uncut model.
+       with `full` the chunks are joined for them, and they serve what they serve in the uncut model.
     3. The next block goes on in chunks: its keys and values are joined. What leaves the last block is joined.
 
 Nothing else is needed to hide an all-to-all: chunks do not depend on each other, and the order of ops does
@@ -36,13 +36,13 @@ from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """degree: chunks of a sequence. experts: names of modules with a row for each token. whole: whether
+    """degree: chunks of a sequence. experts: names of modules with a row for each token. full: whether
     experts with a capacity serve all chunks together. joins: whether what leaves the last block is joined;
     with sequence parallelism chunks are slices, and are gathered first."""
 
     degree: int
     experts: tuple[str, ...] = ()
-    whole: bool = False
+    full: bool = False
     joins: bool = True
 
 
@@ -116,7 +116,7 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
             undo.append(put_forward(module, _block(module.forward, mode, how.joins and name == blocks[-1])))
         for name in how.experts:
             module = model.get_submodule(name)
-            undo.append(put_forward(module, _experts(module.forward, not how.whole or _dropless(module))))
+            undo.append(put_forward(module, _experts(module.forward, not how.full or _dropless(module))))
         with views_noted(), mode, functions_given(joined):
             yield
         if not mode.cut:
@@ -187,7 +187,7 @@ def _experts(own: Callable[..., Tensor], each: bool) -> Callable[..., Tensor]:
             args, kwargs = joined((args, kwargs))
             return own(*args, **kwargs)
         dim, blocks = first.cut_dim, first.blocks
-        columns = [first.cut_alike(x, dim, blocks) if _is_whole(x) else x for x in leaves]
+        columns = [first.cut_alike(x, dim, blocks) if _is_full(x) else x for x in leaves]
 
         def of(at: int) -> Tensor:
             given = [x.parts[at] if type(x) is Chunked else x[at] if type(x) is list else x for x in columns]
@@ -199,5 +199,5 @@ def _experts(own: Callable[..., Tensor], each: bool) -> Callable[..., Tensor]:
     return forward
 
 
-def _is_whole(x: Any) -> bool:
+def _is_full(x: Any) -> bool:
     return isinstance(x, Tensor) and type(x) is not Chunked

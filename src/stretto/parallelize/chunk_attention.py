@@ -1,4 +1,4 @@
-"""Attention of chunks of queries to whole keys and values: each chunk reads the keys that it may see.
+"""Attention of chunks of queries to full keys and values: each chunk reads the keys that it may see.
 
 Dropout within attention draws for a query and a key what it draws in the uncut model: for all of them at
 once, as PyTorch does where no kernel drops (a processor); the weights are then written out. A kernel that

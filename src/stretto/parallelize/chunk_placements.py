@@ -27,24 +27,24 @@ AXIS = "chunks"
 def placements_of(
     call: Callable[[Sequence[Any]], Any],
     chunk_leaves: Sequence[Any],
-    whole_leaves: Sequence[Any],
-    held: Sequence[Placement | None],
+    replicated_leaves: Sequence[Any],
+    kept: Sequence[Placement | None],
     count: int,
     ratio: Fraction,
 ) -> list[Placement] | None:
     """Of each tensor that the call returns; None where one has no placement, or something is no tensor.
 
-    call: of a list of arguments. held: how those of `chunk_leaves` that are cut are. count: of chunks. ratio:
+    call: of a list of arguments. kept: how those of `chunk_leaves` that are cut are. count: of chunks. ratio:
     of the full tensor's length to the first chunk's.
     """
     chunk, full = Recorded(), Recorded()
     try:
         with without_values():
-            parts, wholes = [_like(x) for x in chunk_leaves], [_like(x) for x in whole_leaves]
+            parts, full_values = [_like(x) for x in chunk_leaves], [_like(x) for x in replicated_leaves]
             with chunk:
                 outs, _ = tree_flatten(call(parts))
             with full:
-                others, _ = tree_flatten(call(wholes))
+                others, _ = tree_flatten(call(full_values))
     except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
         return None  # what is wrong with the full tensor, the full tensor will say
     if not outs or not all(isinstance(out, Tensor) for out in outs):
@@ -52,7 +52,7 @@ def placements_of(
     same = [op.target for op in chunk.ops] == [op.target for op in full.ops]
     if not same or chunk.writes or any(op.random for op in chunk.ops):
         return None
-    given = {chunk.name(p): of_it for p, of_it in zip(parts, held, strict=True) if of_it is not None}
+    given = {chunk.name(p): of_it for p, of_it in zip(parts, kept, strict=True) if of_it is not None}
     placer = Placer(AXIS, count, given, exact=True)
     try:
         for op, other in zip(chunk.ops, full.ops, strict=True):
@@ -79,16 +79,17 @@ def _like(value: Any) -> Any:
 
 
 def _fitting(
-    placement: Placement, chunk: Sequence[int], whole: Sequence[int], ratio: Fraction
+    placement: Placement, chunk: Sequence[int], unsharded: Sequence[int], ratio: Fraction
 ) -> Placement | None:
-    """The placement with the cuts that make a whole of that shape of chunks of this; None where none does.
+    """The placement with the cuts that make a unsharded of that shape of chunks of this; None where none
+    does.
     ratio: of the full tensor's length to the first chunk's."""
-    if len(chunk) != len(whole):
+    if len(chunk) != len(unsharded):
         return None
-    unlike = [dim for dim, (n, m) in enumerate(zip(chunk, whole, strict=True)) if n != m]
+    unlike = [dim for dim, (n, m) in enumerate(zip(chunk, unsharded, strict=True)) if n != m]
     if placement.kind in ("equal", "sum") and not unlike:
         return placement
-    if len(unlike) != 1 or whole[unlike[0]] != chunk[unlike[0]] * ratio:
+    if len(unlike) != 1 or unsharded[unlike[0]] != chunk[unlike[0]] * ratio:
         return None
     if placement.kind == "equal" and unlike[0] in placement.uniform:
         return part(unlike[0])

@@ -33,12 +33,12 @@ def views_noted() -> Iterator[None]:
         _views.reset(before)
 
 
-def note_views(made: Sequence[Any], wholes: Sequence[Any], given: Sequence[Any]) -> None:
-    """made: what a call gave for `wholes`, which are `given` with chunks joined."""
+def note_views(made: Sequence[Any], full_values: Sequence[Any], given: Sequence[Any]) -> None:
+    """made: what a call gave for `full_values`, which are `given` with chunks joined."""
     views = _views.get()
     if views is None:
         return
-    for full, cut in zip(wholes, given, strict=True):
+    for full, cut in zip(full_values, given, strict=True):
         if full is not cut and any(isinstance(x, Tensor) and same_memory(x, full) for x in made):
             views.append((full, *cut.parts))
 
@@ -51,7 +51,7 @@ def check_written(target: Any) -> None:
     parts = getattr(target, "parts", (target,))
     if any(same_memory(part, kept) for memories in views for kept in memories for part in parts):
         raise CaptureError(
-            "a sequence in chunks is written in place beside what was made of it whole, such as x[:, 0]: "
+            "a sequence in chunks is written in place beside what was made of it full, such as x[:, 0]: "
             "write y = x + ..., or leave ampipe_degree out"
         )
 

@@ -1,4 +1,4 @@
-"""Tensors that are cut in chunks along the sequence, and look whole to the code that gets them.
+"""Tensors that are cut in chunks along the sequence, and look unsharded to the code that gets them.
 
     1. What is called on a cut tensor is called on its first chunk and on the full tensor, without values,
        and the ops that this makes are placed as if chunks were ranks (`chunk_placements`, by the rules of
@@ -8,8 +8,8 @@
        up. Autograd goes back by chunks, and adds the gradients of what several chunks read.
     3. Whatever has no placement (a sum over positions, a softmax along them) gets the chunks joined.
 
-So no list of functions says what may be cut: a model's own code is right in chunks, or whole. Random ops draw
-for the full tensor and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
+So no list of functions says what may be cut: a model's own code is right in chunks, or unsharded. Random ops
+draw for the full tensor and are cut. Method: MindSpeed's Ampipe cuts a block by hand from attention to MLP.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class Chunked(Tensor):
 
     @unseen
     def joined(self) -> Tensor:
-        """The whole."""
+        """The unsharded."""
         if self.blocks == 1:
             return torch.cat(self.parts, dim=self.cut_dim)
         dim, blocks = self.cut_dim, self.blocks
         inner = [_in_blocks(chunk, dim, blocks) for chunk in self.parts]
         return torch.cat(inner, dim=dim + 1).flatten(dim, dim + 1)
 
-    def cut_alike(self, whole: Tensor, dim: int, blocks: int) -> list[Tensor]:
+    def cut_alike(self, unsharded: Tensor, dim: int, blocks: int) -> list[Tensor]:
         """A full tensor's chunks, of the lengths of these."""
         if blocks == 1:
-            return list(torch.split(whole, self.lengths(), dim))
-        inner = torch.split(_in_blocks(whole, dim, blocks), self.lengths(), dim + 1)
+            return list(torch.split(unsharded, self.lengths(), dim))
+        inner = torch.split(_in_blocks(unsharded, dim, blocks), self.lengths(), dim + 1)
         return [chunk.flatten(dim, dim + 1) for chunk in inner]
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Chunked:
@@ -97,7 +97,7 @@ class Chunked(Tensor):
             turned = _TURNED.get(getattr(function.__self__, "__name__", ""))
             if turned is not None:
                 return turned(args[0])
-        if function in _OF_WHOLE or getattr(function, "__name__", "") == "__get__":
+        if function in _OF_FULL or getattr(function, "__name__", "") == "__get__":
             return super().__torch_function__(function, types, args, named)  # type: ignore[no-untyped-call]
         if function in (F.dropout, torch.dropout):
             return _dropout(*args, **named)
@@ -117,7 +117,7 @@ class Chunked(Tensor):
         )
 
 
-_OF_WHOLE = (
+_OF_FULL = (
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__),
     *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.ndimension, Tensor.nelement),
 )
@@ -221,9 +221,9 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
             result = _by_chunks(function, same, tree, cut[0])
             if result is not None:
                 return result[0]
-    whole_args, whole_kwargs = joined((tuple(args), dict(kwargs)))
-    made = function(*whole_args, **whole_kwargs)
-    note_views(tree_flatten(made)[0], tree_flatten((whole_args, whole_kwargs))[0], leaves)
+    full_args, full_kwargs = joined((tuple(args), dict(kwargs)))
+    made = function(*full_args, **full_kwargs)
+    note_views(tree_flatten(made)[0], tree_flatten((full_args, full_kwargs))[0], leaves)
     return made
 
 
@@ -232,16 +232,16 @@ def _written(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     target = args[0]
     check_written(target)
     if type(target) is not Chunked:
-        whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
-        return function(target, *whole_args, **whole_kwargs)
+        full_args, full_kwargs = joined((tuple(args[1:]), dict(kwargs)))
+        return function(target, *full_args, **full_kwargs)
     plain = getattr(Tensor, writes(function), None)
     if plain is not None and plain is not function:
         # Of a copy, which autograd may keep.
         made = plain(target.each(torch.clone), *args[1:], **kwargs)
     else:
         made = target.joined().clone()
-        whole_args, whole_kwargs = joined((tuple(args[1:]), dict(kwargs)))
-        function(made, *whole_args, **whole_kwargs)
+        full_args, full_kwargs = joined((tuple(args[1:]), dict(kwargs)))
+        function(made, *full_args, **full_kwargs)
     return _overwritten(target, made)
 
 

@@ -102,7 +102,7 @@ def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple
                     raise UsageError(f"{where}: {of_modules(model, name)}")
                 raise UsageError(
                     f"{where}: {name} has no parameters of its own whose dim 0 could be the expert: name the "
-                    "module that holds such, or leave the pattern out"
+                    "module that has such, or leave the pattern out"
                 )
         given |= dict.fromkeys(result)
     return tuple(given)

@@ -1,4 +1,4 @@
-"""Whether ranks can share a module of experts: its forward is tried on random inputs, whole and in parts.
+"""Whether ranks can share a module of experts: its forward is tried on random inputs, unsharded and in parts.
 
 What expert-parallel ranks compute in the place of `forward(tokens, chosen, weights)` is, for each token n,
 
@@ -10,7 +10,7 @@ numbered from 0, the rows of all ranks sorted by expert, and rows of zeros behin
 less; "inside" is for weights that are applied before the experts, or not at all.
 
 A forward that is neither (it adds its input, norms the sum, mixes tokens, or knows experts by number) is
-refused. Numbers tell: the full module and its parts are computed once, with random parameters of the real
+refused. Numbers show: the full module and its parts are computed once, with random parameters of the real
 shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same. Results
 and gradients are compared: two functions of such ops that agree at random points are equal. (What the code
 does only for more tokens than the trial's, as for a limit of an expert's rows, is not seen: these are as many
@@ -123,23 +123,23 @@ class ExpertTrial:
                 for dtype, tolerance in TOLERANCES.items():
                     try:
                         sample = self._sample(dtype, device, *shapes)
-                        full = _outcome(sample, self._whole)
+                        full = _outcome(sample, self._full)
                     except Exception as error:
-                        faults[dtype] = f"it fails on random inputs: {_told(error)}"
+                        faults[dtype] = f"it fails on random inputs: {_reported(error)}"
                         continue
                     return self._compared(sample, full, tolerance)
         own = next(self._module.parameters(recurse=False)).dtype
         return faults.get(own, faults[torch.float64])
 
-    def _compared(self, sample: _Sample, whole: list[Tensor], tolerance: float) -> str:
+    def _compared(self, sample: _Sample, unsharded: list[Tensor], tolerance: float) -> str:
         fault = ""
         for way in WAYS:
             try:
                 result = _outcome(sample, partial(self._on_ranks, way=way))
             except Exception as error:
-                fault = f"with a rank's experts alone it fails: {_told(error)}"
+                fault = f"with a rank's experts alone it fails: {_reported(error)}"
                 continue
-            if _equal(result, whole, tolerance):
+            if _equal(result, unsharded, tolerance):
                 return way
             fault = self._difference(sample, tolerance)
         return fault
@@ -190,7 +190,7 @@ class ExpertTrial:
             raise ValueError(f"of tokens {list(like.shape)} it makes {list(made.shape)}")
         return made
 
-    def _whole(self, sample: _Sample) -> Tensor:
+    def _full(self, sample: _Sample) -> Tensor:
         return self._call(self._module, sample.parameters, sample.tokens, sample.chosen, sample.weights)
 
     def _on_ranks(self, sample: _Sample, way: str) -> Tensor:
@@ -357,12 +357,12 @@ def _same(one: object, other: object) -> bool:
     return isinstance(one, (bool, int, float, str)) and one == other
 
 
-def _buffer(held: Tensor, like: Tensor) -> Tensor:
+def _buffer(resident: Tensor, like: Tensor) -> Tensor:
     """A buffer for a trial: of another precision, and made up where it has no values."""
-    if held.is_meta:
-        generator = torch.Generator().manual_seed(held.numel())
-        held = torch.rand(held.shape, generator=generator).to(held.dtype)
-    return held.to(like.device, like.dtype if held.is_floating_point() else held.dtype, copy=True)
+    if resident.is_meta:
+        generator = torch.Generator().manual_seed(resident.numel())
+        resident = torch.rand(resident.shape, generator=generator).to(resident.dtype)
+    return resident.to(like.device, like.dtype if resident.is_floating_point() else resident.dtype, copy=True)
 
 
 def _flat(sample: _Sample) -> tuple[Tensor, Tensor, Tensor]:
@@ -384,10 +384,10 @@ def _outcome(sample: _Sample, compute: Callable[[_Sample], Tensor]) -> list[Tens
     return [made.detach(), *grads]
 
 
-def _equal(found: list[Tensor], whole: list[Tensor], tolerance: float) -> bool:
-    pairs = zip(found, whole, strict=True)
+def _equal(found: list[Tensor], unsharded: list[Tensor], tolerance: float) -> bool:
+    pairs = zip(found, unsharded, strict=True)
     return all(bool((one - other).norm() <= tolerance * other.norm() + 1e-12) for one, other in pairs)
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

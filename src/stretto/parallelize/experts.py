@@ -110,7 +110,7 @@ def expert_parallel(
         )
     for name in result if each_expert else ():
         own: Any = modules[name]
-        if not _says_how(own) or own.slots(1) is None:
+        if not _states_how(own) or own.slots(1) is None:
             raise UsageError(
                 f"pipe_experts sends each expert's tokens by themselves, and {name} serves all, so that "
                 "it is not known where an expert's begin: cut them with pipe_experts_multi_data = 2, or give "
@@ -129,13 +129,13 @@ def expert_parallel(
         )
     trials: dict[str, ExpertTrial] = {}
     for name in result:
-        if not _says_how(modules[name]):
+        if not _states_how(modules[name]):
             served = (one for one in trials.values() if one.serves(modules[name]))
             trials[name] = next(served, None) or ExpertTrial(model, name, size)
     return ExpertParallel(size, result, shards, buffer, slices, each_expert, fails, trials)
 
 
-def _says_how(module: nn.Module) -> bool:
+def _states_how(module: nn.Module) -> bool:
     """Whether it is of `stretto.models.moe`, or has all that makes one of these."""
     return all(callable(getattr(module, name, None)) for name in ("slots", "of_slots", "of_rows"))
 
@@ -162,7 +162,7 @@ def _divides(name: str, experts: int, size: int) -> None:
 
 
 @contextmanager
-def spread_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
+def sharded_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
     """While the context lasts, the modules compute a rank's experts. Parameters must already be parts."""
     modules = dict(model.named_modules(remove_duplicate=False))
     with ExitStack() as undo:

@@ -1,7 +1,7 @@
 """What runs in the place of a user's code while a model is sharded.
 
 Autograd functions of a user's own get what replaces the full tensor: they ask no argument what it is, so
-that the gradient of one that is no plain tensor would be lost. Modules get another forward for a time.
+that the gradient of a leaf that is no plain tensor would be lost. Modules get another forward for a time.
 """
 
 from __future__ import annotations

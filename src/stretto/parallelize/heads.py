@@ -91,7 +91,7 @@ KEYS = re.compile(r"(^|_)w?(k|v|kv|keys?|values?|key_value)(_|$)", re.IGNORECASE
 
 
 class _HeadsOfAttention:
-    """A module with a colwise matrix in it, and what is said about its heads."""
+    """A module with a colwise matrix in it, and what is stated about its heads."""
 
     def __init__(self, model: nn.Module, name: str, module: nn.Module, widest: int) -> None:
         """widest: output features of the widest of its colwise matrices."""
@@ -141,7 +141,7 @@ def shared_heads(
 ) -> tuple[dict[str, int], dict[str, dict[str, int]]]:
     """What ranks share: module -> ranks that have the same of its output features, more than one; and their
     attention module -> integer attribute -> the value on a rank. Some of the modules have no style, or one
-    that makes their output whole, and are to be 'colwise'.
+    that makes their output full, and are to be 'colwise'.
 
     Raises UsageError where heads of keys cannot be sharded, with what can be done."""
     copies: dict[str, int] = {}
@@ -186,7 +186,7 @@ def _attentions(
 
 
 def _heads(attention: _HeadsOfAttention, name: str, module: nn.Module, style: Style) -> tuple[int, int]:
-    """Heads of keys that a module makes, and of queries beside them; 0 where nobody says."""
+    """Heads of keys that a module makes, and of queries beside them; 0 where no one says."""
     width = _features(module) // style.blocks
     if not style.heads:
         return attention.heads_of(width)
@@ -199,8 +199,8 @@ def _heads(attention: _HeadsOfAttention, name: str, module: nn.Module, style: St
     return style.heads, queries
 
 
-def _check(name: str, heads: int, queries: int, size: int, spread: bool) -> None:
-    if not spread and heads > 1:
+def _check(name: str, heads: int, queries: int, size: int, sharded: bool) -> None:
+    if not sharded and heads > 1:
         raise UsageError(
             f"{name} makes {heads} heads of keys or values that every rank would have replicated, but the "
             f"queries beside it are sharded over {AXIS} = {size}, and those of a rank would read the wrong "
@@ -210,7 +210,7 @@ def _check(name: str, heads: int, queries: int, size: int, spread: bool) -> None
         message = f" for {queries} of queries" if queries else ""
         raise UsageError(
             f"{name} makes {heads} heads of keys or values{message}, which cannot be sharded over {AXIS} = "
-            f"{size}: each rank has whole heads, so give {_fitting(heads, queries, size)}"
+            f"{size}: each rank has full heads, so give {_fitting(heads, queries, size)}"
         )
 
 

@@ -19,9 +19,9 @@ from stretto.ir.program import Shard
 from stretto.parallelize.alone import leaves_of
 from stretto.parallelize.ampipe import Chunks, ampipe
 from stretto.parallelize.expert_plan import experts_in
-from stretto.parallelize.experts import ExpertParallel, expert_parallel, spread_experts
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, sharded_experts
 from stretto.parallelize.parts import local_shape
-from stretto.parallelize.spread import spread
+from stretto.parallelize.spread import sharded
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 
@@ -74,8 +74,8 @@ class Layout:
         """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
         degree = 1 if self.chunks is None else self.chunks.degree
         with (
-            nullcontext() if self.experts is None else spread_experts(model, self.experts),
-            nullcontext() if self.tensor is None else spread(model, self.tensor, degree),
+            nullcontext() if self.experts is None else sharded_experts(model, self.experts),
+            nullcontext() if self.tensor is None else sharded(model, self.tensor, degree),
             nullcontext() if self.chunks is None else ampipe(model, self.chunks),
         ):
             yield

@@ -48,7 +48,7 @@ COLLECTIVES = tuple(kind for kind in IN_PROGRAMS if not kind.sized)
 """What code may start: an op's schema has no word for sizes."""
 
 for _kind in COLLECTIVES:
-    _how = "str op, " if _kind.says_how else ""
+    _how = "str op, " if _kind.has_how else ""
     _library.define(f"{_kind.name}(Tensor x, {_how}str axis, int size) -> Tensor")
 _library.define("wait(Tensor started) -> Tensor")
 _library.define("axis_index(Tensor like, str axis, int size) -> Tensor")
@@ -56,7 +56,7 @@ _library.define("axis_chunk(Tensor x, int dim, str axis, int size) -> Tensor")
 
 
 def _started(kind: Kind, x: Tensor, *arguments: Any) -> Tensor:
-    shape = kind.shape(x.shape, arguments[-1], arguments[0] if kind.says_how else "")
+    shape = kind.shape(x.shape, arguments[-1], arguments[0] if kind.has_how else "")
     assert shape is not None, f"{kind.name} of a tensor of shape {list(x.shape)}"
     return x.new_empty(shape)
 
@@ -98,7 +98,7 @@ def index(like: Tensor, axis: str, size: int) -> Tensor:
 @unseen
 def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Tensor:
     """Any collective, start and wait; no gradient."""
-    how = (op,) if kind.says_how else ()
+    how = (op,) if kind.has_how else ()
     made: Tensor = _calls.wait(getattr(_calls, kind.name)(x.contiguous(), *how, axis, size))
     return made
 
@@ -210,7 +210,7 @@ def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 
 
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
-    """Part k of dim 0 goes to rank k; what comes lies in the order of ranks. Its gradient goes back so.
+    """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so.
 
     kind: another that sums nothing, and goes as its row says.
     """

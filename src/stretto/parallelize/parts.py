@@ -20,14 +20,14 @@ def local_shape(shape: Sequence[int], shard: Shard, size: int) -> tuple[int, ...
     return tuple(n // shard.parts(size) if dim == shard.dim else n for dim, n in enumerate(shape))
 
 
-def local_part(whole: Tensor, shard: Shard, size: int, index: int) -> Tensor:
+def local_part(full: Tensor, shard: Shard, size: int, index: int) -> Tensor:
     """The part of rank `index`: its slice of every block along the shard's dim (a view for one block)."""
-    blocks = whole.chunk(shard.blocks, dim=shard.dim)
+    blocks = full.chunk(shard.blocks, dim=shard.dim)
     parts = [block.chunk(shard.parts(size), dim=shard.dim)[shard.part(index)] for block in blocks]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)
 
 
-def whole_of(parts: list[Tensor], shard: Shard) -> Tensor:
+def full_of(parts: list[Tensor], shard: Shard) -> Tensor:
     """The inverse of `local_part`, from the parts of all ranks in order; of copies, the first."""
     parts = parts[:: shard.copies]
     if shard.blocks == 1:
@@ -36,11 +36,11 @@ def whole_of(parts: list[Tensor], shard: Shard) -> Tensor:
     return torch.cat([piece[b] for b in range(shard.blocks) for piece in pieces], dim=shard.dim)
 
 
-def bounds(whole: int, parts: int) -> list[int]:
-    """Where parts of a whole begin and end, as equal as can be; at most `whole` parts."""
-    return list(dict.fromkeys(-(-whole * k // parts) for k in range(parts + 1)))
+def bounds(full: int, parts: int) -> list[int]:
+    """Where parts of a full begin and end, as equal as can be; at most `full` parts."""
+    return list(dict.fromkeys(-(-full * k // parts) for k in range(parts + 1)))
 
 
-def lengths_of(whole: int, count: int) -> list[int]:
+def lengths_of(full: int, count: int) -> list[int]:
     """Chunks of a sequence, as equal as can be."""
-    return [end - start for start, end in pairwise(bounds(whole, count))]
+    return [end - start for start, end in pairwise(bounds(full, count))]

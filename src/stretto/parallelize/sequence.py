@@ -3,7 +3,7 @@
     1. The blocks are the one list of modules that has the rowwise modules (of nested ones the outermost).
        Each is a module that is called.
     2. Modules of a block in which colwise modules are (attention, MLP) gather their input; what is in them
-       sees whole sequences.
+       sees full sequences.
     3. Every other module of a block with parameters must have a style, or be a norm, which works on every
        token alone.
     4. The norm after the blocks is where the sequence is put together again.
@@ -41,7 +41,7 @@ def sequence_region(
         )
     ((name, blocks),) = lists.items()
     _check_blocks(name, blocks)
-    inside = whole_inside(name, styles)
+    inside = full_inside(name, styles)
     for part, module in blocks.named_modules(prefix=name, remove_duplicate=False):
         own = list(module.parameters(recurse=False))
         sees_all = any(part.startswith(f"{parent}.") for parent in inside)
@@ -53,7 +53,7 @@ def sequence_region(
                 "the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on every "
                 "token alone)"
             )
-        # A norm in attention (of queries, of keys) sees whole sequences.
+        # A norm in attention (of queries, of keys) sees full sequences.
         styles[part] = Style("replicated" if sees_all else "sequence")
     parent = name.rpartition(".")[0]
     prefix = f"{parent}." if parent else ""
@@ -75,7 +75,7 @@ def sequence_region(
 
 
 def _check_blocks(name: str, blocks: nn.ModuleList) -> None:
-    """Raises UsageError for blocks that nobody can call: the sequence is cut where they are called."""
+    """Raises UsageError for blocks that no one can call: the sequence is cut where they are called."""
     for at, block in blocks.named_children():
         if getattr(type(block), "forward", None) is nn.Module.forward and "forward" not in vars(block):
             raise UsageError(
@@ -85,7 +85,7 @@ def _check_blocks(name: str, blocks: nn.ModuleList) -> None:
             )
 
 
-def whole_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
+def full_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
     """Modules of a block (attention, MLP) that gather their input, because colwise modules in them need it.
 
     They gather it, and not the colwise modules: their code may look at its shape before it calls them. So do
@@ -113,7 +113,7 @@ def _around(name: str) -> Iterator[str]:
 
 
 def mixtures(gathering: Sequence[str], styles: Mapping[str, Style]) -> list[str]:
-    """Which of them have experts in them: what else is in these sees whole sequences, and makes the same of
+    """Which of them have experts in them: what else is in these sees full sequences, and makes the same of
     them on all ranks (a router), while experts make partials."""
     experts = [name for name, style in styles.items() if style.kind == EXPERTS]
     return [name for name in gathering if any(inner.startswith(f"{name}.") for inner in experts)]

@@ -1,7 +1,7 @@
 """Where a forward is in slices of the sequence, with sequence parallelism.
 
     1. A block that is given the full sequence cuts it; residuals are slices from there on.
-    2. Attention and MLPs gather their input (`sequence.whole_inside`), and scatter their output.
+    2. Attention and MLPs gather their input (`sequence.full_inside`), and scatter their output.
     3. A norm beside the blocks that is given slices puts the sequence together again.
 
 Where the sequence is in chunks (`chunked`), each chunk is cut into slices by itself: of 8 tokens in 2 chunks,
@@ -67,7 +67,7 @@ class Slices:
     def is_slice(self, x: Any) -> bool:
         return self._length(x) * self.how.size == (self.length or 0)
 
-    def _is_whole(self, x: Any) -> bool:
+    def _is_full(self, x: Any) -> bool:
         return self.length is not None and self._length(x) == self.length
 
     def _length(self, x: Any) -> int:
@@ -78,7 +78,7 @@ class Slices:
         """Slices, or the full tensor, in the chunks of the sequence."""
         if self.degree == 1 or type(x) is Chunked:
             return x
-        each = self.how.size if self._is_whole(x) else 1
+        each = self.how.size if self._is_full(x) else 1
         of_slices = lengths_of((self.length or 0) // self.how.size, self.degree)
         return Chunked(torch.split(x, [each * n for n in of_slices], SEQUENCE_DIM), SEQUENCE_DIM)
 
@@ -87,7 +87,7 @@ class Slices:
         return ops.scatter(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
 
     def collect(self, x: Tensor) -> Tensor:
-        """The whole of slices, for what all ranks do the same."""
+        """The full of slices, for what all ranks do the same."""
         return ops.collect(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
 
     # Forwards of modules; each takes the module's own and gives another.
@@ -104,7 +104,7 @@ class Slices:
             self.sliced = True
             if self.is_slice(x):
                 return x
-            if self.length is not None and not self._is_whole(x):
+            if self.length is not None and not self._is_full(x):
                 raise ValueError(
                     f"sequence_parallel: {name} is given a sequence of {self._length(x)}, where blocks "
                     f"before it had one of {self.length}: keep its length, or leave sequence_parallel out"
@@ -142,13 +142,13 @@ class Slices:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             for x in (*args, *kwargs.values()):
-                if self.length is None or (isinstance(x, Tensor) and x.dim() > 2 and self._is_whole(x)):
+                if self.length is None or (isinstance(x, Tensor) and x.dim() > 2 and self._is_full(x)):
                     raise ValueError(self._not_sliced(name))
             return own(*args, **kwargs)
 
         return forward
 
-    def whole_inside(
+    def full_inside(
         self, name: str, module: nn.Module, gather: Callable[[Tensor], Tensor]
     ) -> Callable[..., Any]:
         """Attention or an MLP: its input is gathered."""
@@ -172,11 +172,11 @@ class Slices:
     def mixture(self, name: str, module: nn.Module) -> Callable[..., Any]:
         """Experts and what is around them: its input is gathered, and of its output (the first, where there
         are several) the sum is scattered. What is in it leaves partials."""
-        inner = self.whole_inside(name, module, self.collect)
+        inner = self.full_inside(name, module, self.collect)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             (first, *rest), tree = tree_flatten(inner(*args, **kwargs))
-            self.check_whole(name, first)
+            self.check_full(name, first)
             return tree_unflatten([self.scatter(first), *rest], tree)
 
         return forward
@@ -190,9 +190,9 @@ class Slices:
                 f"not: let the forward of {parent} call it, or leave sequence_parallel out"
             )
 
-    def check_whole(self, name: str, x: Any) -> None:
+    def check_full(self, name: str, x: Any) -> None:
         """Raises ValueError if what is to be scattered is not of the full sequence."""
-        if not self._is_whole(x):
+        if not self._is_full(x):
             raise ValueError(self._not_sliced(name))
 
     def _not_sliced(self, name: str) -> str:

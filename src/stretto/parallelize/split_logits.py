@@ -1,11 +1,11 @@
 """Logits whose vocabulary is sharded: what is in the place of the full tensor in the code of models and
 losses.
 
-    1. What keeps the vocabulary's dim whole (dtype, views of the other dims, scaling by a number) is done on
-       the part, and `F.cross_entropy` of parts communicates three numbers a token (`vocabulary`).
+    1. What keeps the vocabulary's dim unsharded (dtype, views of the other dims, scaling by a number) is
+       done on the part, and `F.cross_entropy` of parts communicates three numbers a token (`vocabulary`).
     2. Anything else gathers the logits, once, and works on the gathered tensor or a view of it.
     3. Part and gathered tensor are equal until one is written to. A write by a number acts on the part while
-       nothing is gathered. After any other write the parts are of no use: `WrittenError` says so, upon which
+       nothing is gathered. After any other write the parts are of no use: `WrittenError` says so, and then
        the head's output is gathered where it is made (`alone.with_gathered_logits`), and is a plain tensor.
 
 Views of split logits are split logits of the same storage: the operations that lead to them are kept, and
@@ -40,7 +40,7 @@ class WrittenError(Exception):
 
 
 def gathered(part: Tensor, axis: str, size: int) -> Tensor:
-    """The whole of columns that are sharded."""
+    """The unsharded of columns that are sharded."""
     made = ops.collect(part, -1, axis, size)
     # A view that an autograd function returns cannot be written to.
     return made.clone() if 1 in (made.numel() // max(made.shape[-1], 1), part.shape[-1]) else made
@@ -57,7 +57,7 @@ class _Storage:
     gathered: Tensor | None = None
     version: int = 0
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         if self.gathered is None:
             self.gathered = gathered(self.part, self.axis, self.size)
             self.version = self.gathered._version
@@ -74,17 +74,17 @@ class SplitLogits(Tensor):
     _storage: _Storage
     _part: Tensor
     _chain: OneToOne
-    _whole: Tensor | None
+    _full: Tensor | None
 
     @staticmethod
     def __new__(cls, part: Tensor, axis: str, size: int) -> SplitLogits:
-        return _made(_Storage(part, axis, size), part, lambda whole: whole)
+        return _made(_Storage(part, axis, size), part, lambda unsharded: unsharded)
 
     def __init__(self, part: Tensor, axis: str, size: int) -> None:
         pass
 
     @property
-    def held(self) -> Tensor:
+    def kept(self) -> Tensor:
         """This rank's part. Raises WrittenError when the full tensor has other values now."""
         storage = self._storage
         if storage.gathered is not None and storage.gathered._version != storage.version:
@@ -92,11 +92,11 @@ class SplitLogits(Tensor):
         return self._part
 
     def full(self) -> Tensor:
-        """The whole logits, equal on all ranks: a tensor whose storage these logits share from now on."""
-        if self._whole is None:
+        """The unsharded logits, equal on all ranks: a tensor whose storage these logits share from now on."""
+        if self._full is None:
             with hidden(), torch.enable_grad():  # it serves later uses too
-                self._whole = self._chain(self._storage.whole())
-        return self._whole
+                self._full = self._chain(self._storage.full())
+        return self._full
 
     @classmethod
     def __torch_function__(
@@ -125,22 +125,22 @@ class SplitLogits(Tensor):
 def _made(storage: _Storage, part: Tensor, chain: OneToOne) -> SplitLogits:
     shape = (*part.shape[:-1], part.shape[-1] * storage.size)
     made: SplitLogits = without_elements(SplitLogits, shape, part)
-    made._storage, made._part, made._chain, made._whole = storage, part, chain, None
+    made._storage, made._part, made._chain, made._full = storage, part, chain, None
     return made
 
 
-def whole_of(value: Any) -> Any:
-    """The value with whole logits in the places of split ones, in whatever they are nested."""
+def full_of(value: Any) -> Any:
+    """The value with unsharded logits in the places of split ones, in whatever they are nested."""
     if type(value) is SplitLogits:
         return value.full()
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(whole_of, value))
+        return type(value)(*map(full_of, value))
     if type(value) in (list, tuple):
-        return type(value)(map(whole_of, value))
+        return type(value)(map(full_of, value))
     if type(value) is dict:
-        return {key: whole_of(item) for key, item in value.items()}
+        return {key: full_of(item) for key, item in value.items()}
     if type(value) is slice:
-        return slice(*map(whole_of, (value.start, value.stop, value.step)))
+        return slice(*map(full_of, (value.start, value.stop, value.step)))
     return value
 
 
@@ -156,7 +156,7 @@ def _split_in(value: Any) -> Iterator[SplitLogits]:
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Step 2: a function of whole logits. Raises WrittenError for one that changes them."""
+    """Step 2: a function of unsharded logits. Raises WrittenError for one that changes them."""
     if function == Tensor.data.__set__:  # type: ignore[attr-defined]
         raise ValueError(
             "the logits are sharded over tensor-parallel ranks, and their data cannot be exchanged: write "
@@ -164,10 +164,10 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
         )
     if function in _OF_ONE_TENSOR:
         raise WrittenError
-    made = function(*whole_of(tuple(args)), **whole_of(dict(kwargs)))
+    made = function(*full_of(tuple(args)), **full_of(dict(kwargs)))
     for logits in _split_in([*args, *kwargs.values()]):
         # squeeze_ and its like write no element.
-        if logits.full().shape != logits.shape or logits.full().requires_grad != logits.held.requires_grad:
+        if logits.full().shape != logits.shape or logits.full().requires_grad != logits.kept.requires_grad:
             raise WrittenError
     return made
 
@@ -185,7 +185,7 @@ _ABOUT = frozenset(
         ),
     )
 )
-"""What a tensor without elements tells itself."""
+"""What a tensor without elements shows itself."""
 
 # Step 1: what is done on the part. Each gives NotImplemented for what needs the full tensor.
 
@@ -195,15 +195,15 @@ def _like(x: SplitLogits, part: Tensor) -> SplitLogits:
     return SplitLogits(part, x._storage.axis, x._storage.size)
 
 
-def _viewed(x: SplitLogits, part: OneToOne, whole: OneToOne | None = None) -> SplitLogits:
+def _viewed(x: SplitLogits, part: OneToOne, unsharded: OneToOne | None = None) -> SplitLogits:
     """A view: what is done to the part, and (else the same) to the full tensor, to get it."""
-    own, then, grad = x._chain, whole or part, torch.is_grad_enabled()
+    own, then, grad = x._chain, unsharded or part, torch.is_grad_enabled()
 
     def chain(gathered: Tensor) -> Tensor:
         made = then(own(gathered))
         return made if grad else made.detach()  # it was made where no gradient was wanted
 
-    return _made(x._storage, part(x.held), chain)
+    return _made(x._storage, part(x.kept), chain)
 
 
 def _by_numbers(name: str) -> Callable[..., Any]:
@@ -212,34 +212,34 @@ def _by_numbers(name: str) -> Callable[..., Any]:
     def method(x: SplitLogits, *args: Any, **kwargs: Any) -> Any:
         fits = not kwargs and all(map(_is_number, args))
         if not name.endswith("_"):
-            return _like(x, getattr(x.held, name)(*args)) if fits else NotImplemented
+            return _like(x, getattr(x.kept, name)(*args)) if fits else NotImplemented
         if not fits or x._storage.gathered is not None:
             raise WrittenError
-        getattr(x.held, name)(*args)
+        getattr(x.kept, name)(*args)
         return x
 
     return method
 
 
 def _to(x: SplitLogits, *args: Any, **kwargs: Any) -> Any:
-    given: list[Any] = [a.held if type(a) is SplitLogits else a for a in args]
-    made = x.held.to(*given, **kwargs)
-    return x if made is x.held else _like(x, made)
+    given: list[Any] = [a.kept if type(a) is SplitLogits else a for a in args]
+    made = x.kept.to(*given, **kwargs)
+    return x if made is x.kept else _like(x, made)
 
 
 def _contiguous(x: SplitLogits, **kwargs: Any) -> Any:
     if kwargs:
         return NotImplemented
-    return x if x.held.is_contiguous() else _like(x, x.held.contiguous())
+    return x if x.kept.is_contiguous() else _like(x, x.kept.contiguous())
 
 
-def _reshaped(x: SplitLogits, part: Sequence[int], whole: Sequence[int], call: Any) -> Any:
+def _reshaped(x: SplitLogits, part: Sequence[int], unsharded: Sequence[int], call: Any) -> Any:
     """A view where PyTorch would make one, and else a copy."""
     try:
-        x.held.view(part)
+        x.kept.view(part)
     except (RuntimeError, ValueError):  # the latter of a fake tensor
-        return _like(x, call(x.held, part))
-    return _viewed(x, lambda t: t.view(part), lambda t: t.view(whole))
+        return _like(x, call(x.kept, part))
+    return _viewed(x, lambda t: t.view(part), lambda t: t.view(unsharded))
 
 
 def _shaped(call: Callable[[Tensor, Sequence[int]], Tensor]) -> Callable[..., Any]:
@@ -248,8 +248,8 @@ def _shaped(call: Callable[[Tensor, Sequence[int]], Tensor]) -> Callable[..., An
             shape = tuple(shape[0])
         if kwargs or not shape or not all(isinstance(n, numbers.Integral) for n in shape):
             return NotImplemented
-        part = x.held.shape[-1]
-        rows, known = x.held.numel() // max(part, 1), math.prod(shape[:-1])
+        part = x.kept.shape[-1]
+        rows, known = x.kept.numel() // max(part, 1), math.prod(shape[:-1])
         if shape[-1] != x.shape[-1] and not (shape[-1] == -1 and known == rows):
             return NotImplemented
         return _reshaped(x, (*shape[:-1], part), tuple(shape), call)
@@ -258,7 +258,7 @@ def _shaped(call: Callable[[Tensor, Sequence[int]], Tensor]) -> Callable[..., An
 
 
 def _flatten(x: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    dims, part = x.dim(), x.held.shape
+    dims, part = x.dim(), x.kept.shape
     if not dims or end_dim % dims >= dims - 1 or start_dim % dims > end_dim % dims:
         return NotImplemented
     start, end = start_dim % dims, end_dim % dims + 1
@@ -308,7 +308,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 _BY_PARTS: dict[Any, Callable[..., Any]] = {
     **{getattr(owner, k): v for k, v in _METHODS.items() for owner in (Tensor, torch) if hasattr(owner, k)},
     Tensor.data.__get__: _METHODS["detach"],  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__: lambda x: x.held.requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__: lambda x: x.kept.requires_grad,  # type: ignore[attr-defined]
 }
 """Functions of PyTorch -> what does the same on the part."""
 
@@ -331,4 +331,4 @@ def _cross_entropy(
     if label_smoothing or input.dim() != 2 or target.dim() != 1 or reduction not in ("mean", "sum", "none"):
         return NotImplemented
     storage = input._storage
-    return cross_entropy(input.held, target, ignore_index, reduction, storage.axis, storage.size)
+    return cross_entropy(input.kept, target, ignore_index, reduction, storage.axis, storage.size)

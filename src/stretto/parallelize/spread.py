@@ -25,9 +25,9 @@ from stretto.errors import UsageError
 from stretto.parallelize import ops
 from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.functions import functions_given, put_forward
-from stretto.parallelize.sequence import mixtures, whole_inside
+from stretto.parallelize.sequence import full_inside, mixtures
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
-from stretto.parallelize.split_logits import SplitLogits, gathered, whole_of
+from stretto.parallelize.split_logits import SplitLogits, full_of, gathered
 from stretto.parallelize.styles import COLWISE, ROWWISE
 from stretto.parallelize.tensor import AXIS, TensorParallel
 from stretto.parallelize.vocabulary import embed
@@ -44,7 +44,7 @@ class _ShardedForward:
 
 
 @contextmanager
-def spread(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[None]:
+def sharded(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[None]:
     """While the context lasts, the model computes one rank's part. Parameters must already be parts. degree:
     chunks into which blocks cut the sequence."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -91,7 +91,7 @@ def spread(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[N
                 _set(modules[name], attribute, value, undo)
         for name, forward in _sequence(modules, how, state):
             replace(modules[name], forward)
-        with functions_given(whole_of):
+        with functions_given(full_of):
             yield
     finally:
         for action in reversed(undo):
@@ -144,11 +144,11 @@ def _let_in(x: Tensor, how: TensorParallel, state: _ShardedForward, sliced: bool
 
 
 def _gathering(how: TensorParallel) -> list[str]:
-    return [] if how.first is None else whole_inside(how.first.rpartition(".")[0], how.modules)
+    return [] if how.first is None else full_inside(how.first.rpartition(".")[0], how.modules)
 
 
 def _where(name: str, how: TensorParallel, state: _ShardedForward) -> tuple[bool, bool]:
-    """Whether a module is in one that gathers the sequence, and in one with experts."""
+    """Whether a module is inside a module that gathers the sequence, and inside one with experts."""
     around = [parent for parent in state.gathering if name.startswith(f"{parent}.")]
     return bool(around), bool(mixtures(around, how.modules))
 
@@ -169,7 +169,7 @@ def _sequence(
             yield name, slices.norm_inside(name, modules[name])
     mixed = mixtures(state.gathering, how.modules)
     for name in state.gathering:
-        inside = slices.mixture if name in mixed else partial(slices.whole_inside, gather=gather)
+        inside = slices.mixture if name in mixed else partial(slices.full_inside, gather=gather)
         yield name, inside(name, modules[name])
     for name, block in modules[blocks].named_children():
         yield f"{blocks}.{name}", slices.block(f"{blocks}.{name}", block)
@@ -199,7 +199,7 @@ def _rowwise(
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if scatters:
-            state.slices.check_whole(name, x)
+            state.slices.check_full(name, x)
         if splits:
             x = ops.chunk(x, -1, AXIS, how.size)
         bias = module._parameters.get("bias")

@@ -217,7 +217,7 @@ def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Styl
     """Module name -> style, for the modules that have one; given: as for `given_plan`.
 
     Patterns that name parameters are about those of experts; a model's own plan may name others, which stay
-    whole. Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
+    full. Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
     """
     plan = given_plan(model, given)
     result: dict[str, Style] = {}

@@ -5,9 +5,9 @@
     2. Parameters of sharded modules become shards: rows, columns, or parts of packed columns (`parts`). Where
        ranks share a head of keys, they have the same rows (`heads`).
     3. What does not fit is refused: sizes, ties that would be sharded in two ways, a plan that leaves most of
-       the model whole.
+       the model full.
 
-The model is looked at and not changed; `spread` makes it compute a part.
+The model is looked at and not changed; `sharded` makes it compute a part.
 """
 
 from __future__ import annotations
@@ -68,8 +68,10 @@ def tensor_parallel(
 
 def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
     total = sum(p.numel() for p in model.parameters())
-    spread_out = {id(p): p.numel() for n, p in model.named_parameters(remove_duplicate=False) if n in shards}
-    share = sum(spread_out.values()) / max(total, 1)
+    sharded_params = {
+        id(p): p.numel() for n, p in model.named_parameters(remove_duplicate=False) if n in shards
+    }
+    share = sum(sharded_params.values()) / max(total, 1)
     if share < 0.5:
         warnings.warn(
             f"the tensor-parallel plan of {type(model).__name__} shards {100 * share:.0f} % of its "
@@ -127,7 +129,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise UsageError(
                 f"the model has {key} = {count}, which is not a multiple of {AXIS} = {size}: each rank "
-                f"has whole heads, so give a {AXIS} that divides it ({fitting})"
+                f"has full heads, so give a {AXIS} that divides it ({fitting})"
             )
 
 
@@ -146,7 +148,7 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
         how = f"Give styles to modules in it with one ({', '.join(inner)})" if inner else "Leave it out"
         raise UsageError(
             f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`. {how}, or keep "
-            f"it whole with {{{name!r}: 'replicated'}} in tp_plan"
+            f"it full with {{{name!r}: 'replicated'}} in tp_plan"
         )
     if isinstance(module, nn.Embedding) and kind != "vocabulary":
         raise UsageError(

@@ -9,7 +9,7 @@ Each rank has an equal, consecutive part of the vocabulary's rows (Megatron-LM, 
     3. Cross-entropy of split logits needs three numbers for a token from each rank: the highest logit of its
        part, the sum of exponentials below that, and the target's logit. One collective carries them; sums
        below different maxima are put together as in Milakov and Gimelshein, "Online normalizer calculation
-       for softmax" (arXiv 1805.02867), so that nobody waits for the maximum of all before it adds.
+       for softmax" (arXiv 1805.02867), so that no one waits for the maximum of all before it adds.
 
 Dims as suffixes: N tokens, P this rank's part of the vocabulary, R ranks.
 """
@@ -67,7 +67,7 @@ class _Lookups(TorchFunctionMode):
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
     ) -> Tensor:
-        """The rows of tokens; NaN for tokens that are not in the vocabulary. What needs the table as a whole
+        """The rows of tokens; NaN for tokens that are not in the vocabulary. What needs the table in full
         is left as it is, and refused by the proof of placements."""
         if max_norm is not None or scale_grad_by_freq or sparse:
             return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)

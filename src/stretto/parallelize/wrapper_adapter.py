@@ -1,6 +1,6 @@
 """The room of parallelize that knows a private corner of PyTorch (2.11 to 2.13).
 
-What it uses, with a test: torch.Tensor._make_wrapper_subclass, a tensor of a class of one's own, with a shape
+What it uses, with a test: torch.Tensor._make_wrapper_subclass, a tensor of a class of your own, with a shape
 and no elements.
 """
 

@@ -8,7 +8,7 @@ all-reduce is a reduce-scatter and an all-gather, and the message goes in betwee
        (`stretto.passes.messages_in_parts.divisible`).
     2. Follow one back through views that keep rows, and through additions (of a bias, too): what is added may
        be cut by rows, as no rank needs more of it. So may what a layer norm's backward reads. Somewhere there
-       must be an all-reduce, which nobody else reads: it becomes a reduce-scatter. Without one the value
+       must be an all-reduce, which no one else reads: it becomes a reduce-scatter. Without one the value
        stays unsharded, for planning to cut (`stretto.passes.messages_in_parts`).
     3. Each stage that reads the value gathers the parts.
     4. Such a norm's own gradients are then partial, each of a rank's rows, and reduced once a step.
@@ -102,7 +102,7 @@ class _Border:
         return len(self._users.get(name, ())) == 1 and name not in self._kept
 
     def _sum(self, name: str, spec: TensorSpec) -> bool:
-        """Whether an all-reduce that nobody else reads is behind a value."""
+        """Whether an all-reduce that no one else reads is behind a value."""
         op = self._ops.get(name)
         if op is None or (name != self._value and not self._alone(name)):
             return False

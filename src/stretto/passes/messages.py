@@ -1,13 +1,13 @@
 """Messages between stages: in one piece of memory, sent once to a rank, and handed on by who has them.
 
-`dense_messages`: what leaves a rank is in one piece, so that no message waits for a copy that nobody priced.
+`dense_messages`: what leaves a rank is in one piece, so that no message waits for a copy that no one priced.
 A transport sends one piece. A transposed value is one, with its dims in another order; an expanded one
 repeats elements that need not be sent; a slice has gaps, and must be copied. Left to the transport, the copy
 is made by the thread that computes, where the message starts, and no price list knows it. So:
 
     1. Take the values that go to a stage of another rank and are not contiguous.
     2. The sender makes of each, right after it, what is sent: of an expanded dim one slice, and the dims in
-       the order in which they lie in memory, both views; and a copy if there are gaps still. The copy is an
+       the order in which they are in memory, both views; and a copy if there are gaps still. The copy is an
        op like any other: it has a price, and orders of ops count it.
     3. The receiver puts the dims back in their places, and expands, by views: what reads the value finds it
        with its dims in the same order in memory, without gaps.
@@ -204,8 +204,8 @@ def sent_once(step: Step, context: Context) -> Step:
     """The step in which no rank is sent a value twice; the step itself where none is."""
     ranks = step.schedule.stage_ranks
     result: dict[int, Edge] = {}
-    for edge, holders in _later_readers(step.job):
-        here = [holder for holder in holders if ranks[holder.target] == ranks[edge.target]]
+    for edge, owners in _later_readers(step.job):
+        here = [owner for owner in owners if ranks[owner.target] == ranks[edge.target]]
         if here and ranks[edge.source] != ranks[edge.target]:
             result[edge.index] = here[0]
     return replace(step, job=_through(step.job, result)) if result else step
@@ -220,11 +220,11 @@ def handed_on(step: Step, context: Context) -> Step:
         return message_us(costs.link(ranks[sender], ranks[edge.target]), edge.spec.nbytes)
 
     result: dict[int, Edge] = {}
-    for edge, holders in _later_readers(step.job):
-        others = [holder for holder in holders if ranks[holder.target] != ranks[edge.target]]
-        if ranks[edge.source] == ranks[edge.target] or len(others) < len(holders) or not others:
+    for edge, owners in _later_readers(step.job):
+        others = [owner for owner in owners if ranks[owner.target] != ranks[edge.target]]
+        if ranks[edge.source] == ranks[edge.target] or len(others) < len(owners) or not others:
             continue
-        nearest = min(reversed(others), key=lambda holder: us(holder.target, edge))
+        nearest = min(reversed(others), key=lambda owner: us(owner.target, edge))
         if us(nearest.target, edge) <= us(edge.source, edge):
             result[edge.index] = nearest
     return replace(step, job=_through(step.job, result)) if result else step
@@ -239,25 +239,25 @@ def _later_readers(job: Job) -> Iterator[tuple[Edge, list[Edge]]]:
         backward = edges[0].phase is not Phase.F
         edges.sort(key=lambda edge: -edge.target if backward else edge.target)
         for at, edge in enumerate(edges):
-            holders = [one for one in edges[:at] if one.user_phase is edge.phase]
-            if holders:
-                yield edge, holders
+            owners = [one for one in edges[:at] if one.user_phase is edge.phase]
+            if owners:
+                yield edge, owners
 
 
-def _through(job: Job, holders: dict[int, Edge]) -> Job:
-    """The job in which the edges of these indexes come from the stage that each one's holder leads to. There
+def _through(job: Job, owners: dict[int, Edge]) -> Job:
+    """The job in which the edges of these indexes come from the stage that each one's owner leads to. There
     the value gets a name of its own, as one that the stage makes."""
     programs = {stage.index: dict(stage.ops) for stage in job.stages}
     carried = list(job.edges)
     named: set[str] = set()
-    for index, holder in holders.items():
-        edge, stage = job.edges[index], holder.target
+    for index, owner in owners.items():
+        edge, stage = job.edges[index], owner.target
         name = f"{edge.value}_from_{stage}"
         if name not in named:
             named.add(name)
             ops = programs[stage][edge.phase]
-            # The value may have another name here by now: its own holder's.
-            value = carried[holder.index].value
+            # The value may have another name here by now: its own owner's.
+            value = carried[owner.index].value
             first = next(at for at, op in enumerate(ops) if value in op.uses)
             same = Op(name, SAME, (Ref(value),), (), (edge.spec,), value, module=ops[first].module)
             programs[stage][edge.phase] = (*ops[:first], same, *ops[first:])

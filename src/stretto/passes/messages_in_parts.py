@@ -32,7 +32,7 @@ from stretto.passes.step import Context, Step
 
 SOONER = 0.9
 """Of the full message's time, what a part with its gather takes at most that is cut for it; what takes less
-than its inverse takes about as long. Assumed: a smaller difference is within what costs can tell."""
+than its inverse takes about as long. Assumed: a smaller difference is within what costs can show."""
 
 RELIEF = 0.98
 """Of the busiest card's load, what is left at most where values are cut for it. Assumed, likewise."""
@@ -80,8 +80,8 @@ def _chosen(
     def ratio(edge: Edge) -> float:
         link, nbytes = costs.link(ranks[edge.source], ranks[edge.target]), edge.spec.nbytes
         parts_us = message_us(link, nbytes // size) + axis_time(costs, AXIS, ALL_GATHER.name, nbytes).us
-        whole_us = message_us(link, nbytes)
-        return parts_us / whole_us if whole_us else math.inf
+        full_us = message_us(link, nbytes)
+        return parts_us / full_us if full_us else math.inf
 
     ratios = {value: max(ratio(edge) for edge in crossing if edge.value == value) for value in values}
     soon = [value for value in values if ratios[value] < SOONER]

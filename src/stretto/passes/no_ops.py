@@ -12,7 +12,7 @@ alone.
     2. An op whose result is its input, element by element and in the same layout, is dropped.
     3. Swaps of dims that cancel are dropped; reshapes of a contiguous value become one reshape of the first.
        Not where the value between is needed as well: two stages might then exchange both.
-    4. What is dead thereby is dropped.
+    4. What is dead in this way is dropped.
 
 `equal_collectives`: one collective where two would bring the same value, seen the same way, on the same axis.
 Both must be in the forward, or both in the backward, so that nothing is kept between the two for it

@@ -8,7 +8,7 @@ same, without the batch of gradients, and is one op that can be under the input 
     1. sum over b of A[b] B[b] is [A[0] A[1] ...] times [B[0]; B[1]; ...], where the layouts make both views.
     2. A[b] W for all b is the product of A's rows, one below the other, and W.
     3. A batch of one is a plain product. Not where it is a rank's own of a batch that ranks share (a head
-       of attention): what a dim that is gone was sharded along nobody could tell.
+       of attention): what a dim that is gone was sharded along no one could show.
 
 Sums are regrouped: results differ in the last bits.
 
@@ -48,7 +48,7 @@ def plain_matmuls(graph: Graph) -> Graph:
     for op in graph.ops:
         new: list[Op] | None = None
         if op.target == BMM:
-            shares = any(ref.name in graph.spread for ref in op.args)
+            shares = any(ref.name in graph.sharded for ref in op.args)
             new = _shared(op, specs) or (None if shares else _single(op, specs))
         elif op.target == "aten.sum.dim_IntList" and op.args[0].name in single:
             new = _summed(op, products[op.args[0].name], specs)

@@ -43,10 +43,10 @@ class Blocks:
         for module in modules:
             known = (p for p in numbered(module) if len(members[p.rpartition(".")[0]]) >= least)
             self._of[module] = next(known, "")
-        self._whole = not members
+        self._full = not members
 
     def of(self, op: Op) -> str:
-        return "stage" if self._whole else self._of[op.module]
+        return "stage" if self._full else self._of[op.module]
 
 
 def numbered(module: str) -> list[str]:
@@ -162,7 +162,7 @@ class _Repeat:
         """Step 3: the repeated ops that are in I; the others are in W."""
         match = self._needed((Phase.I,))
         in_w: set[str] = set()
-        # Storages that W reads, whoever made them: they are kept until then.
+        # Storages that W reads, anyone who made them: they are kept until then.
         until_w = {self._owner(name) for op in self.old.ops[Phase.W] for name in op.uses}
         parts: dict[str, list[Op]] = defaultdict(list)
         for op in reversed(self.forward):

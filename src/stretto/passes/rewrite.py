@@ -1,4 +1,5 @@
-"""Shared by passes: put one value in another's place, drop what is not needed, tell views their storage."""
+"""Shared by passes: put one value in another's place, drop what is not needed, record the storage of
+views."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Graph:
     backward: names of the captured ops that belong to the backward.
     renamed: a captured root -> the value that it is now, where a pass found it to be equal to another.
     given: specs of values that no op makes (parameters, leaves of the batch), as far as they are known.
-    spread: values whose first dim tensor-parallel ranks share.
+    sharded: values whose first dim tensor-parallel ranks share.
     """
 
     ops: tuple[Op, ...]
@@ -31,7 +32,7 @@ class Graph:
     backward: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, TensorSpec] = field(default_factory=dict)
-    spread: frozenset[str] = frozenset()
+    sharded: frozenset[str] = frozenset()
 
     def users(self) -> dict[str, list[Op]]:
         """Value -> the ops that use it."""

@@ -4,7 +4,7 @@
 both. A sequence-parallel rank keeps its slice of what experts and their router return together.
 
     1. Find a chunk of an all-reduce ("sum") of the same axis, with views and additions of tensors of the same
-       shape between the two, of which nobody else reads anything.
+       shape between the two, of which no one else reads anything.
     2. The all-reduce is made of the shape that the chunk has; the chunk comes right behind it.
     3. What was added is cut too, and added to it. Every element is the sum that it was.
 
@@ -95,10 +95,10 @@ class _Cut:
                     return [*before, op]
         return None
 
-    def _fits(self, other: str, whole: TensorSpec) -> bool:
+    def _fits(self, other: str, unsharded: TensorSpec) -> bool:
         """Whether what is summed or added can be seen in the shape of the full tensor."""
         spec = self._specs[other]
-        return spec.shape == whole.shape or spec.stride is None
+        return spec.shape == unsharded.shape or spec.stride is None
 
     def summed(self, start: Op, wait: Op, chunk: Op) -> tuple[list[Op], list[Op]]:
         """Step 2: the start and the wait."""
@@ -130,13 +130,13 @@ class _Cut:
                 total = name
             reached.add(op.name)
 
-    def _shaped(self, name: str, whole: TensorSpec, like: Op, called: str = "") -> tuple[list[Op], str]:
+    def _shaped(self, name: str, unsharded: TensorSpec, like: Op, called: str = "") -> tuple[list[Op], str]:
         """A value in the shape of the full tensor, and the view that it needs."""
-        if self._specs[name].shape == whole.shape:
+        if self._specs[name].shape == unsharded.shape:
             return [], name
         view = f"{called or like.name}_shaped"
-        spec = TensorSpec(whole.shape, whole.dtype)
-        return [Op(view, VIEW, (Ref(name), whole.shape), (), (spec,), name, module=like.module)], view
+        spec = TensorSpec(unsharded.shape, unsharded.dtype)
+        return [Op(view, VIEW, (Ref(name), unsharded.shape), (), (spec,), name, module=like.module)], view
 
 
 COPY = "aten.clone.default"

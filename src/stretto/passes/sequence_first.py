@@ -173,7 +173,7 @@ class _Spread:
 
     def _operands(self, op: Op, rule: Dims, labels: Sequence[int | None]) -> bool:
         """Whether rows with these labels may have another order, in all operands that have them."""
-        if None in labels or not rule.whole.isdisjoint(labels):
+        if None in labels or not rule.full.isdisjoint(labels):
             return False
         for name, has in zip(operands(op), rule.inputs, strict=True):
             at = _place(has, labels)
@@ -184,7 +184,7 @@ class _Spread:
         return True
 
     def _of_view(self, name: str, other: str) -> bool:
-        """Whether both are whole pieces with rows first, of which one is a view of the other."""
+        """Whether both are full pieces with rows first, of which one is a view of the other."""
         contiguous = all(self._specs[one].stride is None for one in (name, other) if one in self._specs)
         return contiguous and other in self._specs and self.leading(other)
 

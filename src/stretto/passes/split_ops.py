@@ -129,7 +129,7 @@ def _keeps_columns(op: Op, here: Mapping[str, Op]) -> bool:
     if op.target in VIEWS:
         return before.stride is None
     rule = dims_of(op, [before])
-    if rule is None or rule.outputs[0][-1:] != rule.inputs[0][-1:] or rule.inputs[0][-1] in rule.whole:
+    if rule is None or rule.outputs[0][-1:] != rule.inputs[0][-1:] or rule.inputs[0][-1] in rule.full:
         return False
     return op.target == PERMUTE or (op.alias is None and after.stride is None)
 
@@ -149,8 +149,8 @@ class _Choice:
         if (asked.axis, asked.kind) not in self._costs.collectives:
             return 1
         ops = (chain.product, *chain.between, chain.start)
-        whole_us = sum(self._costs.op_us.get((chain.stage, op.name), 0.0) for op in ops)
-        best, best_us = 1, (whole_us + self._collective_us(asked.nbytes, asked)[0]) * (1.0 - GAIN)
+        full_us = sum(self._costs.op_us.get((chain.stage, op.name), 0.0) for op in ops)
+        best, best_us = 1, (full_us + self._collective_us(asked.nbytes, asked)[0]) * (1.0 - GAIN)
         for count in PARTS:
             if chain.columns % (count * ALIGNMENT):
                 continue

@@ -32,23 +32,23 @@ class Watch:
     def __init__(self, say: Say | None = None) -> None:
         self.stopped = False
         self._say = say
-        self._told_s = -STILL_S
+        self._reported_s = -STILL_S
 
     @property
     def shown(self) -> bool:
         """Whether somebody sees progress."""
         return self._say is not None and not self.stopped
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """What has been done, or begins."""
         if self._say is not None and not self.stopped:
-            self._told_s = time.monotonic()
+            self._reported_s = time.monotonic()
             self._say(line)
 
     def still(self, line: Callable[[], str]) -> None:
         """How far something is that takes long, where the last line is old."""
-        if self.shown and time.monotonic() - self._told_s >= STILL_S:
-            self.tell(line())
+        if self.shown and time.monotonic() - self._reported_s >= STILL_S:
+            self.report(line())
 
     def stop(self, error: KeyboardInterrupt) -> None:
         """Where something is there in spite of an interrupt. Raises it where it is not for the search."""
@@ -61,7 +61,7 @@ SEARCH_S = "STRETTO_SEARCH_S"
 """Environment variable: `search_s` of plans that have none."""
 
 STEPS = 1_000
-"""Steps of a run of which nobody says how many it has. Assumed: a short training."""
+"""Steps of a run of which no one says how many it has. Assumed: a short training."""
 
 SHARE = 0.05
 """Of the time of a run, what planning takes at most. Assumed: what it gains is up to 13 % of a step."""

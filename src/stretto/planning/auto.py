@@ -5,7 +5,7 @@
    only guess. For each way, families and orders by the clock of schedules (`stretto.schedule.search`).
 2. Try. The most promising are simulated as steps of this job over few microbatches, with windows in the
    order of a list. Where a rank needs more memory than it may, step 1 is done again with so much less.
-3. Plan. The best few of these that fit become whole plans, a family among them, and the fastest is taken.
+3. Plan. The best few of these that fit become full plans, a family among them, and the fastest is taken.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ TRIED = 16
 """Orders that are simulated at most."""
 
 PLANNED = 4
-"""Orders that become whole plans at most."""
+"""Orders that become full plans at most."""
 
 RUNS = 4_000_000
-"""Runs of ops in simulations of orders, beyond the first two: some seconds of one core. A whole plan counts
+"""Runs of ops in simulations of orders, beyond the first two: some seconds of one core. A full plan counts
 as ten simulations. Assumed."""
 
 ROUNDS = 3
@@ -80,7 +80,7 @@ def fastest_schedule(variants: Variants, make: Callable[[Variants], Plan]) -> Pl
         for one in _worth_a_plan(first, quick, tried, count):
             if len(made) == count or (made and watch.stopped):
                 break
-            watch.tell(f"{one.schedule.family}: a whole plan")
+            watch.report(f"{one.schedule.family}: a full plan")
             try:
                 made.append(make(Variants(_with_schedule(first, one.schedule), context)))
             except PlanError as error:
@@ -188,7 +188,7 @@ def _simulated(step: Step, context: Context, order: TimedOrder) -> _TriedOrder |
     if short is None:
         return None
     step_us = short.timeline.step_us
-    context.watch.tell(f"{step.schedule.family}: {step_us / 1000:.1f} ms{of_short(step)}")
+    context.watch.report(f"{step.schedule.family}: {step_us / 1000:.1f} ms{of_short(step)}")
     return _TriedOrder(step.schedule, step_us, order.family)
 
 
@@ -197,7 +197,7 @@ def _shortest(step: Step, context: Context) -> ShortStep | None:
         before = _passed(step, context)
     except (LeftOutError, PlanError):
         return None
-    # As early as any whole plan may post its receives.
+    # As early as any full plan may post its receives.
     short = [
         one for one in short_steps(before, context, likely_ways(before), MOST) if isinstance(one, ShortStep)
     ]
@@ -214,7 +214,7 @@ def _needs_bytes(step: Step, context: Context, one: _TriedOrder) -> Sequence[int
 
 
 def _worth_a_plan(step: Step, context: Context, tried: list[_TriedOrder], count: int) -> list[_TriedOrder]:
-    """The fastest first, of those that fit: of one that needs more memory, only the variants that overlap
+    """The fastest first, of those that fit: where an order needs more memory, only the variants that overlap
     less are left, and those are slower than it was. The fastest family in place of the last of several."""
     first = tried
     if step.max_bytes is not None:

@@ -103,8 +103,8 @@ def ways(step: Step) -> list[Variant]:
 
 
 def likely_ways(step: Step, ahead: int | None = AHEAD[-1]) -> list[Variant]:
-    """How variants go on where one is enough to compare steps: that which is often the fastest first, or the
-    one with `ahead` (None: without pairs)."""
+    """How variants go on where one is enough to compare steps: the one that is often the fastest first, or
+    the one with `ahead` (None: without pairs)."""
     if step.asked == "off" or not communicates(step.job):
         return ways(step)
     order: list[int | None] = [*reversed(AHEAD), None] if may_pair(step) else [None]
@@ -193,7 +193,7 @@ class Variants:
         for begin in self._begins():
             step = self.step(begin)
             if step.asked != asked:
-                self._miss(f"overlap holds more than recompute = {step.job.recompute:,} bytes a rank")
+                self._miss(f"overlap has more than recompute = {step.job.recompute:,} bytes a rank")
             variants += [((*begin, *way), len(begin)) for way in ways(step)]
         if len(variants) == 1:
             [(variant, begin_count)] = variants
@@ -231,7 +231,7 @@ class Variants:
             self._simulate(one.variant, one.begin, self.context)
 
     def _search(self) -> None:
-        """Step 3. The windows of a whole step have an order for all microbatches: its time is compared by the
+        """Step 3. The windows of a full step have an order for all microbatches: its time is compared by the
         part of the best other variant's that the few microbatches take."""
         others = [one for one in self._tried.values() if one.overlap != "off"]
         first = self.first
@@ -239,7 +239,7 @@ class Variants:
             return
         best = min(others, key=lambda one: one.step_us)
         variant = (*best.variant[: best.begin], one_window, whole_step)
-        self._tell(names(variant))
+        self._report(names(variant))
         try:
             timeline = reduced_best(lowered(self.step(variant), self.context))
         except (LeftOutError, PlanError, TooLargeError) as error:
@@ -278,7 +278,7 @@ class Variants:
         return True
 
     def _simulate(self, variant: Variant, begin: int, context: Context, what: str = "") -> None:
-        self._tell(what + names(variant))
+        self._report(what + names(variant))
         before = self.step(variant[:-1])
         made = variant[-1](replace(before, schedule=before.short), context)
         least_us = min((one.step_us for one in self._tried.values()), default=inf)
@@ -299,7 +299,7 @@ class Variants:
         single = lower_bound(job, (0,) * len(job.stages), costs)
         return max(single.us / self.first.schedule.ranks, single.parts["critical path"])
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         """What is tried now, and how far it has come."""
         if self.context.watch.shown:
             best = min(self._tried.values(), key=lambda one: one.step_us, default=None)
@@ -307,7 +307,7 @@ class Variants:
                 bound_us = short_bound_us(self.step(best.variant[: best.begin]), self.context)
                 what += f"; best so far {best.step_us / 1000:.1f} ms{of_short(self.first)}"
                 what += f", {best.step_us / bound_us:.3f} of the bound" if bound_us else ""
-            self.context.watch.tell(what)
+            self.context.watch.report(what)
 
     def _miss(self, why: str) -> None:
         if why and why not in self.missing:
@@ -321,7 +321,7 @@ class Variants:
 
 
 def lighter(result: Sequence[Tried]) -> Tried:
-    """Of variants, the fastest first, that which is to come first: another that overlaps where the first
+    """Of variants, the fastest first, the one that is to come first: another that overlaps where the first
     needs much more memory for a gain that is within the error of costs."""
     first = result[0]
     close = (one for one in result[1:] if one.step_us * WORTH <= first.step_us and one.overlap != "off")
@@ -339,7 +339,7 @@ def why_less(asked: OverlapMode, chosen: Tried, tried: Sequence[Tried], missing:
             return f"{asked} is predicted to take {times:.3f} times as long"
         if asked == "window" and fastest >= WORTH * chosen.step_us:
             gain = 100.0 * (1.0 - fastest / chosen.step_us)
-            return f"{asked} is predicted to gain {gain:.1f} %, which is less than costs can tell"
+            return f"{asked} is predicted to gain {gain:.1f} %, which is less than costs can show"
     return "; ".join(dict.fromkeys(missing)) or f"no {asked} plan is faster"
 
 

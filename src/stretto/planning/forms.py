@@ -63,7 +63,7 @@ def fastest(
                         others.append(_Other(variants.first.job, bound_us, True))
                         continue
                 made.append(make(variants))
-            except PlanError as error:  # another form may hold less
+            except PlanError as error:  # another form may keep less
                 refused.append((variants.first.job, error))
     except KeyboardInterrupt as error:
         if not made:

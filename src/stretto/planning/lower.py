@@ -29,7 +29,7 @@ from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, It
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op, OverlapMode
 from stretto.order.policies import waits_at_once
 from stretto.schedule.posting import Message, latest_posts, post_positions
-from stretto.schedule.sums import communicators_of, with_sums
+from stretto.schedule.sums import communicators_of, with_reductions
 from stretto.schedule.windows import last_name, last_run, make_window, window_name
 
 LOOKAHEAD = 3
@@ -57,12 +57,12 @@ def lower(
     Of last runs, those that are there are taken, and others are made of their kind (`last_run`).
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
-    ahead: microbatches before that which needs it a receive is posted at the latest (`schedule.posting`); of
-    one message a microbatch, `LOOKAHEAD` is more. Not where overlap is "off".
+    ahead: microbatches before the one that needs it a receive is posted at the latest (`schedule.posting`);
+    of one message a microbatch, `LOOKAHEAD` is more. Not where overlap is "off".
     """
     if windows is None:
         windows = captured_windows(job, schedule, at_once=overlap == "off")
-    job = with_sums(job, schedule)
+    job = with_reductions(job, schedule)
     communicators = communicators_of(job, schedule)
     sums = _sums(job, schedule, communicators, overlap != "off")
     windows = dict(windows)
@@ -229,7 +229,7 @@ def _last_runs(order: Sequence[Slot]) -> dict[tuple[int, Phase], int]:
 
 @dataclass
 class _Sums:
-    """Where a rank's sums of gradients start and are waited for, by the names of ops, in order.
+    """Where a rank's gradient reductions start and are waited for, by the names of ops, in order.
 
     stage: whose program they are. inside: run -> those that start in it. after: run -> those of a window of
     its own that follows (-1: before all). end: of the window at the step's end. windows: those of sums only
@@ -254,7 +254,7 @@ class _Sums:
 def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], overlap: bool) -> list[_Sums]:
     """Step 5, of every rank. The order in which all start what they share is by the latest last run, then as
     in the programs."""
-    joins = {one.name for one in communicators if one.joins_places}
+    joins = {one.name for one in communicators if one.joins_pp_ranks}
     adds: dict[str, set[tuple[int, Phase]]] = defaultdict(set)
     adds[STEP_LOSS].add((job.loss[0], Phase.F))
     for parameter in job.parameters:

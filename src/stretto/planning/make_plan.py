@@ -58,7 +58,7 @@ from stretto.planning.windows import at_once, lowered
 from stretto.price.cluster import Description, describe
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.families import OWN as OWN_FAMILIES
-from stretto.schedule.sums import without_sums
+from stretto.schedule.sums import without_reductions
 from stretto.simulating import predict, simulate
 from stretto.verifying import verify
 from stretto.verifying.memory import memory_faults
@@ -81,7 +81,7 @@ def make_plan(
 
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
-    job = without_sums(job)
+    job = without_reductions(job)
     wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
     begun = partial(
         _begun, job, choose_schedule(job, schedule=schedule), listed(job, costs), wished, max_bytes
@@ -129,7 +129,7 @@ def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_byte
 
 def variants_of(job: Job, cluster: Description, order: str) -> Variants:
     """Steps 1 and 2 for a description: of the schedule that the job wishes, which is not "auto"."""
-    job = without_sums(job)
+    job = without_reductions(job)
     chosen = choose_schedule(job)
     wished = _Wished(None, order, _effort(None, None), Watch(None))
     return _begun(job, chosen, pricing((job,), (chosen,), cluster)(job), wished, memory_limit(cluster, job))
@@ -137,7 +137,7 @@ def variants_of(job: Job, cluster: Description, order: str) -> Variants:
 
 def _made(variants: Variants) -> Plan:
     """Steps 2 to 5. Where waiting for everything at once is not clearly slower over few microbatches, the
-    whole steps of both are compared."""
+    full steps of both are compared."""
     tried, watch = variants.best_first(), variants.context.watch
     refused: dict[OverlapMode, PlanError] = {}
     for at, one in enumerate(tried):
@@ -155,7 +155,7 @@ def _finished_if_legal(
     variants: Variants, one: Tried, tried: Sequence[Tried], refused: dict[OverlapMode, PlanError]
 ) -> Iterator[Plan]:
     """The plan of a variant, or none where it is refused."""
-    variants.context.watch.tell(f"{names(one.variant)}: messages and proof")
+    variants.context.watch.report(f"{names(one.variant)}: messages and proof")
     try:
         made = _finished_anyway(partial(variants.step, one.variant), variants.context)
     except PlanError as error:
@@ -267,7 +267,7 @@ def plan(
     # Names are checked before anything is measured.
     _overlap_mode(job.overlap if overlap is None else overlap)
     policy_of(order)
-    job = without_sums(job)
+    job = without_reductions(job)
     wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
     jobs, chosen = forms_with(job, schedule)
     if optimizer is not None:
@@ -279,7 +279,7 @@ def plan(
     priced = pricing(jobs, chosen, description)
 
     def begun(one: Job, schedule: Schedule) -> Variants:
-        wished.watch.tell("what its ops and messages take")
+        wished.watch.report("what its ops and messages take")
         return _begun(one, schedule, priced(one), wished, memory_limit(description, one))
 
     begins = [partial(begun, one, schedule) for one, schedule in zip(jobs, chosen, strict=True)]
@@ -308,7 +308,7 @@ def _planned_here(
     }
     if ranks.size > 1:
         agree_on(ranks, wishes)  # before they measure, which would not come together
-    measuring = Measuring(jobs, chosen, kept, wished.watch.tell)
+    measuring = Measuring(jobs, chosen, kept, wished.watch.report)
     costs = [measuring.costs_of(one) for one in jobs]
     limits = [memory_limit(None, one) for one in jobs]
     begun = [

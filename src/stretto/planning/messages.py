@@ -37,7 +37,7 @@ MOST = 3
 
 WORTH = 0.995
 """Of a step's time, what it takes at most with more buffers. Assumed: less is within the error of costs, and
-whoever needs the memory for a larger model or batch gains more by it."""
+anyone who needs the memory for a larger model or batch gains more by it."""
 
 
 SENT_MARGIN = 2.0
@@ -47,7 +47,7 @@ a message that is twice as slow as predicted still does not stop its sender."""
 
 def receives_ahead(step: Step, context: Context) -> Step:
     """The step with the number of microbatches that receives are posted ahead. Raises PlanError for one whose
-    ranks wait for each other for ever."""
+    ranks wait for each other forever."""
     ranks = step.schedule.stage_ranks
     pairs = Counter((ranks[edge.source], ranks[edge.target]) for edge in step.job.edges)
     if step.overlap == "off" or max(pairs.values(), default=0) < 2:
@@ -85,7 +85,7 @@ def _fits(step: Step, context: Context) -> bool:
 
 def sends_waited(step: Step, context: Context) -> Step:
     """The step with the run before which each send is waited for, by a simulation without. Raises PlanError
-    for one whose ranks wait for each other for ever."""
+    for one whose ranks wait for each other forever."""
     draft = lowered(step, context)
     sends = any(i.kind is InstructionKind.SENT for order in draft.orders for i in order)
     if not sends or step.overlap == "off":

@@ -14,7 +14,7 @@ A few microbatches more are live on a stage that pairs: `stretto.schedule.timing
 Backwards keep their order, so gradients are summed as they were. That no pair waits for itself by way of
 other ranks is proved on the lowered plan.
 
-`whole` puts all actions of a rank in one window, of all its stages, forwards and backwards of one microbatch
+`full` puts all actions of a rank in one window, of all its stages, forwards and backwards of one microbatch
 too, I and W as the schedule has them.
 
 A job may be cut finer than its ranks need: consecutive stages of a rank are then one to a schedule
@@ -52,7 +52,7 @@ def pair(schedule: Schedule, *, ahead: int = 0) -> Schedule | None:
     return replace(schedule, orders=tuple(orders)) if joined else None
 
 
-def whole(schedule: Schedule) -> Schedule | None:
+def full(schedule: Schedule) -> Schedule | None:
     """The schedule with one window for each rank; None where a rank has a single action."""
     actions = [tuple(action for slot in order for action in slot.actions) for order in schedule.orders]
     if min(map(len, actions)) < 2:

@@ -46,7 +46,7 @@ def reduced_best(plan: Plan, than_us: float = inf) -> Timeline:
     """The step with reductions as they are, or at the end of last runs where that is faster: where
     collectives share network cards, a reduction takes its part of what compute waits for. than_us: of another
     step; the end is not tried where no reductions could make this one as fast. Raises PlanError for a plan
-    whose ranks wait for each other for ever."""
+    whose ranks wait for each other forever."""
     timeline = simulate(plan)
     if not plan.costs.shared or timeline.step_us - _reductions_us(plan) >= than_us:
         return timeline
@@ -80,7 +80,7 @@ def _at_end(plan: Plan) -> dict[str, Window]:
 
 
 def _step_us(plan: Plan) -> float:
-    """Infinite for a plan whose ranks wait for each other for ever."""
+    """Infinite for a plan whose ranks wait for each other forever."""
     try:
         return simulate(plan).step_us
     except PlanError:

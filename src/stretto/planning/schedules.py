@@ -15,7 +15,7 @@ from stretto.ir.program import Job
 from stretto.ir.stage_maps import AUTO, shared
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.across import across, split_stages
-from stretto.planning.pair import apart, equal_groups, of_stages, pair, whole
+from stretto.planning.pair import apart, equal_groups, full, of_stages, pair
 from stretto.schedule.csv import read_csv
 from stretto.schedule.families import forward_schedule, make_schedule
 from stretto.schedule.family import first_microbatches
@@ -36,7 +36,7 @@ steady state. Assumed."""
 def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Schedule:
     """schedule: a family, the path of a CSV, or a schedule; the job's own wish by default.
 
-    A job of forwards only (`stretto.ir.forms`) has one possible order; a given Schedule tells only where
+    A job of forwards only (`stretto.ir.forms`) has one possible order; a given Schedule shows only where
     its stages are.
 
     Raises UsageError for an unknown family, for a schedule whose stages, microbatches or ranks are not the
@@ -138,13 +138,13 @@ def paired(step: Step, context: Context, *, ahead: int) -> Step:
 
 def one_window(step: Step, context: Context) -> Step:
     """All actions of a rank in one window."""
-    joined = whole(step.schedule)
+    joined = full(step.schedule)
     if joined is None:
         raise LeftOutError
     live, most = max(peak_live(joined)), step.job.max_live
     if most is not None and live > most <= max(peak_live(apart(joined))):
         # As few as in the schedule's own order leave a search nothing to choose from.
-        raise LeftOutError(f"one window a rank may hold {live} live microbatches, and max_live is {most}")
+        raise LeftOutError(f"one window a rank may keep {live} live microbatches, and max_live is {most}")
     return replace(step, schedule=joined, short=joined, overlap="window")
 
 

@@ -22,8 +22,8 @@ BRIEF = 20
 """Steps walked to see whether one window a rank fits at all, where memory has a limit. Assumed."""
 
 MOST_ITEMS = 100_000
-"""Items of a step beyond which it is not searched as a whole. Measured on a Llama of 70 billion parameters
-over 512 devices with 32 microbatches: its search took 12 GB, and longer than ten minutes."""
+"""Items of a step beyond which it is not searched as a full value. Measured on a Llama of 70 billion
+parameters over 512 devices with 32 microbatches: its search took 12 GB, and longer than ten minutes."""
 
 MORE_LIVE = (2, 1)
 """For every rank, how many live microbatches more than in the schedule's own order one window a rank may
@@ -83,7 +83,7 @@ def whole_step(step: Step, context: Context) -> Step:
         if times is None or any(kept):
             try:
                 return _together(step, context, kept)
-            except _HoldsTooMuchError as error:
+            except _TooMuchMemoryError as error:
                 why = why or error
                 if context.watch.stopped:  # each is a search of its own
                     break
@@ -91,7 +91,7 @@ def whole_step(step: Step, context: Context) -> Step:
     raise why
 
 
-class _HoldsTooMuchError(LeftOutError):
+class _TooMuchMemoryError(LeftOutError):
     """A rank needs more than it may."""
 
 
@@ -111,8 +111,8 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
         if step.max_bytes is not None:
             peak = max(simulate(lowered(made, context)).peak_bytes)
             if peak > step.max_bytes:
-                raise _HoldsTooMuchError(
-                    f"one window a rank holds {peak:,} bytes, and the limit is {step.max_bytes:,}"
+                raise _TooMuchMemoryError(
+                    f"one window a rank keeps {peak:,} bytes, and the limit is {step.max_bytes:,}"
                 )
         if together.ended:
             break

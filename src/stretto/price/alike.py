@@ -107,7 +107,7 @@ class MatmulFit:
                 self._beside[family] = (np.log2(sides), -np.log(rows @ self._weights[family]))
 
     def us(self, signature: str) -> float | None:
-        """Microseconds of a product; None for no product, or one unlike all that are known."""
+        """Microseconds of a product; None for no product, or one other than all that are known."""
         product = Product.of(signature)
         if product is None or product.family not in self._weights:
             return None
@@ -185,7 +185,7 @@ class AlikePricer(Pricer):
         return flops or math.inf, rate or math.inf, min((t.us for t in timings), default=0.0)
 
     def timings(self) -> Sequence[Timing]:
-        """Those that tell rates."""
+        """Those that show rates."""
         return [timing for timing in self._ops.values() if timing.us]
 
     def look_up(self, op: Op, specs: Specs, key: str) -> Priced | None:
@@ -300,7 +300,7 @@ class ListedPricer(AlikePricer):
 
 def _family(key: str) -> tuple[str, ...]:
     """(target, dtype of the first tensor) of a signature; of attention also whether it is causal and has a
-    mask, of which its arithmetic does not tell."""
+    mask, of which its arithmetic does not show."""
     target, _, rest = key.partition("(")
     hides = _HIDES.findall(rest) if "scaled_dot_product" in target else ()
     return target, rest.partition("[")[0].lstrip("["), *hides

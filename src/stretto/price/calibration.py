@@ -54,7 +54,7 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Calls:
     """start_us, start_us_per_mb: of the call that starts a collective; finish_us, finish_us_per_mb: of the
-    wait for one that is done. Microseconds, and microseconds for each 10**6 bytes of the whole tensor."""
+    wait for one that is done. Microseconds, and microseconds for each 10**6 bytes of the full tensor."""
 
     start_us: Amount
     start_us_per_mb: Amount = 0.0
@@ -62,11 +62,11 @@ class Calls:
     finish_us: Amount = 0.0
 
     def starting_us(self, nbytes: float) -> float:
-        """What the call that starts takes, in microseconds, for a whole tensor of `nbytes`."""
+        """What the call that starts takes, in microseconds, for a full tensor of `nbytes`."""
         return self.start_us + self.start_us_per_mb * nbytes / BYTES_PER_MB
 
     def finishing_us(self, nbytes: float) -> float:
-        """What is left to do when it is done, in microseconds, for a whole tensor of `nbytes`."""
+        """What is left to do when it is done, in microseconds, for a full tensor of `nbytes`."""
         return self.finish_us + self.finish_us_per_mb * nbytes / BYTES_PER_MB
 
 
@@ -104,7 +104,7 @@ class GroupTiming:
     they take on the compute lane; spread: the noise of the worst size."""
 
     kind: Kind
-    members: Annotated[int, Fits(lambda n: n >= 2, "a whole number from 2")]
+    members: Annotated[int, Fits(lambda n: n >= 2, "an integer from 2")]
     stride: Natural
     hosts: Natural
     cost: CollectiveCost

@@ -133,7 +133,7 @@ def described_costs(job: Job, cluster: Cluster) -> Costs:
 
 TF32_PART = 1 / 2
 """Rate of products in TF32 over that in half precision: 156 of 312 TFLOP/s on the A100's sheet; assumed of
-other devices. PyTorch uses it for convolutions of float32 unless it is told not to
+other devices. PyTorch uses it for convolutions of float32 unless it is set not to
 (`torch.backends.cudnn.allow_tf32`)."""
 
 
@@ -149,9 +149,9 @@ def hardware_costs(job: Job, schedule: Schedule, hardware: Hardware) -> Costs:
             "cluster, or lay the job out smaller"
         )
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
-    links = {(a, b): hardware.place_link(sizes, a, b) for a, b in pairs if a != b}
-    # What no pair names (the step's loss, tied gradients) goes from the first place to the last.
-    far = hardware.place_link(sizes, 0, max(1, schedule.ranks - 1))
+    links = {(a, b): hardware.pp_link(sizes, a, b) for a, b in pairs if a != b}
+    # What no pair names (the step's loss, tied gradients) goes from the first pipeline rank to the last.
+    far = hardware.pp_link(sizes, 0, max(1, schedule.ranks - 1))
     collectives = {
         (wanted.axis, wanted.kind): hardware.collective(wanted.kind, sizes, wanted.axis)
         for wanted in wanted_collectives(job)
@@ -238,18 +238,18 @@ def described(job: Job, schedule: Schedule, found: Description) -> tuple[Costs, 
     return priced_costs(job, schedule, found), calibrated_pricer(job, schedule, found)
 
 
-def place_link(found: Description, mesh: Mesh) -> Link:
-    """What a message between neighbouring places of the pipeline costs. Raises UsageError for a calibration
-    that holds no messages."""
+def pp_link(found: Description, mesh: Mesh) -> Link:
+    """What a message between neighbouring pipeline ranks costs. Raises UsageError for a calibration
+    that has no messages."""
     if isinstance(found, Cluster):
         return flat_link(found)
     if isinstance(found, Hardware):
-        return found.place_link(dict(mesh.sizes), 0, 1)
+        return found.pp_link(dict(mesh.sizes), 0, 1)
     return find_link(found, mesh.world // mesh.size(PIPELINE)).link
 
 
 def sum_cost(found: Description, mesh: Mesh, axis: str) -> CollectiveCost:
-    """What sums of gradients along an axis cost. Raises UsageError for a calibration that holds none."""
+    """What gradient reductions along an axis cost. Raises UsageError for a calibration that has none."""
     kind = ALL_REDUCE.name
     if isinstance(found, Cluster):
         return ring_cost(flat_link(found), kind, mesh.size(axis))
@@ -259,7 +259,7 @@ def sum_cost(found: Description, mesh: Mesh, axis: str) -> CollectiveCost:
 
 
 def describe(cluster: str | Description) -> Description | None:
-    """The description that a name or a file stands for; None for "local".
+    """The description that a name or a file represents; None for "local".
 
     A name is a device of the catalogue and a count, `h100x1024`. A file is a calibration (.json, made by
     `stretto calibrate`), a cluster file (.toml with the key `device`), or `stretto.Cluster`'s fields (.toml).

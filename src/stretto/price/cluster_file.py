@@ -163,11 +163,11 @@ class Hardware:
         curve = self.collectives.curve(kind, group)
         known = curve == self.measured.get((kind, group.size))
         where = f"{group.per_node} on each of {group.nodes} nodes" if group.nodes > 1 else "in one node"
-        told = "measured by nccl-tests" if known else f"model of {self.name}"
-        return CollectiveCost(curve, 0.0, self.device.number("slowdown"), f"{told}: {axis} {where}")
+        described = "measured by nccl-tests" if known else f"model of {self.name}"
+        return CollectiveCost(curve, 0.0, self.device.number("slowdown"), f"{described}: {axis} {where}")
 
-    def place_link(self, mesh: Mapping[str, int], sender: int, receiver: int) -> Link:
-        """What a message between two pipeline places costs; mesh: axis sizes with pp outermost."""
+    def pp_link(self, mesh: Mapping[str, int], sender: int, receiver: int) -> Link:
+        """What a message between two pipeline ranks costs; mesh: axis sizes with pp outermost."""
         stride = math.prod(size for axis, size in mesh.items() if axis != PIPELINE)
         return self.link(sender * stride, receiver * stride)
 
@@ -203,7 +203,7 @@ def _unknown(name: str) -> str:
     if name in devices() or (device in devices() and not count):
         return "its count is missing"
     if device in devices():
-        return f"its count is {count!r}, and must be a whole number, 1 or more"
+        return f"its count is {count!r}, and must be an integer, 1 or more"
     match = _NAME.fullmatch(name)
     return f"no device is called {(match['device'] if match else name)!r}"
 

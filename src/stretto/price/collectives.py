@@ -49,7 +49,7 @@ class Fabric:
     network cards; link_efficiency, nic_efficiency: what a collective library reaches of these;
     in_switch: bus rate of a reduction in the switch over `device_bytes_per_us`, 0 where there is none;
     ring_bytes_per_us: (devices of a node, bus rate that they were measured to reach), for topologies that no
-    formula tells.
+    formula shows.
     """
 
     node_devices: int
@@ -91,13 +91,13 @@ class Group:
 
     @property
     def is_dense(self) -> bool:
-        """One group fills its nodes or lies within one: what a benchmark of so many devices measures."""
+        """One group fills its nodes or is within one: what a benchmark of so many devices measures."""
         return self.nodes == 1 or self.node_groups == 1
 
 
 def axis_group(mesh: Mapping[str, int], axis: str, node_devices: int) -> Group:
     """Where a group of `axis` lies when ranks fill nodes in order. mesh: axis sizes, outermost first. The
-    members of a group are an inner stride s apart, so a node of d devices holds d/s of them, and s groups
+    members of a group are an inner stride s apart, so a node of d devices has d/s of them, and s groups
     side by side. Groups that would straddle nodes unevenly (3 ranks on nodes of 8) are taken as on smaller
     nodes that they fill evenly. Raises UsageError for an axis that the mesh does not have."""
     if axis not in mesh:
@@ -213,7 +213,7 @@ def _routes(kind: Kind, group: Group, fabric: Fabric) -> list[_Route]:
     back = kind.turns == 2  # what was reduced is sent back
     routes = [_Route(turns * around, 0.0, turns * (m - 1.0), turns * part, bus)]
     if m > 1:
-        # To reduce and send back, a double binary tree moves the whole tensor each way; to gather or
+        # To reduce and send back, a double binary tree moves the full tensor each way; to gather or
         # scatter, halving over log2(m) levels moves what a ring does (Sanders et al. 2009; Thakur).
         moved = 2.0 if back else part
         routes.append(_Route(0.0, turns * around, turns * depth, moved, bus))

@@ -105,7 +105,7 @@ def devices() -> Mapping[str, Device]:
         figures: dict[str, Figure] = {}
         like = table.pop("like", None)
         if like is not None:
-            # What holds for every device of a sheet is not on the sheet of another: it is assumed of it.
+            # What is true for every device of a sheet is not on the sheet of another: it is assumed of it.
             for field, figure in result[like].figures.items():
                 if field not in ("fp8_tflops", "ring_gbps"):
                     figures[field] = Figure(figure.value, "assumed", f"as {like} ({figure})")
@@ -127,7 +127,7 @@ def device(key: str) -> Device:
 
 FP32_PART = 1 / 16
 """Rate of products in float32 over that in half precision: 19.5 of 312 TFLOP/s on the A100's sheet; assumed
-of other devices. PyTorch uses no TF32 unless it is told to."""
+of other devices. PyTorch uses no TF32 unless it is set to."""
 
 CALLED = {
     "NVIDIA A100-SXM4-80GB": "a100-80gb",

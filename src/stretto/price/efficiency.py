@@ -1,6 +1,6 @@
 """How long an op takes on a device: a roofline whose roofs depend on the op's shape.
 
-    matmul       whole tiles run on all cores at once, so a product of few tiles, or of one tile more than
+    matmul       full tiles run on all cores at once, so a product of few tiles, or of one tile more than
                  fills the cores, takes as long as the next full wave (NVIDIA, "Matrix Multiplication
                  Background", tile and wave quantization); a tile's loop over k has a prologue, so short k
                  is slower; never faster than the operands' traffic

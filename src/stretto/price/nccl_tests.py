@@ -1,11 +1,11 @@
 """Outputs of nccl-tests (and rccl-tests), text or JSON, as calibration of collectives.
 
-A text holds one run or several, among whatever else was printed. A run begins with `# nThread ...` or
+A text has one run or several, among whatever else was printed. A run begins with `# nThread ...` or
 `# Using devices`, lists its ranks (`#  Rank  0 ... Pid ... on host device  0 ...`), and has a table whose
 header (`#  size  count  type ...  time  algbw  busbw ...`) says which column is what: the columns up to the
 first `time` belong to a row, those from there on are repeated, out of place and then in place. Tools that
 gather output put `[1,0]<stdout>:` before lines. In JSON (option -J), `config.devices` lists ranks and
-`results` holds rows with `size`, `out_of_place` and `in_place`.
+`results` has rows with `size`, `out_of_place` and `in_place`.
 
 Reads the one file that it is given.
 """
@@ -79,7 +79,7 @@ def _curves(path: Path) -> dict[tuple[str, int], Curve]:
         samples[key] += [(nbytes, us) for nbytes, us, _, _ in run.rows]
     if not samples:
         raise UsageError(
-            f"{path}: holds no nccl-tests result: expected a table under a header "
+            f"{path}: has no nccl-tests result: expected a table under a header "
             "'#  size  count  type  redop  root  time  algbw  busbw', or the JSON of option -J"
         )
     return {key: Curve.fitted(points) for key, points in samples.items()}
@@ -142,22 +142,22 @@ def _guess(path: Path, run: _Run) -> str:
 
 def _json_runs(path: Path, text: str) -> Iterator[_Run]:
     try:
-        whole = parse_json(text)
+        full = parse_json(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}:{error.lineno}: is not JSON: {error.msg}") from None
     except ValueError as error:
         raise UsageError(f"{path}: is not readable as JSON: {error}") from None
-    if not isinstance(whole, dict):
+    if not isinstance(full, dict):
         raise UsageError(f"{path}: expected an object with config and results, as nccl-tests -J writes it")
-    config, results = whole.get("config"), whole.get("results")
+    config, results = full.get("config"), full.get("results")
     if not isinstance(config, dict) or not isinstance(results, list):
         raise UsageError(f"{path}: expected the keys config and results, as nccl-tests -J writes them")
     devices = config.get("devices", [])
     run = _Run(1, ranks=max((int(d["rank"]) + 1 for d in devices if "rank" in d), default=0))
     if run.ranks < 2:
-        # Without MPI one entry stands for all devices of the process.
+        # Without MPI one entry represents all devices of the process.
         run.ranks = int(config.get("nthreads", 1)) * int(config.get("ngpus", 1))
-    for argument in whole.get("args", []):
+    for argument in full.get("args", []):
         named = _PROGRAM.search(str(argument))
         if named:
             run.kind = PROGRAMS[named[1]]

@@ -38,7 +38,7 @@ class CalibratedPricer(AlikePricer):
         job: Job | None = None,
         calls: Mapping[tuple[str, str], Calls] | None = None,
     ) -> None:
-        """job: whose ops are priced; those of it that were traced tell rates as measured ones do. calls: by
+        """job: whose ops are priced; those of it that were traced show rates as measured ones do. calls: by
         (axis, kind), what the transport's calls add to the ops that start and await collectives."""
         super().__init__(lambda: calibration.ops)
         self._calibration = calibration
@@ -57,7 +57,7 @@ class CalibratedPricer(AlikePricer):
                     result.append(Timing(us, 0.0, op.flops, traffic_bytes(op, specs)))
         if not result:
             raise UsageError(
-                f"{self._calibration.name} holds no time of any op of the job, nor of others to price them "
+                f"{self._calibration.name} keeps no time of any op of the job, nor of others to price them "
                 "from: run `stretto calibrate` with the plan, or without any for a sweep"
             )
         return result
@@ -111,13 +111,13 @@ def priced_costs(job: Job, schedule: Schedule, calibration: Calibration) -> Cost
     if any(link.hosts > 1 for link in links.values()):
         leaving.add(PIPELINE)
     count = Counter(priced.how for priced in ops.values() if priced.how != "free")
-    told = ", ".join(f"{number} {how}" for how, number in sorted(count.items()))
+    described = ", ".join(f"{number} {how}" for how, number in sorted(count.items()))
     return Costs(
         times,
         {(a, b): one.way(a, b) for (a, b), one in links.items()},
         default,
         ACTION_US,
-        f"calibration {calibration.name} of {calibration.machine}: ops {told}",
+        f"calibration {calibration.name} of {calibration.machine}: ops {described}",
         {key: group.cost for key, group in groups.items()},
         sharing([axis for axis, _ in job.axes], leaving, pipelined=schedule.ranks > 1),
         op_how={key: priced.how for key, priced in ops.items() if priced.how != "free"},
@@ -142,7 +142,7 @@ def find_group(calibration: Calibration, mesh: Mesh, axis: str, kind: str) -> Gr
     known = [group for group in calibration.collectives if group.kind == kind]
     if not known:
         raise UsageError(
-            f"{calibration.name} holds no {kind}, which the job has on {axis}: run `stretto calibrate` under "
+            f"{calibration.name} has no {kind}, which the job has on {axis}: run `stretto calibrate` under "
             f"torchrun with at least {members} ranks, or in one process for this machine alone"
         )
 
@@ -160,7 +160,7 @@ def find_link(calibration: Calibration, stride: int) -> LinkTiming:
     """The measured link between ranks about as far apart. Raises UsageError when there is none."""
     if not calibration.links:
         raise UsageError(
-            f"{calibration.name} holds no messages, which a pipeline needs: run `stretto calibrate` again, "
+            f"{calibration.name} has no messages, which a pipeline needs: run `stretto calibrate` again, "
             "without --ops-only"
         )
     return min(calibration.links, key=lambda link: abs(math.log2(link.stride / stride)))

@@ -2,7 +2,7 @@
 
 The trace is what `torch.profiler.profile(record_shapes=True)` exports (`export_chrome_trace`, .json or
 .json.gz). An event of category `cpu_op` is one call of the dispatcher, with the dims and types of its inputs;
-nested events are calls that it made, so each stands for itself.
+nested events are calls that it made, so each represents itself.
 
     on a processor     an op's time is its event's duration
     on an accelerator  it is the time of the kernels launched within the event, which carry the innermost
@@ -68,7 +68,7 @@ class ProfiledOp:
 @dataclass(frozen=True, slots=True)
 class Trace:
     """ops: by (name, dtype, shapes of the tensors that they read), most time first. kind: of the device that
-    they ran on, "cpu" or "cuda"; device: its name, empty for a processor's, which traces do not tell."""
+    they ran on, "cpu" or "cuda"; device: its name, empty for a processor's, which traces do not show."""
 
     ops: list[ProfiledOp]
     kind: str
@@ -91,7 +91,7 @@ def read_trace(path: str | Path) -> Trace:
 def _trace(path: str | Path, events: list[dict[str, Any]], device: str) -> Trace:
     calls = [e for e in events if e.get("cat") == "cpu_op" and e.get("ph") == "X"]
     if not calls:
-        raise UsageError(f"{path}: holds no ops (events of category cpu_op): record the CPU's activity too")
+        raise UsageError(f"{path}: has no ops (events of category cpu_op): record the CPU's activity too")
     with_shapes = [e for e in calls if "Input Dims" in e.get("args", {})]
     if not with_shapes:
         raise UsageError(

@@ -15,7 +15,7 @@ from stretto.ir.collectives import ALL_REDUCE, KINDS
 from stretto.ir.costs import CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job
-from stretto.ir.transfers import message_us, summed_bytes
+from stretto.ir.transfers import message_us, reduced_bytes
 
 ACTION_US = 8.0
 """Time of a window's run beside its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
@@ -77,7 +77,7 @@ MOST_SIZES = 6
 
 @dataclass(frozen=True, slots=True)
 class WantedCollective:
-    """Collectives of one kind on one axis. sizes: bytes of the whole tensor, most important first; dtype: of
+    """Collectives of one kind on one axis. sizes: bytes of the full tensor, most important first; dtype: of
     most of their bytes."""
 
     axis: str
@@ -88,7 +88,7 @@ class WantedCollective:
 
 def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
     """All (axis, kind) of the jobs' axes larger than 1, in an order that is equal on all ranks. Of gradients
-    that are reduced, one alone and all of a stage together: every reduction lies between."""
+    that are reduced, one alone and all of a stage together: every reduction is between."""
     sizes: dict[tuple[str, str], set[int]] = defaultdict(set)
     dtypes: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for job in jobs:
@@ -106,7 +106,7 @@ def wanted_collectives(*jobs: Job) -> tuple[WantedCollective, ...]:
                 and parameter.grads
                 and (sums_of(axis) is Sums.ALL or axis in parameter.partial)
             ]
-            each = [summed_bytes(job, parameter, axis) for parameter in summed]
+            each = [reduced_bytes(job, parameter, axis) for parameter in summed]
             if summed:
                 sizes[axis, ALL_REDUCE.name].update((min(each), max(each), sum(each)))
             for parameter, nbytes in zip(summed, each, strict=True):

@@ -9,7 +9,7 @@
 3. Periods begin with the step, on all ranks: ranks that share a pipeline rank are stopped together. In truth
    each is stopped in its own time, which brings them apart (`behind_us`).
 
-Whole periods are summed in closed form: where transfers take nearly all that a rank has, work may go on for
+Full periods are summed in closed form: where transfers take nearly all that a rank has, work may go on for
 millions of periods. A lane that works on, with `left` at the start of a period, runs for left / speed; in
 what remains of the period, transfers run into debt by `taken` of it. So the next period begins with
 
@@ -38,8 +38,8 @@ class Budget:
     def __init__(self, processor: Processor) -> None:
         self._period_us, self._skew = processor.period_us, processor.skew
         self._share, self._rate = processor.share, processor.speed
-        self._whole_us = processor.period_us * processor.share
-        self._left_us = self._whole_us
+        self._full_us = processor.period_us * processor.share
+        self._left_us = self._full_us
         self._until_us = processor.period_us
         self._stopped_us = self._busy_us = 0.0
         """Of lanes that had work, since the last `behind_us`: how long they were stopped, and in all."""
@@ -54,7 +54,7 @@ class Budget:
         if now_us < self._until_us:
             return self._spend(now_us - since_us, taken, working) * self._speed(load)
         ran_us = self._spend(self._until_us - since_us, taken, working)
-        self._left_us = min(0.0, self._left_us) + self._whole_us
+        self._left_us = min(0.0, self._left_us) + self._full_us
         periods = int((now_us - self._until_us) / self._period_us)
         if periods and working:
             in_them_us, self._left_us = self._work_on(self._left_us, periods, taken)
@@ -63,8 +63,8 @@ class Budget:
             self._stopped_us += periods * self._period_us - in_them_us
         elif periods:
             # Each pays so much of a debt.
-            paid_us = periods * (self._whole_us - self._period_us * taken)
-            self._left_us = min(self._whole_us, self._left_us + paid_us)
+            paid_us = periods * (self._full_us - self._period_us * taken)
+            self._left_us = min(self._full_us, self._left_us + paid_us)
         begun_us = self._until_us + periods * self._period_us
         self._until_us = begun_us + self._period_us
         ran_us += self._spend(max(0.0, now_us - begun_us), taken, working)
@@ -82,7 +82,7 @@ class Budget:
             return now_us + need_us
         need_us -= runs_us
         left_us = self._left_us - runs_us * self._rate - (rest_us - runs_us) * taken
-        left_us = min(0.0, left_us) + self._whole_us
+        left_us = min(0.0, left_us) + self._full_us
         periods = self._before(left_us, need_us, taken)
         if periods is None:
             return None
@@ -90,9 +90,9 @@ class Budget:
         return self._until_us + periods * self._period_us + need_us - ran_us
 
     def behind_us(self) -> float:
-        """What the quota's stops since the last call bring the slowest rank of a place behind: its skew of
-        as much work as they are usual for. Where a lane that never waits is never stopped (it shares its core
-        and is no faster for having waited), all work counts."""
+        """What the quota's stops since the last call bring the slowest rank of a pipeline rank behind: its
+        skew of as much work as they are usual for. Where a lane that never waits is never stopped (it shares
+        its core and is no faster for having waited), all work counts."""
         stopped_us, busy_us = self._stopped_us, self._busy_us
         self._stopped_us = self._busy_us = 0.0
         usual = 1.0 - self._share / self._rate
@@ -119,7 +119,7 @@ class Budget:
         return spent_us / self._rate, steady_us + off_us * kept
 
     def _before(self, left_us: float, need_us: float, taken: float) -> int | None:
-        """In how many whole periods, of which the first begins with `left_us`, a lane that has to run for
+        """In how many full periods, of which the first begins with `left_us`, a lane that has to run for
         `need_us` is not yet done; None if it never is. The lane must have a speed."""
         ratio, steady_us = self._course(taken)
         at_first_us = (left_us - steady_us) / (1.0 - ratio)  # more than steady periods, over all of them
@@ -141,7 +141,7 @@ class Budget:
         ratio = taken / self._rate
         if ratio >= 1.0:
             return ratio, 0.0
-        return ratio, (self._whole_us - self._period_us * taken) / (1.0 - ratio)
+        return ratio, (self._full_us - self._period_us * taken) / (1.0 - ratio)
 
     def _speed(self, load: float) -> float:
         return (self._rate - load * self._share) / self._share

@@ -13,7 +13,7 @@ MOUNTS = Path("/sys/fs/cgroup")
 
 def processor_quota(proc: Path = PROC, mounts: Path = MOUNTS) -> tuple[float, float] | None:
     """(period in microseconds, processor time that the process may have in one, in microseconds): the
-    tightest limit, by `cpu.max` or `cpu.cfs_quota_us`, of its group and of those that hold it, as far as the
+    tightest limit, by `cpu.max` or `cpu.cfs_quota_us`, of its group and of those that have it, as far as the
     mount shows them (in a container, whose own group is the mount's top, that one). None without a limit."""
     try:
         root, path = _place(proc, mounts)

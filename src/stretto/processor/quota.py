@@ -2,7 +2,7 @@
 
 1. What each rank's control group says (`stretto.processor.control_groups`); the tightest counts for all.
 2. Its speed: ranks rest for a while and then compute for a part of what they may, again and again, each
-   in its own time. A rank that has a core for itself then has a whole processor; one whose neighbours are
+   in its own time. A rank that has a core for itself then has a full processor; one whose neighbours are
    allowed the rest of its core shares it with those that happen to compute.
 """
 
@@ -68,13 +68,13 @@ def agreed_quota(device: torch.device) -> Processor | None:
     result = processor_quota() if device.type == "cpu" else None
     share = quota_share()
     mine = (result[0], share) if result is not None and share < 1.0 else None
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    if None in told:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    if None in gathered:
         return None
-    period_us, share = min(told, key=lambda quota: quota[1])
-    dist.all_gather_object(told, burst_speed(period_us, share, dist.get_rank()))
-    return Processor(period_us, share, min(1.0, max(share, statistics.fmean(told))))
+    period_us, share = min(gathered, key=lambda quota: quota[1])
+    dist.all_gather_object(gathered, burst_speed(period_us, share, dist.get_rank()))
+    return Processor(period_us, share, min(1.0, max(share, statistics.fmean(gathered))))
 
 
 def burst_speed(period_us: float, share: float, rank: int) -> float:

@@ -107,7 +107,7 @@ def _stage(timelines: list[Timeline], titles: list[str]) -> str:
     buttons = (
         ("in", "+", "Zoom in"),
         ("out", "-", "Zoom out"),
-        ("fit", "All", "Show the whole step"),
+        ("fit", "All", "Show the full step"),
         ("left", "◀", "Earlier"),
         ("right", "▶", "Later"),
     )

@@ -234,14 +234,14 @@ def draw_loss(metrics: Sequence[dict[str, Any]]) -> str | None:
     line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in train)
     out.append(f'<polyline class="train" points="{line}"/>')
     out += [
-        f'<circle class="held" cx="{x(s):.1f}" cy="{y(v):.1f}" r="3.2">'
+        f'<circle class="kept" cx="{x(s):.1f}" cy="{y(v):.1f}" r="3.2">'
         f"<title>step {s:g}: {v:.4g}</title></circle>"
         for s, v in held_out
     ]
     out.append(f'<line class="train" x1="{LEFT_PX}" x2="{LEFT_PX + 18}" y1="18" y2="18"/>')
     out.append(_text(LEFT_PX + 24, 22, "training loss", "start"))
     if held_out:
-        out.append(f'<circle class="held" cx="{LEFT_PX + 128}" cy="18" r="3.2"/>')
+        out.append(f'<circle class="kept" cx="{LEFT_PX + 128}" cy="18" r="3.2"/>')
         out.append(_text(LEFT_PX + 138, 22, "held-out loss", "start"))
     return "\n".join([*out, "</svg>"])
 

@@ -1,4 +1,4 @@
-"""A plan's ops as tables: one phase of one stage, op by op; and the costliest of the whole step.
+"""A plan's ops as tables: one phase of one stage, op by op; and the costliest of the full step.
 
 A value lives from the op that makes it to its last use by any program of the stage; views share the memory of
 what they view. What is sent stays until the message has left, and gradients to the end of the step.
@@ -210,7 +210,7 @@ class OpGroup:
 
 
 def costliest_ops(plan: Plan, most: int = 12, *, by_inputs: bool = True) -> list[OpGroup]:
-    """The `most` groups of ops that cost most, the costliest first; times are microseconds of the whole step,
+    """The `most` groups of ops that cost most, the costliest first; times are microseconds of the full step,
     over all stages and microbatches, `share` is of all ops' time.
 
     by_inputs: False takes calls together that make equal shapes, whatever they read.

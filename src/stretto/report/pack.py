@@ -1,6 +1,6 @@
 """What the page's drawing needs, packed small: columns of numbers, texts once, compressed.
 
-1. Times are whole ticks of `TICK_US`, and a span's start counts from the end of the one before it, so that
+1. Times are full ticks of `TICK_US`, and a span's start counts from the end of the one before it, so that
    what repeats from microbatch to microbatch is equal text, which compression finds.
 2. The ops of a window are written once; spans name the run of a window that they belong to.
 3. Everything is one JSON object, gzip, base64: browsers unpack it themselves (`DecompressionStream`).
@@ -32,7 +32,7 @@ from stretto.report.detail import (
 )
 
 TICK_US = 0.01
-"""Finer than any clock that measures ops, and small enough that whole numbers are exact."""
+"""Finer than any clock that measures ops, and small enough that integers are exact."""
 
 CATEGORIES = ("F", "I", "W", "B", "R", "exposed", "bubble", "message")
 

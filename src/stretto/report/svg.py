@@ -1,7 +1,7 @@
 """Timelines and schedules as a picture: one self-contained SVG, all timelines on one common time scale.
 
 Phases differ by colour, microbatches by tint, and both by the label in the box; exposed communication is
-hatched red, bubbles are pale, messages lie on thin lanes below the rank that receives them; every lane that
+hatched red, bubbles are pale, messages are on thin lanes below the rank that receives them; every lane that
 carries something is there. A box is as wide as its time, however short: what is narrower than a pixel is
 drawn fainter, not wider. Actions of equal times on one lane, which a schedule overlaps, share its height. The
 picture brings its own ground, light or dark as the reader prefers.

@@ -22,7 +22,7 @@ _BUCKET = re.compile(r"^\d+\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Communications of one axis and kind. count, nbytes: of the whole step, over all ranks. total_us,
+    """Communications of one axis and kind. count, nbytes: of the full step, over all ranks. total_us,
     exposed_us: means over ranks, as `Timeline.comm_us` and `Timeline.exposed_us` define them: what overlaps
     in time counts once, so the kinds of an axis may add up to more than the axis."""
 

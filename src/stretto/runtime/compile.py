@@ -5,7 +5,7 @@
        ends where another block of the model begins, so that equal blocks give equal stretches, and what a
        block has read is freed before the next.
     2. A weight gradient that is a matrix product stays outside: it is added where the gradient is kept. So
-       do views that are read outside; they are made anew from what they are views of.
+       do views that are read outside; they are made again from what they are views of.
     3. What is left becomes a graph whose outputs are the values that are read outside of it.
     4. Graphs that are equal but for names are compiled once. A stretch with too little to fuse is not
        compiled: its ops are called one by one.
@@ -238,7 +238,7 @@ class Compiler:
         return self._known[text]
 
 
-def _whole(key: Key) -> Key:
+def _full(key: Key) -> Key:
     return key[0], key[1].partition("#")[0]
 
 
@@ -266,7 +266,7 @@ def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
         nodes[part, op.name] = graph.call_function(function, arguments, named)
     results = []
     for key in stretch.outputs:
-        node = nodes[_whole(key)]
+        node = nodes[_full(key)]
         if _index(key):
             node = graph.call_function(operator.getitem, (node, int(_index(key))))
         results.append(node)

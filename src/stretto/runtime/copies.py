@@ -90,7 +90,7 @@ def _is_elsewhere(plan: Plan, stages: Iterable[int], sharded: Sequence[str]) -> 
 
 def digest(tensor: torch.Tensor) -> str:
     """Step 2: equal for equal values, whatever their layout and device; no copy of the tensor is made,
-    except of one that is not contiguous.
+    except where it is not contiguous.
 
     The words of a chunk are mixed with an odd number of their place and summed, modulo 2**64: sums of
     integers are the same in any order, and none stays as it was when one word changes.

@@ -71,7 +71,7 @@ class Counter:
         assert isinstance(count.value, str)
         self._alone = Alone(job, count.ops, count.value, device)
         self._leaves = self._alone.leaves
-        self._whole = [name in job.whole for name in self._leaves]
+        self._full = [name in job.replicated for name in self._leaves]
         self._pieces = job.pieces
         self._batched = True
 
@@ -80,10 +80,10 @@ class Counter:
         """batch: leaves of the full batch, on the device. Returns float64 (microbatches of all copies,)."""
         given = [
             leaf if full else leaf.view(self._pieces, leaf.shape[0] // self._pieces, *leaf.shape[1:])
-            for leaf, full in zip((batch[name] for name in self._leaves), self._whole, strict=True)
+            for leaf, full in zip((batch[name] for name in self._leaves), self._full, strict=True)
         ]
-        if self._batched and not all(self._whole):
-            dims = tuple(None if full else 0 for full in self._whole)
+        if self._batched and not all(self._full):
+            dims = tuple(None if full else 0 for full in self._full)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of ops without a rule: slower, and right
@@ -92,7 +92,7 @@ class Counter:
                 self._batched = False
         parts = range(self._pieces)
         rows = [
-            [leaf if full else leaf[m] for leaf, full in zip(given, self._whole, strict=True)] for m in parts
+            [leaf if full else leaf[m] for leaf, full in zip(given, self._full, strict=True)] for m in parts
         ]
         return torch.stack([self._one(*row) for row in rows])
 
@@ -140,7 +140,7 @@ class Divisor:
         if apart:
             raise UsageError(
                 f"rank {apart[0]} counts {result[apart[0]]:g} in the batch, rank 0 {result[0]:g}: every rank "
-                "must be given the whole batch, the same on all, of which it reads its part"
+                "must be given the unsharded batch, the same on all, of which it reads its part"
             )
 
 
@@ -169,7 +169,7 @@ class UnequalMeans:
             f"loss(model, microbatch) returns a mean, and microbatches count unequally ({shown}): the step "
             "is the mean of their means, which weighs a label more where there are few. For the mean "
             'over all, return (sum, count), such as F.cross_entropy(..., reduction="sum"), '
-            "(labels != -100).sum(). This is said once",
+            "(labels != -100).sum(). This is stated once",
             UserWarning,
             stacklevel=2,
         )

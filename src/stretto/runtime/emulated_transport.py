@@ -44,7 +44,7 @@ class SingleRankEnd(Transport):
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(rank, plan.world)
         self._plan = plan
-        self._pp_rank = plan.mesh.place(rank)
+        self._pp_rank = plan.mesh.pp_rank(rank)
         self._windows = ready_windows(plan)
         self._works = calls_of(plan, self._pp_rank, self._windows)
         self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)

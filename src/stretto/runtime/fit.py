@@ -4,7 +4,7 @@ Numbers of a batch that name a row or a class are checked: one that is out of ra
 an op on processors, and end the process on accelerators (`Ranges`).
 
     1. The ops state which values are such numbers: the rows of an embedding, the labels of a cross-entropy.
-       What lies between is views and casts.
+       What is between is views and casts.
     2. The full leaf is checked, in one pass: where it is in range, so is every part of it.
     3. Where it is not, the very value is computed that the op reads.
 
@@ -45,9 +45,9 @@ def fit_batch(
     have changed: they are part of the plan; and for what `ranges` refuses, which sees the leaves as they are
     given: on processors one need not wait for.
     """
-    given, given_whole = tree.flatten(batch), tree.whole_leaves(batch)
+    given, given_replicated = tree.flatten(batch), tree.replicated_leaves(batch)
     expected = dict(job.batch)
-    _check_marks(job, batch, given, given_whole)
+    _check_marks(job, batch, given, given_replicated)
     if given.keys() != expected.keys():
         raise UsageError(
             f"the batch has leaves {', '.join(given) or 'none'}; the plan was made for {', '.join(expected)}"
@@ -58,14 +58,14 @@ def fit_batch(
         if path not in known:
             raise UsageError(
                 f"batch leaf {path!r} is {text}, and the batch that was captured did not have it: leaves "
-                "that are no tensors are constants of the plan. Leave it out, or capture anew with it"
+                "that are no tensors are constants of the plan. Leave it out, or capture again with it"
             )
     for path, text in job.fixed:
         if constants.get(path) != text:
             raise UsageError(
                 f"batch leaf {path!r} is {constants.get(path, 'missing')}, but the plan was captured with "
                 f"{text}: leaves that are no tensors are constants of the plan. Mark a number or a tensor "
-                "that changes stretto.whole(x), in the captured batch too, or capture anew"
+                "that changes stretto.replicated(x), in the captured batch too, or capture again"
             )
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in expected.items():
@@ -76,10 +76,10 @@ def fit_batch(
             )
         if job.trains:
             tree.check_no_gradient(name, leaf)
-        full = name in job.whole
+        full = name in job.replicated
         want = spec.shape if full else (spec.shape[0] * job.pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
-            how = "the whole for each" if full else f"{job.pieces} microbatches of {spec.shape[0]}"
+            how = "the unsharded for each" if full else f"{job.pieces} microbatches of {spec.shape[0]}"
             raise UsageError(
                 f"batch leaf {name!r} has shape {list(leaf.shape)}; the plan was made for {list(want)} "
                 f"({how}): every batch must have that shape"
@@ -97,16 +97,17 @@ def fit_batch(
 
 
 def _check_marks(
-    job: Job, batch: Any, given: Mapping[str, torch.Tensor], given_whole: Collection[str]
+    job: Job, batch: Any, given: Mapping[str, torch.Tensor], given_replicated: Collection[str]
 ) -> None:
     numbers = tree.fixed(batch)
     for name, _ in job.batch:
-        marked, captured = name in given_whole, name in job.whole
+        marked, captured = name in given_replicated, name in job.replicated
         if marked != captured and (name in given or name in numbers):
             was, now = (" not", "") if marked else ("", " not")
             raise UsageError(
-                f"batch leaf {name!r} is{now} marked stretto.whole, but was{was} when the plan was captured: "
-                "give every batch the marks of the captured one, or capture anew"
+                f"batch leaf {name!r} is{now} marked stretto.replicated, but was{was} when the plan was "
+                "captured: "
+                "give every batch the marks of the captured one, or capture again"
             )
 
 
@@ -129,7 +130,7 @@ def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
     """One tensor must not have two ties of the plan, nor two tensors one: copies would drift apart.
 
     Names of other ranks' stages count, too, because a tie may join ranks; not those on the meta device,
-    which tell nothing of what those ranks have.
+    which show nothing of what those ranks have.
     """
     first: dict[int, tuple[str, str]] = {}
     tied: dict[str, tuple[str, nn.Parameter]] = {}
@@ -141,7 +142,7 @@ def check_ties(job: Job, given: Mapping[str, nn.Parameter]) -> None:
         if tie != parameter.tied_to:
             raise UsageError(
                 f"{name!r} and {parameter.name!r} are one tensor in this model, but two in the model "
-                "that was captured: capture this model anew"
+                "that was captured: capture this model again"
             )
         if result.is_meta:
             continue
@@ -181,7 +182,7 @@ def check_tensor(
     if tuple(result.shape) != spec.shape or not fits:
         raise UsageError(
             f"{kind} {name!r} is {dtype}{list(result.shape)}, but the plan was made for "
-            f"{spec.dtype}{list(spec.shape)}: capture this model anew"
+            f"{spec.dtype}{list(spec.shape)}: capture this model again"
         )
 
 
@@ -270,14 +271,14 @@ class Ranges:
         return values[wrong] if bool(wrong.any()) else None
 
     def _refuse(self, use: _Use, leaf: torch.Tensor) -> None:
-        full = use.leaf in self._job.whole
+        full = use.leaf in self._job.replicated
         read = Alone(self._job, use.ops, use.value, torch.device("cpu")) if use.ops else None
         for at, part in enumerate((leaf,) if full else leaf.chunk(self._job.pieces)):
             wrong = self._wrong(use, part if read is None else read(part))
             if wrong is not None:
                 rest = f", or {use.ignored}, which does not count" if use.ignored is not None else ""
                 raise UsageError(
-                    f"batch leaf {use.leaf!r} holds {int(wrong[0])} (microbatch {at}), and {use.what}: give "
+                    f"batch leaf {use.leaf!r} has {int(wrong[0])} (microbatch {at}), and {use.what}: give "
                     f"numbers from 0 to {use.count - 1}{rest}"
                 )
 

@@ -1,7 +1,8 @@
 """The full model's values, gathered from all ranks under the names of the plain model's, and put back.
 
 1. Each rank reports what it owns (`Runner.owns`): boxes of full tensors.
-2. Rank by rank, box by box, they are broadcast; whoever wants the full tensors copies each to where it lies.
+2. Rank by rank, box by box, they are broadcast; anyone who wants the full tensors copies each to where it
+   lies.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def gather(
     absent = [key for key, entry in entries.items() if entry.unused is not None and entry.unused.is_meta]
     if absent:
         raise UsageError(
-            f'the model has {shown(absent)} on "meta", which no stage uses and nobody has given a value. '
-            "Save what the stages hold (stretto.save)"
+            f'the model has {shown(absent)} on "meta", which no stage uses and no one has given a value. '
+            "Save what the stages have (stretto.save)"
         )
     wanted = only_on is None or only_on == tensors.rank
     full_tensors = _gather_full(tensors, transport, wanted)
@@ -263,8 +264,8 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
         want = shapes[name or ""] if unused is None else tuple(unused.shape)
         if tuple(value.shape) != want:
             raise UsageError(
-                f"load_state_dict: {key!r} has the shape {list(value.shape)}, and the whole in the model "
-                f"{list(want)}: give whole tensors, on every rank"
+                f"load_state_dict: {key!r} has the shape {list(value.shape)}, and the full in the model "
+                f"{list(want)}: give full tensors, on every rank"
             )
     for keys in ties.values():
         given = [key for key in keys if key in values]

@@ -31,7 +31,7 @@ from stretto.ir.axes import TENSOR
 from stretto.ir.flow import PHASES, is_external, results_of
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, STEP_LOSS, WAIT, Arg, Const, Job, Op, Ref
-from stretto.ir.storage import addends
+from stretto.ir.storage import partial_sums
 from stretto.runtime.transport import Handle
 
 Store = dict[str, Any]
@@ -103,7 +103,7 @@ class Writer:
                 for op in ops:
                     if op.target == GETITEM:
                         self.takers[s, op.uses[0]].append((phase, op))
-        self.addends = {s: addends(job, s) for s in stages}
+        self.partial_sums = {s: partial_sums(job, s) for s in stages}
         self.results = {(s, phase): results_of(job, s, phase) for s in stages for phase in PHASES}
         self.parameters = {p.name: k for k, p in enumerate(job.parameters)}
         self.buffers = {b.name: k for k, b in enumerate(job.buffers)}
@@ -350,12 +350,14 @@ class Writer:
         return repr(arg)
 
     def keep_results(self, part: int, op: Op, stage: int, phase: Phase, may_own: bool = True) -> None:
-        """Steps 4 and 5 for one op. may_own: False where another value may lie in the result's storage."""
+        """Steps 4 and 5 for one op. may_own: False where another value may are in the result's storage."""
         if (stage, op.name) in self.takers:
             return  # a tuple is its parts
         value = self.name(part, op.name)
         uses = [use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ())]
-        owned = may_own and not any(addend.copied for addend in self.addends[stage].get(op.name, ()))
+        owned = may_own and not any(
+            partial_sum.copied for partial_sum in self.partial_sums[stage].get(op.name, ())
+        )
         for use in uses:
             kind, _, name = use.partition(" ")
             if kind == "grad":
@@ -369,12 +371,12 @@ class Writer:
 
     def is_product(self, op: Op, stage: int) -> bool:
         """Whether the op is a matrix product that is a parameter's gradient and nothing else."""
-        return any(addend.product for addend in self.addends[stage].get(op.name, ()))
+        return any(partial_sum.product for partial_sum in self.partial_sums[stage].get(op.name, ()))
 
     def product(self, part: int, op: Op, stage: int) -> None:
         """Step 4: added where the gradient is kept, with no tensor between."""
-        [addend] = self.addends[stage][op.name]
-        name = addend.parameter
+        [partial_sum] = self.partial_sums[stage][op.name]
+        name = partial_sum.parameter
         left, right = (self._text(part, arg) for arg in op.args)
         self.line(f"hooks.add_product({self.parameters[name]}, {left}, {right})")
 

@@ -43,7 +43,7 @@ class Owner:
 
 @dataclass(slots=True)
 class GivenTensor:
-    """A parameter of the model, or a buffer that steps write; and the mark of one that is not trained here.
+    """A parameter of the model, or a buffer that steps write; and the mark where it is not trained here.
 
     known: the parameter in the plan. here: whether this rank trains any of it. part: what it trains, where
     that is another tensor. changes: whether steps change it. requires_grad, version: of the tensor, when it
@@ -93,7 +93,7 @@ class GivenTensor:
                 "before, and gets no gradient"
             )
         return (
-            f"the model's {self.name!r} is not what was trained: {why}. Take runner.state_dict(), the whole "
+            f"the model's {self.name!r} is not what was trained: {why}. Take runner.state_dict(), the full "
             "trained model, which every rank must call, or stretto.save; make averages and optimizers over "
             "runner.parameters(); to go on with the plain model, model.load_state_dict(runner.state_dict())"
         )
@@ -174,7 +174,7 @@ class GivenModel:
         """Step 2. Raises UsageError."""
         if self._shares is not None:
             self._shares.synchronise()
-        anew, self._synchronised = not self._synchronised, True
+        again, self._synchronised = not self._synchronised, True
         for one in self._tensors if not self.rank.on_mesh else ():
             tensor = one.tensor()
             if tensor is None or not one.here:
@@ -200,7 +200,7 @@ class GivenModel:
                     )
             elif self._shares is None and one.part is not None and (part := one.part()) is not None:
                 # Before the first step, what was written through `.data` counts, too.
-                uncounted = anew and version_of(part) == one.part_version
+                uncounted = again and version_of(part) == one.part_version
                 if uncounted or version_of(tensor) != one.version:
                     one.written()
 

@@ -75,7 +75,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
         grads = ctx.grads
-        # Autograd takes a tensor that nobody else has; one that somebody has, it copies.
+        # Autograd takes a tensor that no one else has; one that somebody has, it copies.
         return (None, *(grads.pop(0).detach() for _ in range(len(grads))))
 
 

@@ -23,7 +23,7 @@ from stretto.runtime.memory_adapter import uncounted
 from stretto.runtime.transport import Transport
 
 KEPT_STEPS = 256
-"""Vectors that are kept if nobody reads them, the newest. Assumed: some kilobytes each, and a line of a log
+"""Vectors that are kept if no one reads them, the newest. Assumed: some kilobytes each, and a line of a log
 is of fewer steps."""
 
 Key = tuple[int, str, str]
@@ -158,7 +158,7 @@ def _adding(plan: Plan, metric: Metric, pp_rank: int) -> Sequence[int]:
     return [
         rank
         for rank in range(plan.world)
-        if mesh.place(rank) == pp_rank
+        if mesh.pp_rank(rank) == pp_rank
         and all(
             at == 0 for axis, at in mesh.coordinates(rank).items() if axis not in own and axis != PIPELINE
         )

@@ -48,12 +48,12 @@ Tensors = list[torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What a rank trains of a model. cut: dims along which it has a part. partial: whether the rank has a
-    part of any parameter, or lacks one. holder: dead when the Runner is."""
+    part of any parameter, or lacks one. owner: dead when the Runner is."""
 
     name: str
     cut: tuple[int, ...]
     partial: bool
-    holder: weakref.ref[RankTensors]
+    owner: weakref.ref[RankTensors]
 
 
 _PIECES = WeakTensorKeyDictionary()
@@ -80,7 +80,7 @@ def watch(kept: RankTensors) -> None:
 def piece_of(tensor: torch.Tensor) -> Piece | None:
     """What the tensor is of a live Runner's model."""
     piece: Piece | None = _PIECES.get(tensor)  # type: ignore[no-untyped-call]
-    return piece if piece is not None and piece.holder() is not None else None
+    return piece if piece is not None and piece.owner() is not None else None
 
 
 @functools.cache
@@ -95,8 +95,8 @@ def _meet(optimizer: Optimizer, *_: Any) -> None:
         return
     pieces = (piece_of(tensor) for group in optimizer.param_groups for tensor in group["params"])
     first = next(filter(None, pieces), None)
-    holder = None if first is None else first.holder()
-    if first is None or holder is None or optimizer in holder.optimizers:
+    owner = None if first is None else first.owner()
+    if first is None or owner is None or optimizer in owner.optimizers:
         return
     for group in optimizer.param_groups if first.partial else ():
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -108,7 +108,7 @@ def _meet(optimizer: Optimizer, *_: Any) -> None:
                 if kind not in seen:
                     seen.add(kind)
                     _try_with(optimizer, options, tensor, piece)
-    holder.optimizers.add(optimizer)
+    owner.optimizers.add(optimizer)
 
 
 def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Tensor, piece: Piece) -> None:
@@ -116,25 +116,25 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
     _HERE.trying = True
     try:
         if piece.cut:
-            full, cut = _whole(tensor, piece.cut), functools.partial(_halves, dims=piece.cut)
+            full, cut = _full(tensor, piece.cut), functools.partial(_halves, dims=piece.cut)
             if off := _difference(optimizer, options, [full], lambda kept: cut(kept[0])):
                 raise UsageError(
-                    f"{name} looks at a whole tensor, and this rank holds a part of {piece.name!r} "
+                    f"{name} looks at a full tensor, and this rank has a part of {piece.name!r} "
                     f"({list(tensor.shape)}): tried on a small tensor and on its halves, its updates differ "
                     f"by {off:.0%}. Take an optimizer that updates each element by itself (AdamW, SGD) for "
-                    "parameters that are sharded, or a layout that keeps them whole (dp or pp; tp = ep = 1)"
+                    "parameters that are sharded, or a layout that keeps them full (dp or pp; tp = ep = 1)"
                 )
-        two = [_whole(tensor, ()), 3 * _whole(tensor, ())]
+        two = [_full(tensor, ()), 3 * _full(tensor, ())]
         if off := _difference(optimizer, options, two, lambda kept: [[one] for one in kept]):
             raise UsageError(
-                f"{name} updates a parameter by what others are, and this rank holds a part of the model's: "
+                f"{name} updates a parameter by what others are, and this rank has a part of the model's: "
                 f"tried on two tensors together and on each alone, its updates differ by {off:.0%}. Take an "
                 "optimizer that updates each parameter by itself (AdamW, SGD), or a layout in which each "
-                "rank holds all parameters (dp; pp = tp = ep = 1)"
+                "rank has all parameters (dp; pp = tp = ep = 1)"
             )
     except _UntriedError as why:
         warnings.warn(
-            f"{name} could not be tried on parts of tensors ({why}), and this rank holds a part of the "
+            f"{name} could not be tried on parts of tensors ({why}), and this rank has a part of the "
             f"model ({piece.name!r} and others): it trains as in the plain model only if it updates each "
             "element by itself, as AdamW and SGD do",
             stacklevel=6,
@@ -143,7 +143,7 @@ def _try_with(optimizer: Optimizer, options: Mapping[str, Any], tensor: torch.Te
         _HERE.trying = False
 
 
-def _whole(tensor: torch.Tensor, cut: Sequence[int]) -> torch.Tensor:
+def _full(tensor: torch.Tensor, cut: Sequence[int]) -> torch.Tensor:
     """A small tensor of the parameter's kind, twice as long along the dims that are cut."""
     shape = [min(size, SIDE) * (2 if dim in cut else 1) for dim, size in enumerate(tensor.shape)]
     count = torch.Size(shape).numel()

@@ -58,7 +58,7 @@ def _judged(name: str, result: Any, args: Any) -> Any:
         ):
             raise UsageError(
                 f"{name} of a gradient of shape {list(part.shape)}, which is this rank's part of a sharded "
-                "parameter's: it makes one number of the part, which is not that of the whole tensor. For "
+                "parameter's: it makes one number of the part, which is not that of the full tensor. For "
                 "the norm of all gradients take stretto.train.clip.GradientClip; for this rank's part "
                 "alone, gradient.as_subclass(torch.Tensor)"
             )
@@ -82,7 +82,7 @@ def guard_torch_clip(is_partial: Callable[[torch.Tensor], bool]) -> None:
         kept = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if any(map(is_partial, kept)):
             raise UsageError(
-                "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, and the rank holds "
+                "torch.nn.utils.clip_grad_norm_ takes the norm of this rank's gradients, and the rank has "
                 "a part of the model: ranks would scale theirs by different factors. Make "
                 "clip = stretto.train.clip.GradientClip(runner, max_norm) once, on every rank, and call "
                 "clip() before the optimizer's step"

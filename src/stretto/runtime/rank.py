@@ -148,7 +148,7 @@ class RankState:
         pieces = self.plan.job.pieces
         parts = {
             name: (leaf,) * count
-            if name in self.plan.job.whole
+            if name in self.plan.job.replicated
             else leaf.chunk(pieces)[first : first + count]
             for name, leaf in batch.items()
         }

@@ -22,7 +22,7 @@ from stretto.errors import UsageError
 from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, TensorSpec
-from stretto.parallelize.parts import local_part, whole_of
+from stretto.parallelize.parts import full_of, local_part
 from stretto.runtime.fit import check_tensor, check_ties
 from stretto.runtime.stale_adapter import unmarked
 from stretto.tensor.errors import mesh_name, tensor_name
@@ -92,7 +92,7 @@ def join(parts: Sequence[torch.Tensor], parameter: Parameter, job: Job, copy: in
         for shard in parameter.shards:
             if shard.axis == axis:
                 first = copy % shard.copies
-                kept = [whole_of(kept[at + first : at + size], shard) for at in range(0, len(kept), size)]
+                kept = [full_of(kept[at + first : at + size], shard) for at in range(0, len(kept), size)]
     return kept[0]
 
 
@@ -101,7 +101,7 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
     copy.
 
     spec: of the part that the plan has. at: the rank's number among those that share the stage. Raises
-    UsageError where the tensor is on the mesh of other ranks, or lies on it otherwise than at the capture.
+    UsageError where the tensor is on the mesh of other ranks, or is on it otherwise than at the capture.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -110,12 +110,12 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
     if part is None:
         raise UsageError(
             f"the plan has {name!r} on rank {rank}, but it is on mesh {mesh}, "
-            "which does not hold the rank: capture this model anew"
+            "which does not keep the rank: capture this model again"
         )
     if tuple(part.shape) != spec.shape or tensor.device_mesh.get_coordinate() != (at,):
         raise UsageError(
             f"the plan has {name!r} as parts of shape {list(spec.shape)}, and part {at} on rank {rank}, but "
-            f"it is {tensor_name(tensor)}: capture this model anew"
+            f"it is {tensor_name(tensor)}: capture this model again"
         )
     return part
 
@@ -124,7 +124,7 @@ class RankTensors:
     """parameters, buffers: by index in the job. compute: what ops read of the parameters: the same tensors,
     or copies in the dtype of the computation. full_tensors: tied name -> the full tensor
     of which a part was cut, until
-    the Runner drops them. on_mesh: whether any of it lies on a mesh. without_values: whether any of it has
+    the Runner drops them. on_mesh: whether any of it is on a mesh. without_values: whether any of it has
     memory alone. cut_along: first name of a tie -> the dims along which this rank has a part.
     optimizers: those that have stepped over the parameters.
     """
@@ -289,12 +289,12 @@ class RankTensors:
         """Raises UsageError for a model on meshes: where its parts lie is not known here."""
         if self.on_mesh:
             raise UsageError(
-                "the Runner's model lies on meshes (stretto.shard), whose tensors the Runner shares: take, "
+                "the Runner's model is on meshes (stretto.shard), whose tensors the Runner shares: take, "
                 "save and load the model's own, with torch.distributed.checkpoint, which knows DTensors"
             )
 
     def part(self, parameter: Parameter, kept: torch.Tensor) -> Part:
-        """Where what has the shape of this rank's part of the parameter lies in the full tensor."""
+        """Where what has the shape of this rank's part of the parameter is in the full tensor."""
         job = self.plan.job
         boxes = pieces_of(kept, parameter, job, self.coordinates)
         return Part(full_spec(job, parameter).shape, tuple(boxes))

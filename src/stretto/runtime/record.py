@@ -36,7 +36,7 @@ LEAST_SPAN_US = 1.0
 """Waits shorter than this are the cost of asking, not of waiting."""
 
 THERE_US = {"cpu": 200.0, "cuda": 5.0}
-"""By kind of device: a wait shorter than this found the message there. Nobody saw it arrive, and it is drawn
+"""By kind of device: a wait shorter than this found the message there. No one saw it arrive, and it is drawn
 as long as the link is known to take. Measured: Gloo answers such a wait in 20 to 100 us, two events with
 a view between them are about 2 us apart on an H200."""
 
@@ -141,7 +141,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
             # Pipeline ranks start when their work is done: until the last has, there is nothing to
             # wait for but work. Ranks that do equal work are late by chance alone, which is a price of
             # communicating.
-            group = mesh.group(rank, members.axes, members.ranks) if members.joins_places else None
+            group = mesh.group(rank, members.axes, members.ranks) if members.joins_pp_ranks else None
             key = name, (asked := asked_by(rank, name, start_ns))
             begun = max(started[member].get(key, (waited[0], 0))[0] for member in group or (rank,))
             nbytes = started[rank].get(key, (0.0, 0))[1]
@@ -158,7 +158,7 @@ def build_timeline(plan: Plan, marks: Sequence[Marks], offsets_us: Sequence[floa
         )
     peaks = [0] * plan.ranks
     for rank, m in enumerate(marks):
-        pp_rank = mesh.place(rank)
+        pp_rank = mesh.pp_rank(rank)
         peaks[pp_rank] = max(peaks[pp_rank], m.peak_bytes)
     return Timeline(
         "measured",

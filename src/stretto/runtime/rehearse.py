@@ -69,7 +69,7 @@ class Rehearsal:
     @property
     def pp_rank(self) -> int:
         """The rank's coordinate along pp."""
-        return self.plan.mesh.place(self.rank)
+        return self.plan.mesh.pp_rank(self.rank)
 
     def __str__(self) -> str:
         result, pp_rank = self.plan.prediction, self.pp_rank
@@ -98,7 +98,7 @@ def rehearse(
     Raises UsageError when the plan has no such rank, when this machine lacks the plan's kind of device, or
     when model or batch do not fit; PlanError for a plan that is refused.
     """
-    rank, steps, seed = _whole("rank", rank), _whole("steps", steps), _whole("seed", seed)
+    rank, steps, seed = _full("rank", rank), _full("steps", steps), _full("seed", seed)
     device = _device(plan)
     if not 0 <= rank < plan.world:
         raise UsageError(f"there is no rank {rank}: the plan's ranks are 0 to {plan.world - 1}")
@@ -139,11 +139,11 @@ def rehearse(
     )
 
 
-def _whole(what: str, given: object) -> int:
+def _full(what: str, given: object) -> int:
     try:
         return operator.index(given)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{what} = {given!r}: give a whole number") from None
+        raise UsageError(f"{what} = {given!r}: give a unsharded number") from None
 
 
 def _refuse_endless(plan: Plan) -> None:
@@ -175,9 +175,9 @@ def _walker(
     if model is not None:
         runner = Runner(plan, model, transport=transport, seed=seed)
         runner.tensors.refresh()
-        held = [buffer for _, buffer in runner.named_buffers()]
-        return runner.state, (*runner.parameters(), *runner.tensors.compute.values(), *held)
-    pp_rank = plan.mesh.place(transport.rank)
+        resident = [buffer for _, buffer in runner.named_buffers()]
+        return runner.state, (*runner.parameters(), *runner.tensors.compute.values(), *resident)
+    pp_rank = plan.mesh.pp_rank(transport.rank)
     own, read = made_up_parameters(plan, pp_rank, device, seed)
     buffers = made_up_buffers(plan, pp_rank, device)
     transport.open(plan.communicators, device, plan.mesh)
@@ -264,7 +264,7 @@ def made_up_batch(job: Job, device: torch.device, seed: int) -> dict[str, torch.
     rows = rows_named(job)
     leaves: dict[str, torch.Tensor] = {}
     for name, spec in job.batch:
-        shape = spec.shape if name in job.whole else (spec.shape[0] * job.pieces, *spec.shape[1:])
+        shape = spec.shape if name in job.replicated else (spec.shape[0] * job.pieces, *spec.shape[1:])
         dtype = getattr(torch, spec.dtype)
         if dtype.is_floating_point:
             built = torch.randn(shape, generator=generator).to(dtype)

@@ -45,7 +45,7 @@ from stretto.verifying import verify
 class Runner:
     """Walks a plan's orders for this rank, step after step.
 
-    Holds the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
+    Has the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
     a parameter is sharded over ranks, a copy of this rank's part; of a model on meshes its part itself. The
     rest of the model may be dropped, but one whose own code makes values of its `state_dict`
     (`get_extra_state`, a hook) is kept. Gradients are added to `.grad`.
@@ -92,7 +92,7 @@ class Runner:
         if self.transport.size != plan.world:
             raise UsageError(
                 f"the plan is for {plan.world} ranks, but {self.transport.size} run: start as many processes "
-                f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan anew"
+                f"as the plan has ranks (torchrun --nproc-per-node {plan.world}), or plan again"
             )
         unknown = [axis for axis in plan.job.data_axes if BY_NAME[axis].splits == "sequence"]
         if unknown:
@@ -294,7 +294,7 @@ class Runner:
             self.plan.job.watch.check()
         self.tensors.check_bound()
         if unfit := self._unfit():
-            raise RunError(f"the Runner has no whole values: {unfit}")
+            raise RunError(f"the Runner has no full values: {unfit}")
         self.model.synchronise()
         self.tensors.refresh()
         return leaves

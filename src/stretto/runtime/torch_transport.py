@@ -7,10 +7,10 @@ A rank whose connection breaks or stays silent is named, except in a collective,
    delayed by a long kernel. The process group joins it with the compute stream by events, at the start and at
    the wait. Nothing relies on kernels starting in the order in which they were queued on different streams.
 2. They are created when the transport is opened, in the plan's order, which all ranks compare first: groups
-   that are made in different orders would wait for each other for ever. An accelerator's communicators are
+   that are made in different orders would wait for each other forever. An accelerator's communicators are
    used once then, because they connect on first use.
 3. What starts on a lane that was not opened is refused.
-4. Gloo's threads of lanes do not take the core of one that has what they need
+4. Gloo's threads of lanes do not take the core of a thread that has what they need
    (`stretto.backend.gloo_adapter`); during a step the thread that computes gives way to them
    (`stretto.backend.gloo_adapter`).
 5. A buffer that a transfer reads or writes is kept by its handle until it was waited for.

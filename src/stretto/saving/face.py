@@ -47,7 +47,7 @@ def save(path: str | Path, runner: Runner, optimizer: Optimizer | None = None, e
     steps that decides dropout. extra: what else to keep, of rank 0's: numbers, strings, tensors, lists and
     dicts of them (an epoch, `scheduler.state_dict()`). What was at `path` stays until this one is complete.
 
-    Raises the same error on all ranks: UsageError when they do not see one folder, `path` holds something
+    Raises the same error on all ranks: UsageError when they do not see one folder, `path` has something
     else, or the optimizer is not the Runner's; StrettoError when one could not write.
     """
     place = Path(path).absolute()
@@ -86,7 +86,7 @@ def find_saved(place: Path, runner: Runner) -> Path:
         for candidate in (place, folder.old_of(place)):
             if is_saved(candidate):
                 return candidate
-        what = "holds no whole checkpoint" if place.exists() else "does not exist"
+        what = "has no complete checkpoint" if place.exists() else "does not exist"
         raise UsageError(f"{place} {what}: name the folder that was given to stretto.save")
 
     return together(runner.transport, find)
@@ -200,7 +200,7 @@ def fill(checkpoint: Path, runner: Runner, optimizer: Optimizer | None, *, optio
 
     read, rest, made, groups = together(transport, check)
     _same_everywhere(transport.all_gather(digests.identity(checkpoint)), checkpoint)
-    runner.unfit = f"{checkpoint} was read in part: load a whole checkpoint"
+    runner.unfit = f"{checkpoint} was read in part: load a complete checkpoint"
     together_slowly(transport, read)
     if optimizer is not None and (table := rest.table) is not None:
 

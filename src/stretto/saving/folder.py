@@ -93,7 +93,7 @@ class ProbeView:
 
 
 def write_probe(folder: Path) -> str:
-    """Leave a file that nobody else can have made. Returns its text. Raises OSError."""
+    """Leave a file that no one else can have made. Returns its text. Raises OSError."""
     text = uuid.uuid4().hex
     write_synced(folder / PROBE, text.encode())
     return text
@@ -106,7 +106,7 @@ def look(folder: Path, text: str) -> ProbeView:
     while True:
         try:
             text_there = (folder / PROBE).read_text(encoding="utf-8", errors="replace")
-            why = "" if text_there == text else "holds another run's files"
+            why = "" if text_there == text else "has another run's files"
         except FileNotFoundError:
             why = "does not have what rank 0 wrote there" if folder.is_dir() else "does not exist"
         except OSError as error:

@@ -1,7 +1,7 @@
 """A Runner gets the weights of a folder of safetensors: each rank reads the boxes that it has.
 
 1. All ranks look whether the weights are those of the model; nothing is read before all have.
-2. Each reads its boxes. What is put together of several tensors (experts that lie in files one by one) is
+2. Each reads its boxes. What is put together of several tensors (experts that are in files one by one) is
    made in full, one tensor at a time, and freed.
 3. Copies are compared, as of any model.
 """
@@ -36,7 +36,7 @@ def fill(runner: Runner, model: nn.Module, source: str | Path) -> None:
         raise UsageError(
             f"{place} has other weights on rank {other} than on rank 0: bring the same to every machine"
         )
-    runner.unfit = f"{place} was read in part: load a whole model"
+    runner.unfit = f"{place} was read in part: load a full model"
     together_slowly(runner.transport, lambda: read(weights, runner.tensors.parts()))
     runner.loaded()
     runner.check_copies()

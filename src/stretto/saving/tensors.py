@@ -63,7 +63,7 @@ DTYPES = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
 }
 
-Size = Annotated[int, Fits(lambda value: value >= 0, "a whole number from 0")]
+Size = Annotated[int, Fits(lambda value: value >= 0, "an integer from 0")]
 DtypeName = Annotated[str, Fits(lambda name: name in DTYPES, "the name of a dtype of PyTorch")]
 
 

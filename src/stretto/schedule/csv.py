@@ -2,7 +2,7 @@
 
 One row a rank, one token a cell (`0F0`, `1I3`, `1W3`, `2B0`, `(2F5;5B1)OVERLAP_F_B`); empty cells are idle
 time steps and carry no meaning here. PyTorch's readers and writers of the format are private
-(`torch.distributed.pipelining`), so this file has its own, and a test holds the two together. Reading checks
+(`torch.distributed.pipelining`), so this file has its own, and a test has the two together. Reading checks
 that a schedule can be read, not that it is legal: that is for `stretto.verify`.
 """
 
@@ -66,7 +66,7 @@ def read_csv(source: str | os.PathLike[str]) -> Schedule:
                     )
         orders.append(tuple(order))
     if not homes:
-        raise UsageError(f"{name}: holds no action. Write one row a rank, with cells such as 0F0,0B0")
+        raise UsageError(f"{name}: has no action. Write one row a rank, with cells such as 0F0,0B0")
     for expected, stage in enumerate(sorted(homes)):
         if stage != expected:
             _, line, column = homes[stage]

@@ -35,7 +35,7 @@ def to_timeline(schedule: Schedule, timing: ScheduleTiming) -> Timeline:
 
 
 def action_label(schedule: Schedule, rank: int, action: Action) -> str:
-    """What an action's box says: phase and microbatch, after the stage where the rank holds several."""
+    """What an action's box says: phase and microbatch, after the stage where the rank has several."""
     return f"{action.phase.value}{action.microbatch}" if len(schedule.stages_of(rank)) < 2 else str(action)
 
 

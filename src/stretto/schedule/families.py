@@ -20,9 +20,9 @@ from stretto.ir.limits import MOST_ACTIONS
 from stretto.ir.stage_maps import (
     AUTO,
     ONE_EACH,
-    PLACES,
-    Places,
-    places_of,
+    STAGE_MAPS,
+    StageMap,
+    stage_map_of,
     unknown_schedule,
     virtual_stages_of,
 )
@@ -43,16 +43,16 @@ def register(
     name: str,
     build: Callable[[ScheduleShape], Schedule],
     *,
-    places: Places = ONE_EACH,
+    places: StageMap = ONE_EACH,
     min_live: Callable[[ScheduleShape], int] | None = None,
     description: str = "registered by the user",
 ) -> None:
-    """Make a family of one's own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
+    """Make a family of your own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
     tuning, and the search of "auto".
 
     build: makes the schedule, from the numbers that it is given alone. places: where its stages are, and how
     many a rank can have; one by default. min_live: the smallest limit of live microbatches that it can keep;
-    without it, what it holds without a limit.
+    without it, what it has without a limit.
 
     Raises UsageError when Stretto has a family of that name (a user's own is replaced), for a name that no
     family can have, and for what cannot be called.
@@ -65,7 +65,7 @@ def register(
         raise UsageError(
             f"schedule family {name!r} is {build!r:.60}, which cannot be called: give a function"
         )
-    PLACES[name] = places
+    STAGE_MAPS[name] = places
     made = partial(_checked, name, build)
     least = min_live or (lambda wanted: max(peak_live(made(wanted))))
     FAMILIES[name] = Family(name, made, description, "your own", least)
@@ -86,7 +86,11 @@ def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: Sche
         ("ranks", made.ranks, wanted.ranks),
         ("stages", made.stages, wanted.stages),
         ("microbatches", made.microbatches, wanted.microbatches),
-        ("stage_ranks", made.stage_ranks, places_of(name).stage_ranks(wanted.ranks, wanted.virtual_stages)),
+        (
+            "stage_ranks",
+            made.stage_ranks,
+            stage_map_of(name).stage_ranks(wanted.ranks, wanted.virtual_stages),
+        ),
     ):
         if has != wants:
             raise UsageError(f"{where}: its schedule has {what} = {has}, and {wants} is wanted")
@@ -109,12 +113,12 @@ def make_schedule(
     """Make a family's schedule for so many pipeline ranks.
 
     virtual_stages: stages a rank; None is what the family needs (1, or 2). max_live: the most live
-    microbatches that a stage may hold; None leaves the family its own number. group: how many microbatches go
+    microbatches that a stage may keep; None leaves the family its own number. group: how many microbatches go
     through one of a rank's stages before its next begins, in interleaved families; None leaves it to the
     family. `AUTO` is no family: `stretto.schedule.search` makes it, for given times.
 
     Raises UsageError for an unknown family, for a number below 1, for stages a rank that the family cannot
-    have, for a limit that it cannot keep, and for groups with which ranks would wait for each other for ever;
+    have, for a limit that it cannot keep, and for groups with which ranks would wait for each other forever;
     the message names the nearest number that it can.
     """
     if family == AUTO:
@@ -166,7 +170,7 @@ def _check_group(family: Family, wanted: ScheduleShape, group: int) -> None:
     raise UsageError(
         f"family {family.name!r} cannot have groups of {group} of {wanted.microbatches} microbatches on "
         f"{wanted.ranks} ranks with {wanted.virtual_stages} stages each: ranks would wait for each other "
-        f"for ever. Give {nearest}, or no group"
+        f"forever. Give {nearest}, or no group"
     )
 
 

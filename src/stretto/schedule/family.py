@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stretto.ir.action import Overlap, Schedule, Slot
-from stretto.ir.stage_maps import Places, places_of
+from stretto.ir.stage_maps import StageMap, stage_map_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Family:
     groups: bool = False
 
     @property
-    def places(self) -> Places:
+    def places(self) -> StageMap:
         """Where its stages are, and how many a rank can have."""
-        return places_of(self.name)
+        return stage_map_of(self.name)
 
 
 def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:

@@ -11,7 +11,7 @@ urgencies alone. Each time that a rank is free:
    weight gradient may run.
 
 A forward runs only where the oldest microbatch that has not been through all of the rank's stages still fits
-beside what is then held: so no limit of memory stops the walk, but in turn it may stop.
+beside what is then kept: so no limit of memory stops the walk, but in turn it may stop.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """limits: by rank, the most that microbatches may hold. whole: by stage, what a microbatch holds from its
-    forward to the end of I (or B). for_weight: by stage, what it still holds from there to the end of W."""
+    """limits: by rank, the most that microbatches may keep. full: by stage, what a microbatch keeps from its
+    forward to the end of I (or B). for_weight: by stage, what it still keeps from there to the end of W."""
 
     limits: tuple[float, ...]
-    whole: tuple[float, ...]
+    full: tuple[float, ...]
     for_weight: tuple[float, ...]
 
     @staticmethod
     def even(ranks: int, stages: int, microbatches: float, weight_share: float = 1.0) -> Room:
-        """Equal stages: a rank may hold so many microbatches on all its stages, of which those that wait for
+        """Equal stages: a rank may keep so many microbatches on all its stages, of which those that wait for
         W alone count a share."""
         each = ranks / stages
         return Room((microbatches,) * ranks, (each,) * stages, (weight_share * each,) * stages)
 
-    def holds(self, schedule: Schedule) -> bool:
-        """Whether no rank holds more than it may."""
+    def has(self, schedule: Schedule) -> bool:
+        """Whether no rank has more than it may."""
         return all(
-            held <= limit * (1 + SLACK)
-            for held, limit in zip(most_held(schedule, self), self.limits, strict=True)
+            kept <= limit * (1 + SLACK)
+            for kept, limit in zip(most_live(schedule, self), self.limits, strict=True)
         )
 
 
-def most_held(schedule: Schedule, room: Room) -> tuple[float, ...]:
-    """By rank, the most that its microbatches hold; it follows from the order alone. Of overlapped actions
+def most_live(schedule: Schedule, room: Room) -> tuple[float, ...]:
+    """By rank, the most that its microbatches keep; it follows from the order alone. Of overlapped actions
     forwards count first."""
     result = []
     for order in schedule.orders:
-        held = most = 0.0
+        kept = most = 0.0
         for slot in order:
             for action in sorted(slot.actions, key=lambda a: a.phase is not Phase.F):
-                whole, rest = room.whole[action.stage], room.for_weight[action.stage]
-                held += {Phase.F: whole, Phase.B: -whole, Phase.I: rest - whole, Phase.W: -rest}[action.phase]
-                most = max(most, held)
+                full, rest = room.full[action.stage], room.for_weight[action.stage]
+                kept += {Phase.F: full, Phase.B: -full, Phase.I: rest - full, Phase.W: -rest}[action.phase]
+                most = max(most, kept)
         result.append(most)
     return tuple(result)
 
@@ -86,7 +86,7 @@ def limited(schedule: Schedule, max_live: int | None) -> Schedule:
 
 
 def places_in(schedule: Schedule) -> dict[Action, int]:
-    """Where each action of a schedule stands in its rank's order."""
+    """Where each action of a schedule is in its rank's order."""
     return {action: at for rank in range(schedule.ranks) for at, action in enumerate(schedule.actions(rank))}
 
 
@@ -96,7 +96,7 @@ class ActionWalk:
 
     split: whether the backward is I and W, or B. stage_limit: the most live microbatches of a stage. room:
     memory of each rank's stages together. in_turn: see step 3. spare_last: whether W waits where it would
-    hold up a rank's last input gradient that another stage needs.
+    keep up a rank's last input gradient that another stage needs.
     """
 
     stage_ranks: Sequence[int]
@@ -126,7 +126,7 @@ class ActionWalk:
         self.weights_of: list[list[int]] = [[] for _ in range(self.ranks)]
         for queue, (stage, kind) in enumerate(every):
             (self.weights_of if kind == 2 else self.first_of)[stage_ranks[stage]].append(queue)
-        self.held = [0.0] * self.ranks
+        self.kept = [0.0] * self.ranks
         for stage in range(self.stages):
             self._look(stage * len(self.phases))
 
@@ -162,8 +162,8 @@ class ActionWalk:
         if self.done[queue] < self.microbatches:
             self.urgent[queue] = self.urgency(Action(stage, self.phases[kind], self.done[queue]))
         if self.room is not None:
-            whole, rest = self.room.whole[stage], self.room.for_weight[stage] if self.split else 0.0
-            self.held[rank] += (whole, rest - whole, -rest)[kind]
+            full, rest = self.room.full[stage], self.room.for_weight[stage] if self.split else 0.0
+            self.kept[rank] += (full, rest - full, -rest)[kind]
         self._look(queue)
         if kind < 2:
             if kind + 1 < count:
@@ -212,7 +212,7 @@ class ActionWalk:
         return best
 
     def _holds_up(self, weight: int, rank: int, now: float) -> bool:
-        """Whether the rank's last input gradient, on its way to another rank, would be held up by W."""
+        """Whether the rank's last input gradient, on its way to another rank, would be delayed by W."""
         coming = [queue for queue in self.first_of[rank] if self.done[queue] < self.microbatches]
         if len(coming) != 1:
             return False
@@ -233,13 +233,13 @@ class ActionWalk:
         if self.room is None:
             return True
         limit = self.room.limits[rank] * (1 + SLACK)
-        return self.held[rank] + self.room.whole[stage] <= limit and self._leaves_room(queue, rank) <= limit
+        return self.kept[rank] + self.room.full[stage] <= limit and self._leaves_room(queue, rank) <= limit
 
     def _leaves_room(self, forward: int, rank: int) -> float:
-        """With this forward, what the rank holds of microbatches that its last stage has not had, when the
+        """With this forward, what the rank has of microbatches that its last stage has not had, when the
         oldest of them has been through all of the rank's stages."""
         assert self.room is not None
         count = len(self.phases)
         done = [self.done[at] + (at == forward) for at in self.first_of[rank] if at % count == 0]
-        whole = [self.room.whole[at // count] for at in self.first_of[rank] if at % count == 0]
-        return sum(held * max(1, ahead - done[-1]) for held, ahead in zip(whole, done, strict=True))
+        full = [self.room.full[at // count] for at in self.first_of[rank] if at % count == 0]
+        return sum(kept * max(1, ahead - done[-1]) for kept, ahead in zip(full, done, strict=True))

@@ -21,7 +21,7 @@ Several stages a rank: stage s is on rank s modulo ranks.
 3. Unless the user names a group, microbatches are shared equally by as many groups as there are of at least
    `ranks` microbatches each, as in Megatron-LM and PyTorch. A group that the user names is Megatron-LM's
    `--microbatch-group-size-per-virtual-pipeline-stage`: the last one may be smaller, and then ranks may wait
-   for each other for ever (`make_schedule` refuses that).
+   for each other forever (`make_schedule` refuses that).
 """
 
 from __future__ import annotations

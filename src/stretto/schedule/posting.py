@@ -1,11 +1,11 @@
-"""When receives are posted: late, so that few buffers are held, but never so that ranks wait for ever.
+"""When receives are posted: late, so that few buffers are kept, but never so that ranks wait forever.
 
 1. A receive is posted before the run that needs the message `lookahead` places ahead of it on the same
    communicator, before the run that needs itself, and `ahead` runs before that, counted in runs that
    need any message of the communicator.
 2. Where sends are waited for at once, also before the first run that the receiver begins after the send,
    in one order of all ranks' runs that the messages allow (`latest_posts`). Walked one run at a time in
-   that order, no rank waits for ever; so none does in any other order either.
+   that order, no rank waits forever; so none does in any other order either.
 3. Posts keep the sender's order.
 """
 

@@ -76,7 +76,7 @@ class Sought:
         room = self.room_of(schedule.stage_ranks)
         if self.max_live is not None and max(peak_live(schedule)) > self.max_live:
             return False
-        return room is None or room.holds(schedule)
+        return room is None or room.has(schedule)
 
     def least(self, stage_ranks: tuple[int, ...]) -> float:
         """No order with this map takes less.
@@ -107,8 +107,8 @@ class Sought:
             if self.max_live is not None:
                 result += [begin + m * (alive[s] + weight[s]) / self.max_live for s in mine]
             if room is not None and room.limits[rank] > 0:
-                holds = math.fsum(room.whole[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
-                result.append(begin + m * holds / room.limits[rank])
+                has = math.fsum(room.full[s] * alive[s] + room.for_weight[s] * weight[s] for s in mine)
+                result.append(begin + m * has / room.limits[rank])
         return max(result)
 
 
@@ -150,7 +150,7 @@ def search(sought: Sought) -> Searched:
     result = [TimedOrder(schedule, sought.time(schedule), True) for schedule in families]
     result += _lists(sought, families)
     bound = min(sought.least(places) for places in {one.schedule.stage_ranks for one in result})
-    # Of equal ones a family comes first: its order is known, and its backward may be whole.
+    # Of equal ones a family comes first: its order is known, and its backward may be full.
     result.sort(key=lambda one: (one.time, not one.family))
     return Searched(tuple(result), bound)
 
@@ -246,7 +246,7 @@ def _ways(sought: Sought, families: Sequence[Schedule]) -> Iterator[_ListWay]:
 
 
 def _order_of(family: Schedule) -> Callable[[Sought], Urgency]:
-    """A family's own order as urgencies; of a whole backward, W comes after I."""
+    """A family's own order as urgencies; of a full backward, W comes after I."""
     place = places_in(family)
 
     def urgency(action: Action) -> float:
@@ -284,14 +284,14 @@ def warm_up_first(sought: Sought, *, memory: int | None, given_up: float) -> Urg
     input gradient can arrive, and as memory allows; then an input gradient and a forward in turn.
 
     memory: as in `_ListWay`. given_up: a part of a forward, on all ranks but the first, as a forward that has
-    begun holds up an input gradient that arrives. Warm-ups never grow from rank to rank, so that the order
+    begun delays an input gradient that arrives. Warm-ups never grow from rank to rank, so that the order
     cannot deadlock.
     """
     ranks, microbatches, times = sought.ranks, sought.microbatches, sought.times
     room = _room(sought, tuple(range(ranks)), memory)
     live: float = microbatches
     if room is not None:
-        live = min(a / b if b else live for a, b in zip(room.limits, room.whole, strict=True))
+        live = min(a / b if b else live for a, b in zip(room.limits, room.full, strict=True))
     forward, backward = (
         [times.of(Action(rank, phase, 0)) for rank in range(ranks)] for phase in (Phase.F, Phase.I)
     )

@@ -34,7 +34,7 @@ from stretto.ir.program import (
     Stage,
     TensorSpec,
 )
-from stretto.ir.transfers import summed_bytes, tied_ranks
+from stretto.ir.transfers import reduced_bytes, tied_ranks
 
 LARGE_BYTES = 4 * 2**20
 """Gradients of at least so many bytes are reduced by themselves. Assumed: their transfer takes far longer
@@ -53,19 +53,19 @@ class _TiedGroup:
     partial: tuple[str, ...] = ()
 
 
-def with_sums(job: Job, schedule: Schedule) -> Job:
+def with_reductions(job: Job, schedule: Schedule) -> Job:
     """The job whose stages, placed as in `schedule`, have the reductions of their pipeline ranks."""
     tied = tied_ranks(job, schedule.stage_ranks)
-    stages = list(without_sums(job).stages)
-    for place in range(schedule.ranks):
-        held = schedule.stages_of(place)
-        ops = tuple(_RankReductions(job, held, place, tied, schedule.ranks).ops()) if held else ()
+    stages = list(without_reductions(job).stages)
+    for pp_rank in range(schedule.ranks):
+        kept = schedule.stages_of(pp_rank)
+        ops = tuple(_RankReductions(job, kept, pp_rank, tied, schedule.ranks).ops()) if kept else ()
         if ops:
-            stages[held[0]] = Stage(held[0], {**stages[held[0]].ops, Phase.REDUCE_GRAD: ops})
+            stages[kept[0]] = Stage(kept[0], {**stages[kept[0]].ops, Phase.REDUCE_GRAD: ops})
     return replace(job, stages=tuple(stages))
 
 
-def without_sums(job: Job) -> Job:
+def without_reductions(job: Job) -> Job:
     """The job as it is captured, without the reductions that a plan adds."""
     if all(Phase.REDUCE_GRAD not in stage.ops for stage in job.stages):
         return job
@@ -77,7 +77,7 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
     """All communicators, in the one order in which every rank creates them."""
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     result = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
-    if tells_loss(job, schedule.ranks):
+    if reduces_loss(job, schedule.ranks):
         result.append(Communicator(LOSS, tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
     result += [
         Communicator(f"tied {name}", ranks)
@@ -87,9 +87,9 @@ def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
     return tuple(result)
 
 
-def tells_loss(job: Job, places: int) -> bool:
+def reduces_loss(job: Job, pp_ranks: int) -> bool:
     """Whether the step's loss has to be sent to other ranks."""
-    return places > 1 or bool(job.data_axes)
+    return pp_ranks > 1 or bool(job.data_axes)
 
 
 class _RankReductions:
@@ -99,13 +99,13 @@ class _RankReductions:
         self,
         job: Job,
         stages: Sequence[int],
-        place: int,
+        pp_rank: int,
         tied: Mapping[str, tuple[int, ...]],
-        places: int,
+        pp_ranks: int,
     ) -> None:
         self._job = job
-        self._place = place
-        self._places = places
+        self._place = pp_rank
+        self._places = pp_ranks
         self._groups = _groups(job, stages)
         self._tied = {name: tied[name] for name in sorted(tied) if name in self._groups}
         self._numbers: Counter[str] = Counter()
@@ -133,14 +133,14 @@ class _RankReductions:
         late.append([self._of_ties(name) for name in tied if groups[name].partial])
         waiting = [name for name, group in groups.items() if name in tied or group.partial]
         for axis in self._job.data_axes:
-            summed = [name for name in groups if not groups[name].parameter.is_spread(axis)]
+            summed = [name for name in groups if not groups[name].parameter.is_sharded(axis)]
             early += self._over(axis, (name for name in summed if name not in waiting))
             late.append(self._over(axis, [name for name in waiting if name in summed]))
             waiting = list(dict.fromkeys((*waiting, *summed)))
         return iter([early, *late])
 
     def _of_loss(self) -> Iterator[Op]:
-        if tells_loss(self._job, self._places):
+        if reduces_loss(self._job, self._places):
             axes = self._job.data_axes
             size = self._places * math.prod(self._job.size(axis) for axis in axes)
             first = PIPELINE if self._places > 1 else axes[-1]
@@ -177,12 +177,12 @@ class _RankReductions:
         return result
 
     def _start(self, name: str, lane: str, size: int, groups: Sequence[str]) -> Op:
-        held = [self._groups[group].parameter for group in groups]
-        nbytes = sum(summed_bytes(self._job, parameter, lane) for parameter in held)
-        dtype = held[0].grad_dtype
+        kept = [self._groups[group].parameter for group in groups]
+        nbytes = sum(reduced_bytes(self._job, parameter, lane) for parameter in kept)
+        dtype = kept[0].grad_dtype
         spec = TensorSpec((nbytes // DTYPE_BYTES[dtype],), dtype)
         reads = tuple(Ref(GRAD + group) for group in groups)
-        alone = len(held) == 1 and nbytes == held[0].grad_nbytes
+        alone = len(kept) == 1 and nbytes == kept[0].grad_nbytes
         alias = reads[0].name if alone else None
         return Op(name, ALL_REDUCE.target, (reads, "sum", lane, size), (), (spec,), alias)
 

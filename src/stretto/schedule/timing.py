@@ -1,7 +1,7 @@
 """The timing of a schedule: when each action starts and ends if a phase takes a given time.
 
 The coarse clock for families: actions in order on every rank, messages between ranks that delay the receiver
-and occupy nobody. Ops, lanes and links are for `stretto.simulate`. Units are the caller's: all results are in
+and occupy no one. Ops, lanes and links are for `stretto.simulate`. Units are the caller's: all results are in
 the unit of the times put in.
 
 Rules:
@@ -37,7 +37,7 @@ class PhaseTimes:
 
     A phase has one time for all stages, or a tuple with one for each stage. `message` is the latency between
     two different ranks, one for all or one for each border (the first is that of stages 0 and 1); `blocking`
-    says that the receiver stands meanwhile (rule 2). `overlapped` is the share of their times one after the
+    says that the receiver waits meanwhile (rule 2). `overlapped` is the share of their times one after the
     other that overlapped actions take. Raises UsageError for a time that is negative or not finite.
     """
 
@@ -263,8 +263,8 @@ def _needs(slot: Slot, stages: int, rank_of: dict[Action, int]) -> list[Action]:
         else:
             needs.append(Action(stage, Phase.F, k))
             if stage + 1 < stages:
-                whole, split = (Action(stage + 1, phase, k) for phase in (Phase.B, Phase.I))
-                needs.append(split if split in rank_of else whole)
+                full, split = (Action(stage + 1, phase, k) for phase in (Phase.B, Phase.I))
+                needs.append(split if split in rank_of else full)
     return needs
 
 

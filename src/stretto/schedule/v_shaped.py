@@ -1,6 +1,6 @@
 """Families with two stages a rank in a V: ZB-V, V-Half, V-Min and DualPipeV.
 
-Rank r of p holds stage r, on the way there, and stage 2p - 1 - r, on the way back: all ranks hold equally
+Rank r of p has stage r, on the way there, and stage 2p - 1 - r, on the way back: all ranks have equally
 much. V-Half and V-Min repeat a *building block* (arXiv 2405.15362): a slot of time for each action of a
 microbatch, the same for all microbatches, six slots apart. From rank to rank, V-Min takes one slot in all
 four of its ways (F there, F back, I there, I back), V-Half two slots on the ways there: a third and a half of
@@ -122,7 +122,7 @@ def _dualpipev(wanted: ScheduleShape) -> Schedule:
     1. 2(p - 1 - r) of F;
     2. r + 1 of F f;
     3. p - 1 - r of i w f;
-    4. m - 2p + r + 1 of [F b] [f B], the first F b of the last rank one after the other: it waits for nobody;
+    4. m - 2p + r + 1 of [F b] [f B], the first F b of the last rank one after the other: it waits for no one;
     5. p - 1 - r of b [f B];
     6. r + 1 of b B, the second half of them split, i or I: what others wait for goes before W;
     7. p - 1 - r of a W that is left and I;

@@ -30,7 +30,7 @@ class Clock:
         self._count = 0
 
     def at(self, time_us: float, event: Callable[[], None]) -> None:
-        """Let `event` happen at `time_us`, which must not lie in the past."""
+        """Let `event` happen at `time_us`, which must not are in the past."""
         heapq.heappush(self._events, (time_us, False, self._count, event))
         self._count += 1
 
@@ -60,8 +60,8 @@ class Clock:
         return True
 
     def advance(self, time_us: float) -> None:
-        """Let the events up to `time_us` happen; then it is that time, or stays what it was if that is
-        later. What is chosen at that time waits: something may come yet."""
+        """Let the events up to `time_us` happen; then the clock is at that time, or stays what it was if
+        that is later. What is chosen at that time waits: something may come yet."""
         while self._events and self._events[0][:2] <= (time_us, False):
             self.step()
         self.now_us = max(self.now_us, time_us)
@@ -91,14 +91,14 @@ class Moment:
 
 
 LoadChange = Callable[[int, float, float], None]
-"""(place, what is given back of its processor, what is taken instead)."""
+"""(pipeline rank, what is given back of its processor, what is taken instead)."""
 
 Card = tuple[int, bool]
-"""(place, whether outgoing)."""
+"""(pipeline rank, whether outgoing)."""
 
 
 def nothing() -> None:
-    """What a transfer does when nobody waits for that moment."""
+    """What a transfer does when no one waits for that moment."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class Transfer:
     left_us: float
     latency_us: float
     cards: Sequence[Card]
-    places: Sequence[int]
+    pp_ranks: Sequence[int]
     processor: float
     slowdown: float
     leave: Callable[[], None]
@@ -187,8 +187,8 @@ class Cards:
     def _load(self, transfer: Transfer, load: float) -> None:
         was, transfer.load = transfer.load, load
         if load != was:
-            for place in transfer.places:
-                self._change_load(place, was, load)
+            for pp_rank in transfer.pp_ranks:
+                self._change_load(pp_rank, was, load)
 
 
 def _load_of(transfer: Transfer, rate: float) -> float:

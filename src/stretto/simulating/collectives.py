@@ -2,13 +2,13 @@
 
 Knows communicators and their times; nothing of windows or memory. The contract:
 
-1. A communicator that joins places (the loss, a tied gradient's sum) has one lane; the n-th collective that
-   each member starts there is one, and it is ready when the last has. A communicator of another axis has a
-   lane at every place, whose ranks walk one order and start together.
+1. A communicator that joins pipeline ranks (the loss, a tied gradient's sum) has one lane; the n-th
+   collective that each member starts there is one, and it is ready when the last has. A communicator of
+   another axis has a lane at every pipeline rank, whose ranks walk one order and start together.
 2. A lane carries one collective at a time, in the order of their starts.
 3. A collective of an axis that shares network cards with messages uses both directions of its place's card
    for its time less its latency (`simulating.cards`); the latency follows. All others have links of
-   their own; those over places are small, and come once a step.
+   their own; those over pipeline ranks are small, and come once a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RunningCollective:
     lane: Lane
     track: str
     name: str
-    places: Sequence[int]
+    pp_ranks: Sequence[int]
     nbytes: int
     time: CollectiveTime
     missing: set[int] = field(default_factory=set)
@@ -51,7 +51,7 @@ class RunningCollective:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Step 2: the collectives of one communicator (at one place) that are ready, in order."""
+    """Step 2: the collectives of one communicator (at one pipeline rank) that are ready, in order."""
 
     busy: bool = False
     waiting: deque[RunningCollective] = field(default_factory=deque)
@@ -69,22 +69,24 @@ class Collectives:
         self._joined: dict[str, list[RunningCollective]] = defaultdict(list)
         self._started: Counter[tuple[str, int]] = Counter()
 
-    def start(self, call: Call, place: int, microbatch: int) -> RunningCollective:
+    def start(self, call: Call, pp_rank: int, microbatch: int) -> RunningCollective:
         """An op of a window starts a collective, or its place's part of one, now."""
-        number = self._started[call.axis, place]
-        self._started[call.axis, place] += 1
+        number = self._started[call.axis, pp_rank]
+        self._started[call.axis, pp_rank] += 1
         joined = self._joined[call.axis]
-        if call.places and number < len(joined):
+        if call.pp_ranks and number < len(joined):
             made = joined[number]
         else:
-            lane = self._lanes[call.axis, 0 if call.places else place]
-            places = call.places or (place,)
-            made = RunningCollective(lane, call.axis, call.name, places, call.nbytes, call.time, set(places))
+            lane = self._lanes[call.axis, 0 if call.pp_ranks else pp_rank]
+            pp_ranks = call.pp_ranks or (pp_rank,)
+            made = RunningCollective(
+                lane, call.axis, call.name, pp_ranks, call.nbytes, call.time, set(pp_ranks)
+            )
             if microbatch != ONCE:
                 made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
-            if call.places:
+            if call.pp_ranks:
                 joined.append(made)
-        made.missing.discard(place)
+        made.missing.discard(pp_rank)
         if not made.missing:
             self._ready(made)
         return made
@@ -110,15 +112,15 @@ class Collectives:
             collective.done_us = self._clock.now_us
             collective.done.happen(self._clock)
 
-        places = collective.places
+        pp_ranks = collective.pp_ranks
         shares = collective.track in self._shared
         busy_us = time.us - time.latency_us if shares else time.us
         self._cards.begin(
             Transfer(
                 busy_us,
                 time.us - busy_us,
-                [(place, out) for place in places for out in (True, False)] if shares else (),
-                places,
+                [(pp_rank, out) for pp_rank in pp_ranks for out in (True, False)] if shares else (),
+                pp_ranks,
                 time.processor,
                 time.slowdown,
                 nothing if shares else finish,
@@ -128,10 +130,10 @@ class Collectives:
         )
 
     def _draw(self, collective: RunningCollective, start_us: float) -> None:
-        for place in collective.places:
+        for pp_rank in collective.pp_ranks:
             self._spans.append(
                 Span(
-                    place,
+                    pp_rank,
                     collective.track,
                     SpanKind.MESSAGE,
                     collective.name,

@@ -23,7 +23,7 @@ from stretto.simulating.cards import Clock
 
 
 class Straggler:
-    """By how much the slowest rank of one place is behind."""
+    """By how much the slowest rank of one pipeline rank is behind."""
 
     __slots__ = ("_behind_us", "_skew")
 
@@ -32,7 +32,8 @@ class Straggler:
         self._behind_us = 0.0
 
     def work(self, work_us: float, behind_us: float = 0.0) -> None:
-        """The place has worked for so long. behind_us: what brings the slowest rank behind beside that."""
+        """The pipeline rank has worked for so long. behind_us: what brings the slowest rank behind beside
+        that."""
         self._behind_us += self._skew * work_us + behind_us
 
     def late_us(self, slack_us: float) -> float:
@@ -59,7 +60,7 @@ class Accounts:
         self._action: Action | None = None
         self._action_start_us = 0.0
         self.action_end_us = 0.0
-        self._stood = -1
+        self._stalled = -1
 
     def extend(self, action: Action, start_us: float) -> None:
         """Work of `action` begins."""
@@ -85,8 +86,8 @@ class Accounts:
                 )
             )
 
-    def stand(self, start_us: float, end_us: float, begun_us: float, name: str) -> None:
-        """The lane stood still; what it waited for was under way from `begun_us` on."""
+    def stall(self, start_us: float, end_us: float, begun_us: float, name: str) -> None:
+        """The lane stalled; what it waited for was under way from `begun_us` on."""
         begun_us = min(max(begun_us, start_us), end_us)
         for kind, first, last in (
             (SpanKind.BUBBLE, start_us, begun_us),
@@ -97,23 +98,23 @@ class Accounts:
 
     def _stand(self, span: Span) -> None:
         """Write a span, or make the last one longer that it goes on with."""
-        before = self._spans[self._stood] if self._stood >= 0 else None
+        before = self._spans[self._stalled] if self._stalled >= 0 else None
         if before is not None and (before.kind, before.name, before.end_us) == (
             span.kind,
             span.name,
             span.start_us,
         ):
-            self._spans[self._stood] = replace(before, end_us=span.end_us)
+            self._spans[self._stalled] = replace(before, end_us=span.end_us)
             return
-        self._stood = len(self._spans)
+        self._stalled = len(self._spans)
         self._spans.append(span)
 
-    def hold(self, time_us: float, held: int) -> None:
-        """So many bytes are held from now on."""
-        if held > self.peak_bytes:
-            self.peak_bytes = held
-        if self.steps[-1][1] != held:
-            self.steps.append((time_us, held))
+    def keep(self, time_us: float, kept: int) -> None:
+        """So many bytes are kept from now on."""
+        if kept > self.peak_bytes:
+            self.peak_bytes = kept
+        if self.steps[-1][1] != kept:
+            self.steps.append((time_us, kept))
 
 
 class Steady:
@@ -177,7 +178,7 @@ class ComputeLane:
         """Put the end of the work into the clock; an earlier aim no longer counts."""
         self._version += 1
         version, now_us = self._version, self._clock.now_us
-        # Work that ends as a transfer begins has ended, whichever of the two the clock tells first.
+        # Work that ends as a transfer begins has ended, whichever of the two the clock shows first.
         end_us: float | None = now_us
         if self._left_us > DONE_US:
             end_us = self._speed.end(now_us, self._left_us, self._load)

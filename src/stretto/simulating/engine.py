@@ -38,12 +38,12 @@ from stretto.simulating.network import Message, Network
 from stretto.simulating.windows import Call, Control, ReadyWindow, Segment, make_ready
 
 Lane = Generator[float | Moment, None, None]
-"""Yields microseconds of work to do, or a moment to stand still for."""
+"""Yields microseconds of work to do, or a moment to stall for."""
 
 
 def simulate(plan: Plan) -> Timeline:
     """Predict the timeline of a step of `plan`: spans, accounts and memory of every rank, in microseconds
-    from the step's common start and bytes. Raises PlanError when ranks wait for each other for ever, and for
+    from the step's common start and bytes. Raises PlanError when ranks wait for each other forever, and for
     windows, ops or costs that are missing."""
     walk = Walk(plan)
     try:
@@ -73,7 +73,7 @@ class Walk:
         self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
 
     def begin(self) -> None:
-        """Let every rank go until it works or stands."""
+        """Let every rank go until it works or waits."""
         for rank in self.ranks.values():
             rank.resume()
 
@@ -82,11 +82,11 @@ class Walk:
         return [rank.stuck() for rank in self.ranks.values() if not rank.finished]
 
     def end(self, least_us: float = 0.0) -> float:
-        """When the last rank ended, or `least_us` if that is later; the others stand until then."""
+        """When the last rank ended, or `least_us` if that is later; the others wait until then."""
         step_us = max((rank.end_us for rank in self.ranks.values()), default=0.0)
         step_us = max(step_us, least_us)
         for rank in self.ranks.values():
-            rank.accounts.stand(rank.end_us, step_us, step_us, "end of the step")
+            rank.accounts.stall(rank.end_us, step_us, step_us, "end of the step")
         return step_us
 
     def run(self) -> Timeline:
@@ -94,7 +94,7 @@ class Walk:
         self.clock.run()
         stuck = self.stuck()
         if stuck:
-            raise PlanError("the plan stops: its ranks wait for each other for ever", stuck)
+            raise PlanError("the plan stops: its ranks wait for each other forever", stuck)
         step_us = self.end()
         self.spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
         return Timeline(
@@ -151,13 +151,13 @@ class _Rank:
             elif kind is InstructionKind.RECV:
                 network.post(int(instruction.ref), instruction.microbatches[0])
                 memory.post(int(instruction.ref))
-                self.accounts.hold(self._clock.now_us, memory.bytes_held)
+                self.accounts.keep(self._clock.now_us, memory.bytes_held)
             else:
                 edge, microbatch = int(instruction.ref), instruction.microbatches[0]
                 message = network.message(edge, microbatch)
                 yield from self._wait(message.left, message.name, message)
                 memory.sent(edge, microbatch)
-                self.accounts.hold(self._clock.now_us, memory.bytes_held)
+                self.accounts.keep(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)
@@ -177,11 +177,11 @@ class _Rank:
                 self._straggler.work(work_us, self.compute.behind_us())
                 accounts.action_end_us = clock.now_us
             if change is not None:
-                held = memory.bytes_held
+                kept = memory.bytes_held
                 if change.peak:
-                    accounts.hold(start_us + change.at * (clock.now_us - start_us), held + change.peak)
-                memory.bytes_held = held + change.end
-                accounts.hold(clock.now_us, memory.bytes_held)
+                    accounts.keep(start_us + change.at * (clock.now_us - start_us), kept + change.peak)
+                memory.bytes_held = kept + change.end
+                accounts.keep(clock.now_us, memory.bytes_held)
             extra_us = 0.0
             call = segment.call
             if call is not None:
@@ -189,7 +189,7 @@ class _Rank:
                 key = (call.key, microbatch)
                 if segment.control is Control.START:
                     if call.sums:
-                        accounts.hold(clock.now_us, memory.reduce(call.op))
+                        accounts.keep(clock.now_us, memory.reduce(call.op))
                     self._started[key] = self._walk.collectives.start(call, self._index, microbatch)
                     continue
                 started = self._started.get(key)
@@ -197,14 +197,15 @@ class _Rank:
                     yield from self._finish(started, call)
                 if call.sums:
                     memory.reduced(call.op)
-                    accounts.hold(clock.now_us, memory.bytes_held)
+                    accounts.keep(clock.now_us, memory.bytes_held)
                 elif started is not None:
                     yield from self._meet(started)
             elif segment.control is not Control.NONE:
                 yield from self._message(segment, microbatches[segment.control_part])
 
     def _meet(self, done: RunningCollective) -> Lane:
-        """Wait until the slowest rank of the place has done its part of a collective that this one has."""
+        """Wait until the slowest rank of the pipeline rank has done its part of a collective that this one
+        has."""
         now_us = self._clock.now_us
         late_us = self._straggler.meet(now_us - done.done_us)
         if late_us > 0.0:
@@ -244,10 +245,10 @@ class _Rank:
         yield moment
         begun_us = moment.begun_us
         self.accounts.flush()
-        self.accounts.stand(start_us, self._clock.now_us, start_us if begun_us is None else begun_us, name)
+        self.accounts.stall(start_us, self._clock.now_us, start_us if begun_us is None else begun_us, name)
 
     def resume(self) -> None:
-        """Let the lane go on until it works, stands or has ended."""
+        """Let the lane go on until it works, waits or has ended."""
         request = next(self._lane, None)
         if request is None:
             self.finished = True
@@ -262,7 +263,7 @@ class _Rank:
         what = self._waits_for
         if isinstance(what, Message | RunningCollective):
             what = what.why_missing()
-        return f"rank {self._index} stands at `{self._at}`: waits for {what}"
+        return f"rank {self._index} waits at `{self._at}`: waits for {what}"
 
 
 def predict(plan: Plan, timeline: Timeline | None = None) -> Prediction:

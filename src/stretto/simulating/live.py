@@ -1,13 +1,13 @@
 """A step in which one rank is real: its peers and all lanes are simulated, and answer to what it does when
 it does it. So one rank of a plan can be tried alone (`stretto.runtime.rehearse`).
 
-The caller tells the time, in microseconds from the step's start, with everything that it does; no time may be
+The caller shows the time, in microseconds from the step's start, with everything that it does; no time may be
 before an earlier one. The contract:
 
 1. Before the real rank does anything, all events up to its time happen.
 2. What it starts, sends, posts or joins enters lanes and network cards as in `stretto.simulating.engine`.
-3. When it waits, events happen until what it waits for does; it is told when that is. Nothing that it could
-   do is missed: it stands.
+3. When it waits, events happen until what it waits for does; it is reported when that is. Nothing that it
+   could do is missed: it waits.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Live(Walk):
     """One step of `plan` with a real rank at a pipeline rank. windows: see `ready_windows`. Raises PlanError
     for windows, ops or costs that are missing."""
 
-    def __init__(self, plan: Plan, place: int, windows: dict[str, ReadyWindow] | None = None) -> None:
-        super().__init__(plan, place, windows)
-        self._place = place
+    def __init__(self, plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow] | None = None) -> None:
+        super().__init__(plan, pp_rank, windows)
+        self._place = pp_rank
 
     @property
     def now_us(self) -> float:
@@ -51,7 +51,7 @@ class Live(Walk):
         return self.network.message(edge, microbatch)
 
     def start(self, call: Call, microbatch: int) -> RunningCollective:
-        """Start a collective, or the rank's part of one that joins pipeline ranks."""
+        """Start a collective, or the rank's part of a collective that joins pipeline ranks."""
         return self.collectives.start(call, self._place, microbatch)
 
     def until(self, moment: Moment, what: str) -> float:
@@ -59,7 +59,7 @@ class Live(Walk):
         it never will, with what every other rank waits for."""
         while not moment.happened:
             if not self.clock.step():
-                fault = f"rank {self._place} stands for ever: waits for {what}"
+                fault = f"rank {self._place} waits forever: waits for {what}"
                 raise PlanError("the plan stops", [fault, *self.stuck()])
         return self.clock.now_us
 
@@ -68,7 +68,7 @@ class Live(Walk):
         self.clock.advance(least_us)
         self.clock.run()
         if stuck := self.stuck():
-            raise PlanError("the plan stops: ranks wait for each other for ever", stuck)
+            raise PlanError("the plan stops: ranks wait for each other forever", stuck)
         return super().end(least_us)
 
     @property
@@ -82,10 +82,11 @@ def ready_windows(plan: Plan) -> dict[str, ReadyWindow]:
     return {name: make_ready(plan, name) for name in plan.windows}
 
 
-def calls_of(plan: Plan, place: int, windows: dict[str, ReadyWindow]) -> dict[str, list[tuple[Call, int]]]:
-    """Lane -> the collectives that a place starts there in one step, in order, each with its microbatch."""
+def calls_of(plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow]) -> dict[str, list[tuple[Call, int]]]:
+    """Lane -> the collectives that a pipeline rank starts there in one step, in order, each with its
+    microbatch."""
     result: dict[str, list[tuple[Call, int]]] = {}
-    for instruction in plan.orders[place]:
+    for instruction in plan.orders[pp_rank]:
         if instruction.kind is InstructionKind.RUN:
             ready = windows[str(instruction.ref)]
             for item, op, call in zip(ready.window.items, ready.ops, ready.calls, strict=True):
@@ -94,11 +95,11 @@ def calls_of(plan: Plan, place: int, windows: dict[str, ReadyWindow]) -> dict[st
     return result
 
 
-def messages_of(plan: Plan, place: int, kind: EventKind) -> dict[str, list[tuple[int, int]]]:
-    """Lane -> (edge, microbatch) of the messages that a place sends (kind SEND), or posts receives for
-    (RECV), in order."""
+def messages_of(plan: Plan, pp_rank: int, kind: EventKind) -> dict[str, list[tuple[int, int]]]:
+    """Lane -> (edge, microbatch) of the messages that a pipeline rank sends (kind SEND), or posts receives
+    for (RECV), in order."""
     result: dict[str, list[tuple[int, int]]] = {}
-    for event in trace_of(plan, place):
+    for event in trace_of(plan, pp_rank):
         if event.kind is kind and len(set(ends_of(plan, event.message[0]))) > 1:
             result.setdefault(plan.lane_of(event.message[0]), []).append(event.message)
     return result

@@ -2,7 +2,7 @@
 
 Knows the rank's programs and windows; nothing of time but offsets within a window. The contract:
 
-1. Parameters, one copy a rank, buffers and the optimizer's state are held throughout. Batch leaves, constants
+1. Parameters, one copy a rank, buffers and the optimizer's state are kept throughout. Batch leaves, constants
    and the tangent are not counted.
 2. An op's results exist from the op's start, each to the end of its last use by any program of the rank for
    that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
@@ -29,7 +29,7 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.plan import Plan
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
-from stretto.ir.storage import Addend, addends, in_flight, makes, owner, reads
+from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.simulating.windows import ReadyWindow
 
 Program = tuple[int, Phase]
@@ -57,7 +57,7 @@ class MemoryGroup:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a segment does to the bytes held: the highest on the way, where (0 to 1), and at the end."""
+    """What a segment does to the bytes kept: the highest on the way, where (0 to 1), and at the end."""
 
     peak: int
     at: float
@@ -65,14 +65,14 @@ class Change:
 
 
 def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
-    """What a rank with these stages holds throughout, and at the end of a step: "parameters" (with copies in
+    """What a rank with these stages has throughout, and at the end of a step: "parameters" (with copies in
     another dtype, and buffers), "optimizer", and "gradients"."""
     trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
-    held = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
+    kept = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
     buffers = (b for b in job.buffers if any(stage in stages for stage in b.stages))
-    own = [parameter for name, parameter in held.items() if name in trained]
+    own = [parameter for name, parameter in kept.items() if name in trained]
     return {
-        "parameters": sum(p.held_nbytes for p in held.values()) + sum(b.spec.nbytes for b in buffers),
+        "parameters": sum(p.held_nbytes for p in kept.values()) + sum(b.spec.nbytes for b in buffers),
         "optimizer": sum(p.state_nbytes(job.optimizer) for p in own),
         "gradients": sum(p.grad_nbytes for p in own),
     }
@@ -82,13 +82,13 @@ def memory_parts(plan: Plan, peak_bytes: Sequence[int]) -> dict[str, tuple[int, 
     """Of what peaks consist, by rank: `bytes_throughout`, and as "activations" all else: results of ops,
     buffers of messages, gradients on their way into a sum."""
     ranks = [bytes_throughout(plan.job, plan.schedule.stages_of(rank)) for rank in range(plan.ranks)]
-    for held, peak in zip(ranks, peak_bytes, strict=True):
-        held["activations"] = peak - sum(held.values())
-    return {part: tuple(held[part] for held in ranks) for part in ranks[0]}
+    for kept, peak in zip(ranks, peak_bytes, strict=True):
+        kept["activations"] = peak - sum(kept.values())
+    return {part: tuple(kept[part] for kept in ranks) for part in ranks[0]}
 
 
 class RankMemory:
-    """Bytes held on one rank, walked in the order of its instructions."""
+    """Bytes kept on one rank, walked in the order of its instructions."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
@@ -105,8 +105,10 @@ class RankMemory:
         self._roots: dict[tuple[int, str], Storage | None] = {}
         self._received: dict[int, Storage] = {}
         self._touched: dict[tuple[int, str], tuple[Storage, ...]] = {}
-        self._addends: dict[tuple[int, str], tuple[Addend, ...]] = {
-            (stage, value): of for stage in self._stages for value, of in addends(plan.job, stage).items()
+        self._partial_sums: dict[tuple[int, str], tuple[PartialSum, ...]] = {
+            (stage, value): of
+            for stage in self._stages
+            for value, of in partial_sums(plan.job, stage).items()
         }
         self._made: dict[tuple[int, str], int] = {}
         self._find_lifetimes()
@@ -119,7 +121,7 @@ class RankMemory:
             for edge_index in group.sends:
                 self._groups_of_send[edge_index].append(index)
         self._grad_names: dict[Program, list[str]] = defaultdict(list)
-        # By group of tied parameters: the names that the rank holds, bytes of one gradient.
+        # By group of tied parameters: the names that the rank keeps, bytes of one gradient.
         self._tied: dict[str, tuple[list[str], int]] = {}
         for parameter in plan.job.parameters:
             if any(stage in self._stages for stage in parameter.stages):
@@ -135,7 +137,7 @@ class RankMemory:
         self._cache: dict[tuple[object, ...], tuple[Change | None, ...]] = {}
 
     def _root(self, stage: int, name: str) -> Storage | None:
-        """The storage that a value lies in; None for what is not counted."""
+        """The storage that a value is in; None for what is not counted."""
         key = (stage, name)
         if key in self._roots:
             return self._roots[key]
@@ -154,7 +156,7 @@ class RankMemory:
 
     def _find_lifetimes(self) -> None:
         for (stage, name), (op, _) in self._ops.items():
-            product = any(addend.product for addend in self._addends.get((stage, name), ()))
+            product = any(partial_sum.product for partial_sum in self._partial_sums.get((stage, name), ()))
             made = {} if product else {(stage, made): Storage(nbytes) for made, nbytes in makes(op)}
             self._roots.update(made)
             self._made[stage, name] = sum(storage.nbytes for storage in made.values())
@@ -201,7 +203,7 @@ class RankMemory:
                 self.bytes_held -= self._groups[group].nbytes
 
     def reduce(self, start: Op) -> int:
-        """Step 5: a sum starts. Returns the most bytes that are held on the way."""
+        """Step 5: a sum starts. Returns the most bytes that are kept on the way."""
         peak = self.bytes_held
         for group in start.sums if start.alias != STEP_LOSS else ():
             names, nbytes = self._tied[group]
@@ -220,7 +222,7 @@ class RankMemory:
         self.bytes_held -= start.nbytes
 
     def run(self, ready: ReadyWindow, microbatches: tuple[int, ...]) -> tuple[Change | None, ...]:
-        """What the run's segments do to the bytes held, in order (None: nothing); the caller applies each
+        """What the run's segments do to the bytes kept, in order (None: nothing); the caller applies each
         when it runs."""
         window = ready.window
         ending: set[tuple[int, int]] = set()
@@ -289,14 +291,14 @@ class RankMemory:
                 key = (parts[ready.window.items[at].part][0], op.name)
                 level += self._made.get(key, 0)
                 begun = 0
-                for addend in self._addends.get(key, ()):
-                    if addend.parameter in first:
-                        first.discard(addend.parameter)
-                        # What becomes the gradient goes as the gradient comes; a copy stands beside it.
-                        if addend.product or addend.copied:
-                            level += addend.nbytes
+                for partial_sum in self._partial_sums.get(key, ()):
+                    if partial_sum.parameter in first:
+                        first.discard(partial_sum.parameter)
+                        # What becomes the gradient goes as the gradient comes; a copy waits beside it.
+                        if partial_sum.product or partial_sum.copied:
+                            level += partial_sum.nbytes
                         else:
-                            begun += addend.nbytes
+                            begun += partial_sum.nbytes
                 if level > peak:
                     peak, peak_us = level, at_us
                 at_us += ready.op_us[at]

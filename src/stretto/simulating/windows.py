@@ -31,9 +31,9 @@ class Control(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline; places: of
-    the pipeline that it joins, () for the ranks of one; op: that starts it; sums: whether it sums gradients
-    or the loss, once a step."""
+    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline; pipeline
+    ranks: of the pipeline that it joins, () for the ranks of one; op: that starts it; sums: whether it sums
+    gradients or the loss, once a step."""
 
     key: tuple[int, Phase, str]
     axis: str
@@ -42,7 +42,7 @@ class Call:
     time: CollectiveTime
     stage: int
     phase: Phase
-    places: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
     op: Op
     sums: bool
 
@@ -136,14 +136,14 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     communicator = next((result for result in plan.communicators if result.name == collective.axis), None)
     if communicator is None:
         raise ValueError(f"stage {stage}'s op {op.name} needs a communicator {collective.axis!r}")
-    places = communicator.ranks if communicator.joins_places else ()
-    if places and plan.rank_of(stage) not in places:
-        raise ValueError(f"stage {stage}'s op {op.name} needs a communicator that holds its rank")
+    pp_ranks = communicator.ranks if communicator.joins_pp_ranks else ()
+    if pp_ranks and plan.rank_of(stage) not in pp_ranks:
+        raise ValueError(f"stage {stage}'s op {op.name} needs a communicator that has its rank")
     time = collective_time(plan.costs, plan.job, communicator, collective)
     phase = programs[started.name][1]
     key = (stage, phase, started.name)
     return Call(
-        *(key, collective.axis, started.label, collective.nbytes, time, stage, phase, places, started),
+        *(key, collective.axis, started.label, collective.nbytes, time, stage, phase, pp_ranks, started),
         sums=bool(started.sums),
     )
 

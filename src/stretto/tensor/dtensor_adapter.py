@@ -58,7 +58,7 @@ Spec = DTensorSpec
 """What DTensor knows of a tensor: mesh, placements, full shape, strides, dtype."""
 
 Meta = TensorMeta
-"""(shape, stride, dtype) of a tensor; as ops see it, whole."""
+"""(shape, stride, dtype) of a tensor; as ops see it, full."""
 
 Kind = TypeVar("Kind", bound=DTensor)
 
@@ -286,7 +286,7 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def writes_of(x: torch.Tensor) -> int | None:
     """How often a tensor, or one that it is a view of, or a view of that one, has been written into. None in
-    inference mode, where nobody counts."""
+    inference mode, where no one counts."""
     return None if x.is_inference() else int(x._version)
 
 

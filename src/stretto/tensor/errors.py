@@ -1,4 +1,4 @@
-"""What is said when tensors on meshes are misused: which tensor, which meshes, and the line to write.
+"""What is stated when tensors on meshes are misused: which tensor, which meshes, and the line to write.
 
 Every function returns an error to be raised. A tensor is named by its full shape, dtype, placements and
 mesh, for that is how the user knows it; it has no other name.
@@ -87,7 +87,7 @@ def not_distributed(how: str, x: object) -> UsageError:
 
 def _saying(text: str) -> Callable[..., UsageError]:
     """A function (op, tensor, other) of an error that says so. In the text: {op}; {x}, the tensor; {other},
-    another tensor, or a word; {placed}, the placements of the tensor on a mesh; {whole}, those that replicate
+    another tensor, or a word; {placed}, the placements of the tensor on a mesh; {full}, those that replicate
     it; {reshard}, the line that does."""
 
     def error(op: object, x: torch.Tensor, other: object = "") -> UsageError:
@@ -106,12 +106,12 @@ def _saying(text: str) -> Callable[..., UsageError]:
 
 plain_with_gradient = _saying(
     "{op}: {x} wants a gradient, and is beside {other}; ranks off that mesh would have no gradient "
-    "for it. Put it on the mesh first: stretto.shard(it, mesh, {whole})"
+    "for it. Put it on the mesh first: stretto.shard(it, mesh, {full})"
 )
 plain_like_a_part = _saying(
     "{op}: {x} counts as the full tensor, the same on every rank, but it has the shape of one rank's "
     "part of {other}. If it is a part, say so: DTensor.from_local(it, mesh, {placed}); if it is the "
-    "whole, stretto.shard(it, mesh, {whole})"
+    "whole, stretto.shard(it, mesh, {full})"
 )
 plain_written = _saying(
     "{op}: it writes into {x}, and ranks off the mesh of {other} have nothing to write. Use the op that "

@@ -2,7 +2,7 @@
 
 `reshard_all` does several reshards at one time.
 
-A program written with these runs on all ranks as it is: each rank computes what lies on its meshes, and
+A program written with these runs on all ranks as it is: each rank computes what is on its meshes, and
 sees the descriptions of the rest.
 """
 

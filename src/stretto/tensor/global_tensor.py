@@ -1,4 +1,4 @@
-"""The global view: PyTorch's DTensor, and what it lacks where tensors lie on several meshes.
+"""The global view: PyTorch's DTensor, and what it lacks where tensors are on several meshes.
 
 `GlobalTensor` is DTensor with one thing put before every op. What forced it, all with PyTorch 2.13:
 
@@ -80,7 +80,7 @@ class GlobalTensor(DTensor):
             args = tuple(_placed(op, value, beside) for value in args)
             kwargs = {name: _placed(op, value, beside) for name, value in kwargs.items()}
         if op in VALUES:
-            return op(*(known_whole(value, op) for value in args), **kwargs)
+            return op(*(known_full(value, op) for value in args), **kwargs)
         if op is aten.equal.default:  # all ranks, those off the mesh too, take part in DTensor's own
             return _present_call(op, tuple(_made_whole(value) for value in args), kwargs)
         views.check(op, args, kwargs)
@@ -121,13 +121,13 @@ class GlobalTensor(DTensor):
 
     def tolist(self) -> Any:
         """The values of the full tensor. All ranks of its mesh call it. Raises UsageError off the mesh."""
-        return known_whole(self, "tolist").tolist()
+        return known_full(self, "tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
         """The full tensor as an array. All ranks of its mesh call it. Raises UsageError off the mesh."""
         if self.requires_grad and not force:
             raise errors.wants_gradient("numpy", self)
-        return known_whole(self.detach(), "numpy").numpy(force=force)
+        return known_full(self.detach(), "numpy").numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
         result = self.numpy()
@@ -192,7 +192,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Devi
         if any(x is w and is_partial(x) for w in written_values(op, args, kwargs) for x in tensors):
             return on_parts(op, args, kwargs, global_tensor)
         if is_like(op):
-            args = tuple(_as_whole(value) for value in args)
+            args = tuple(_as_full(value) for value in args)
         elif not keeps_partial(op, args, kwargs, tensors):
             args = tuple(_reduced(value) for value in args)
             kwargs = {name: _reduced(value) for name, value in kwargs.items()}
@@ -223,7 +223,7 @@ def _reduced(value: Any) -> Any:
     return placed(value, full, global_tensor)
 
 
-def _as_whole(value: Any) -> Any:
+def _as_full(value: Any) -> Any:
     """A Partial tensor of which the shape alone counts, as if it were replicated."""
     if not isinstance(value, DTensor) or not is_partial(value):
         return value
@@ -231,7 +231,7 @@ def _as_whole(value: Any) -> Any:
     return global_tensor(local_of(value), with_placements(spec_of(value), full))
 
 
-def known_whole(value: Any, op: object) -> Any:
+def known_full(value: Any, op: object) -> Any:
     """The full tensor, a plain one, for who asks for its value. Ranks of its mesh call it together.
 
     Raises UsageError on a rank off the mesh, which has no value.

@@ -35,7 +35,7 @@ replicated."""
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A mesh and how a tensor lies on it.
+    """A mesh and how a tensor is on it.
 
     mesh_ranks: global ranks as nested tuples (lists are taken too); its shape is the mesh's shape.
     placements: one for each mesh axis: `Shard(dim)`, `Replicate()` or `Partial(reduction)`.
@@ -57,7 +57,7 @@ class Layout:
             raise UsageError(f"mesh ranks {self.mesh_ranks} are ragged; give rows of one length") from None
         ranks = self.ranks
         if any(type(rank) is not int or rank < 0 for rank in ranks):
-            raise UsageError(f"mesh {self.mesh_ranks}: its entries must be ranks, whole numbers from 0")
+            raise UsageError(f"mesh {self.mesh_ranks}: its entries must be ranks, integers from 0")
         if not ranks or len(set(ranks)) != len(ranks):
             what = "repeats a rank" if ranks else "has no rank"
             raise UsageError(f"mesh {self.mesh_ranks} {what}; give each rank of the mesh once")

@@ -1,7 +1,7 @@
 """An op on tensors of a mesh that is computed here, not by DTensor: on parts, or on replicated tensors.
 
     1. Some dims of an op are free: what it gives at one index of such a dim depends on nothing at another.
-       They are the labels of the op's rule (`stretto.ir.dims`) that need not be whole. Of a sum over a label
+       They are the labels of the op's rule (`stretto.ir.dims`) that need not be full. Of a sum over a label
        each rank has a partial. Along each axis of the mesh, arguments that are sharded along a free dim stay
        so, and those that share it are sharded in the same way; all others become replicated.
     2. The op itself runs on these parts, and its results are sharded as its arguments are. Ops with free dims
@@ -133,7 +133,7 @@ def _free(rule: Dims, inputs: Sequence[tuple[int | None, ...]]) -> list[FreeDim]
     """inputs: labels of the tensors on a mesh."""
     named = dict.fromkeys(label for labels in inputs for label in labels if label is not None)
     result = []
-    for label in sorted(named.keys() - rule.whole):
+    for label in sorted(named.keys() - rule.full):
         results = results_along(rule, label)
         if results is not None and not (SUMMED in results and rule.added):
             arguments = tuple(labels.index(label) if label in labels else None for labels in inputs)

@@ -162,7 +162,7 @@ def _counts_once(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return not scaled
 
 
-def _weights_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _full_weights(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A norm whose weight and bias each rank has."""
     named = (*zip((argument.name for argument in op._schema.arguments), args), *kwargs.items())
     return all(
@@ -183,7 +183,7 @@ CONDITIONS: dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], bool]] = 
 if torch.__version__ < "2.12":
     # It gathers parts in an order of which its views cannot be views, and normalizes by a part of a weight.
     CONDITIONS |= dict.fromkeys(("view", "_unsafe_view", "reshape"), _of_the_part)
-    CONDITIONS |= dict.fromkeys(NORMS, _weights_whole)
+    CONDITIONS |= dict.fromkeys(NORMS, _full_weights)
 
 
 NONE, MEAN, SUM = 0, 1, 2

@@ -1,7 +1,7 @@
 """Views that are none: what an op takes out of a tensor along a sharded dim is gathered, and so a copy.
 
 In plain PyTorch a write into a view is a write into its tensor, and the other way round. PyTorch's autograd
-counts the writes of a tensor and of all its views together, so that a copy can tell whether it is still what
+counts the writes of a tensor and of all its views together, so that a copy can show whether it is still what
 the view would be: a write into it, and a read of it after a write into its tensor, are refused on all ranks.
 """
 

@@ -64,7 +64,7 @@ def take_folders(world: World, settings: TrainSettings, lock: RunLock) -> None:
 @dataclass(frozen=True, slots=True)
 class RankView:
     """What one rank is about to train. tokens: its data's digest. checkpoint: its name, step and digest; None
-    starts anew. fault: why the rank cannot use its checkpoint."""
+    starts again. fault: why the rank cannot use its checkpoint."""
 
     settings: dict[str, Any]
     tokens: str
@@ -77,7 +77,7 @@ class RankView:
 def agreed_checkpoint(
     world: World, settings: TrainSettings, task: Task, find: Callable[[], Checkpoint | None]
 ) -> Checkpoint | None:
-    """Step 2: what `find` gives, the checkpoint to go on from, the same on all ranks; None starts anew.
+    """Step 2: what `find` gives, the checkpoint to go on from, the same on all ranks; None starts again.
 
     Every rank must call it. Raises the same UsageError on all ranks when two differ, or when `find` refuses
     on one of them.
@@ -121,7 +121,7 @@ def _difference(views: Sequence[RankView], task: Task) -> str:
         if other.checkpoint != first.checkpoint:
             return (
                 f"checkpoint.resume: rank {rank} {_aim(other)}, but rank 0 {_aim(first)}: set checkpoint.dir "
-                "to a folder that all machines share, or start anew with --no-resume"
+                "to a folder that all machines share, or start again with --no-resume"
             )
     return first.fault
 
@@ -148,7 +148,7 @@ def check_compatible(
         if key.startswith(("model.", "task.config")):
             raise UsageError(
                 f"{key} = {now.get(key)!r}, but the checkpoint {checkpoint} is of a model with {key} = "
-                f"{then.get(key)!r}: set it back, or start anew with --no-resume"
+                f"{then.get(key)!r}: set it back, or start again with --no-resume"
             )
     name, content = task.kept
     if read_kept(checkpoint, name) != content:
@@ -156,7 +156,7 @@ def check_compatible(
         what = f"{data[0]} differs" if data else f"{task.source} has changed"
         raise UsageError(
             f"{what}, so that the {task.unit} are others than those of the checkpoint {checkpoint}: set it "
-            "back, or start anew with --no-resume"
+            "back, or start again with --no-resume"
         )
     return [
         f"{key} is now {now.get(key)!r}; it was {then.get(key)!r} until step {state.step}"

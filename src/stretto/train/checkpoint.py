@@ -51,7 +51,7 @@ def save(
     they were.
     """
     last = latest_in(folder)
-    rest = f"the last whole checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+    rest = f"the last complete checkpoint is {last}" if last is not None else "there is no checkpoint yet"
     writing = Writing(
         f"the checkpoint of step {state.step} in {folder}",
         "set checkpoint.dir to a folder on another disk",
@@ -128,7 +128,7 @@ def settings_of(state: CheckpointState, checkpoint: Path) -> TrainSettings:
 def load_model(checkpoint: Path, task_file: str | None = None) -> tuple[nn.Module, TrainSettings]:
     """The model of a checkpoint with its trained values, on the CPU, in eval() mode, and its settings.
 
-    task_file: of a task of one's own, the file that makes the model, which is run. The file that the
+    task_file: of a task of your own, the file that makes the model, which is run. The file that the
     checkpoint names is not: it may be a stranger's. Raises UsageError for what is no checkpoint, and for one
     of a task without its file; StrettoError for one that cannot be read, before a model of another size is
     made.
@@ -139,7 +139,7 @@ def load_model(checkpoint: Path, task_file: str | None = None) -> tuple[nn.Modul
     if task is not None:
         if task_file is None:
             raise UsageError(
-                f"{checkpoint} is of a task of one's own, whose file is a program that makes the model: name "
+                f"{checkpoint} is of a task of your own, whose file is a program that makes the model: name "
                 f"it with --task FILE, if you trust it (it was trained with {task.file!r})"
             )
         make = own_task(task.model_copy(update={"file": task_file}), seed).model
@@ -165,5 +165,5 @@ def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _in_a_run(error: StrettoError) -> StrettoError:
-    do = "resume from another checkpoint (checkpoint.resume), or start anew with --no-resume"
+    do = "resume from another checkpoint (checkpoint.resume), or start again with --no-resume"
     return type(error)(str(error).replace(ELSE, do))

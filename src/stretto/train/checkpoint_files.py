@@ -5,7 +5,7 @@
     <dir>/step-000100.old.tmp/   the one before it of the same step, while a new one takes its place
     <dir>/step-000050.gone.tmp/  one being removed
     <dir>/latest                 the name of the newest complete one
-    <dir>/earlier-1/             checkpoints of a run before this one, set aside when a run started anew
+    <dir>/earlier-1/             checkpoints of a run before this one, set aside when a run started again
 
 Touches these folders and nothing else; what is in the tensors is for `stretto.train.checkpoint`.
 """
@@ -33,7 +33,7 @@ LATEST = "latest"
 _NAME = re.compile(r"step-([0-9]{6,18})")
 
 
-Count = Annotated[int, Fits(lambda value: 0 <= value < 2**31, "a whole number from 0, of 31 bits")]
+Count = Annotated[int, Fits(lambda value: 0 <= value < 2**31, "an integer from 0, of 31 bits")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def is_whole(path: Path) -> bool:
+def is_full(path: Path) -> bool:
     """Whether a folder is a checkpoint that was written to its end."""
     return _NAME.fullmatch(path.name) is not None and (path / STATE).is_file() and (path / METADATA).is_file()
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The complete checkpoints in a folder, by ascending step."""
-    complete = [path for path in folder.iterdir() if is_whole(path)] if folder.is_dir() else []
+    complete = [path for path in folder.iterdir() if is_full(path)] if folder.is_dir() else []
     return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -73,7 +73,7 @@ def latest_in(folder: Path) -> Path | None:
     marker names one of this folder: a path that leads out of it is none."""
     try:
         name = (folder / LATEST).read_text(encoding="utf-8").strip()
-        if _NAME.fullmatch(name) and is_whole(folder / name):
+        if _NAME.fullmatch(name) and is_full(folder / name):
             return folder / name
     except (OSError, ValueError):
         pass
@@ -95,12 +95,12 @@ def find(path: Path) -> Path:
     Raises UsageError when there is none.
     """
     for candidate in (path, path / "checkpoints"):
-        if is_whole(candidate):
+        if is_full(candidate):
             return candidate
         latest = latest_in(candidate)
         if latest is not None:
             return latest
-    what = "holds no whole checkpoint: "
+    what = "has no complete checkpoint: "
     if not path.exists():
         what = f"does not exist: {near_path(path, '{} ')}"
     raise UsageError(f"{path} {what}name a checkpoint (a folder such as step-000100), or the folder of a run")
@@ -155,7 +155,7 @@ def mark(place: Path, keep: int) -> None:
 def set_aside(folder: Path) -> Path | None:
     """Move the checkpoints of a run before this one into a folder of their own; None if there are none.
 
-    A run that starts anew would otherwise mix its steps with theirs. Raises StrettoError.
+    A run that starts again would otherwise mix its steps with theirs. Raises StrettoError.
     """
     try:
         kept = keep_earlier(folder, checkpoints_in(folder))

@@ -2,7 +2,7 @@
 
     1. list the files; their names, sizes and times, and the settings, name the cache
     2. if the cache is complete, go to 7
-    3. count the documents, and choose how to hold some text out
+    3. count the documents, and choose how to keep some text out
     4. learn a tokenizer from a sample of the training text, unless the model brings one
     5. write the tokens of both sides
     6. measure the unigram entropy
@@ -38,14 +38,14 @@ from stretto.config import DataSettings
 from stretto.errors import StrettoError, UsageError
 from stretto.files.kept import cache_dir
 from stretto.files.parse import parse_json
-from stretto.files.say import Say, unheard
+from stretto.files.say import Say, silent
 from stretto.train import text as bpe
 from stretto.train.text import GivenTokenizer, TextFile, documents, find_files
 
 CACHE_FORMAT = 1
 """Part of the cache's name; raised when the files in it, or the way that they are made, change."""
 MIN_HELD_OUT_DOCUMENTS = 8
-"""With fewer than this to hold out, documents are too coarse: their ends are held out instead."""
+"""With fewer than this to keep out, documents are too coarse: their ends are held out instead."""
 FILES = ("tokenizer.json", "train.npy", "held_out.npy")
 """What a run reads; data is equal where these are, wherever they are kept."""
 PROGRESS_S = 2.0
@@ -146,9 +146,9 @@ def _build(
         say(f"only {len(lengths)} documents: the last {fraction:.1%} of each is held out")
 
     def side(held_out: bool) -> Iterator[str]:
-        for text in documents(files, settings.text_field, unheard):  # the first reading gave its notices
-            train, held = _divide(text, fraction, by_document)
-            part = held if held_out else train
+        for text in documents(files, settings.text_field, silent):  # the first reading gave its notices
+            train, resident = _divide(text, fraction, by_document)
+            part = resident if held_out else train
             if part:
                 yield part
 
@@ -169,7 +169,7 @@ def _build(
     train = _write_tokens(folder / "train.npy", given, side(held_out=False), done)
     held_out = _write_tokens(folder / "held_out.npy", given, side(held_out=True), done)
     if not len(train) or not len(held_out):
-        raise UsageError(f"data.paths: the text, {chars} characters, is too short to hold out {fraction:.1%}")
+        raise UsageError(f"data.paths: the text, {chars} characters, is too short to keep out {fraction:.1%}")
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     summary = {
         "documents": len(lengths),
@@ -186,8 +186,8 @@ def _divide(text: str, fraction: float, by_document: bool) -> tuple[str, str]:
     """
     if by_document:
         digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
-        held = int.from_bytes(digest, "little") < fraction * 2**64
-        return ("", text) if held else (text, "")
+        resident = int.from_bytes(digest, "little") < fraction * 2**64
+        return ("", text) if resident else (text, "")
     cut = round(len(text) * (1 - fraction))
     line_end = text.find("\n", cut) + 1
     # A line is not cut, if that does not take most of what was to be held out.
@@ -225,7 +225,7 @@ def _write_tokens(
 def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: Say) -> Path:
     """The folder `cache_dir/key`; when it is absent or damaged, `build(folder)` first writes its files.
 
-    One process builds and the others wait. A damaged folder is built anew, which `say` reports. Raises
+    One process builds and the others wait. A damaged folder is built again, which `say` reports. Raises
     StrettoError when the disk is full, UsageError when `cache_dir` cannot be written; other errors of
     `build` go through. Nothing half-built stays.
     """
@@ -247,7 +247,7 @@ def built_folder(cache_dir: Path, key: str, build: Callable[[Path], None], say: 
             if damage is None:
                 return target
             if target.exists():
-                say(f"{target} is damaged ({damage}); it is built anew")
+                say(f"{target} is damaged ({damage}); it is built again")
                 shutil.rmtree(target)
             shutil.rmtree(partial, ignore_errors=True)  # Left by a process that was killed.
             partial.mkdir()

@@ -35,7 +35,7 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     source: a checkpoint, or the folder of a run, whose newest is taken. A model of `transformers` is written
     so that `AutoModelForCausalLM.from_pretrained(output)` and `AutoTokenizer` read it; a GPT so that
     `stretto.models.pretrained.load_gpt(output)` does. Of a task only the model is written,
-    as its tokenizer is the task's own; task_file: that which makes it, a program (`load_model`).
+    as its tokenizer is the task's own; task_file: the one that makes it, a program (`load_model`).
 
     Raises UsageError when there is no checkpoint or `output` is not empty, StrettoError when the
     checkpoint cannot be read or the folder not written; `output` is then as it was.
@@ -48,7 +48,7 @@ def export(source: Path, output: Path, task_file: str | None = None) -> Path:
     model, settings = load_model(checkpoint, task_file)
     if not isinstance(model, GPT) and not _is_huggingface(model):
         raise UsageError(
-            f"{checkpoint} is of a task of one's own (task.file), whose model is a {type(model).__name__}, "
+            f"{checkpoint} is of a task of your own (task.file), whose model is a {type(model).__name__}, "
             "and export writes Stretto's GPT and models of transformers: read its weights with stretto.load"
         )
     # Beside `output`, so that this comes to be at once; within it where it exists, because it may be a mount.

@@ -55,7 +55,7 @@ def is_launched() -> bool:
 
 
 def enter_phase(phase: str) -> None:
-    """What this process does from now on, in words, for whoever must explain where it was lost."""
+    """What this process does from now on, in words, for anyone who must explain where it was lost."""
     _phase[0] = phase
     if is_launched() and RECORDS_DIR in os.environ:
         with suppress(OSError):
@@ -77,7 +77,7 @@ def phase_of(folder: Path, rank: int) -> str:
 
 class Cause(StrEnum):
     """refused: an error that the user can mend. lost: another rank is gone. interrupted: a signal.
-    crashed: an exception that nobody foresaw."""
+    crashed: an exception that no one foresaw."""
 
     REFUSED = "refused"
     LOST = "lost"
@@ -120,7 +120,7 @@ def failure_of(error: BaseException, rank: int, step: int, interrupted: Interrup
     if (words_of_task := of_user(error)) is not None:
         return failure(Cause.REFUSED, words_of_task)
     if isinstance(error, SystemExit | BrokenPipeError):
-        # How rich ends a program whose output nobody reads any more, as in `stretto train ... | head`.
+        # How rich ends a program whose output no one reads any more, as in `stretto train ... | head`.
         return failure(Cause.REFUSED, "the output was closed before the run ended")
     return failure(Cause.CRASHED, "".join(traceback.format_exception(error)).rstrip())
 

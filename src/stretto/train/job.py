@@ -20,7 +20,7 @@ from stretto.batch.loss import Loss
 from stretto.config import DecoderSettings, HuggingFaceSettings, PlanningSettings, TrainSettings
 from stretto.errors import UsageError
 from stretto.files.kept import Kept, cache_dir
-from stretto.files.say import Say, unheard
+from stretto.files.say import Say, silent
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function, hollow
 from stretto.models.weight_files import weights_folder, weights_of
@@ -101,7 +101,7 @@ def refuse_early(settings: TrainSettings) -> None:
     if settings.task is not None:
         if not plain:
             with without_values():
-                layout_of_run(own_task(settings.task, settings.training.seed).model(), settings, unheard)
+                layout_of_run(own_task(settings.task, settings.training.seed).model(), settings, silent)
         return
     resume = settings.checkpoint.resume
     # Of a run that goes on, its checkpoint's weights count.
@@ -116,7 +116,7 @@ def refuse_early(settings: TrainSettings) -> None:
         model = build_model(settings.model, likely_vocab_size(settings), settings.training.seed)
         if plain:
             return
-        layout = layout_of_run(model, settings, unheard)
+        layout = layout_of_run(model, settings, silent)
         tokens = torch.zeros(1, settings.data.sequence_length + 1, dtype=torch.int64)
         if layout.chunks is not None:
             loss = counted_loss_function(settings.model)
@@ -158,7 +158,7 @@ def move(model: nn.Module, plan: Plan, rank: int, device: torch.device) -> None:
     """Move what this rank's stages use of the model to `device`, and nothing else: it may be too large."""
     if device.type == "cpu":
         return
-    stages = set(plan.schedule.stages_of(plan.mesh.place(rank)))
+    stages = set(plan.schedule.stages_of(plan.mesh.pp_rank(rank)))
     parameters = {p.name for p in plan.job.parameters if stages & set(p.stages)}
     buffers = {b.name for b in plan.job.buffers if stages & {*b.stages, *(s for s, _, _ in b.updates)}}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -170,7 +170,7 @@ def move(model: nn.Module, plan: Plan, rank: int, device: torch.device) -> None:
                 setattr(module, name, buffer.to(device))
 
 
-def kept_by(settings: TrainSettings, say: Say = unheard) -> Kept | None:
+def kept_by(settings: TrainSettings, say: Say = silent) -> Kept | None:
     """Costs and plans of earlier runs; None where that is switched off, or there is no folder. say: as `Kept`
     has it.
 

@@ -39,7 +39,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from stretto.config import TrainSettings
 from stretto.errors import UsageError
-from stretto.files.say import Say, unheard
+from stretto.files.say import Say, silent
 from stretto.train.checkpoint_files import find, what_is_left
 from stretto.train.failure import (
     LAUNCHER_PID,
@@ -137,7 +137,7 @@ def _check(settings: TrainSettings, say: Say) -> None:
     task = task_of(settings, say)
     with torch.device("meta"):
         model = task.model()
-    layout_of_run(model, settings, unheard)  # rank 0 prints its notes
+    layout_of_run(model, settings, silent)  # rank 0 prints its notes
     notes = [device_note(settings.training.device, here)]
     if device.type == "cpu":
         notes.append(crowding(ranks, threads(settings.training.threads_per_rank, ranks)))
@@ -195,7 +195,7 @@ def explain(
     if killed:
         name = signal.Signals(-exits[killed[0]]).name
         when = f" after step {step}" if step is not None else ""
-        why = "; if nobody did that, the machine may have run out of memory" if name == "SIGKILL" else ""
+        why = "; if no one did that, the machine may have run out of memory" if name == "SIGKILL" else ""
         others = "the other rank was" if settings.parallel.world == 2 else "the others were"
         cause = f"rank {killed[0]} was lost{when}: {name} ended it{why}; {others} stopped"
         return 1, f"stretto: {cause}. {rest}"
@@ -303,7 +303,7 @@ def _end(trainer: Trainer, failure: RankFailure) -> None:
     """End a rank that failed, without waiting for the others, even where nothing can be printed."""
     world = trainer.world
     try:
-        with suppress(OSError):  # nobody reads it any more, or the disk is full
+        with suppress(OSError):  # no one reads it any more, or the disk is full
             sys.stdout.flush()
         if not record_failure(failure):
             failure = lost_first(world, failure)

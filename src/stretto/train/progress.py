@@ -22,7 +22,7 @@ EVERY_S = 1.25
 """Seconds between two lines of a phase. A library that is being loaded may keep the thread from it for a
 moment."""
 DRAWN_PER_S = 4
-"""How often a live line is drawn: people read no faster, and drawing takes time from training."""
+"""How often a live line is drawn: users read no faster, and drawing takes time from training."""
 STARTED = "STRETTO_STARTED_AT"
 """Environment variable: when the command was started by which ranks were, in seconds of the clock."""
 
@@ -32,7 +32,7 @@ class Progress:
     nothing. As a context it ends what is live.
 
     steps, log_every, unit: how many steps there are, after how many a line is printed where there is no
-    terminal, in what speed is counted; whoever shows steps sets them before.
+    terminal, in what speed is counted; anyone who shows steps sets them before.
     """
 
     def __init__(self, shown: bool = True, console: Console | None = None) -> None:
@@ -159,9 +159,9 @@ class Progress:
 
 def duration(seconds: float) -> str:
     """`42 s`, `3:05 min`, `2:10:00 h`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d} h"
+    full = round(seconds)
+    if full < 60:
+        return f"{full} s"
+    if full < 3600:
+        return f"{full // 60}:{full % 60:02d} min"
+    return f"{full // 3600}:{full // 60 % 60:02d}:{full % 60:02d} h"

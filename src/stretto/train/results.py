@@ -36,7 +36,7 @@ from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
 from stretto.runtime.rank_tensors import full_spec
-from stretto.schedule.sums import without_sums
+from stretto.schedule.sums import without_reductions
 from stretto.simulating import predict, simulate
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import keep_earlier, set_aside
@@ -102,7 +102,7 @@ def plan_that_holds(
     Costs are measured before the first step. Where others used the processors in that minute, ops are too
     long in them, and a run would end "below the bound". All ranks then measure once more; the plan, whose
     order stays, is predicted with these costs, and the run's folder keeps the earlier one in `planned.json`.
-    On accelerators, where nobody else computes, nothing is measured again.
+    On accelerators, where no one else computes, nothing is measured again.
 
     timelines: of the last steps, the same on all ranks, which must all call it. first: whether this rank
     writes the run's folder. Raises StrettoError.
@@ -115,7 +115,7 @@ def plan_that_holds(
     if gap is None or gap > -SHOWN:
         return plan
     say(f"steps were {-gap:.1%} faster than the costs from before let any step be: measuring them again")
-    made = replace(plan, costs=measured_costs(without_sums(plan.job), plan.schedule))
+    made = replace(plan, costs=measured_costs(without_reductions(plan.job), plan.schedule))
     made = replace(made, prediction=predict(made))
     if first:
         with writing(run_dir):
@@ -129,7 +129,7 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     run_dir = results.settings.run_dir
     unit, compared = results.task.held_out_words
     measured, prediction = results.measured, results.plan.prediction
-    # Files first: they are not lost where nobody reads what is printed any more.
+    # Files first: they are not lost where no one reads what is printed any more.
     reported: list[str] = []
     summary = _summary(results, _report(results, reported.append))
     with writing(run_dir):
@@ -244,7 +244,7 @@ def set_earlier_aside(settings: TrainSettings, goes_on: bool, say: Callable[[str
     checkpoints. Raises StrettoError."""
     old = None if goes_on else set_aside(settings.checkpoint_dir)
     if old is not None:
-        say(f"started anew; the checkpoints of an earlier run are now in {old}")
+        say(f"started again; the checkpoints of an earlier run are now in {old}")
     back = goes_on and settings.checkpoint.resume != "auto"  # to a step of the user's choice
     moved, copied = (
         [path for path in (settings.run_dir / name for name in names) if path.exists()]
@@ -286,7 +286,7 @@ def observed_line(seen: Sequence[Observed]) -> dict[str, dict[str, list[float]]]
 
 
 def speed_line(unit: str, count: int, step_s: float, world: int, work: Work) -> dict[str, float]:
-    """How fast a step of `count` tokens, samples or the like (`unit`) was on `world` devices, the optimizer
+    """How fast a step of `count` tokens, samples or the same (`unit`) was on `world` devices, the optimizer
     included: in all, by device, and as MFU where the device's peak is known (`stretto.ir.work`)."""
     per_s = count / step_s
     line = {"step_s": step_s, f"{unit}_per_s": per_s, f"{unit}_per_s_per_device": per_s / world}

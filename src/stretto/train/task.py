@@ -1,7 +1,7 @@
 """What a run trains: its data, its model and loss, and its report at the end.
 
 Text is one kind of task: tokens, a model of `[model]`, its next-token loss, and a sample of text at the end.
-A task of one's own is a file of Python that `task.file` names, with a function `task(config, seed) -> Task`.
+A task of your own is a file of Python that `task.file` names, with a function `task(config, seed) -> Task`.
 Every rank calls it, and so does the launcher: it must give the same each time. The room reads that file and
 runs it.
 """
@@ -42,7 +42,7 @@ FUNCTION = "task"
 MODULE = "stretto_task_"
 """How the modules of such files are called: this and the file's name."""
 KEPT = "task.sha256"
-"""What a checkpoint keeps of a task of one's own: its digest."""
+"""What a checkpoint keeps of a task of your own: its digest."""
 
 SAMPLE_PROMPT_TOKENS = 16
 """How much held-out text a sample continues: a line or two of code, enough to see whether it goes on well."""
@@ -187,7 +187,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def task_of(settings: TrainSettings, say: Say) -> Task:
-    """What the settings say to train: text, or a task of one's own. `say` takes lines of progress.
+    """What the settings say to train: text, or a task of your own. `say` takes lines of progress.
 
     Raises UsageError for text that cannot be read, and for a file that gives no task.
     """

@@ -66,9 +66,7 @@ def find_files(paths: Sequence[str]) -> list[TextFile]:
     if not paths:
         own = [_entry(path, named=False) for path in _walk(standard_library(), ".py")]
         if not own:
-            raise UsageError(
-                f"data.paths is empty, and {standard_library()} holds no .py file; name some text"
-            )
+            raise UsageError(f"data.paths is empty, and {standard_library()} has no .py file; name some text")
         return own
     files: dict[Path, TextFile] = {}
     for name in paths:
@@ -361,7 +359,7 @@ def _own(source: str, what: str) -> GivenTokenizer:
 
 
 def _of_transformers(source: str, what: str) -> GivenTokenizer:
-    """That which `AutoTokenizer` finds, as it is: texts that hold its special tokens have them."""
+    """That which `AutoTokenizer` finds, as it is: texts that have its special tokens have them."""
     auto: Any = transformers_for(what).AutoTokenizer
     try:
         loaded = auto.from_pretrained(source, trust_remote_code=False)

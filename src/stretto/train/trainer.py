@@ -27,7 +27,7 @@ from typing import Any
 from stretto.capturing import capture
 from stretto.config import TrainSettings
 from stretto.errors import RunError
-from stretto.files.say import unheard
+from stretto.files.say import silent
 from stretto.ir.metrics import ObservedRun
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import work_of
@@ -149,7 +149,7 @@ class Trainer:
         begin("looking at data and checkpoints")
         take_folders(self.world, settings, self._lock)
         # The launcher has prepared it, and printed so.
-        task = task_of(settings, unheard if is_launched() else say)
+        task = task_of(settings, silent if is_launched() else say)
         start = agreed_checkpoint(self.world, settings, task, self._find_checkpoint)
         if start is not None:
             for line in check_compatible(*start, settings, task):
@@ -158,7 +158,7 @@ class Trainer:
             report_again(self.world, settings.run_dir, say)
             say(
                 f"all {settings.training.steps} steps are done, and {settings.run_dir} stays as it is: set "
-                "training.steps higher to go on, start anew with --no-resume, which keeps what is there, or "
+                "training.steps higher to go on, start again with --no-resume, which keeps what is there, or "
                 "set output.run_dir to another folder"
             )
             return None
@@ -203,7 +203,7 @@ class Trainer:
             order=settings.planning.order,
             steps=held_out_steps(settings.training),
             search_s=settings.planning.search_s,
-            kept=None if kept is None else replace(kept, say=unheard),  # printed for the training
+            kept=None if kept is None else replace(kept, say=silent),  # printed for the training
         )
         parameters = sum(p.numel() for p in model.parameters())
         say(
@@ -265,7 +265,7 @@ class Trainer:
         training, every = self.settings.training, self.settings.checkpoint.every_steps
         if self.step >= training.steps:
             self.progress.say(
-                f"all {training.steps} steps are done; set training.steps higher to go on, or start anew "
+                f"all {training.steps} steps are done; set training.steps higher to go on, or start again "
                 "with --no-resume"
             )
         exposed: float | None = None

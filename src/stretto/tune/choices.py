@@ -14,7 +14,7 @@ from typing import Any
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
 from stretto.errors import UsageError, meant
 from stretto.files.settings_file import faults_of
-from stretto.ir.stage_maps import AUTO, places_of, unknown_schedule, virtual_stages_of
+from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
 from stretto.schedule.families import FAMILIES
 
 LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree")
@@ -191,14 +191,14 @@ class Choices:
     def orders(self, layout: LayoutChoice) -> Iterator[tuple[str, int]]:
         """Families, each with its numbers of stages a rank that are allowed."""
         for name in self._of("schedule", self._families(layout)):
-            stages = places_of(name)
+            stages = stage_map_of(name)
             numbers = (stages.usual, *(VIRTUAL if stages.most is None else ()))
             for each in self._of("virtual_stages", tuple(dict.fromkeys(numbers))):
                 if stages.allow(each) and self.allowed(Candidate(layout, name, each)):
                     yield name, each
 
     def _families(self, layout: LayoutChoice) -> Sequence[str]:
-        # One rank has nobody to wait for: families differ in nothing but their memory.
+        # One rank has no one to wait for: families differ in nothing but their memory.
         return tuple(FAMILIES) if layout.pp > 1 else (self._plain,)
 
     def again(self, layout: LayoutChoice) -> tuple[str | int, ...]:
@@ -270,7 +270,7 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
             read = read == "true"
         faults = [line for _, line in faults_of(ParallelSettings, {key: read}, "", {})]
         if key == "schedule" and read not in (*FAMILIES, AUTO):
-            faults = [unknown_schedule(read) or "an order of one's own is for one layout: name a family"]
+            faults = [unknown_schedule(read) or "an order of your own is for one layout: name a family"]
         if key == "ampipe_degree" and read == "auto":
             faults = ["numbers of chunks are compared anyway: give one, or leave it out"]
         # These two are refused for others that they go with, which are chosen.

@@ -24,7 +24,7 @@ from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
 from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
-from stretto.price.cluster import Cluster, Description, place_link, sum_cost
+from stretto.price.cluster import Cluster, Description, pp_link, sum_cost
 from stretto.price.cluster_file import Hardware
 from stretto.schedule.families import make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
@@ -51,7 +51,7 @@ TF32 = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Of a candidate: its step, and the least bytes that the fullest rank holds, the optimizer's state
+    """Of a candidate: its step, and the least bytes that the fullest rank has, the optimizer's state
     included. ahead: of the pairs (`stretto.planning.choose.AHEAD`) that make it so fast; None of none."""
 
     step_us: float
@@ -153,7 +153,7 @@ def estimate(
         return Estimate(inf, least)
     message_us = 0.0
     if p > 1:
-        link = place_link(cluster, mesh_of(layout))
+        link = pp_link(cluster, mesh_of(layout))
         message_us = link.latency_us + occupancy_us(link, int(block.message_bytes))
     reduction_us = _reduction_us(layout, block, cluster, sum(work.phases_us[1:]) / p)
     steps: list[Estimate] = []
@@ -225,7 +225,7 @@ def _live(
     family: str, ranks: int, virtual_stages: int, microbatches: int, short: int, ahead: int | None
 ) -> int:
     """The most microbatches' stages that are live on a rank. Those of a family that keeps all microbatches of
-    a short step grow with the whole one."""
+    a short step grow with the full one."""
     schedule = _short(family, ranks, virtual_stages, short, ahead)
     assert schedule is not None
     live = peak_live(schedule)

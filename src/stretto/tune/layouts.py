@@ -24,8 +24,8 @@ uneven, and live memory is freed op by op."""
 MOST_STAGES = 2
 """Stages of a layer at most, of which the shares are asked for: attention and MLP."""
 
-TOO_LARGE = "too large: parameters, gradients and the optimizer's state alone are more than a device holds"
-LIKELY_TOO_LARGE = "too large: with all computed again that can be, likely more than a device holds"
+TOO_LARGE = "too large: parameters, gradients and the optimizer's state alone are more than a device has"
+LIKELY_TOO_LARGE = "too large: with all computed again that can be, likely more than a device has"
 
 
 @dataclass(order=True, slots=True)

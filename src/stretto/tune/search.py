@@ -40,7 +40,7 @@ LEAST = 6
 
 FULL_TIMES, FULL_SHARE = 6.0, 0.5
 """Of the time, what is kept for the plans in full: so many times what a quick one takes, since each takes
-about three times as long and they come in two rounds; and this part of the whole at most. Assumed."""
+about three times as long and they come in two rounds; and this part of the full at most. Assumed."""
 
 FINALISTS = 3
 """Candidates that are planned in full. Assumed."""
@@ -54,7 +54,7 @@ SAY_S = 2.0
 BY_BOUND = "slower by its bound than the best plan"
 BY_ESTIMATE = f"estimated to take {WITHIN:g} times the best step, or more"
 BY_SHORT_STEP = "slower over few microbatches than those that were planned"
-PLAN_TOO_LARGE = "too large: simulated or planned, and a rank holds more than a device has"
+PLAN_TOO_LARGE = "too large: simulated or planned, and a rank has more than a device has"
 NOT_REACHED = "not reached in the time"
 
 
@@ -294,7 +294,7 @@ def finalists(
     ranked: Sequence[Candidate], planned: Mapping[Candidate, Planned], choices: Choices
 ) -> list[Candidate]:
     """What is planned in full, of candidates from the fastest: what wins most likely first, as the time may
-    be over before the last. The settings' own is there, so that the gain is told of plans of one kind."""
+    be over before the last. The settings' own is there, so that the gain is between plans of one kind."""
     chosen = [*ranked[:1], *(auto for one in ranked[:1] for auto in choices.with_auto(one))]
     chosen += ranked[1:FINALISTS]
     own = choices.own()

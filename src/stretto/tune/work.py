@@ -1,7 +1,7 @@
 """Pieces of a tuning's work and what comes of them: a block is priced, a short step simulated, a plan made.
 
-Each process does one piece at a time, and keeps what it traced. Processes are started anew (spawned), so that
-they share nothing with the one that asks. Signals are left to that one; where it closes its end of their
+Each process does one piece at a time, and keeps what it traced. Processes are started again (spawned), so
+that they share nothing with the one that asks. Signals are left to that one; where it closes its end of their
 pipe, or ends without a word, they end as well.
 """
 
@@ -175,7 +175,7 @@ class Work:
         short = brief(job, self._cluster, asked.order, asked.ahead, fits)
         peak_bytes = max(short.peak_bytes)
         if not fits(short.peak_bytes):
-            return Refused(asked.candidate, "a rank holds more than a device has", True, peak_bytes)
+            return Refused(asked.candidate, "a rank has more than a device has", True, peak_bytes)
         return ShortStepResult(asked.candidate, short.step_us, peak_bytes)
 
     def _plan(self, candidate: Candidate, order: str) -> Planned:
@@ -315,7 +315,7 @@ def _begin(pipe: Connection, *of: Any) -> None:
 
 
 def _end_with(pipe: Connection) -> None:
-    """A process that computes for long would not see that nobody waits for it."""
+    """A process that computes for long would not see that no one waits for it."""
     pipe.poll(None)
     os._exit(1)
 

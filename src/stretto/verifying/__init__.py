@@ -19,7 +19,7 @@ __all__ = ["Fault", "plan_faults", "schedule_faults", "verify"]
 def verify(plan_or_schedule: Plan | Schedule, max_bytes: int | None = None) -> None:
     """Raise PlanError that lists every fault, or return if there is none.
 
-    max_bytes: for a plan, the memory of one rank in bytes; a rank that holds more at any point of its order
+    max_bytes: for a plan, the memory of one rank in bytes; a rank that has more at any point of its order
     is a fault (see `stretto.verifying.memory` for what is counted).
     """
     if isinstance(plan_or_schedule, Schedule):

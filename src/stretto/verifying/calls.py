@@ -40,7 +40,7 @@ def _repeated(plan: Plan, stage: Stage) -> Iterator[Fault]:
     for phase, op in repeating:
         fix = "Name the op of F that it computes again, or none"
         if phase is Phase.F:
-            what, fix = "but stands in F itself", "Take it out of F"
+            what, fix = "but is in F itself", "Take it out of F"
         elif op.repeats not in made:
             what = f"which stage {stage.index} does not have in F"
         else:

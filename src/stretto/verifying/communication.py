@@ -80,7 +80,7 @@ class _StageProof:
         return [place for place in places if place is not None and self.ops[place].target in STARTS]
 
     def spec(self, phase: Phase, name: str) -> TensorSpec | None:
-        """The tensor that a name stands for; None if it is none."""
+        """The tensor that a name represents; None if it is none."""
         place = self.place(phase, name)
         if place is None:
             return self.given.get(name)
@@ -169,8 +169,8 @@ class _StageProof:
         elif not 0 <= dim < len(source.shape):
             yield f"{name}, {source}, has no dim {dim}", "Name a dim that it has"
         else:
-            whole = tuple(n * size if d == dim else n for d, n in enumerate(made.shape))
-            if (whole, made.dtype) != (source.shape, source.dtype):
+            full = tuple(n * size if d == dim else n for d, n in enumerate(made.shape))
+            if (full, made.dtype) != (source.shape, source.dtype):
                 what = f"gives {made}, which is no part of {size} along dim {dim} of {name}, {source}"
                 yield what, "Capture the job again"
 

@@ -23,8 +23,8 @@ TIED = "tied "
 """What the names of tied gradients' communicators begin with."""
 
 
-def tells_loss(plan: Plan) -> bool:
-    """Whether ranks have a part of the step's loss, or none, and must be told it."""
+def reduces_loss(plan: Plan) -> bool:
+    """Whether ranks have a part of the step's loss, or none, and must receive it."""
     return plan.ranks > 1 or bool(plan.job.data_axes)
 
 
@@ -35,7 +35,7 @@ def _needed(plan: Plan) -> dict[str, Communicator]:
         if ends[0] != ends[1]:
             name = plan.lane_of(edge.index)
             result[name] = Communicator(name, ends)
-    if tells_loss(plan):
+    if reduces_loss(plan):
         result[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
     for name, ranks in tied_ranks(plan.job, plan.schedule.stage_ranks).items():
         result[TIED + name] = Communicator(TIED + name, ranks)

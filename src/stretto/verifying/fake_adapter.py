@@ -17,7 +17,7 @@ def no_elements() -> Iterator[None]:
     """While the context lasts, ops compute shapes and dtypes as kernels of the tensors' device give them.
 
     No kernel runs: an op without a rule of its own raises an error that names it. PyTorch writes no log of
-    what is raised: whoever calls an op that may not fit says so.
+    what is raised: anyone who calls an op that may not fit says so.
     """
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True

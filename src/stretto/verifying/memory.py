@@ -1,6 +1,6 @@
-"""Proves that a rank's memory suffices: an upper bound that holds whatever the times are.
+"""Proves that a rank's memory suffices: an upper bound that has whatever the times are.
 
-What a rank holds follows from the order of its program alone: receives and sends hold their buffers from the
+What a rank keeps follows from the order of its program alone: receives and sends have their buffers from the
 instruction that starts them to the one that says that they are done. Counted, in bytes:
 
 1. parameters, one copy of each tied tensor a rank, buffers and the optimizer's state, throughout;
@@ -13,7 +13,7 @@ instruction that starts them to the one that says that they are done. Counted, i
    to the wait, as the result of any op; those of tied parameters become one before.
 
 Not counted: batch, constants, workspaces and the allocator's waste. `stretto.simulate`
-counts the same things with its own code, and a test holds the two together.
+counts the same things with its own code, and a test has the two together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from stretto.ir.flow import is_external
 from stretto.ir.plan import InstructionKind, ItemKind, Plan
 from stretto.ir.program import WAIT, Op, Parameter
-from stretto.ir.storage import Addend, addends, in_flight, makes, owner, reads
+from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.verifying.fault import Fault
 
 Storage = tuple[int, str]
@@ -33,18 +33,18 @@ Storage = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class MemoryFault(Fault):
-    """A rank that holds more than it may. holds_bytes: the most at any point of its order."""
+    """A rank that has more than it may. holds_bytes: the most at any point of its order."""
 
     holds_bytes: int = 0
 
 
 def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
-    """A fault for each rank that holds more than `max_bytes`. The plan must have no other fault."""
+    """A fault for each rank that has more than `max_bytes`. The plan must have no other fault."""
     result: list[Fault] = []
     for rank in range(plan.ranks):
         peak, at = _MemoryWalk(plan, rank).peak()
         if peak > max_bytes:
-            what = f"holds {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
+            what = f"keeps {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
             what += f"; with the optimizer's state ({plan.job.optimizer})" if plan.job.trains else ""
             fix = "Use a schedule with fewer live microbatches, smaller microbatches or more stages"
             result.append(MemoryFault(rank, at, what, fix, peak))
@@ -52,7 +52,7 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
 
 
 def peak_bytes(plan: Plan, rank: int) -> int:
-    """The most bytes that the rank holds at any point of its order."""
+    """The most bytes that the rank has at any point of its order."""
     return _MemoryWalk(plan, rank).peak()[0]
 
 
@@ -65,13 +65,20 @@ class _Step:
     up: int = 0
     down: int = 0
     part: int = 0
-    addends: tuple[Addend, ...] = ()
+    partial_sums: tuple[PartialSum, ...] = ()
     lasting: list[Storage] = field(default_factory=list)
     sums: tuple[str, ...] = ()
 
     def take(self, after: _Step) -> bool:
         """Do what the step after this one does, if neither depends on the run."""
-        if self.addends or self.lasting or self.sums or after.addends or after.lasting or after.sums:
+        if (
+            self.partial_sums
+            or self.lasting
+            or self.sums
+            or after.partial_sums
+            or after.lasting
+            or after.sums
+        ):
             return False
         end = self.up + self.down
         self.up, end = max(self.up, end, end + after.up), end + after.up + after.down
@@ -93,10 +100,10 @@ class _MemoryWalk:
             for op in ops
         }
         self.edge_into = {(e.target, e.value): e for e in plan.job.edges if e.target in self.stages}
-        self.addends: dict[Storage, tuple[Addend, ...]] = {
-            (stage, value): of for stage in self.stages for value, of in addends(plan.job, stage).items()
+        self.partial_sums: dict[Storage, tuple[PartialSum, ...]] = {
+            (stage, value): of for stage in self.stages for value, of in partial_sums(plan.job, stage).items()
         }
-        # By group of tied parameters: the names that the rank holds.
+        # By group of tied parameters: the names that the rank has.
         self.tied: dict[str, list[Parameter]] = defaultdict(list)
         for parameter in plan.job.parameters:
             if self.stages.intersection(parameter.stages):
@@ -104,7 +111,7 @@ class _MemoryWalk:
         self.made: dict[Storage, tuple[tuple[Storage, int], ...]] = {
             (stage, name): tuple(((stage, made), nbytes) for made, nbytes in makes(op))
             for (stage, name), op in self.ops.items()
-            if not any(addend.product for addend in self.addends.get((stage, name), ()))
+            if not any(partial_sum.product for partial_sum in self.partial_sums.get((stage, name), ()))
         }
         self.nbytes = dict(made for of_op in self.made.values() for made in of_op)
         self.nbytes |= {at: edge.spec.nbytes for at, edge in self.edge_into.items()}
@@ -139,27 +146,27 @@ class _MemoryWalk:
         return [storage for storage in dict.fromkeys(result) if not is_external(storage[1])]
 
     def peak(self) -> tuple[int, str]:
-        """(bytes, the instruction at which they are held)."""
-        held = sum(parameters[-1].held_nbytes for parameters in self.tied.values())
+        """(bytes, the instruction at which they are kept)."""
+        kept = sum(parameters[-1].held_nbytes for parameters in self.tied.values())
         trained = {parameter.tied_to for parameter in self.plan.job.parameters if parameter.grads}
         kind = self.plan.job.optimizer
-        held += sum(one[-1].state_nbytes(kind) for name, one in self.tied.items() if name in trained)
+        kept += sum(one[-1].state_nbytes(kind) for name, one in self.tied.items() if name in trained)
         buffers = [b.spec.nbytes for b in self.plan.job.buffers if self.stages.intersection(b.stages)]
-        self.hold(held + sum(buffers), "")
+        self.keep(kept + sum(buffers), "")
         for instruction in self.plan.orders[self.rank]:
             at = str(instruction)
             if instruction.kind is InstructionKind.RECV:
-                self.hold(self.plan.job.edges[int(instruction.ref)].spec.nbytes, at)
+                self.keep(self.plan.job.edges[int(instruction.ref)].spec.nbytes, at)
             elif instruction.kind is InstructionKind.SENT:
                 edge = self.plan.job.edges[int(instruction.ref)]
-                self.hold(-self.gone(self.storage(edge.source, edge.value), instruction.microbatches[0]), at)
+                self.keep(-self.gone(self.storage(edge.source, edge.value), instruction.microbatches[0]), at)
             else:
                 for step in self.steps(str(instruction.ref)):
                     self.run(step, instruction.microbatches, at)
         return self.highest
 
-    def hold(self, nbytes: int, at: str) -> None:
-        """So many bytes more are held from here on."""
+    def keep(self, nbytes: int, at: str) -> None:
+        """So many bytes more are kept from here on."""
         self.level += nbytes
         if self.level > self.highest[0]:
             self.highest = (self.level, at)
@@ -168,16 +175,16 @@ class _MemoryWalk:
         up, down = step.up, step.down
         for group in step.sums:
             self.become_one(group, at)
-        for addend in step.addends:
-            if addend.parameter not in self.begun:
-                self.begun.add(addend.parameter)
-                # A value that becomes the gradient goes as the gradient comes; a copy stands beside it.
-                if addend.product or addend.copied:
-                    up += addend.nbytes
+        for partial_sum in step.partial_sums:
+            if partial_sum.parameter not in self.begun:
+                self.begun.add(partial_sum.parameter)
+                # A value that becomes the gradient goes as the gradient comes; a copy is beside it.
+                if partial_sum.product or partial_sum.copied:
+                    up += partial_sum.nbytes
                 else:
-                    down += addend.nbytes
-        self.hold(up, at)
-        self.hold(down - sum(self.gone(storage, microbatches[step.part]) for storage in step.lasting), at)
+                    down += partial_sum.nbytes
+        self.keep(up, at)
+        self.keep(down - sum(self.gone(storage, microbatches[step.part]) for storage in step.lasting), at)
 
     def steps(self, name: str) -> list[_Step]:
         """What a window does, op by op; ops in a row that do the same in every run are one step."""
@@ -197,7 +204,7 @@ class _MemoryWalk:
             if item.kind is not ItemKind.OP:
                 continue
             step = _Step(sum(nbytes for _, nbytes in self.made.get(op, ())), 0, item.part)
-            step.addends = self.addends.get(op, ())
+            step.partial_sums = self.partial_sums.get(op, ())
             step.sums = self.ops[op].sums
             for storage in self.touched[op]:
                 left[storage, item.part] -= 1
@@ -223,7 +230,7 @@ class _MemoryWalk:
         begun = self.begun.intersection(names)
         if names and len(begun) != 1:
             nbytes = self.tied[group][-1].grad_nbytes
-            self.hold(nbytes, at)
-            self.hold(-len(begun) * nbytes, at)
+            self.keep(nbytes, at)
+            self.keep(-len(begun) * nbytes, at)
             self.begun -= begun
             self.begun.add(names[0])

@@ -174,7 +174,7 @@ def deadlock_faults(plan: Plan) -> list[Fault]:
 
 
 class _Walk:
-    """The state of one walk: where each rank stands, and what has started on each communicator."""
+    """The state of one walk: where each rank is, and what has started on each communicator."""
 
     def __init__(self, plan: Plan, traces: list[list[Event]], rendezvous: bool) -> None:
         self.plan = plan
@@ -182,11 +182,11 @@ class _Walk:
         self.rendezvous = rendezvous
         self.heads = [0] * len(traces)
         self.sent: Counter[str] = Counter()
-        self.place: dict[Message, int] = {}
+        self.position: dict[Message, int] = {}
         self.posted: Counter[str] = Counter()
         self.reducing: set[tuple[str, int]] = set()
-        # Groups along an axis lie within a rank of the pipeline; only these wait for other ranks.
-        self.joined = {result.name: result.ranks for result in plan.communicators if result.joins_places}
+        # Groups along an axis are within a rank of the pipeline; only these wait for other ranks.
+        self.joined = {result.name: result.ranks for result in plan.communicators if result.joins_pp_ranks}
 
     def run(self) -> list[Fault]:
         """Walk until no rank can move; a fault for each rank that has not reached its end."""
@@ -204,7 +204,7 @@ class _Walk:
             lane = self.plan.lane_of(event.message[0])
             count = self.sent if event.kind is EventKind.SEND else self.posted
             if event.kind is EventKind.SEND:
-                self.place[event.message] = count[lane]
+                self.position[event.message] = count[lane]
             count[lane] += 1
         elif event.kind is EventKind.REDUCE and event.op is not None:
             self.reducing.add((event.op.lane, event.rank))
@@ -215,9 +215,9 @@ class _Walk:
         if event.kind is EventKind.WAIT or (event.kind is EventKind.SENT and self.rendezvous):
             if event.source == event.target:
                 return None  # proved by `stretto.verifying.messages`
-            if event.message not in self.place:
+            if event.message not in self.position:
                 return f"{shown(self.plan, event.message)}, which rank {event.source} has not sent"
-            if self.place[event.message] >= self.posted[self.plan.lane_of(event.message[0])]:
+            if self.position[event.message] >= self.posted[self.plan.lane_of(event.message[0])]:
                 return f"{shown(self.plan, event.message)}, whose receive rank {event.target} has not posted"
         elif event.kind is EventKind.REDUCED and event.op is not None:
             lane = event.op.lane
@@ -233,7 +233,7 @@ class _Walk:
         event = self.traces[rank][self.heads[rank]]
         transport = " on a transport without buffers" if self.rendezvous else ""
         others = "; ".join(
-            f"rank {other} stands at `{trace[self.heads[other]].instruction}`"
+            f"rank {other} is at `{trace[self.heads[other]].instruction}`"
             for other, trace in enumerate(self.traces)
             if other != rank and self.heads[other] < len(trace)
         )

@@ -5,7 +5,7 @@
 2. `random` is true of ops that draw, and of no other: what draws without it would take numbers from nowhere.
 3. `alias` names the storage of a view, and nothing else has one: a value that says that it is no view may
    become a gradient as it is, and the sum would be written over what it is a view of.
-4. Of a plan that was edited, what an op makes is used. Capture drops what nobody needs; an op without a use
+4. Of a plan that was edited, what an op makes is used. Capture drops what no one needs; an op without a use
    was taken out of something: a gradient, the loss, a message. Parts of tuples of the forward may be left, as
    in what is computed again; each is taken once. A view makes nothing by itself.
 
@@ -49,7 +49,7 @@ def _in_stage(job: Job, stage: Stage, edited: bool) -> Iterator[Fault]:
                 what = f"takes part {op.args[1]} of {op.args[0].name}, as {first} does"
                 yield Fault(None, where, what, "Take each part once")
             if op.name in unused:
-                what = f"{op.target} makes what nobody uses"
+                what = f"{op.target} makes what no one uses"
                 yield Fault(
                     None, where, what, "Name it where it belongs (a gradient, the loss), or drop the op"
                 )
@@ -82,7 +82,7 @@ def _said(op: Op, made: dict[str, Op]) -> Iterator[str]:
 
 
 def _unused(job: Job, stage: Stage) -> set[str]:
-    """Ops of PyTorch of which nobody uses what they make (rule 4)."""
+    """Ops of PyTorch of which no one uses what they make (rule 4)."""
     used = {edge.value for edge in job.edges if edge.source == stage.index}
     for phase in PHASES:
         used.update(results_of(job, stage.index, phase))

@@ -1,14 +1,14 @@
 """Proves that axes and shards fit together, and that every op can be computed on what tensor-parallel ranks
-hold of its operands.
+keep of its operands.
 
-Parameters that are spread name real axes and dims; copies of one tensor are spread alike.
+Parameters that are sharded name real axes and dims; copies of one tensor are sharded alike.
 
 Capture has proved placements of the step that it traced, with the shapes of the model alone beside it.
 Passes and planning have changed the programs since, and a plan file may be anybody's. So each op is placed
-again (`stretto.ir.placements`) from the parameters' shards on, through all stages: an addend that is used as
-if it were the sum, a sum over ranks of what is whole on each, a slice beside a whole, and gradients that are
-other than their parameters say. The order of gathered rows is not followed here, and what an op without a
-rule makes is taken as it is.
+again (`stretto.ir.placements`) from the parameters' shards on, through all stages: a partial sum that is
+used as if it were the sum, a sum over ranks of what is full on each, a slice beside a full value, and
+gradients that are other than their parameters say. The order of gathered rows is not followed here, and what
+an op without a rule makes is taken as it is.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ def _shards(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
     axes, shape = dict(job.axes), parameter.spec.shape
     for shard in parameter.shards:
         if shard.axis not in axes:
-            what = f"is spread over {shard.axis!r}, which is no axis of the job"
+            what = f"is sharded over {shard.axis!r}, which is no axis of the job"
             yield what, f"The job has {', '.join(axes) or 'none'} beside pp"
         if not 0 <= shard.dim < len(shape):
-            yield f"is spread along dim {shard.dim}, but is {parameter.spec}", "Name a dim it has"
+            yield f"is sharded along dim {shard.dim}, but is {parameter.spec}", "Name a dim it has"
         elif shard.blocks < 1 or shape[shard.dim] % shard.blocks:
             rows = f"{shape[shard.dim]} rows along dim {shard.dim}"
             what = f"has {rows}, not {shard.blocks} equal blocks of them"
             yield what, "Name as many blocks as the parameter has"
-        # Ranks that hold the same part are as many for each part, and add up their gradients.
-        held = f"has parts that {shard.copies} ranks of {shard.axis} hold each"
+        # Ranks that have the same part are as many for each part, and add up their gradients.
+        kept = f"has parts that {shard.copies} ranks of {shard.axis} keep each"
         size = axes.get(shard.axis, 1)
         if shard.copies < 1 or size % shard.copies:
-            yield f"{held}, but it has {size} ranks", f"Name a number that divides {size}"
+            yield f"{kept}, but it has {size} ranks", f"Name a number that divides {size}"
         elif shard.copies > 1 and parameter.grads and shard.axis not in parameter.partial:
-            yield f"{held}, whose gradients are not summed", f"Name {shard.axis} in `partial`"
-    spread = [shard.axis for shard in parameter.shards]
-    for axis in sorted({axis for axis in spread if spread.count(axis) > 1}):
-        yield f"is spread over {axis} twice", "Keep one shard an axis"
+            yield f"{kept}, whose gradients are not summed", f"Name {shard.axis} in `partial`"
+    sharded = [shard.axis for shard in parameter.shards]
+    for axis in sorted({axis for axis in sharded if sharded.count(axis) > 1}):
+        yield f"is sharded over {axis} twice", "Keep one shard an axis"
 
 
 def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
@@ -86,7 +86,7 @@ def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
                 "Name axes of the job; over dp and ep every gradient is summed that is not sharded over them",
             )
         elif axis in shards and shards[axis].copies == 1:
-            what = f"is spread over {axis}, so gradients along it belong to different rows"
+            what = f"is sharded over {axis}, so gradients along it belong to different rows"
             yield what, f"Take {axis} out of `partial`, or out of `shards`"
     if len(set(parameter.partial)) < len(parameter.partial):
         yield f"names an axis of `partial` twice: {list(parameter.partial)}", "Keep one"
@@ -95,13 +95,13 @@ def _partial(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
 def _tie(first: Parameter, parameter: Parameter) -> Iterator[Fault]:
     """Copies of one tensor are summed element by element."""
 
-    def whole(of: Parameter) -> tuple[object, ...]:
+    def full(of: Parameter) -> tuple[object, ...]:
         return of.spec, of.own_dtype, of.shards
 
     where = f"parameter {parameter.name}"
-    if whole(first) != whole(parameter):
+    if full(first) != full(parameter):
         kinds = f"({parameter.spec}, {_spread(parameter)}; {first.spec}, {_spread(first)})"
-        what = f"is one tensor with {first.name}, but is spread or shaped differently {kinds}"
+        what = f"is one tensor with {first.name}, but is sharded or shaped differently {kinds}"
         yield Fault(None, where, what, "Spread tied parameters alike")
     if first.grads and parameter.grads and set(first.partial) != set(parameter.partial):
         axes = f"({list(parameter.partial)}; {list(first.partial)})"
@@ -119,7 +119,7 @@ NORMS = names("linalg_vector_norm norm.ScalarOpt_dim norm.Scalar")
 
 
 def placement_faults(plan: Plan) -> list[Fault]:
-    """Every fault of what ranks along tp hold. The programs must have no other fault."""
+    """Every fault of what ranks along tp keep. The programs must have no other fault."""
     job = plan.job
     size = job.size(TENSOR)
     if size == 1:
@@ -160,19 +160,19 @@ def _maker(made: Mapping[str, Op], name: str) -> str:
 def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:
     if isinstance(trouble, NeedsEqualError):
         names = ", ".join(trouble.names)
-        what = f"uses {names} as a whole, of which every {TENSOR} rank has only an addend"
+        what = f"uses {names} as a full value, of which every {TENSOR} rank has only a partial sum"
         fix = "Sum it over the ranks first"
     elif isinstance(trouble, EqualReducedError):
-        what = f"sums {trouble} over {TENSOR} ranks, which all hold it whole"
+        what = f"sums {trouble} over {TENSOR} ranks, which all have it whole"
         fix = "Use it as it is"
     else:
-        what = f"has operands that {TENSOR} ranks do not hold alike: {trouble}"
-        fix = "Gather what is spread first"
+        what = f"has operands that {TENSOR} ranks do not keep alike: {trouble}"
+        fix = "Gather what is sharded first"
     return Fault(rank, f"{op.name} ({op.target})", what, fix)
 
 
 def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) -> Iterator[Fault]:
-    """Gradients of spread parameters are spread with them, others are whole or addends, as they say."""
+    """Gradients of sharded parameters are sharded with them, others are full or partial sums, as they say."""
     for parameter in plan.job.parameters:
         where, partial = f"parameter {parameter.name}", TENSOR in parameter.partial
         for stage, phase, value in parameter.grads:
@@ -182,40 +182,40 @@ def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) 
                 yield Fault(rank, where, what, "Put each op behind what it reads, I before W")
                 continue
             for placer in placers:
-                own, held = placer.of(f"param/{parameter.name}"), placer.of(value)
-                thin = is_thin(held, specs[value].shape)  # one element may be an addend as well
-                if held.zero:
+                own, kept = placer.of(f"param/{parameter.name}"), placer.of(value)
+                thin = is_thin(kept, specs[value].shape)  # one element may be a partial sum as well
+                if kept.zero:
                     continue
-                whole = _is_whole(held)
-                if own.kind == "part" and held.kind not in ("part", "local"):
-                    what = f"{its} is {held}, but the parameter is {own}"
+                full = _is_full(kept)
+                if own.kind == "part" and kept.kind not in ("part", "local"):
+                    what = f"{its} is {kept}, but the parameter is {own}"
                     yield Fault(rank, where, what, "Give it the shard or `partial` that fits")
-                elif own.kind != "part" and not partial and not whole and not thin:
-                    what = f"{its} differs between {TENSOR} ranks, which all hold it whole, and is not summed"
+                elif own.kind != "part" and not partial and not full and not thin:
+                    what = f"{its} differs between {TENSOR} ranks, which all have it full, and is not summed"
                     yield Fault(rank, where, what, f"Name {TENSOR} in `partial`")
-                elif own.kind != "part" and partial and whole:
+                elif own.kind != "part" and partial and full:
                     size = plan.job.size(TENSOR)
-                    what = f"{its} is the whole on every {TENSOR} rank, and would be counted {size} times"
+                    what = f"{its} is the full on every {TENSOR} rank, and would be counted {size} times"
                     yield Fault(rank, where, what, f"Take {TENSOR} out of `partial`")
-                elif own.kind != "part" and partial and held.kind == "part" and not thin:
-                    what = f"{its} is {held}, but the parameter is {own} with addends of its gradient"
+                elif own.kind != "part" and partial and kept.kind == "part" and not thin:
+                    what = f"{its} is {kept}, but the parameter is {own} with partial_sums of its gradient"
                     yield Fault(rank, where, f"{what} on {TENSOR} ranks", "Give it no shard that fits")
 
 
 def _kept(plan: Plan, placers: list[Placer]) -> Iterator[Fault]:
-    """The loss, and what buffers become, are whole on every rank."""
+    """The loss, and what buffers become, are full on every rank."""
     for placer in placers:
         stage, loss = plan.job.loss
-        if not _is_whole(placer.of(loss)):
+        if not _is_full(placer.of(loss)):
             what = f"{loss} differs between {TENSOR} ranks"
             yield Fault(plan.rank_of(stage), "loss", what, "Gather or sum what it is made of first")
         for buffer in plan.job.buffers:
             for stage, phase, value in buffer.updates:
-                if not _is_whole(placer.of(value)):
+                if not _is_full(placer.of(value)):
                     what = f"its update {value} ({stage}{phase}) differs between {TENSOR} ranks, which all "
                     fix = "Sum or gather what it is made of first"
-                    yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}hold it whole", fix)
+                    yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}keep it whole", fix)
 
 
-def _is_whole(held: Placement) -> bool:
-    return held.kind == "equal" or held == UNKNOWN
+def _is_full(kept: Placement) -> bool:
+    return kept.kind == "equal" or kept == UNKNOWN

@@ -89,7 +89,7 @@ def _cut(op: Op, specs: Specs) -> str:
 
 
 def _trouble(op: Op, specs: Specs, device: str) -> str:
-    """Why the op does not give what the plan says; "" if it does, or nobody knows."""
+    """Why the op does not give what the plan says; "" if it does, or no one knows."""
     space, _, name = op.target.partition(".")
     if space != "aten" or (device != "cpu" and any(word in name for word in DEVICE_ATTENTION)):
         return ""
@@ -102,24 +102,24 @@ def _trouble(op: Op, specs: Specs, device: str) -> str:
             _known.clear()
         _known[key] = _called(op, specs, device)
     made, reason = _known[key]
-    told = ", ".join(str(specs[value]) for value in given)
+    described = ", ".join(str(specs[value]) for value in given)
     if reason:
-        return f"{op.target} cannot take {told}: {reason}"
+        return f"{op.target} cannot take {described}: {reason}"
     if made is None or len(made) != len(op.outputs):
         return ""
     for at, (result, said) in enumerate(zip(made, op.outputs, strict=True)):
         if said is None:
             continue
         if result is None:
-            return f"{op.target} of {told} gives nothing as part {at}, but the plan says {_brief(said)}"
+            return f"{op.target} of {described} gives nothing as part {at}, but the plan says {_brief(said)}"
         if at:
             result = replace(result, dtype=said.dtype)  # of statistics, kernels choose what they compute in
         if not _alike(result, said):
-            return f"{op.target} of {told} gives {_brief(result)}, but the plan says {_brief(said)}"
+            return f"{op.target} of {described} gives {_brief(result)}, but the plan says {_brief(said)}"
         if said.numel:
             view = op.alias is not None
             if _laid_out(result) != _laid_out(said) if view else is_expanded(said) > is_expanded(result):
-                return f"{op.target} of {told} gives {result}, but the plan says {said}"
+                return f"{op.target} of {described} gives {result}, but the plan says {said}"
     return ""
 
 
@@ -175,7 +175,7 @@ def _brief(spec: TensorSpec) -> str:
 
 
 def _called(op: Op, specs: Specs, device: str) -> tuple[Given | None, str]:
-    """Steps 1 and 2: what the op gives, None if nobody knows; and why it cannot be called, else ""."""
+    """Steps 1 and 2: what the op gives, None if no one knows; and why it cannot be called, else ""."""
     packet, _, overload = op.target.removeprefix("aten.").partition(".")
     function = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     # Attributes of the namespace itself have names, too, and are no ops.

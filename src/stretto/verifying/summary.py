@@ -23,7 +23,7 @@ def schedule_summary(schedule: Schedule) -> str:
 def plan_summary(plan: Plan) -> str:
     """`8 ranks (pp 2 x dp 2 x tp 2), 2 microbatches, 8 actions, 4 messages on 2 communicators, ...`.
 
-    Actions, messages, collectives and sums are counted once for all ranks that share a place.
+    Actions, messages, collectives and sums are counted once for all ranks that share a pipeline rank.
     """
     events = [event for rank in range(plan.ranks) for event in trace_of(plan, rank)]
     received = [event.message for event in events if event.kind is EventKind.RECV]
@@ -36,7 +36,7 @@ def plan_summary(plan: Plan) -> str:
     parts.append(f"{_count(len(received), 'message')} on {_count(len(lanes), 'communicator')}")
     for number, one, many in (
         (_collectives(plan), "collective", "collectives"),
-        (sums, "sum of gradients", "sums of gradients"),
+        (sums, "sum of gradients", "gradient reductions"),
     ):
         if number:
             parts.append(_count(number, one, many))
@@ -44,7 +44,7 @@ def plan_summary(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> int:
-    """Collectives of programs in a step, over all places."""
+    """Collectives of programs in a step, over all pipeline ranks."""
     starts = {
         name: sum(
             op.target in STARTS

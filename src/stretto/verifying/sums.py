@@ -1,19 +1,19 @@
 """Proves that every gradient is summed over exactly what it must be, and each part of it counted once.
 
-A place of the pipeline sums a gradient that it holds, in this order:
+A pipeline rank sums a gradient that it has, in this order:
 
 1. over each axis along which its ranks have parts of it (`Parameter.partial`), in any order of the axes;
-2. over the places that hold a copy (ties);
+2. over the pipeline ranks that have a copy (ties);
 3. over dp, when there is more than one copy of the data.
 
 A sum starts after the last op that adds to the gradient and after the sum before it has ended, for both
 write to the same memory; it ends before the step does. It may start inside the window of that op, or in one
 of sums alone. An op only says which gradients go together.
 
-Groups along an axis lie within one place, whose ranks all walk the same order, so they start sums alike. Sums
-of ties join places, and so does the loss: all places must start those that they share in one order. Where
-collectives of several communicators cannot all be resident at once, as on a GPU, different orders can block
-each other.
+Groups along an axis are within one pipeline rank, whose ranks all walk the same order, so they start sums
+alike. Sums of ties join places, and so does the loss: all pipeline ranks must start those that they share in
+one order. Where collectives of several communicators cannot all be resident at once, as on a GPU, different
+orders can block each other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from stretto.ir.action import ONCE, Phase
 from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.plan import LOSS, ItemKind, Plan
 from stretto.ir.program import DTYPE_BYTES, GRAD, STEP_LOSS, WAIT, Op, TensorSpec
-from stretto.ir.transfers import summed_bytes, tied_ranks
-from stretto.verifying.communicators import TIED, tells_loss
+from stretto.ir.transfers import reduced_bytes, tied_ranks
+from stretto.verifying.communicators import TIED, reduces_loss
 from stretto.verifying.fault import Fault
 from stretto.verifying.trace import Event, EventKind, last_runs, trace_of
 
@@ -38,7 +38,7 @@ Position = tuple[int, int]
 
 
 def sum_faults(plan: Plan) -> list[Fault]:
-    """Every fault of sums of gradients. References must be sound."""
+    """Every fault of gradient reductions. References must be sound."""
     tied = tied_ranks(plan.job, plan.schedule.stage_ranks)
     result = list(_programs(plan, tied))
     for rank in range(plan.ranks):
@@ -74,7 +74,7 @@ def _programs(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
                 continue
             axis, names = axis_of(plan, op), ", ".join(op.sums)
             if len(op.args[0]) > len(op.sums):
-                yield Fault(rank, op.name, f"holds a gradient twice: {names}", "Name each once")
+                yield Fault(rank, op.name, f"has a gradient twice: {names}", "Name each once")
             if op.name not in waited:
                 yield Fault(rank, op.name, "no op waits for it", "Add one")
             if axis is None:
@@ -83,7 +83,7 @@ def _programs(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
                 yield Fault(rank, op.name, what, f"Give it {which}")
                 continue
             if axis == TIES and op.sums != (op.lane.removeprefix(TIED),):
-                what = f"sums {names} on communicator {op.lane}, which joins the ranks that hold "
+                what = f"sums {names} on communicator {op.lane}, which joins the ranks that have "
                 what += op.lane.removeprefix(TIED)
                 yield Fault(
                     rank, op.name, what, "Give each tied gradient a sum and a communicator of its own"
@@ -96,12 +96,12 @@ def _programs(plan: Plan, tied: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
             size *= len(plan.communicator(op.lane).ranks)
             spec, alike = job.loss_spec, op.alias == STEP_LOSS
             if axis != LOSS:
-                held = [known[name] for name in op.sums]
-                dtype, nbytes = held[0].grad_dtype, sum(summed_bytes(job, one, op.lane) for one in held)
+                kept = [known[name] for name in op.sums]
+                dtype, nbytes = kept[0].grad_dtype, sum(reduced_bytes(job, one, op.lane) for one in kept)
                 spec = TensorSpec((nbytes // DTYPE_BYTES[dtype],), dtype)
-                alone = len(held) == 1 and nbytes == held[0].grad_nbytes
+                alone = len(kept) == 1 and nbytes == kept[0].grad_nbytes
                 alike = op.alias == (GRAD + op.sums[0] if alone else None)
-                alike &= all(one.grad_dtype == dtype for one in held)
+                alike &= all(one.grad_dtype == dtype for one in kept)
             if not alike or (op.outputs, op.args[-1]) != ((spec,), size):
                 what = f"is not the sum of {names} over {size} ranks, {spec}, in place where it is alone"
                 yield Fault(rank, op.name, what, "Lower the plan again")
@@ -236,7 +236,7 @@ class _SumWalk:
             self.rank,
             f"gradient of {gradient}",
             f"is never summed over {' and '.join(map(_said, axes))}",
-            f"Add a sum on communicator {lane} that holds it",
+            f"Add a sum on communicator {lane} that has it",
         )
 
     def fault(self, event: Event, what: str, fix: str) -> Fault:
@@ -245,15 +245,15 @@ class _SumWalk:
 
 
 def _said(axis: str) -> str:
-    return "the ranks that hold a copy" if axis == TIES else axis
+    return "the ranks that have a copy" if axis == TIES else axis
 
 
 def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Tied groups that the rank holds and that have a gradient -> what it is to be summed over, in order. And
+    """Tied groups that the rank has and that have a gradient -> what it is to be summed over, in order. And
     the loss."""
     trained = {parameter.tied_to for parameter in plan.job.parameters if parameter.grads}
     result: dict[str, list[str]] = {}
-    spread = {p.tied_to: {shard.axis for shard in p.shards} for p in plan.job.parameters}
+    sharded = {p.tied_to: {shard.axis for shard in p.shards} for p in plan.job.parameters}
     for parameter in plan.job.parameters:
         if parameter.tied_to in trained and any(plan.rank_of(s) == rank for s in parameter.stages):
             axes = result.setdefault(parameter.tied_to, [])
@@ -261,17 +261,17 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
     for name, axes in result.items():
         if rank in tied.get(name, ()):
             axes.append(TIES)
-        axes += [axis for axis in plan.job.data_axes if axis not in axes and axis not in spread[name]]
-    return result | ({STEP_LOSS: [LOSS]} if tells_loss(plan) else {})
+        axes += [axis for axis in plan.job.data_axes if axis not in axes and axis not in sharded[name]]
+    return result | ({STEP_LOSS: [LOSS]} if reduces_loss(plan) else {})
 
 
 def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
     """Tied group, or the loss -> the rank's last run that adds to it, and the last item there that does."""
     last = last_runs(plan, rank)
     result: dict[str, Position] = {}
-    addends = [(p.tied_to, *grad) for p in plan.job.parameters for grad in p.grads]
-    addends.append((STEP_LOSS, plan.job.loss[0], Phase.F, plan.job.loss[1]))
-    for name, stage, phase, value in addends:
+    partial_sums = [(p.tied_to, *grad) for p in plan.job.parameters for grad in p.grads]
+    partial_sums.append((STEP_LOSS, plan.job.loss[0], Phase.F, plan.job.loss[1]))
+    for name, stage, phase, value in partial_sums:
         at = last.get((stage, phase), -1)
         if at >= 0:
             window = plan.windows[str(plan.orders[rank][at].ref)]
@@ -282,14 +282,14 @@ def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
                 if item.kind is ItemKind.OP and item.ref == value and item.part in parts
             ]
             # An op that is missing is a fault of the window.
-            place = (at, max(adds, default=0))
-            result[name] = max(result.get(name, place), place)
+            pp_rank = (at, max(adds, default=0))
+            result[name] = max(result.get(name, pp_rank), pp_rank)
     return result
 
 
 def _one_order(plan: Plan) -> Iterator[Fault]:
     """Ranks start what joins them in one order: sums of ties, and that of the loss."""
-    joined = {result.name: result.ranks for result in plan.communicators if result.joins_places}
+    joined = {result.name: result.ranks for result in plan.communicators if result.joins_pp_ranks}
     starts = [_first_starts(plan, rank) for rank in range(plan.ranks)]
     for first in range(plan.ranks):
         for second in range(first + 1, plan.ranks):

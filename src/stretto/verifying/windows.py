@@ -48,7 +48,7 @@ def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
 
 
 def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
-    """Values that the stage may hold when `phase` (F, I or W) begins: name -> the phase that brought it."""
+    """Values that the stage may keep when `phase` (F, I or W) begins: name -> the phase that brought it."""
     result: dict[str, Phase] = {}
     for before in PHASES[: PHASES.index(phase)]:
         for name in defined(job.stages[stage].ops[before]):
@@ -68,7 +68,7 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
     def fault(item: Item | str, what: str, fix: str) -> Fault:
         return Fault(rank, f"{where}, {item}", what, fix)
 
-    # 1. Where everything stands; the first place counts, a second is a fault.
+    # 1. Where everything is; the first place counts, a second is a fault.
     ops = {op.name: op for sub in phase.parts for op in job.stages[stage].ops[sub]}
     arriving = {
         edge.index: edge.value
@@ -84,7 +84,7 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
             continue
         first = at[item.kind].setdefault(item.ref, position)
         if first != position:
-            yield fault(item, f"stands twice, at items {first} and {position}", "Remove one of them")
+            yield fault(item, f"is there twice, at items {first} and {position}", "Remove one of them")
         elif item.kind is ItemKind.WAIT and item.ref not in arriving:
             yield fault(item, f"the edge brings nothing to stage {stage} in phase {phase}", "Remove it")
         elif item.kind is ItemKind.SEND and item.ref not in leaving:
@@ -98,7 +98,7 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
         if edge not in at[ItemKind.SEND]:
             yield fault(f"send e{edge}", f"missing: {value} never leaves", f"Add it after {value}")
         elif at[ItemKind.SEND][edge] < at[ItemKind.OP].get(value, -1):
-            yield fault(f"send e{edge}", f"stands before {value} is made", f"Move it after {value}")
+            yield fault(f"send e{edge}", f"is before {value} is made", f"Move it after {value}")
 
     # 3. F before the backward of its microbatch, as where each is a window of its own.
     forwards = set() if phase is Phase.F else {m for m in window.mates(part) if window.parts[m][1] is Phase.F}
@@ -106,7 +106,7 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
     last = max(before, default=-1)
     first = min(at[ItemKind.OP].values(), default=last)
     if first < last:
-        what = f"stands before {window.items[last]} of {stage}F of the same microbatch, item {last}"
+        what = f"is before {window.items[last]} of {stage}F of the same microbatch, item {last}"
         yield fault(window.items[first], what, "Move it behind all of that forward")
 
     # 4. Every read after what it reads.
@@ -135,7 +135,7 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
                     what = f"{reads}, which edge e{edge} brings, but the window never waits for it"
                     yield fault(reader, what, f"Add `wait e{edge}` before it")
                 elif wait is not None and wait > position:
-                    what = f"{reads} before `wait e{edge}`, which stands later, at item {wait}"
+                    what = f"{reads} before `wait e{edge}`, which is later, at item {wait}"
                     yield fault(reader, what, "Move the wait before it")
             else:
                 what = f"{reads}, which no op before it makes and no edge brings to stage {stage}"

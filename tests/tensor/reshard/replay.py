@@ -1,6 +1,6 @@
-"""Do what a plan says on arrays in this process, and hold it to what a plan must be. For tests.
+"""Do what a plan says on arrays in this process, and have it to what a plan must be. For tests.
 
-Written without the planner's rooms, from the types alone: what a rank sends it must hold, what it receives it
+Written without the planner's rooms, from the types alone: what a rank sends it must keep, what it receives it
 must lack, and each element arrives once. The links are counted again, from the transfers' own times.
 """
 
@@ -23,18 +23,24 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
 
     Of a tensor with several targets a box that a rank receives goes into each of them that the rank is on.
     """
-    wholes = [np.arange(math.prod(t.shape), dtype=np.int64).reshape(t.shape) + 7 for t in tensors]
-    got = [[_local(layout, whole, blank=True) for layout in t.targets] for t, whole in zip(tensors, wholes)]
+    full_values = [np.arange(math.prod(t.shape), dtype=np.int64).reshape(t.shape) + 7 for t in tensors]
+    got = [
+        [_local(layout, unsharded, blank=True) for layout in t.targets]
+        for t, unsharded in zip(tensors, full_values)
+    ]
     times = [
         [{rank: np.zeros(array.shape, np.int64) for rank, array in arrays.items()} for arrays in each]
         for each in got
     ]
     # what lies there as terms of a sum is no value: sending it would show
-    held = [_local(t.source, whole, blank=bool(t.source.partial_axes)) for t, whole in zip(tensors, wholes)]
+    kept = [
+        _local(t.source, unsharded, blank=bool(t.source.partial_axes))
+        for t, unsharded in zip(tensors, full_values)
+    ]
     boxes = [[layout.regions(t.shape) for layout in t.targets] for t in tensors]
 
     def places(tensor: int, rank: int, region: Region) -> list[tuple[int, tuple[slice, ...]]]:
-        """In which targets a rank needs a region, and where it lies in its part."""
+        """In which targets a rank needs a region, and where it is in its part."""
         found = []
         for target, box in enumerate(boxes[tensor]):
             if rank in box and _shares(box[rank], region):
@@ -49,7 +55,7 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
 
     for copy in plan.copies:
         source = tensors[copy.tensor].source
-        mine = held[copy.tensor][copy.rank]
+        mine = kept[copy.tensor][copy.rank]
         inner = _inside(copy.region, source.regions(tensors[copy.tensor].shape)[copy.rank])
         arrive(copy.tensor, copy.rank, copy.region, mine[inner])
     for one in plan.transfers:
@@ -59,7 +65,7 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
         count = math.prod(stop - start for start, stop in one.region)
         assert one.nbytes == count * tensor.itemsize_bytes > 0
         box = tensor.source.regions(tensor.shape)[one.sender]
-        values = held[one.tensor][one.sender][_inside(one.region, box)]
+        values = kept[one.tensor][one.sender][_inside(one.region, box)]
         for rank in one.receivers:
             if rank in tensor.source.ranks and not tensor.source.partial_axes:
                 assert not _shares(tensor.source.regions(tensor.shape)[rank], one.region), "has it already"
@@ -79,10 +85,10 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
 def check_values(plan: ReshardPlan, tensors: Sequence[Tensor]) -> None:
     """Every rank has, after the plan, exactly what its target layout says."""
     for index, (tensor, each) in enumerate(zip(tensors, replayed(plan, tensors))):
-        whole = np.arange(math.prod(tensor.shape), dtype=np.int64).reshape(tensor.shape) + 7
+        unsharded = np.arange(math.prod(tensor.shape), dtype=np.int64).reshape(tensor.shape) + 7
         for target, arrays in zip(tensor.targets, each):
             for rank, region in target.regions(tensor.shape).items():
-                wanted = whole[tuple(slice(*ends) for ends in region)]
+                wanted = unsharded[tuple(slice(*ends) for ends in region)]
                 zero = (index, rank) in plan.zeros
                 np.testing.assert_array_equal(arrays[rank], 0 * wanted if zero else wanted)
 
@@ -123,17 +129,17 @@ def check_times(plan: ReshardPlan, hosts: Hosts) -> None:
     assert plan.makespan_us >= plan.bound_us * (1 - 1e-9)
 
 
-def _local(layout: Layout, whole: np.ndarray, blank: bool = False) -> dict[int, np.ndarray]:
-    """What each rank holds of a whole array; blank: as many elements of no meaning."""
-    held = {}
-    for rank, region in layout.regions(whole.shape).items():
-        box = whole[tuple(slice(*ends) for ends in region)]
-        held[rank] = np.full(box.shape, -1, np.int64) if blank else box.copy()
-    return held
+def _local(layout: Layout, unsharded: np.ndarray, blank: bool = False) -> dict[int, np.ndarray]:
+    """What each rank has of a unsharded array; blank: as many elements of no meaning."""
+    kept = {}
+    for rank, region in layout.regions(unsharded.shape).items():
+        box = unsharded[tuple(slice(*ends) for ends in region)]
+        kept[rank] = np.full(box.shape, -1, np.int64) if blank else box.copy()
+    return kept
 
 
 def _inside(region: Region, box: Region) -> tuple[slice, ...]:
-    """Where a region lies within a rank's box."""
+    """Where a region is within a rank's box."""
     for (start, stop), (low, high) in zip(region, box):
         assert low <= start <= stop <= high, f"{region} is not within {box}"
     return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(region, box))

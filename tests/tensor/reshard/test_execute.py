@@ -1,6 +1,6 @@
 """Reshards on ranks: every placement to every other, on one mesh and between meshes, values and shapes exact.
 
-Tensors hold ranged values. Of a Partial tensor the ranks hold different multiples, so that their sum is known
+Tensors have ranged values. Of a Partial tensor the ranks have different multiples, so that their sum is known
 and no term is another. One launch runs many cases, so that processes start once.
 """
 
@@ -34,19 +34,19 @@ def ranged(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Te
     return (values % 2 == 0) if dtype == torch.bool else ((values % 24) - 7).to(dtype)
 
 
-def laid_out(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """A tensor so placed, made without what is tested: of a sum over an axis, its ranks hold 1, 2, 3 .. times
-    `whole`."""
+def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """A tensor so placed, made without what is tested: of a sum over an axis, its ranks have 1, 2, 3 .. times
+    `full`."""
     layout = layout_of(mesh, placements)
     where = layout.coordinate(dist.get_rank())
-    local = whole.new_empty(0)
+    local = full.new_empty(0)
     if where is not None:
-        region = layout.region(tuple(whole.shape), dist.get_rank())
+        region = layout.region(tuple(full.shape), dist.get_rank())
         assert region is not None
-        local = whole[tuple(slice(start, stop) for start, stop in region)].clone()
+        local = full[tuple(slice(start, stop) for start, stop in region)].clone()
         for axis in layout.partial_axes:
             local = local * (where[axis] + 1)
-    return wrapped(DTensor, local, new_spec(mesh, placements, whole.shape, whole.stride(), whole.dtype))
+    return wrapped(DTensor, local, new_spec(mesh, placements, full.shape, full.stride(), full.dtype))
 
 
 def ascends(mesh: DeviceMesh) -> bool:
@@ -55,19 +55,19 @@ def ascends(mesh: DeviceMesh) -> bool:
 
 
 def expected_part(
-    whole: torch.Tensor,
+    full: torch.Tensor,
     source: tuple[DeviceMesh, Sequence[Placement]],
     target: tuple[DeviceMesh, Sequence[Placement]],
 ) -> torch.Tensor | None:
-    """What this rank must hold in the end; None off the mesh. A sum that stays keeps its terms."""
+    """What this rank must keep in the end; None off the mesh. A sum that stays keeps its terms."""
     layout = layout_of(*target)
-    where, region = layout.coordinate(dist.get_rank()), layout.region(tuple(whole.shape), dist.get_rank())
+    where, region = layout.coordinate(dist.get_rank()), layout.region(tuple(full.shape), dist.get_rank())
     if where is None or region is None:
         return None
     same_mesh = source[0].mesh.tolist() == target[0].mesh.tolist()
     if not ascends(source[0]) and list(source[1]) != list(target[1]):
         same_mesh = False  # then its sums are taken, whatever is asked for
-    part = whole[tuple(slice(start, stop) for start, stop in region)]
+    part = full[tuple(slice(start, stop) for start, stop in region)]
     for axis, old in enumerate(source[1]):
         if old.is_partial():
             size = source[0].size(axis)
@@ -87,15 +87,15 @@ def check(
     **options: object,
 ) -> None:
     """One reshard: description, shape of the part, and values, on every rank."""
-    whole = ranged(shape, dtype)
-    y = stretto.reshard(laid_out(whole, *source), *target, **options)  # type: ignore[arg-type]
+    full = ranged(shape, dtype)
+    y = stretto.reshard(laid_out(full, *source), *target, **options)  # type: ignore[arg-type]
     meshes = source[0].mesh.tolist(), target[0].mesh.tolist()
     case = f"{shape} {dtype} {source[1]} -> {target[1]}, meshes {meshes}"
-    assert y.shape == whole.shape, case
+    assert y.shape == full.shape, case
     assert y.dtype == dtype, case
     assert y.device_mesh == target[0], case
     assert y.placements == tuple(target[1]), case
-    part, expected = stretto.local(y), expected_part(whole, source, target)
+    part, expected = stretto.local(y), expected_part(full, source, target)
     if part is None or expected is None:
         assert part is expected, case
         return
@@ -175,11 +175,11 @@ def odd_tensors() -> None:
             for limit in (1, 24, 1 << 20):
                 check((3, 2, 5), (a, [old]), (half, [new]), in_flight_bytes=limit, mode=mode)
     # A part whose memory is not in order.
-    whole = ranged((6, 4)).t()
-    x = stretto.shard(whole, a, [S0])
+    full = ranged((6, 4)).t()
+    x = stretto.shard(full, a, [S0])
     y = stretto.local(stretto.reshard(x, b, [R]))
     assert (y is None) == (b.get_coordinate() is None)
-    assert y is None or torch.equal(y, whole)
+    assert y is None or torch.equal(y, full)
 
 
 def stride() -> int:

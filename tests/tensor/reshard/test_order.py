@@ -29,7 +29,7 @@ def best_of_all(sends):
     """The least makespan over all orders and senders."""
     arranger = SendArranger(sends, HOSTS, 1)
     found = []
-    for choice in product(*(range(len(one.holders)) for one in sends)):
+    for choice in product(*(range(len(one.owners)) for one in sends)):
         ways = [arranger.way(i, c, [sends[i].receivers]) for i, c in enumerate(choice)]
         found += [arranger.arrangement(ways, order).makespan_us for order in permutations(range(len(sends)))]
     return min(found)

@@ -1,6 +1,6 @@
 """Plans against the figures of the paper on cross-mesh resharding, and what else a plan must be.
 
-The unit is the time of the whole tensor over the link of one host. The figures are those at which Zhuang et
+The unit is the time of the full tensor over the link of one host. The figures are those at which Zhuang et
 al. (MLSys 2023) compare orders and senders, worked out by hand: each of two hosts sends, and each of two
 receives, half of the tensor. Layouts are in the notation of that paper.
 """
@@ -27,10 +27,10 @@ def plan_reshard(shape, itemsize_bytes, source, target, hosts, mode="broadcast",
 
 
 def units(shape, source, target, **how):
-    """Makespan, in times of the whole tensor over one link."""
+    """Makespan, in times of the full tensor over one link."""
     before, after, hosts = between_meshes(source, target)
     plan = plan_reshard(shape, 4, before, after, hosts, **how)
-    return plan.makespan_us / plan.whole_us
+    return plan.makespan_us / plan.full_us
 
 
 CASES = [
@@ -48,7 +48,7 @@ def test_published_cases_reach_their_bound(shape, source, target, naive, best):
     assert units(shape, source, target, choice="naive") == pytest.approx(naive, rel=1e-12)
     before, after, hosts = between_meshes(source, target)
     plan = plan_reshard(shape, 4, before, after, hosts)
-    assert plan.bound_us / plan.whole_us == pytest.approx(best, rel=1e-12)
+    assert plan.bound_us / plan.full_us == pytest.approx(best, rel=1e-12)
 
 
 @pytest.mark.parametrize(("shape", "source", "target", "naive"), [(*case[:3], n) for case, n in zip(
@@ -99,9 +99,9 @@ def test_two_tensors_together_share_the_links_better_than_one_after_the_other():
     other = Tensor((100,), 1, Layout((1,), (R,)), Layout((3,), (R,)))
     plan = plan_reshards([one, other], hosts)
     assert plan.makespan_us == pytest.approx(100.0)
-    assert plan.whole_us == pytest.approx(200.0)
+    assert plan.full_us == pytest.approx(200.0)
     check_values(plan, [one, other])
-    # held by both senders: one tensor is sent by each
+    # kept by both senders: one tensor is sent by each
     both = [Tensor((100,), 1, Layout((0, 1), (R,)), Layout((rank,), (R,))) for rank in (2, 3)]
     plan = plan_reshards(both, hosts)
     assert sorted(one.sender for one in plan.transfers) == [0, 1]
@@ -109,7 +109,7 @@ def test_two_tensors_together_share_the_links_better_than_one_after_the_other():
 
 
 def test_boxes_are_cut_where_whole_ones_leave_a_sender_idle():
-    """Two hosts hold what three need a third of each: one would send two thirds, cut they send half each."""
+    """Two hosts have what three need a third of each: one would send two thirds, cut they send half each."""
     assert units(SHAPE, "2x1:RRR", "3x1:S0RR") == pytest.approx(0.5, rel=1e-2)
     assert units(SHAPE, "2x1:RRR", "3x1:S0RR", choice="naive") == pytest.approx(1.0)
 

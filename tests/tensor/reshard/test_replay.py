@@ -1,6 +1,6 @@
 """Plans replayed on arrays: every pair of placements, meshes of every kind beside and across one another.
 
-`plan_together`: of a tensor that several meshes need, whoever received it may send it on.
+`plan_together`: of a tensor that several meshes need, anyone who received it may send it on.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Agreement:
         """Of the last reshard that this rank came to."""
         self.drain: Callable[[], None] = lambda: None
         self._ranks = dist.get_world_size()
-        self._told = False
+        self._reported = False
         """Whether the program has been given an error that all ranks get."""
         self._store: Any = None
         # A fake group has no other ranks, and a store that remembers nothing.
@@ -108,14 +108,14 @@ class Agreement:
 
     def alarm(self, text: str) -> RunError:
         """Say on all ranks that this one cannot go on; the first alarm stays. Returns the error to raise."""
-        self._told = True
+        self._reported = True
         self._first(ALARM, text)
         return RunError(text)
 
     def _raise_if_alarmed(self) -> None:
         result = self._ask("get", ALARM) if self._ask("check", [ALARM]) else None
         if result is not None:
-            self._told = True
+            self._reported = True
             whose, _, text = result.decode().partition("|")
             raise RunError(
                 f"rank {self.rank} stops at reshard number {self.number}, for rank {whose} failed: {text}"
@@ -168,7 +168,7 @@ class Agreement:
     def end(self) -> None:
         """This rank's program ends: it says so, for who waits for a later reshard need not wait until all
         that it sent has left; then, did all ranks make as many reshards, and did none fail? The first to end
-        is asked. The process ends here with an error that nobody is left to catch.
+        is asked. The process ends here with an error that no one is left to catch.
         """
         failed = sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
         self._ask("set", f"ended/{self.rank}", str(self.number))
@@ -199,7 +199,7 @@ class Agreement:
             return
         left = self._ask("add", "left", 1)
         end = time.monotonic() + (FAIL_S if failed else LEAVE_S)
-        if self.rank == 0 and (self._told or not failed):
+        if self.rank == 0 and (self._reported or not failed):
             while left is not None and left < self._ranks and time.monotonic() < end:
                 time.sleep(0.01)
                 left = self._ask("add", "left", 0)

@@ -115,7 +115,7 @@ class PeerLinks:
         return self._groups[key]
 
     def send(self, group: dist.ProcessGroup, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
-        """Send a buffer that nobody else writes; waits while more than `limit_bytes` would be under way."""
+        """Send a buffer that no one else writes; waits while more than `limit_bytes` would be under way."""
         while self._sent and (self._sent[0].done.done() or self._sent_bytes + buffer.numel() > limit_bytes):
             self._wait_for_oldest()
         message = self._start(dist.isend, group, buffer, peer, self._send_waiter)
@@ -197,8 +197,8 @@ class LocalBox:
     region: Region | None
     tensor: torch.Tensor | None
 
-    def holds(self, box: Region) -> bool:
-        """Whether a box lies within the part."""
+    def has(self, box: Region) -> bool:
+        """Whether a box is within the part."""
         if self.region is None:
             return False
         return all(first <= start and stop <= last for (start, stop), (first, last) in zip(box, self.region))
@@ -278,8 +278,8 @@ def execute(
 
 
 def _places(parts: Sequence[LocalBox], box: Region) -> list[torch.Tensor]:
-    """Where a box lies in the parts that have it, one at least; boxes lie within a part or beside it."""
-    result = [part.at(box) for part in parts if part.holds(box)]
+    """Where a box is in the parts that have it, one at least; boxes are within a part or beside it."""
+    result = [part.at(box) for part in parts if part.has(box)]
     assert result, "the plan sends a rank what it needs"
     return result
 

@@ -3,7 +3,7 @@
 An arrangement is a sender and a way through the hosts for each send, and one order of all. Its timeline
 follows from it. The steps, each from the best of those before it:
 
-    1. naive: the first holder sends, in the order of the tasks, along hosts in order of rank
+    1. naive: the first owner sends, in the order of the tasks, along hosts in order of rank
     2. senders: the longest send first, each from the host whose uplink then carries least
     3. order: again and again the send that can start first; which of several is a rule, and several rules
        are tried (open-shop list scheduling; a send is an operation on several links at once)
@@ -54,9 +54,9 @@ class SendArranger:
         self.piece_bytes = piece_bytes
 
     def way(self, index: int, candidate: int, groups: Sequence[tuple[int, ...]]) -> Way:
-        """The way of a send from one of its holders through its hosts in this order."""
+        """The way of a send from one of its owners through its hosts in this order."""
         send = self.sends[index]
-        sender = send.holders[candidate]
+        sender = send.owners[candidate]
         receivers = tuple(rank for group in groups for rank in group)
         takes = footprint(send.nbytes, (sender, *receivers), self.hosts, self.piece_bytes)
         return Way(sender, receivers, takes)
@@ -92,19 +92,19 @@ class SendArranger:
         return best
 
     def balanced_ways(self) -> list[Way]:
-        """Step 2: for each send the holder, and the way, that leave the busiest uplink least busy."""
+        """Step 2: for each send the owner, and the way, that leave the busiest uplink least busy."""
         up: dict[int, int] = defaultdict(int)
         out: dict[int, int] = defaultdict(int)
         ways: dict[int, Way] = {}
 
         def open_choice(i: int) -> tuple[bool, int, int]:
             send = self.sends[i]
-            return len({self.hosts[rank] for rank in send.holders}) > 1, -send.nbytes, i
+            return len({self.hosts[rank] for rank in send.owners}) > 1, -send.nbytes, i
 
         # those that have no choice first: the others then even out what these load
         for i in sorted(range(len(self.sends)), key=open_choice):
             send = self.sends[i]
-            by_load = [(up[self.hosts[rank]], out[rank], c) for c, rank in enumerate(send.holders)]
+            by_load = [(up[self.hosts[rank]], out[rank], c) for c, rank in enumerate(send.owners)]
             candidate = min(by_load)[2]
             # the last host forwards nothing, so the one that sends most otherwise is there
             groups = sorted(by_host(send.receivers, self.hosts), key=lambda group: up[self.hosts[group[0]]])

@@ -95,7 +95,7 @@ class ReshardPlan:
     zeros: (tensor, rank): the rank's target tensor is zeros (a Partial target).
     piece_bytes: along a chain, a receiver hands a box on in pieces of so many bytes.
     makespan_us: predicted, from the first byte sent to the last received. bound_us: no plan takes less.
-    whole_us: the time of the full tensors over the link of one host, a unit to compare by.
+    full_us: the time of the full tensors over the link of one host, a unit to compare by.
     tasks: how many distinct boxes must move to ranks that lack them, whatever the mode makes of them.
     needed_bytes: of boxes that ranks need and do not have; a box counts for each of these.
     bytes_sent: by all ranks. link_bytes: of these, between hosts; sent_bytes and received_bytes: by host.
@@ -108,7 +108,7 @@ class ReshardPlan:
     piece_bytes: int
     makespan_us: float
     bound_us: float
-    whole_us: float
+    full_us: float
     tasks: int
     needed_bytes: int
     bytes_sent: int
@@ -129,7 +129,7 @@ def plan_reshards(
     meshes may be the same, overlap, or not.
 
     `BoxTransfer.tensor` and its like are indices into `tensors`. mode: how a box goes to several ranks.
-    choice: "naive": the first holder sends, in the order of the tasks, to compare with.
+    choice: "naive": the first owner sends, in the order of the tasks, to compare with.
     Raises UsageError for a Partial source (reduce it first), for placements that do not fit, for ranks
     without host.
     """
@@ -154,7 +154,7 @@ def plan_reshards(
 def _cut_if_better(
     arranger: SendArranger, found: Arrangement, needs: Needs, mode: Mode, bound: float
 ) -> tuple[SendArranger, Arrangement]:
-    """Try boxes in parts, which several holders may send and which fill links that whole boxes leave idle.
+    """Try boxes in parts, which several owners may send and which fill links that full boxes leave idle.
 
     No part is smaller than a piece: along a chain it would win nothing but a shorter first piece.
     """
@@ -191,7 +191,7 @@ def _plan(
             if hosts[here] != hosts[there]:
                 sent[hosts[here]] += send.nbytes
                 received[hosts[there]] += send.nbytes
-    whole_bytes = sum(math.prod(tensor.shape) * tensor.itemsize_bytes for tensor in tensors)
+    full_bytes = sum(math.prod(tensor.shape) * tensor.itemsize_bytes for tensor in tensors)
     return ReshardPlan(
         mode=mode,
         transfers=tuple(transfers),
@@ -200,7 +200,7 @@ def _plan(
         piece_bytes=arranger.piece_bytes,
         makespan_us=timeline.makespan_us,
         bound_us=bound,
-        whole_us=whole_bytes / hosts.link_bytes_per_s * MICROSECONDS_PER_S,
+        full_us=full_bytes / hosts.link_bytes_per_s * MICROSECONDS_PER_S,
         tasks=len(needs.tasks),
         needed_bytes=sum(task.nbytes * len(task.receivers) for task in needs.tasks),
         bytes_sent=sum(one.nbytes * len(one.receivers) for one in transfers),
@@ -278,19 +278,19 @@ Demands = Mapping[frozenset[int], int]
 
 
 def bound_us(tasks: Iterable[UnitTask], hosts: Hosts) -> float:
-    """Microseconds that these tasks take at least, whoever sends and in whichever order: of what must move,
-    in any mode; of what one mode sends, in that mode. 0 if no link is used."""
+    """Microseconds that these tasks take at least, anyone who sends and in whichever order: of what must
+    move, in any mode; of what one mode sends, in that mode. 0 if no link is used."""
     incoming: dict[int, int] = defaultdict(int)
     outgoing: dict[frozenset[int], int] = defaultdict(int)
     for task in tasks:
-        holding = frozenset(hosts[rank] for rank in task.holders)
-        lacking = frozenset(hosts[rank] for rank in task.receivers) - holding
+        keeping = frozenset(hosts[rank] for rank in task.owners)
+        lacking = frozenset(hosts[rank] for rank in task.receivers) - keeping
         for host in lacking:
             incoming[host] += task.nbytes
         if lacking:
-            outgoing[holding] += task.nbytes
+            outgoing[keeping] += task.nbytes
         if len(lacking) > 1:
-            outgoing[holding | lacking] += task.nbytes * (len(lacking) - 1)
+            outgoing[keeping | lacking] += task.nbytes * (len(lacking) - 1)
     if not incoming:
         return 0.0
     load_bytes = max(Fraction(max(incoming.values())), least_load(outgoing))
@@ -316,7 +316,7 @@ def _starved(demands: Demands, load: Fraction) -> frozenset[int]:
     """
     network = nx.DiGraph()
     for demand, nbytes in demands.items():
-        # whole numbers: all is counted in parts of load's denominator
+        # integers: all is counted in parts of load's denominator
         network.add_edge("demands", demand, capacity=nbytes * load.denominator)
         for host in demand:
             network.add_edge(demand, host)  # of any capacity

@@ -3,12 +3,12 @@
 A unit task is one distinct box of the target layout, with all ranks that need it, cut by the boxes of the
 source layouts, with all ranks that have it: any of these may send it, all of the others receive it. A
 rank that has what it needs copies it. (Zhuang et al., "On Optimizing the Communication of Model
-Parallelism", MLSys 2023.) Where a tensor has several targets, boxes are cut by all of them, and whoever needs
-a box for any of them receives it once.
+Parallelism", MLSys 2023.) Where a tensor has several targets, boxes are cut by all of them, and anyone who
+needs a box for any of them receives it once.
 
 A mode is how a box goes to several ranks:
 
-    point_to_point   every receiver gets its own copy from a holder
+    point_to_point   every receiver gets its own copy from a owner
     broadcast        one chain through all receiving hosts, so that each host's link carries the box once in
                      each direction; inside a host the chain goes on from device to device
 
@@ -150,7 +150,7 @@ class Tensor:
     shape, itemsize_bytes: of the full tensor.
     source: the layout that it is in.
     target: the layout that it goes to. A Partial("sum") axis of it has the value on its first ranks only.
-        Several layouts, none of them Partial, when the same values are to lie in each of them.
+        Several layouts, none of them Partial, when the same values are to are in each of them.
     """
 
     shape: tuple[int, ...]
@@ -168,14 +168,14 @@ class Tensor:
 class UnitTask:
     """A box, who has it and who needs it.
 
-    tensor: its index among the tensors planned together. holders: ranks that
+    tensor: its index among the tensors planned together. owners: ranks that
     have it, in order. receivers: ranks that need it and do not have it, in order of the target mesh.
     """
 
     tensor: int
     region: Region
     nbytes: int
-    holders: tuple[int, ...]
+    owners: tuple[int, ...]
     receivers: tuple[int, ...]
 
 
@@ -214,12 +214,12 @@ def needs_of(tensors: Sequence[Tensor]) -> Needs:
         kept = [_tiles(tensor.source, tensor.shape)]
         needed = [_tiles(target, tensor.shape, leave_out=nothing) for target in tensor.targets]
         for tile, needers in _needed(needed):
-            for region, holders in _pieces(tile, kept):
+            for region, owners in _pieces(tile, kept):
                 nbytes = region_count(region) * tensor.itemsize_bytes
-                copies += [Copy(index, region, nbytes, rank) for rank in needers if rank in holders]
-                receivers = tuple(rank for rank in needers if rank not in holders)
+                copies += [Copy(index, region, nbytes, rank) for rank in needers if rank in owners]
+                receivers = tuple(rank for rank in needers if rank not in owners)
                 if receivers:
-                    tasks.append(UnitTask(index, region, nbytes, tuple(sorted(holders)), receivers))
+                    tasks.append(UnitTask(index, region, nbytes, tuple(sorted(owners)), receivers))
     return Needs(tuple(tasks), tuple(copies), tuple(zeros))
 
 
@@ -234,14 +234,15 @@ def _needed(targets: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region
             yield region, [*ranks, *(rank for rank in more if rank not in ranks)]
 
 
-def _pieces(tile: Region, held: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:
+def _pieces(tile: Region, resident: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:
     """Cut a box where any layout cuts it: each piece with the ranks of all that have it.
 
     The boxes of one layout are equal or apart, so one layout alone cuts the tile into its own boxes. Several
     lie across one another: the tile is cut at every edge of any.
     """
     over = [
-        [(box, ranks) for box, ranks in tiles.items() if intersect(box, tile) is not None] for tiles in held
+        [(box, ranks) for box, ranks in tiles.items() if intersect(box, tile) is not None]
+        for tiles in resident
     ]
     if len(over) == 1:
         for box, ranks in over[0]:
@@ -308,7 +309,7 @@ def by_host(ranks: Iterable[int], hosts: Hosts) -> list[tuple[int, ...]]:
 def sends_of(
     tasks: Sequence[UnitTask], hosts: Hosts, mode: Mode, parts: int = 1, least_bytes: int = 1
 ) -> list[UnitTask]:
-    """What a mode sends for these tasks: of each, a holder to a chain of receivers. parts: cut each box that
+    """What a mode sends for these tasks: of each, a owner to a chain of receivers. parts: cut each box that
     goes between hosts into so many, as far as no part has fewer than least_bytes.
 
     Raises UsageError for a mode that there is not.
@@ -317,11 +318,11 @@ def sends_of(
         raise UsageError(f"mode {mode!r} is not known; use one of {', '.join(MODES)}")
     sends: list[UnitTask] = []
     for task in tasks:
-        near = {hosts[ranks[0]]: ranks for ranks in by_host(task.holders, hosts)}
+        near = {hosts[ranks[0]]: ranks for ranks in by_host(task.owners, hosts)}
         far: list[int] = []
         for ranks in by_host(task.receivers, hosts):
             if hosts[ranks[0]] in near:
-                local = replace(task, holders=near[hosts[ranks[0]]], receivers=ranks)
+                local = replace(task, owners=near[hosts[ranks[0]]], receivers=ranks)
                 sends += [local] if mode == "broadcast" else _one_by_one(local)
             else:
                 far += ranks
