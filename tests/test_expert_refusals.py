@@ -57,10 +57,10 @@ dp=2 ep=2 model.capacity_factor=0 ep_overflow=drop | drop it, or give parallel.e
 ampipe_degree=0 | 0 is neither 'auto' nor a number of chunks from 1 to 65,536
 ampipe_degree=2.5 | 2.5 is neither 'auto' nor a number of chunks
 ampipe_degree=17 | less than two tokens: give 16 or less
-ampipe_capacity=full | give ampipe_degree = 2 or more, or drop it
+ampipe_capacity=whole | give ampipe_degree = 2 or more, or drop it
 ampipe_degree=2 ampipe_capacity=all | input should be 'chunk' or 'whole'
-model.capacity_factor=0 ampipe_degree=2 ampipe_capacity=full | or give model.capacity_factor = 1.25
-model.kind=gpt model.experts= ampipe_degree=2 ampipe_capacity=full | drop it, or give model.kind = 'moe'
+model.capacity_factor=0 ampipe_degree=2 ampipe_capacity=whole | or give model.capacity_factor = 1.25
+model.kind=gpt model.experts= ampipe_degree=2 ampipe_capacity=whole | drop it, or give model.kind = 'moe'
 training.global_batch=1 model.capacity_factor=0.5 ampipe_degree=16 | give parallel.ampipe_degree = 8, or model
 model.capacity_factor=0.001 | less than one slot: give model.capacity_factor = 0.0079 or more
 model.capacity_factor=-1 | input should be greater than or equal to 0

@@ -379,7 +379,7 @@ def test_values_are_read_strictly() -> None:
                 ([row.name, "--a"], "a value must follow"),
             ]
         if row.takes == "int":
-            wrong += [([row.name, "1.5"], "expected an integer"), ([f"{row.name}="], "expected a whole")]
+            wrong += [([row.name, "1.5"], "expected an integer"), ([f"{row.name}="], "expected an integer")]
         if row.takes == "float":
             wrong += [([row.name, "x"], "expected a number"), ([row.name, "nan"], "expected a number")]
         if isinstance(row.takes, tuple):

@@ -24,7 +24,7 @@ MALFORMED = [
     ('{"a": 1, "a": 2}', "has the key 'a' twice"),
     ("[]", r"p\.json: expected an object, found \[\]"),
     ("{}", 'not a plan file: expected "format": "stretto-plan"'),
-    (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 20"),
+    (changed("version", to=1), "version 1 cannot be read: this Stretto reads version 21"),
     (changed("version", to=...), "version None cannot be read"),
     (changed("orders", to=...), r"p\.json: the key 'orders' is missing"),
     (changed("extra", to=1), r"p\.json: unknown key 'extra'; known are: job, schedule, windows"),

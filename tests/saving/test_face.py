@@ -240,7 +240,7 @@ REFUSALS: dict[str, tuple[Work, str]] = {
     "other groups": (load_with(lambda runner: torch.optim.AdamW(runner.parameters())), "groups of their own"),
     "another optimizer": (load_with(lambda r: momentum(r.named_parameters())), "state of AdamW"),
     "no folder": (lambda runner, place: stretto.load(place / "none", runner), "does not exist"),
-    "no checkpoint": (lambda runner, place: stretto.load(place.parent / "mine", runner), "no whole"),
+    "no checkpoint": (lambda runner, place: stretto.load(place.parent / "mine", runner), "no complete"),
     "someone's folder": (lambda runner, place: stretto.save(place.parent / "mine", runner), "no checkpoint"),
     "an extra that cannot be read": (save_extra, "extra cannot be saved"),
 }

@@ -158,7 +158,7 @@ def test_a_limit_below_what_a_rank_holds_is_refused(seeds: range) -> None:
         faults = [str(fault) for fault in memory_faults(plan, min(peaks) - 1)]
         assert len(faults) == plan.ranks
         for rank, fault in enumerate(faults):
-            runs_of = {f"rank {rank}, {i}: has" for i in plan.orders[rank]}
+            runs_of = {f"rank {rank}, {i}: keeps" for i in plan.orders[rank]}
             assert any(fault.startswith(text) for text in runs_of), fault
 
 
