@@ -110,15 +110,18 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
         "makes a tensor of shape [2, 4, 4] in the model alone, and [2, 4, 2] on each of 2 tp ranks",
     ),
     "a softmax": (lambda m, x: x.softmax(-1), "(_softmax, aten._softmax.default)"),
-    "a norm": (lambda m, x: F.normalize(x, dim=-1), "needs that dim whole"),
-    "a running sum": (lambda m, x: x.cumsum(-1), "needs that dim whole"),
-    "the order turned": (lambda m, x: x.flip(-1), "needs that dim whole"),
+    "a norm": (lambda m, x: F.normalize(x, dim=-1), "needs all of that dim"),
+    "a running sum": (lambda m, x: x.cumsum(-1), "needs all of that dim"),
+    "the order turned": (lambda m, x: x.flip(-1), "needs all of that dim"),
     "a parameter of all features": (lambda m, x: x * m.down.bias.repeat(2), "cannot capture Coded"),
     "a total beside its parts": (
         lambda m, x: x * x.sum(-1, keepdim=True),
         "is a partial sum of a sum on every rank",
     ),
-    "columns by number": (lambda m, x: torch.cat((x[:, :4], x[:, 4:]), 1), "and the op needs that dim whole"),
+    "columns by number": (
+        lambda m, x: torch.cat((x[:, :4], x[:, 4:]), 1),
+        "and the op needs all of that dim",
+    ),
 }
 
 

@@ -88,7 +88,7 @@ def test_code_of_a_block_that_mixes_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=8), seed=3)
     model.blocks = nn.ModuleList(Shifted(model.config) for _ in range(2))
     assert not stretto.check(model, batch_of(), next_token_loss, SPREAD).wrong
-    with pytest.raises(CaptureError, match="is spread along dim 1, and the op needs that dim whole"):
+    with pytest.raises(CaptureError, match="is sharded along dim 1, and the op needs all of that dim"):
         stretto.check(model, batch_of(), next_token_loss, SLICED)
     without_proof(monkeypatch)
     with pytest.raises(RunError, match="without sequence_parallel it is right") as caught:

@@ -104,7 +104,7 @@ def test_there_and_back_with_an_entry_a_line() -> None:
         ("path", "", "w.json: unknown key 'path'"),
         ("version", 2, "version 2 cannot be read: this Stretto reads version 3. Make one"),
         ("version", 3.0, "version 3.0 cannot be read"),
-        ("format", None, "not a full thing file"),
+        ("format", None, "not a whole thing file"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_place(key: str, value: Any, message: str) -> None:

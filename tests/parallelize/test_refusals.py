@@ -169,11 +169,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a loss of a part of the model": (
         lambda: captured(Two(), {"up": "colwise"}, loss=lambda m, x: m.up(x).square().mean()),
-        "is sharded along dim 1, and the op needs that dim whole",
+        "is sharded along dim 1, and the op needs all of that dim",
     ),
     "a buffer that would differ": (
         lambda: captured(Own(kept_highest)),
-        "is sharded along dim 1, and the op needs that dim whole",
+        "is sharded along dim 1, and the op needs all of that dim",
     ),
     "a sequence without ranks": (lambda: Parallel(sequence_parallel=True), "sequence_parallel"),
     "a plan without ranks": (lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan"),

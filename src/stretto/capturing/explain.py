@@ -172,7 +172,7 @@ def _sharded_words(
             f"\n  {_listed(ends or sharded)} sharded over tp = {size}{never}: code that uses such a module "
             "by "
             "its weight has a part of it, and makes a part of the features. Call the module, or write "
-            f"{_entries(ends or sharded)} into tp_plan, which keeps it whole"
+            f"{_entries(ends or sharded)} into tp_plan, which keeps it unsharded"
         )
     inside = [name for name in sharded if name.startswith(f"{place}.")]
     own = [name for name, _ in model.named_parameters() if name.startswith(f"{place}.")]
@@ -185,7 +185,7 @@ def _sharded_words(
         f"\n  {place} is computed in parts: {_listed(inside)}, sharded over tp = {size}.{beside} Numbers "
         "for each head, and sizes of all heads in the code, do not fit a rank's part of them: take sizes "
         f"from tensors (x.shape), {counts}or write {_entries(inside)} into "
-        "tp_plan, which keeps these modules whole"
+        "tp_plan, which keeps these modules unsharded"
     )
 
 

@@ -339,7 +339,7 @@ class Proof:
                     item = self.made[self.at[now]] if now in self.at else None
                     raise CaptureError(
                         f"the gradient of parameter {name!r} is {have}, where the parameter is "
-                        f"{'whole' if want is None else want} ({_made_in(item)}): give its module the style "
+                        f"{'full' if want is None else want} ({_made_in(item)}): give its module the style "
                         "that its use needs in tp_plan ('colwise', 'rowwise'), or leave the modules around "
                         "it out"
                     )

@@ -3,7 +3,7 @@
 A rule gives every dim of every tensor that an op reads or makes a *label*. Dims with one label are cut
 together: a rank that has a part of one has the same part of all. What a rule says of labels:
 
-    unsharded      the op needs all of it (the dim of a softmax): it cannot be cut
+    full       the op needs all of it (the dim of a softmax): it cannot be cut
     summed     the op adds up over it (a matrix product's inner dim): from parts it makes partial sums
     linear     sets of operands in which the op is linear: from partial sums in all of one set, it makes
                partial sums

@@ -97,7 +97,7 @@ def with_parts(
             reasons.append(other)
             continue
         if label in rule.full:
-            reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, and the op needs that dim whole")
+            reasons.append(f"{names[parts[0]]} is {given[parts[0]]}, and the op needs all of that dim")
             continue
         sums = [names[at] for at, p in enumerate(given) if p.kind == "sum"]
         if sums:

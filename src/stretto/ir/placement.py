@@ -41,7 +41,7 @@ class Placement:
                 self.kind, self.kind
             )
         dim, blocks = self.at[0]
-        return f"spread along dim {dim}" + (f" in {blocks} blocks" if blocks > 1 else "")
+        return f"sharded along dim {dim}" + (f" in {blocks} blocks" if blocks > 1 else "")
 
 
 EQUAL = Placement("equal")

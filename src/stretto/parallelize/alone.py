@@ -251,8 +251,8 @@ class Beside(TorchFunctionMode):
             single = "nothing more" if full is None else f"{full.function!r}"
             raise ValueError(
                 f"tp: the code calls {function!r} {where} on a rank's part, where it calls {single} on the "
-                "whole: it looks at the shape of what is sharded. Leave the modules that it works on out of "
-                "tp_plan"
+                "full tensor: it looks at the shape of what is sharded. Leave the modules that it works on "
+                "out of tp_plan"
             )
         scaled = self._compare(function, numbers, full.numbers, where)
         chunks = _in_chunks(output, full.shapes)

@@ -81,7 +81,7 @@ def _like(value: Any) -> Any:
 def _fitting(
     placement: Placement, chunk: Sequence[int], unsharded: Sequence[int], ratio: Fraction
 ) -> Placement | None:
-    """The placement with the cuts that make a unsharded of that shape of chunks of this; None where none
+    """The placement with the cuts that make a full value of that shape of chunks of this; None where none
     does.
     ratio: of the full tensor's length to the first chunk's."""
     if len(chunk) != len(unsharded):

@@ -66,7 +66,7 @@ class Chunked(Tensor):
 
     @unseen
     def joined(self) -> Tensor:
-        """The unsharded."""
+        """The full tensor."""
         if self.blocks == 1:
             return torch.cat(self.parts, dim=self.cut_dim)
         dim, blocks = self.cut_dim, self.blocks

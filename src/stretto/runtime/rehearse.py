@@ -143,7 +143,7 @@ def _full(what: str, given: object) -> int:
     try:
         return operator.index(given)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{what} = {given!r}: give a unsharded number") from None
+        raise UsageError(f"{what} = {given!r}: give an integer") from None
 
 
 def _refuse_endless(plan: Plan) -> None:

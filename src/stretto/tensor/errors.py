@@ -98,7 +98,7 @@ def _saying(text: str) -> Callable[..., UsageError]:
         if isinstance(on_mesh, DTensor):
             full = f"[{', '.join(['Replicate()'] * on_mesh.device_mesh.ndim)}]"
             words["reshard"] = f"stretto.reshard(x, x.device_mesh, {full})"
-            words |= {"placed": placements_name(on_mesh.placements), "whole": full}
+            words |= {"placed": placements_name(on_mesh.placements), "full": full}
         return UsageError(text.format(**words))
 
     return error
@@ -111,7 +111,7 @@ plain_with_gradient = _saying(
 plain_like_a_part = _saying(
     "{op}: {x} counts as the full tensor, the same on every rank, but it has the shape of one rank's "
     "part of {other}. If it is a part, say so: DTensor.from_local(it, mesh, {placed}); if it is the "
-    "whole, stretto.shard(it, mesh, {full})"
+    "full one, stretto.shard(it, mesh, {full})"
 )
 plain_written = _saying(
     "{op}: it writes into {x}, and ranks off the mesh of {other} have nothing to write. Use the op that "

@@ -163,7 +163,7 @@ def _fault(rank: int, op: Op, trouble: Trouble) -> Fault:
         what = f"uses {names} as a full value, of which every {TENSOR} rank has only a partial sum"
         fix = "Sum it over the ranks first"
     elif isinstance(trouble, EqualReducedError):
-        what = f"sums {trouble} over {TENSOR} ranks, which all have it whole"
+        what = f"sums {trouble} over {TENSOR} ranks, which all have it in full"
         fix = "Use it as it is"
     else:
         what = f"has operands that {TENSOR} ranks do not keep alike: {trouble}"
@@ -214,7 +214,7 @@ def _kept(plan: Plan, placers: list[Placer]) -> Iterator[Fault]:
                 if not _is_full(placer.of(value)):
                     what = f"its update {value} ({stage}{phase}) differs between {TENSOR} ranks, which all "
                     fix = "Sum or gather what it is made of first"
-                    yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}keep it whole", fix)
+                    yield Fault(plan.rank_of(stage), f"buffer {buffer.name}", f"{what}keep it full", fix)
 
 
 def _is_full(kept: Placement) -> bool:

@@ -130,7 +130,7 @@ def check_times(plan: ReshardPlan, hosts: Hosts) -> None:
 
 
 def _local(layout: Layout, unsharded: np.ndarray, blank: bool = False) -> dict[int, np.ndarray]:
-    """What each rank has of a unsharded array; blank: as many elements of no meaning."""
+    """What each rank has of a full array; blank: as many elements of no meaning."""
     kept = {}
     for rank, region in layout.regions(unsharded.shape).items():
         box = unsharded[tuple(slice(*ends) for ends in region)]

@@ -8,7 +8,7 @@ needs a box for any of them receives it once.
 
 A mode is how a box goes to several ranks:
 
-    point_to_point   every receiver gets its own copy from a owner
+    point_to_point   every receiver gets its own copy from an owner
     broadcast        one chain through all receiving hosts, so that each host's link carries the box once in
                      each direction; inside a host the chain goes on from device to device
 
@@ -309,7 +309,7 @@ def by_host(ranks: Iterable[int], hosts: Hosts) -> list[tuple[int, ...]]:
 def sends_of(
     tasks: Sequence[UnitTask], hosts: Hosts, mode: Mode, parts: int = 1, least_bytes: int = 1
 ) -> list[UnitTask]:
-    """What a mode sends for these tasks: of each, a owner to a chain of receivers. parts: cut each box that
+    """What a mode sends for these tasks: of each, an owner to a chain of receivers. parts: cut each box that
     goes between hosts into so many, as far as no part has fewer than least_bytes.
 
     Raises UsageError for a mode that there is not.
