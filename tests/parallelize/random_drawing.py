@@ -180,23 +180,23 @@ class Drawing:
         return x
 
     def op(self, x: Value) -> Value | None:
-        d = self.draw.choice((1, -2) if x.spread and not self.crazy() else (0, 1, 2, -1, -2))
-        kin = [v for v in self.values if self.shape(v) == self.shape(x) and v.spread == x.spread]
+        d = self.draw.choice((1, -2) if x.sharded and not self.crazy() else (0, 1, 2, -1, -2))
+        kin = [v for v in self.values if self.shape(v) == self.shape(x) and v.sharded == x.sharded]
         if self.crazy():
             kin = self.values
         if self.crazy():
             known = self.draw.choice((ALONG, LAST, BINARY, MIXED, POINTWISE))
         else:
-            known = self.draw.choice((*[POINTWISE] * 4, BINARY, ALONG, ALONG if x.spread else LAST))
+            known = self.draw.choice((*[POINTWISE] * 4, BINARY, ALONG, ALONG if x.sharded else LAST))
         text = self.draw.choice(known)
-        if "numel" in text and x.spread and not self.crazy():
+        if "numel" in text and x.sharded and not self.crazy():
             return None
         other = self.draw.choice(kin).name
         if self.draw.random() < 0.12 + 0.2 * self.wild:
-            write = self.draw.choice(WRITES[:7] if x.spread and not self.crazy() else WRITES)
+            write = self.draw.choice(WRITES[:7] if x.sharded and not self.crazy() else WRITES)
             self.line(write.format(a=x.name, b=other))
             return None
-        return self.value(text.format(a=x.name, b=other, d=d, h=self.shape(x)[-1]), x.spread)
+        return self.value(text.format(a=x.name, b=other, d=d, h=self.shape(x)[-1]), x.sharded)
 
     # Tables, masks, norms.
 
@@ -233,18 +233,18 @@ class Drawing:
         text, buffer = self.draw.choice(MASKS), ""
         if "{m}" in text:
             buffer = self.add(f"nn.Buffer((torch.arange({shape[1]}) % 2 == 0).unsqueeze(-1))", None)
-        return self.value(text.format(a=a.name, b=self.draw.choice(beside).name, m=buffer), a.spread)
+        return self.value(text.format(a=a.name, b=self.draw.choice(beside).name, m=buffer), a.sharded)
 
     def norm(self, x: Value) -> Value | None:
         n = self.shape(x)[-1]
         kinds = (f"nn.LayerNorm({n})", f"nn.RMSNorm({n})")
         made = self.draw.choice([*kinds * (10 if self.inside else 3), f"Running({n})"])
-        return self.value(f"{self.add(made, None)}({x.name})", x.spread)
+        return self.value(f"{self.add(made, None)}({x.name})", x.sharded)
 
     def scaled(self, x: Value) -> Value | None:
         number = self.draw.choice((f"torch.linspace(0.5, 1.5, {self.shape(x)[-1]})", "torch.tensor(0.8)"))
         parameter = self.add(f"nn.Parameter({number}.double())", None)
-        return self.value(f"{x.name} {self.draw.choice('+*')} {parameter}", x.spread)
+        return self.value(f"{x.name} {self.draw.choice('+*')} {parameter}", x.sharded)
 
     # Idioms: a value of HIDDEN features that is full becomes another.
 
@@ -359,7 +359,7 @@ class Drawing:
 
     def full(self) -> list[Value]:
         shape = (ROWS, LENGTH, HIDDEN)
-        return [v for v in self.values if self.shape(v) == shape and (not v.spread or self.crazy())]
+        return [v for v in self.values if self.shape(v) == shape and (not v.sharded or self.crazy())]
 
     def body(self, steps: int) -> Value:
         """Idioms one after the other, with residuals and branches between."""

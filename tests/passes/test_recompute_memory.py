@@ -109,7 +109,7 @@ def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) ->
     for mode in OVERLAP_MODES[1:]:
         made = within(limit, mode)
         assert max(peaks(made)) <= limit
-        assert made == replace(off, overlap_why=f"overlap keeps more than recompute = {limit:,} bytes a rank")
+        assert made == replace(off, overlap_why=f"overlap has more than recompute = {limit:,} bytes a rank")
         assert f"overlap          off: {made.overlap_why}" in str(made)
     assert "has more than" not in within(2 * limit, "local").overlap_why, "there is room for it"
 

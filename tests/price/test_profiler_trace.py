@@ -102,7 +102,7 @@ def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
         (b"{", "not JSON"),
         (b"{}", "traceEvents"),
         (b'{"traceEvents": [1]}', "traceEvents"),
-        (b'{"traceEvents": []}', "keeps no ops"),
+        (b'{"traceEvents": []}', "has no ops"),
         (b'{"traceEvents": [{"cat": "cpu_op", "ph": "X", "name": "aten::mm"}]}', "record_shapes=True"),
         (b'[{"cat": "cpu_op", "ph": "X", "args": {"Input Dims": [["x", 2]]}}]', "a profiler's trace"),
         (b'[{"cat": "cpu_op", "ph": "X", "args": {"Input Dims": 3}}]', "a profiler's trace"),

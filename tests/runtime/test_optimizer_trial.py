@@ -90,7 +90,7 @@ LOOK: dict[str, Make] = {
 
 @pytest.mark.parametrize("kind", LOOK)
 def test_who_looks_at_a_whole_tensor_is_refused_over_parts(kind: str) -> None:
-    with pytest.raises(stretto.UsageError, match=r"looks at a full value.*has a part.*AdamW, SGD.*tp = ep"):
+    with pytest.raises(stretto.UsageError, match=r"looks at a full tensor.*has a part.*AdamW, SGD.*tp = ep"):
         stepped([LOOK[kind]], lambda p: p.dim() == 2, tp=2)
 
 

@@ -14,7 +14,7 @@ Sums are regrouped: results differ in the last bits.
 
 `gradient_parts`: a matrix that is used several times, as by chunks of a sequence, has a product for each use,
 and the captured step adds them up: each sum writes and reads tensors of the parameter's size. The runtime
-adds parts of a gradient where it is kept anyway (`stretto.ir.gradients`), so the products become the
+adds parts of a gradient where it is kept anyway (`stretto.ir.storage`), so the products become the
 gradient's parts.
 
     1. A gradient that an addition makes, of two tensors of its shape and dtype, is taken apart, and so is

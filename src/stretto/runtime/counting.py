@@ -140,7 +140,7 @@ class Divisor:
         if apart:
             raise UsageError(
                 f"rank {apart[0]} counts {result[apart[0]]:g} in the batch, rank 0 {result[0]:g}: every rank "
-                "must be given the unsharded batch, the same on all, of which it reads its part"
+                "must be given the full batch, the same on all, of which it reads its part"
             )
 
 

@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from stretto.errors import UsageError
-
-if TYPE_CHECKING:
-    from stretto.runtime.given_model import GivenTensor as Mark
 
 ABOUT = frozenset(
     (
@@ -82,13 +79,12 @@ def _marked_class(plain: Any) -> Any:
     return type(plain)(f"Stale{plain.__name__}", (_Marked, plain), {"__slots__": ()})
 
 
-def mark_of(tensor: Any) -> Mark | None:
+def mark_of(tensor: Any) -> Any:
     """The mark of a tensor that has one."""
-    mark: Mark | None = tensor._stretto_mark if isinstance(tensor, _Marked) else None
-    return mark
+    return tensor._stretto_mark if isinstance(tensor, _Marked) else None
 
 
-def mark_stale(tensor: torch.Tensor, mark: Mark) -> None:
+def mark_stale(tensor: torch.Tensor, mark: Any) -> None:
     """From now on the elements cannot be read; `mark.written()` is called when there are new ones."""
     unmark(tensor)
     tensor._stretto_mark = mark  # type: ignore[attr-defined]
