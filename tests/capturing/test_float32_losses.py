@@ -76,7 +76,9 @@ def test_the_loss_and_the_mean_of_microbatches_are_in_float32(name: str) -> None
         off = out - given["y"]
         expected = (off.square() if name == "written out" else off.abs()).float().mean()
     else:
-        expected = LOSSES[name](out.float(), {**given, "y": given["y"].float(), "share": given["share"].float()})
+        expected = LOSSES[name](
+            out.float(), {**given, "y": given["y"].float(), "share": given["share"].float()}
+        )
         expected = expected[0] / expected[1] if isinstance(expected, tuple) else expected
     assert found == [pytest.approx(float(expected), rel=1e-6)] * 2
     assert float(torch.tensor(found[0]).bfloat16()) != found[0], "it has more than 8 bits"

@@ -114,7 +114,9 @@ def test_floating_point_numbers_of_another_dtype_are_converted() -> None:
     plan = plan_for(model)
     exact = rows().float().double()
     one, other = (
-        stretto.run_threads(plan, lambda _: copy.deepcopy(model), lambda runner, given=given: runner.step(given))
+        stretto.run_threads(
+            plan, lambda _: copy.deepcopy(model), lambda runner, given=given: runner.step(given)
+        )
         for given in (exact, exact.float())
     )
     assert one == other
