@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import stretto
 from stretto.capturing.evaluation import capture_evaluation
+from stretto.capturing.substitutes import LOSSES as FUNCTIONS
 from tests.clusters import cores
 
 Batch = dict[str, Tensor]
@@ -35,6 +36,12 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {
     "written out": lambda out, batch: (out - batch["y"]).square().mean(),
     "torch.mean": lambda out, batch: torch.mean((out - batch["y"]).abs()),
     "sum and count": lambda out, batch: (F.l1_loss(out, batch["y"], reduction="sum"), batch["y"].numel()),
+    "log-likelihood": lambda out, batch: F.nll_loss(out, batch["label"]),
+    "bits": lambda out, batch: F.binary_cross_entropy_with_logits(out, batch["share"]),
+    "divergence": lambda out, batch: F.kl_div(out, batch["share"], reduction="batchmean"),
+    "Huber": lambda out, batch: F.huber_loss(out, batch["y"], delta=0.5),
+    "Poisson": lambda out, batch: F.poisson_nll_loss(out, batch["share"]),
+    "triplets": lambda out, batch: F.triplet_margin_loss(out, batch["y"], batch["share"]),
     "of a class": lambda out, batch: nn.SmoothL1Loss()(out, batch["y"]),
 }
 
@@ -42,7 +49,8 @@ LOSSES: dict[str, Callable[[Tensor, Batch], Any]] = {
 def batch(rows: int = 16) -> Batch:
     made = torch.Generator().manual_seed(3)
     x, y = (torch.randn(rows, n, generator=made) for n in (8, 5))
-    return {"x": x, "y": y, "label": torch.randint(0, 5, (rows,), generator=made)}
+    label = torch.randint(0, 5, (rows,), generator=made)
+    return {"x": x, "y": y, "share": y.sigmoid(), "label": label}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -68,7 +76,9 @@ def test_the_loss_and_the_mean_of_microbatches_are_in_float32(name: str) -> None
         off = out - given["y"]
         expected = (off.square() if name == "written out" else off.abs()).float().mean()
     else:
-        expected = LOSSES[name](out.float(), {**given, "y": given["y"].float()})
+        expected = LOSSES[name](
+            out.float(), {**given, "y": given["y"].float(), "share": given["share"].float()}
+        )
         expected = expected[0] / expected[1] if isinstance(expected, tuple) else expected
     assert found == [pytest.approx(float(expected), rel=1e-6)] * 2
     assert float(torch.tensor(found[0]).bfloat16()) != found[0], "it has more than 8 bits"
@@ -83,3 +93,11 @@ def test_a_model_in_its_own_precision_is_left_alone() -> None:
     assert stretto.capture(model, data, loss, stretto.Parallel()).loss_spec.dtype == "float64"
     low, given = Mean().bfloat16(), {key: one.bfloat16() for key, one in batch().items()}
     assert stretto.capture(low, given, loss, stretto.Parallel()).loss_spec.dtype == "bfloat16"
+
+
+def test_every_loss_function_of_pytorch_takes_part() -> None:
+    """But the one that is given a head's weights, whose product would be in float32, too."""
+    ends = ("_loss", "cross_entropy", "_with_logits", "kl_div")
+    names = {name for name in dir(F) if name.endswith(ends) and not name.startswith("_")}
+    names -= {"linear_cross_entropy"}
+    assert {name for name in names if getattr(F, name) not in FUNCTIONS} == set()

@@ -154,6 +154,21 @@ def test_reshards(source: Placement, target: Placement, schedule: str, overlap: 
     assert_as_plain(job, lambda: Pair(None, source, target))
 
 
+def test_a_mean_square_over_parts() -> None:
+    """The batch is cut in the loss, so that each rank has the mean over its part."""
+
+    def loss(model: nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        out, y = model(given["x"]), given["y"]
+        assert isinstance(model, Pair)
+        if model.meshes is not None:
+            out = stretto.reshard(out, model.meshes[1], [Shard(0)])
+            y = stretto.shard(y, model.meshes[1], [Shard(0)])
+        return F.mse_loss(out, y)
+
+    job = captured(lambda meshes: Pair(meshes, S1, R), loss=loss)
+    assert_as_plain(job, lambda: Pair(None, S1, R), loss=loss)
+
+
 def test_every_rank_captures_one_job() -> None:
     jobs = [captured(lambda meshes: Pair(meshes, P, R), rank) for rank in (0, 3)]
     assert jobs[0] == jobs[1]

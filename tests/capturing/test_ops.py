@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stretto
@@ -188,6 +189,42 @@ def test_a_matrix_that_is_refused_makes_loss_and_gradients_nan(of: Callable[[Ten
 
     for found in stretto.run_threads(plan, lambda _: Chain(), work):
         assert all(bool(x.isnan().all()) for x in found)
+
+
+def test_buffers_after_several_steps() -> None:
+    model, batch = over_all_batches(), rows()
+    plan, own = plan_of(model, batch, mean_square, stretto.Parallel(microbatches=2)), copy.deepcopy(model)
+    runner = stretto.Runner(plan, model)
+    for _ in range(3):
+        runner.step(batch)
+        for piece in batch.chunk(2):
+            mean_square(own, piece)
+    expected = dict(own.named_buffers())
+    assert int(expected["norms.0.num_batches_tracked"]) == 6
+    for name, buffer in runner.named_buffers():
+        torch.testing.assert_close(buffer, expected[name], rtol=1e-12, atol=0)
+
+
+class Drops(BatchNorm):
+    def act(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(x), 0.3, self.training)
+
+
+def test_evaluation_and_check_of_batch_norm_with_dropout() -> None:
+    model, batch, layout = Drops(), rows(), stretto.Parallel(pp=2, microbatches=2)
+    assert "\n0 of" in str(stretto.check(model, batch, mean_square, parallel=layout))
+    plan = plan_of(model, batch, mean_square, layout)
+    models = [copy.deepcopy(model) for _ in range(2)]
+
+    def work(runner: stretto.Runner) -> tuple[float, dict[str, Tensor]]:
+        evaluation = stretto.Evaluation(runner, models[runner.rank], batch, mean_square, parallel=layout)
+        runner.step(batch)
+        return evaluation.loss([batch]), runner.state_dict()
+
+    ((value, state), _) = stretto.run_threads(plan, models.__getitem__, work)
+    model.load_state_dict(state)
+    model.eval()
+    assert value == pytest.approx(float(mean_square(model, batch).detach()), rel=1e-10)
 
 
 def test_a_synchronised_norm_is_captured_where_there_are_processes(tmp_path: object) -> None:

@@ -19,7 +19,8 @@ from stretto.cli.calibrate import calibrate as app
 from stretto.measure import calibrate, time_ops
 
 calibrate.PRICED, calibrate.SIZES = ("all_reduce",), (65_536, 4_096)
-sweep.PRODUCTS, sweep.LINEAR_SIZES, sweep.ELEMENTS, sweep.ATTENTIONS = ((64, 64, 64),), (), (1 << 10,), ()
+time_ops.PRODUCTS, time_ops.LINEAR_SIZES = ((64, 64, 64),), ()
+time_ops.ELEMENTS, time_ops.ATTENTIONS = (1 << 10,), ()
 torch.set_num_threads(1)
 app(["--cluster-out", sys.argv[1]], standalone_mode=False)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,6 +137,23 @@ def test_a_model_on_meta_gets_its_values_later(config: GPTConfig) -> None:
     last.init_weights(3)
     assert last.embedding.weight.is_meta
     assert torch.equal(last.head.weight, model.head.weight)
+
+
+def test_a_tied_gradient_is_the_sum_of_both_uses() -> None:
+    tied, untied = (GPT(replace(TIED, tie_embeddings=tie)).double() for tie in (True, False))
+    untied.load_state_dict(tied.state_dict())
+    for model in (tied, untied):
+        next_token_loss(model, some_tokens()).backward()
+    assert tied.head.weight is tied.embedding.weight
+    expected = untied.embedding.weight.grad + untied.head.weight.grad
+    torch.testing.assert_close(tied.embedding.weight.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_dropout_acts_while_training_only() -> None:
+    model = GPT(replace(TINY, dropout=0.5))
+    assert not torch.equal(model(some_tokens()), model(some_tokens()))
+    model.eval()
+    assert torch.equal(model(some_tokens()), model(some_tokens()))
 
 
 def test_shapes_that_cannot_be() -> None:

@@ -118,6 +118,43 @@ def test_a_hook_on_a_parameter_that_is_trained_in_parts_is_refused_on_all_ranks(
         assert "Register it on the parameter in runner.named_parameters()" in said
 
 
+def test_one_that_is_registered_later_is_refused_at_the_next_step() -> None:
+    models = [hooked(lambda _: None) for _ in range(2)]
+
+    def work(runner: Runner) -> str:
+        runner.step(batch_of())
+        models[runner.rank].get_parameter(SPREAD).register_hook(lambda grad: grad * 2)
+        with pytest.raises(stretto.UsageError) as caught:
+            runner.step(batch_of())
+        return str(caught.value)
+
+    assert all(SPREAD in said for said in stretto.run_threads(plan_of("tp"), models.__getitem__, work))
+
+
+def test_a_hook_on_a_part_knows_that_its_gradient_is_of_one() -> None:
+    def work(runner: Runner) -> str:
+        dict(runner.named_parameters())[SPREAD].register_hook(lambda grad: grad / grad.norm())
+        with pytest.raises(stretto.UsageError) as caught:
+            runner.step(batch_of())
+        return str(caught.value)
+
+    found = stretto.run_threads(plan_of("tp"), lambda _: hooked(lambda _: None), work)
+    assert all("this rank's part of a sharded" in said for said in found)
+
+
+def test_one_that_is_frozen_since_the_capture_has_none() -> None:
+    said: list[int] = []
+
+    def work(runner: Runner) -> None:
+        for parameter in runner.parameters():
+            parameter.register_hook(lambda _: said.append(1))
+            parameter.requires_grad_(False)
+        runner.step(batch_of())
+
+    stretto.run_threads(plan_of("one"), lambda _: hooked(lambda _: None), work)
+    assert not said
+
+
 def test_what_pytorch_keeps_of_hooks() -> None:
     for kind in ("register_hook", "register_post_accumulate_grad_hook"):
         parameter = nn.Parameter(torch.ones(2))

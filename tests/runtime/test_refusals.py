@@ -109,6 +109,19 @@ def test_another_batch(batch: Any, message: str) -> None:
     assert message in refused(plan_for(model), model, batch)
 
 
+def test_floating_point_numbers_of_another_dtype_are_converted() -> None:
+    model = Chain()  # not by threads, which share the generator that it draws from
+    plan = plan_for(model)
+    exact = rows().float().double()
+    one, other = (
+        stretto.run_threads(
+            plan, lambda _: copy.deepcopy(model), lambda runner, given=given: runner.step(given)
+        )
+        for given in (exact, exact.float())
+    )
+    assert one == other
+
+
 def test_another_number_of_ranks() -> None:
     model = Chain()
     end = ThreadTransport.group(3)[0]

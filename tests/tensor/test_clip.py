@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,6 +111,33 @@ def test_a_rank_off_the_mesh_sees_the_same_and_does_nothing(name: str) -> None:
     assert kernels.ran == []
     kept = [local_of(x).untyped_storage().nbytes() for x in found if isinstance(x, DTensor)]
     assert kept == [0] * len(kept)
+
+
+def train(rank: int, optimizer: Callable[..., torch.optim.Optimizer]) -> tuple[list[Any], int, Kernels]:
+    with single_rank(rank, 4):
+        mesh = DeviceMesh("cpu", [0, 1])
+        w = stretto.shard(torch.nn.Parameter(torch.randn(8, 8)), mesh, [Shard(0)])
+        x = stretto.shard(torch.randn(4, 8), mesh, [Replicate()])
+        steps = optimizer([w], lr=0.1)
+        with Kernels() as kernels:
+            for _ in range(2):
+                (x @ w.t()).pow(2).mean().backward()
+                steps.step()
+                steps.zero_grad()
+        state = [v for v in steps.state[w].values() if isinstance(v, DTensor)]
+        kept = sum(local_of(v).untyped_storage().nbytes() for v in [w, *state])
+        return [description(v) for v in [w, *state]], kept, kernels
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}, None], ids=str)
+def test_optimizers_step_without_work_off_the_mesh(how: dict[str, bool] | None) -> None:
+    optimizer = torch.optim.SGD if how is None else partial(torch.optim.AdamW, **how)
+    on, _, _ = train(0, optimizer)
+    off, kept, kernels = train(3, optimizer)
+    assert off == on
+    assert kept == 0
+    # AdamW counts its steps in a plain 0-d tensor, on every rank.
+    assert [op for op in kernels.ran if "mm" in op or "addcdiv" in op or "lerp" in op] == []
 
 
 def test_module_styles_and_foreign_tensors_join() -> None:
