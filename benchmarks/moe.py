@@ -50,7 +50,7 @@ from stretto.ir.timeline import Timeline
 from stretto.measure.measured import measured_costs
 from stretto.models.moe import MoEConfig
 from stretto.order.policies import DEFAULT, register
-from stretto.parallelize.expert_plan import experts_in
+from stretto.parallelize.experts import experts_in
 from stretto.planning.make_plan import make_plan
 from stretto.planning.schedules import choose_schedule
 

@@ -18,7 +18,7 @@ from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Op
 from stretto.models.moe import MoEConfig
 from stretto.order.policies import register
-from stretto.parallelize.expert_plan import experts_in
+from stretto.parallelize.experts import experts_in
 from stretto.planning.make_plan import make_plan
 from stretto.price.cluster import described_costs
 from stretto.report.rundir import load_run

@@ -20,10 +20,8 @@ from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
-from stretto.parallelize.ampipe import Chunks, _ChunkedAttention, ampipe
-from stretto.parallelize.chunk_attention import attention
-from stretto.parallelize.chunk_writes import views_noted
-from stretto.parallelize.chunked import Chunked, joined
+from stretto.parallelize.ampipe import Chunks, _ChunkedAttention, ampipe, attention
+from stretto.parallelize.chunked import Chunked, joined, views_noted
 from stretto.parallelize.parts import lengths_of
 from tests.clusters import cores
 from tests.parallelize.mixtures import FEW, batch, captured, model_of

@@ -22,7 +22,7 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.program import Job, Op, Shard
 from stretto.models.build import huggingface_sum
-from stretto.parallelize.expert_plan import experts_in
+from stretto.parallelize.experts import experts_in
 from stretto.runtime import Runner, run_threads
 from stretto.train.clip import GradientClip
 from tests.parallelize.equality import assert_plan_is_plain, plain_step, step_of

@@ -33,7 +33,7 @@ from stretto.capturing.equal import (
 )
 from stretto.capturing.known import Known
 from stretto.capturing.read import Reads
-from stretto.parallelize.functions import put_forward
+from stretto.parallelize.unseen import put_forward
 
 NAMESPACE = "stretto_layers"
 MARKS = ("enter", "leave", "enter_grad", "leave_grad")

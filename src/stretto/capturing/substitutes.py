@@ -43,8 +43,8 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.errors import CaptureError
 from stretto.ir.program import GETITEM, Op, TensorSpec
-from stretto.parallelize.functions import put_forward
 from stretto.parallelize.lower_right_adapter import HALF, heads_fit
+from stretto.parallelize.unseen import put_forward
 
 FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 """Of all of PyTorch's own, whatever their number of dims."""

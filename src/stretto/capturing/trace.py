@@ -53,9 +53,9 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
 from stretto.parallelize.alone import Beside, Key, PlainCall, with_gathered_logits
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.lower_right_adapter import HALF, as_on_cuda
+from stretto.parallelize.lower_right_adapter import HALF
 from stretto.parallelize.split_logits import WrittenError
-from stretto.parallelize.unseen import alone
+from stretto.parallelize.unseen import ALONE, ON_CUDA, now
 from stretto.passes import check_names, on_graph
 from stretto.passes.rewrite import Graph
 
@@ -284,7 +284,7 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
     with (
         setup.fake_state(layout.part_shapes(model)),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
-        as_on_cuda() if setup.absent else nullcontext(),
+        now(ON_CUDA) if setup.absent else nullcontext(),
         layout.applied(model),
     ):
         specs = {name: spec_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -333,7 +333,7 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
         layers.begin(SimpleNamespace(names=[""], follow=lambda names: None), known)
     with (
         setup.fake_state(),
-        alone(),
+        now(ALONE),
         setup.mode,
         tracing_state(),
         torch.enable_grad(),

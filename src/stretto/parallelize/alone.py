@@ -1,19 +1,16 @@
 """The model alone beside the sharded one: its calls must be the same, on tensors of the shapes that it would
 have.
 
-A sharded model runs the user's code on a rank's parts. That code may look at shapes, and make numbers of
-them: divide by `x.shape[-1]`, view as so many heads, branch. No rule for ops can see that such a number
-counts a part, where the model alone counts the full tensor. So the model alone is run first, on tensors
-without storage:
+A user's code may make numbers of shapes: divide by `x.shape[-1]`, view as so many heads, branch. No rule for
+ops can see that such a number counts a part. So the model alone is run first, on tensors without storage:
 
-    1. Of each call of a PyTorch function in it: which, with what numbers, giving what shapes.
+    1. Each call of a PyTorch function in it is recorded: which, with what numbers, giving what shapes.
     2. The sharded model must make the same calls, in each module and visit of it. Numbers may differ where
        they are sizes and bounds (`view`, `expand`, slices), for the shapes that come of them are compared:
     3. each result's shape in the model alone goes to the op that makes it (`Matched.full`). The proof of
        placements (`stretto.capturing.proof`) must come to it from the rank's shape and what is sharded.
 
-Modules that are sharded by a style are one call each: what is in them is the library's own, as is what split
-logits do for a function that is called with them.
+Modules that are sharded by a style are one call each.
 """
 
 from __future__ import annotations
@@ -30,53 +27,26 @@ from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.split_logits import SplitLogits
 from stretto.parallelize.styles import COLWISE, ROWWISE, Style
 from stretto.parallelize.tensor import TensorParallel
-from stretto.parallelize.unseen import hidden, is_unseen
+from stretto.parallelize.unseen import HIDDEN, is_now, now
 
 Shape = tuple[int, ...]
 
-SIZES = frozenset(
-    (
-        *("view", "reshape", "_unsafe_view", "expand", "unflatten", "split", "split_with_sizes", "chunk"),
-        *("tensor_split", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
-        *("broadcast_to", "repeat", "repeat_interleave"),
-    )
+SIZES = (
+    *("view", "reshape", "_unsafe_view", "expand", "unflatten", "split", "split_with_sizes", "chunk"),
+    *("tensor_split", "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty"),
+    *("broadcast_to", "repeat", "repeat_interleave"),
 )
 """Functions whose integers are sizes of what they make: they may be those of a part."""
 
-
-CONVERSIONS = frozenset(
-    [
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "int",
-        "long",
-        "char",
-        "byte",
-        "bool",
-        "cpu",
-        "cuda",
-        "type",
-        "type_as",
-        "to",
-    ]
+CONVERSIONS = (
+    *("float", "double", "half", "bfloat16", "int", "long", "char", "byte", "bool"),
+    *("cpu", "cuda", "type", "type_as", "to"),
 )
 """Functions that change the type of elements alone. While a graph is exported, some call another of them."""
 
-
-NUMBERS = frozenset(
-    [
-        "size",
-        "dim",
-        "numel",
-        "stride",
-        "is_contiguous",
-        "is_floating_point",
-        "is_complex",
-        "element_size",
-        "__len__",
-    ]
+NUMBERS = (
+    *("size", "dim", "numel", "stride", "is_contiguous", "is_floating_point", "is_complex"),
+    *("element_size", "__len__"),
 )
 """Functions that give no tensor: what they give is compared where it is used."""
 
@@ -89,7 +59,7 @@ OPERATORS = ("OpOverload", "OpOverloadPacket")
 
 @dataclass(frozen=True, slots=True)
 class PlainCall:
-    """One call: the function, its numbers, the shapes of its tensors."""
+    """One call; shapes are those of its results."""
 
     function: str
     numbers: tuple[Any, ...]
@@ -122,11 +92,8 @@ class _Frame:
 
 
 class Beside(TorchFunctionMode):
-    """Records the calls of a model that runs, or compares them with those that `alone` recorded.
-
-    leaves: names of modules that are one call each. mark: called with the number of the call that runs, then
-    None.
-    """
+    """Records the calls of a model that runs, or compares them with those of `alone`. leaves: names of
+    modules that are one call each. mark: gets the number of the call that runs, then None."""
 
     def __init__(
         self,
@@ -157,7 +124,7 @@ class Beside(TorchFunctionMode):
         self._frames = [_Frame("", -1)]
         with self:
             yield
-        if self._alone is not None and len(self.matched) == 0 and self._alone:
+        if self._alone and not self.matched:
             raise ValueError("the model makes no call of what it makes alone")
 
     @contextmanager
@@ -167,10 +134,10 @@ class Beside(TorchFunctionMode):
         open_leaves: list[Any] = []
 
         def enter(module: nn.Module, _args: Any) -> None:
-            if is_unseen() or not self._frames:
+            if is_now(HIDDEN) or not self._frames:
                 return
             if id(module) in self._leaves:
-                context = hidden()
+                context = now(HIDDEN)
                 context.__enter__()
                 self._mark(len(self.matched))
                 open_leaves.append((id(module), context))
@@ -185,7 +152,7 @@ class Beside(TorchFunctionMode):
                 open_leaves.pop()[1].__exit__(None, None, None)
                 self._mark(None)
                 self._note("module", (), output)
-            elif not is_unseen() and len(self._frames) > 1:
+            elif not is_now(HIDDEN) and len(self._frames) > 1:
                 self._frames.pop()
 
         for module in self._model.modules():
@@ -205,7 +172,7 @@ class Beside(TorchFunctionMode):
     ) -> Any:
         given = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in NUMBERS or is_unseen() or not self._frames or func.__class__.__name__ in OPERATORS:
+        if name in NUMBERS or is_now(HIDDEN) or not self._frames or func.__class__.__name__ in OPERATORS:
             return func(*args, **given)
         if name == "__get__":
             name = getattr(func.__self__, "__name__", name)
@@ -216,14 +183,12 @@ class Beside(TorchFunctionMode):
             output = func(*args, **given)
         finally:
             self._mark(None)
-        numbers: list[Any] = []
         if name in CONVERSIONS:
             self._note("to", (), output)
             return output
-        _numbers(args, numbers)
         # Whether heads share keys says no more than shapes do, and is left out where a rank has one of each.
-        _numbers([value for key, value in given.items() if key != "enable_gqa"], numbers)
-        self._note(name, tuple(numbers), output)
+        named = [value for key, value in given.items() if key != "enable_gqa"]
+        self._note(name, tuple(_numbers((args, named))), output)
         return output
 
     def _note(self, function: str, numbers: tuple[Any, ...], output: Any) -> None:
@@ -238,13 +203,11 @@ class Beside(TorchFunctionMode):
             self.matched.append(Matched(shapes, shapes))
             return
         full = self._alone.get(key)
-        while full is not None and full.function != function:
-            left_out = self._repeats_left_out((frame.name, frame.visit, frame.calls))
-            if not left_out:
-                break
+        while full is not None and full.function != function and (left_out := self._repeats_left_out(key)):
             frame.calls += left_out
             frame.repeats = True
-            full = self._alone.get((frame.name, frame.visit, frame.calls))
+            key = (frame.name, frame.visit, frame.calls)
+            full = self._alone.get(key)
         frame.calls += 1
         where = f"in {frame.name!r}" if frame.name else "in the model or the loss"
         if full is None or full.function != function or len(full.shapes) != len(shapes):
@@ -281,9 +244,7 @@ class Beside(TorchFunctionMode):
 
     def _compare(self, function: str, here: tuple[Any, ...], alone: tuple[Any, ...], where: str) -> bool:
         """Whether bounds differ as parts do. Raises ValueError for numbers that may not differ."""
-        if _same(here, alone):
-            return False
-        if function in SIZES:
+        if _same(here, alone) or function in SIZES:
             return False
         if function in ("__getitem__", "narrow", "select") and len(here) == len(alone):
             parts = [(a, b) for a, b in zip(here, alone, strict=True) if not _same((a,), (b,))]
@@ -301,26 +262,20 @@ def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def _first(here: tuple[Any, ...], other: tuple[Any, ...]) -> Any:
-    """The first number that is another one there."""
     return next((a for a, b in zip(here, other, strict=False) if not _same((a,), (b,))), here)
 
 
-def _numbers(value: Any, found: list[Any]) -> None:
-    """The numbers among arguments, in order."""
+def _numbers(value: Any) -> Iterator[Any]:
     if isinstance(value, (bool, int, float, complex)):
-        found.append(value)
+        yield value
     elif isinstance(value, slice):
-        _numbers((value.start, value.stop, value.step), found)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            _numbers(item, found)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _numbers(item, found)
+        yield from _numbers((value.start, value.stop, value.step))
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
 
 
 def _shapes(output: Any) -> tuple[Shape, ...]:
-    """Shapes of the tensors in a result, as the rank has them."""
     items = output if isinstance(output, (tuple, list)) else (output,)
     kept = (item.kept if isinstance(item, SplitLogits) else item for item in items)
     return tuple(tuple(int(n) for n in item.shape) for item in kept if isinstance(item, Tensor))
@@ -329,18 +284,14 @@ def _shapes(output: Any) -> tuple[Shape, ...]:
 def _in_chunks(output: Any, unsharded: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
     """`Matched.chunks`: a chunk is as large a share of the full tensor there as here."""
     items = [x for x in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(x, Tensor)]
-    cut = [x for x in items if isinstance(x, Chunked)]
-    result = []
-    for at in range(len(cut[0].parts) if cut else 0):
-        shapes: list[tuple[Shape, Shape]] = []
-        for x, single in zip(items, unsharded, strict=True):
-            if not isinstance(x, Chunked):
-                continue
-            chunk, dim = tuple(x.parts[at].shape), x.cut_dim
-            length = chunk[dim] * single[dim] // max(x.shape[dim], 1)
-            shapes.append((chunk, (*single[:dim], length, *single[dim + 1 :])))
-        result.append(tuple(shapes))
-    return tuple(result)
+    columns = []
+    for x, single in zip(items, unsharded, strict=True):
+        if isinstance(x, Chunked):
+            dim, shapes = x.cut_dim, [tuple(chunk.shape) for chunk in x.parts]
+            lengths = [shape[dim] * single[dim] // max(x.shape[dim], 1) for shape in shapes]
+            full_values = [(*single[:dim], length, *single[dim + 1 :]) for length in lengths]
+            columns.append(zip(shapes, full_values, strict=True))
+    return tuple(zip(*columns, strict=True))
 
 
 def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:

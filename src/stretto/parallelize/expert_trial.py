@@ -10,11 +10,10 @@ numbered from 0, the rows of all ranks sorted by expert, and rows of zeros behin
 less; "inside" is for weights that are applied before the experts, or not at all.
 
 A forward that is neither (it adds its input, norms the sum, mixes tokens, or knows experts by number) is
-refused. Numbers show: the full module and its parts are computed once, with random parameters of the real
-shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same. Results
-and gradients are compared: two functions of such ops that agree at random points are equal. (What the code
-does only for more tokens than the trial's, as for a limit of an expert's rows, is not seen: these are as many
-as the model's, up to `MOST_TOKENS`, or a few where parameters are large.)
+refused. Results and gradients of the full module and its parts are compared, with random parameters of the
+real shapes, for tokens that reach all experts evenly, that choose at random, and that all choose the same.
+What the code does only for more tokens than the trial's is not seen: these are as many as the model's, up to
+`MOST_TOKENS`, or a few where parameters are large.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ WAYS = ("after", "inside")
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 3e-2}
 """Precisions in which a module is tried, the finest first, and the relative difference that each allows.
-Assumed: code that computes in float32 within is 1e-7 off in the first, what is no sum of experts 1e-2."""
+Assumed."""
 
 DENSE = 1 << 22
 """Elements of a parameter up to which its random values are independent. A larger one is a view in which
-experts overlap in memory, and gets no gradient, so that a trial takes that of an expert or two. Assumed."""
+experts overlap in memory, and gets no gradient. Assumed."""
 
 MOST_TOKENS = 4096
 """Of a trial. Assumed: seconds of one core for parameters of that size."""
@@ -53,7 +52,6 @@ SHIFT = 1040
 
 PADDING = 2
 """Rows of zeros behind those of a rank's experts, as buffers have them."""
-
 
 ANY_NUMBER = "_is_expert_parallel"
 ATTRIBUTES: tuple[tuple[str, Callable[..., Any]], ...] = (
@@ -93,8 +91,19 @@ class ExpertTrial:
         self._found: dict[tuple[Any, ...], str] = {}
 
     def serves(self, module: nn.Module) -> bool:
-        """Whether the trial of another module is this one's: all is equal but the values of tensors."""
-        return _alike(module, self._real)
+        """Whether the trial of another module is this one's: it is of the same code, with the same attributes
+        and shapes, and both have no buffers."""
+        ones, others = [*module.modules()], [*self._real.modules()]
+        shapes = [[(n, p.shape, p.dtype) for n, p in m.named_parameters()] for m in (module, self._real)]
+        kept = [*module.buffers(), *self._real.buffers()]
+        if len(ones) != len(others) or shapes[0] != shapes[1] or kept:
+            return False
+        return all(
+            type(a) is type(b)
+            and vars(a).keys() == vars(b).keys()
+            and all(map(_same, vars(a).values(), vars(b).values()))
+            for a, b in zip(ones, others, strict=True)
+        )
 
     def weighed(self, module: nn.Module, tokens: Tensor, chosen: Tensor) -> str:
         """Which of `WAYS` is the module's as it is now (training or not), for inputs of these shapes. Raises
@@ -109,7 +118,14 @@ class ExpertTrial:
             with ThreadPoolExecutor(1) as apart:  # another thread has none of the modes of tracing
                 self._found[key] = apart.submit(self._tried, *key).result()
         if (result := self._found[key]) not in WAYS:
-            raise self._refusal(result)
+            raise UsageError(
+                f"{EP.name} = {self._size} ranks cannot share {self._name}: {result}. Each rank calls its "
+                "forward with its part of the parameters (dim 0) and one expert a row, numbered from 0 among "
+                "these; what comes of a token's experts is added up. Compute everything else in the module "
+                "around it (an added input, a norm of the sum, a mean over tokens, a capacity), and take the "
+                "number of experts from parameters or self.num_experts; or leave the module out of ep_plan, "
+                f"or give {EP.name} = 1"
+            )
         return result
 
     def _tried(self, trains: tuple[bool, ...], *shapes: Any) -> str:
@@ -148,7 +164,7 @@ class ExpertTrial:
     def _difference(self, sample: _Sample, tolerance: float) -> str:
         """What makes a forward that runs on ranks give something else there."""
         x, chosen, weights = _flat(sample)
-        call = partial(self._call, self._module, sample.parameters)
+        call = partial(self._call, sample.parameters)
         made = call(x, chosen, weights)
 
         def other(*parts: Tensor) -> bool:
@@ -167,41 +183,26 @@ class ExpertTrial:
             "something beside its own parameters, or are there no gradients for rows of zeros?)"
         )
 
-    def _refusal(self, fault: str) -> UsageError:
-        return UsageError(
-            f"{EP.name} = {self._size} ranks cannot share {self._name}: {fault}. Each rank calls its forward "
-            "with its part of the parameters (dim 0) and one expert a row, numbered from 0 among these; "
-            "what comes of a token's experts is added up. Compute everything else in the module around it "
-            "(an added input, a norm of the sum, a mean over tokens, a capacity), and take the number of "
-            "experts from parameters or self.num_experts; or leave the module out of ep_plan, or give "
-            f"{EP.name} = 1"
-        )
-
-    def _call(self, module: nn.Module, parameters: Mapping[str, Tensor], *args: Tensor) -> Tensor:
+    def _call(self, parameters: Mapping[str, Tensor], *args: Tensor) -> Tensor:
         """The module's forward, which leaves nothing behind; its hooks stay with the module."""
-        forward = _TrialForward(_copied(module))
+        module = self._module
         like = args[0].detach()
-        tensors = {
-            **parameters,
-            **{name: _buffer(kept, like) for name, kept in module.named_buffers()},
-        }
-        made: Tensor = functional_call(forward, {f"own.{n}": t for n, t in tensors.items()}, args)
+        tensors = {**parameters, **{name: _buffer(kept, like) for name, kept in module.named_buffers()}}
+        named = {f"own.{name}": tensor for name, tensor in tensors.items()}
+        made: Tensor = functional_call(_TrialForward(_copied(module)), named, args)
         if made.shape != like.shape:
             raise ValueError(f"of tokens {list(like.shape)} it makes {list(made.shape)}")
         return made
 
     def _full(self, sample: _Sample) -> Tensor:
-        return self._call(self._module, sample.parameters, sample.tokens, sample.chosen, sample.weights)
+        return self._call(sample.parameters, sample.tokens, sample.chosen, sample.weights)
 
     def _on_ranks(self, sample: _Sample, way: str) -> Tensor:
         """What the ranks make of it together."""
         x, chosen, weights = _flat(sample)
         here, (tokens, choices) = self._experts // self._size, chosen.shape
-        x, chosen, weights = (
-            torch.cat((sample.others, x, sample.others)),
-            chosen.repeat(3, 1),
-            weights.repeat(3, 1),
-        )
+        x = torch.cat((sample.others, x, sample.others))
+        chosen, weights = chosen.repeat(3, 1), weights.repeat(3, 1)
         made = torch.zeros_like(x)
         empty = x.new_zeros(PADDING, x.shape[1])
         for first in range(0, self._experts, here):
@@ -214,13 +215,9 @@ class ExpertTrial:
             }
             weight_R1 = torch.cat((weights.reshape(-1, 1)[rows], weights.new_zeros(PADDING, 1)))
             with part_of_experts(self._module, self._size):
-                done = rows_by(
-                    self._module,
-                    partial(self._call, self._module, parameters),
-                    torch.cat((x[rows // choices], empty)),
-                    torch.bincount(own[rows], minlength=here),
-                    weight_R1 if way == "inside" else None,
-                )
+                call = partial(self._call, parameters)
+                given, counts = torch.cat((x[rows // choices], empty)), own[rows].bincount(minlength=here)
+                done = rows_by(self._module, call, given, counts, weight_R1 if way == "inside" else None)
             if not bool(done.isfinite().all()):
                 raise ValueError(
                     "rows of zeros, with which buffers are filled, give numbers that are not finite"
@@ -254,8 +251,7 @@ class ExpertTrial:
         leading = (2,) * (dims - 2) + (chosen.shape[0] >> (dims - 2),)
 
         def normal(*shape: int) -> Tensor:
-            made: Tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
-            return made
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
         def values(parameter: Tensor) -> Tensor:
             if not parameter.is_floating_point():
@@ -331,21 +327,6 @@ def _copied(module: nn.Module, *kept: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {id(one): one for one in (*tensors, *kept)})
 
 
-def _alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules are of the same code, with the same attributes and shapes, and no buffers."""
-    ones, others = [*one.modules()], [*other.modules()]
-    shapes = [[(n, p.shape, p.dtype) for n, p in each.named_parameters()] for each in (one, other)]
-    kept = [*one.buffers(), *other.buffers()]
-    if len(ones) != len(others) or shapes[0] != shapes[1] or kept:
-        return False
-    return all(
-        type(a) is type(b)
-        and vars(a).keys() == vars(b).keys()
-        and all(map(_same, vars(a).values(), vars(b).values()))
-        for a, b in zip(ones, others, strict=True)
-    )
-
-
 def _same(one: object, other: object) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
@@ -358,7 +339,6 @@ def _same(one: object, other: object) -> bool:
 
 
 def _buffer(resident: Tensor, like: Tensor) -> Tensor:
-    """A buffer for a trial: of another precision, and made up where it has no values."""
     if resident.is_meta:
         generator = torch.Generator().manual_seed(resident.numel())
         resident = torch.rand(resident.shape, generator=generator).to(resident.dtype)
@@ -366,12 +346,8 @@ def _buffer(resident: Tensor, like: Tensor) -> Tensor:
 
 
 def _flat(sample: _Sample) -> tuple[Tensor, Tensor, Tensor]:
-    """(N, D), (N, K), (N, K)."""
-    return (
-        sample.tokens.flatten(0, -2),
-        sample.chosen.flatten(0, -2),
-        sample.weights.flatten(0, -2),
-    )
+    tokens, chosen, weights = (x.flatten(0, -2) for x in (sample.tokens, sample.chosen, sample.weights))
+    return tokens, chosen, weights
 
 
 def _outcome(sample: _Sample, compute: Callable[[_Sample], Tensor]) -> list[Tensor]:

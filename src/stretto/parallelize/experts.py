@@ -1,7 +1,7 @@
 """Expert parallelism: ranks share a layer's experts, and send each other the rows that these are to compute.
 
-    1. The plan names the modules that have experts: dim 0 of each of their own parameters is the expert. A
-       rank has an equal part of it (GShard, arXiv 2006.16668).
+    1. A plan, pattern of module names -> "experts", names the modules that have experts: dim 0 of each of
+       their own parameters is the expert. A rank has an equal part of it (GShard, arXiv 2006.16668).
     2. While the model is captured such a module gets another forward. It is given rows for all experts, sends
        each rank those of its experts (an all-to-all), computes what it received, and sends it back.
 
@@ -15,14 +15,12 @@ Two kinds of rows (`stretto.models.dispatch`):
 
 Pipe-experts (MindSpeed) cuts what is sent: into `slices` of the slots, or of the buffers, and with
 `each_expert` also by a rank's experts, where their slots are known. Each piece goes, is computed and comes
-back by itself, so that one communicates under the product of another.
-
-Each rank has tokens of its own: along the axis gradients are summed as over dp, but those of experts, of
-which each rank has its own. The module is looked at and, but for its forward, not changed.
+back by itself. Gradients are summed along the axis as over dp, but those of experts.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.backend.observe_adapter import observe
+from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.axes import EP
 from stretto.ir.collectives import ALL_TO_ALL
@@ -42,18 +41,16 @@ from stretto.ir.metrics import BUFFER, DROPPED, NO_ROOM
 from stretto.ir.program import Shard
 from stretto.models.dispatch import OfRows, OfSlots, counts_of, dropless, inverse, rows_at, within_capacity
 from stretto.parallelize import ops
-from stretto.parallelize.expert_plan import (
-    check_not_adapted,
-    ep_plan_of,
-    experts_apart,
-    experts_in,
-    of_modules,
-)
 from stretto.parallelize.expert_trial import ExpertTrial, part_of_experts, rows_by
-from stretto.parallelize.functions import put_forward
 from stretto.parallelize.parts import bounds
+from stretto.parallelize.styles import named_by, no_module
+from stretto.parallelize.unseen import put_forward
 
 AXIS = EP.name
+STYLE = "experts"
+OF_PARAMETERS = "grouped_gemm"
+"""The style of experts' parameters in plans of `transformers`; that of their module has changed its name."""
+
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 """What `transformers` calls the arguments of a module of experts."""
 
@@ -61,7 +58,7 @@ ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
     """What is shared. modules: names. shards: parameter name -> how. trials: of modules that do not say
-    how they compute rows (`of_rows`). Others: see the module."""
+    how they compute rows (`of_rows`)."""
 
     size: int
     modules: tuple[str, ...]
@@ -73,22 +70,14 @@ class ExpertParallel:
     trials: Mapping[str, ExpertTrial] = field(default_factory=dict, repr=False, compare=False)
 
 
-def expert_parallel(
-    model: nn.Module,
-    size: int,
-    *,
-    plan: Mapping[str, Any] | None = None,
-    buffer: float | None = None,
-    slices: int = 1,
-    each_expert: bool = False,
-    fails: bool = True,
-) -> ExpertParallel:
-    """Which modules' experts are shared, and how. plan: pattern of module names -> "experts"; the model's own
-    (`ep_plan`) by default. Raises UsageError for a model without experts and sizes that do not fit."""
+def expert_parallel(model: nn.Module, parallel: ParallelSettings) -> ExpertParallel:
+    """Which modules' experts are shared, and how: by the plan of the settings, or the model's own. Raises
+    UsageError for a model without experts and sizes that do not fit."""
+    size, plan, fails = parallel.ep, parallel.ep_plan, parallel.ep_overflow == "error"
     if not (plan if plan is not None else ep_plan_of(model)):
-        apart = experts_apart(model)
-        if apart is not None:
-            raise UsageError(of_modules(model, apart))
+        for name, module in model.named_modules():  # as `transformers` 4 has them
+            if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
+                raise _of_modules(model, name)
         raise UsageError(
             f"{type(model).__name__} has no plan for expert parallelism: give one, "
             'ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1'
@@ -97,18 +86,30 @@ def expert_parallel(
     result = experts_in(model, plan)
     shards: dict[str, Shard] = {}
     for name in result:
-        check_not_adapted(modules, name)
-        own_of = dict(modules[name].named_parameters(recurse=False))
-        _agree(name, own_of)
-        for key, parameter in own_of.items():
-            _divides(f"{name}.{key}", parameter.shape[0] if parameter.dim() else 1, size)
+        _check_not_adapted(modules, name)
+        own_of = modules[name].named_parameters(recurse=False)
+        counts = {key: p.shape[0] if p.dim() else 1 for key, p in own_of}
+        odd = [key for key, count in counts.items() if count != next(iter(counts.values()))]
+        if odd:
+            raise UsageError(
+                f"dim 0 of all own parameters of {name} must be the expert, and they have other sizes: "
+                f"{', '.join(f'{key} {count}' for key, count in counts.items())}. Put what its experts share "
+                f"({odd[0]}) into a module of its own, or give ep = 1"
+            )
+        for key, count in counts.items():
+            if count % size:
+                fits = next(n for n in range(min(size, count), 0, -1) if count % n == 0)
+                raise UsageError(
+                    f"{name}.{key} has {count} experts, which cannot be shared equally by {AXIS} = {size} "
+                    f"ranks: give an {AXIS} that divides them, such as {fits}"
+                )
             shards[f"{name}.{key}"] = Shard(AXIS, 0)
     if not shards:
         raise UsageError(
             f"no module of {type(model).__name__} that its plan for expert parallelism names "
             f"({', '.join(ep_plan_of(model))}) has parameters of its own: give ep_plan, or ep = 1"
         )
-    for name in result if each_expert else ():
+    for name in result if parallel.pipe_experts else ():
         own: Any = modules[name]
         if not _states_how(own) or own.slots(1) is None:
             raise UsageError(
@@ -122,7 +123,7 @@ def expert_parallel(
                 f"pipe_experts sends each expert's tokens by themselves, and {AXIS} = {size} ranks have one "
                 f"each of {name}: cut them with pipe_experts_multi_data = 2, or give a smaller {AXIS}"
             )
-    if buffer is None and not fails:
+    if parallel.ep_buffer is None and not fails:
         raise UsageError(
             "ep_overflow = 'drop' is about what finds no room in ep_buffer; without one there is room for "
             "all: drop it, or give ep_buffer = 2.0"
@@ -132,33 +133,13 @@ def expert_parallel(
         if not _states_how(modules[name]):
             served = (one for one in trials.values() if one.serves(modules[name]))
             trials[name] = next(served, None) or ExpertTrial(model, name, size)
-    return ExpertParallel(size, result, shards, buffer, slices, each_expert, fails, trials)
+    slices, each_expert = parallel.pipe_experts_multi_data, parallel.pipe_experts
+    return ExpertParallel(size, result, shards, parallel.ep_buffer, slices, each_expert, fails, trials)
 
 
 def _states_how(module: nn.Module) -> bool:
     """Whether it is of `stretto.models.moe`, or has all that makes one of these."""
     return all(callable(getattr(module, name, None)) for name in ("slots", "of_slots", "of_rows"))
-
-
-def _agree(name: str, parameters: Mapping[str, Tensor]) -> None:
-    """Raises UsageError for parameters whose dim 0 cannot be the expert in all."""
-    sizes = {key: p.shape[0] if p.dim() else 1 for key, p in parameters.items()}
-    odd = [key for key, size in sizes.items() if size != next(iter(sizes.values()))]
-    if odd:
-        raise UsageError(
-            f"dim 0 of all own parameters of {name} must be the expert, and they have other sizes: "
-            f"{', '.join(f'{key} {size}' for key, size in sizes.items())}. Put what its experts share "
-            f"({odd[0]}) into a module of its own, or give ep = 1"
-        )
-
-
-def _divides(name: str, experts: int, size: int) -> None:
-    if experts % size:
-        fits = next(n for n in range(min(size, experts), 0, -1) if experts % n == 0)
-        raise UsageError(
-            f"{name} has {experts} experts, which cannot be shared equally by {AXIS} = {size} ranks: give an "
-            f"{AXIS} that divides them, such as {fits}"
-        )
 
 
 @contextmanager
@@ -173,8 +154,6 @@ def sharded_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
 
 
 def _forward(module: nn.Module, how: ExpertParallel, trial: ExpertTrial | None) -> Callable[..., Tensor]:
-    """The forward of a module with some of the experts: its signature is that of its kind in
-    `transformers`."""
     own: Any = module  # its methods of these names, or its forward
     of_rows = own.of_rows if trial is None else partial(rows_by, module, module.forward)
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
@@ -220,10 +199,9 @@ def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) ->
     each = 1 if how.each_expert else here
     made: list[Tensor] = []
     for first in range(0, here, each):
+        these = slice(first, first + each)
         slices = [
-            _piece(
-                x_PHCD[:, first : first + each, start:end], partial(own, at=slice(first, first + each)), size
-            )
+            _piece(x_PHCD[:, these, start:end], partial(own, at=these), size)
             for start, end in pairwise(bounds(C, how.slices))
         ]
         made.append(_joined(slices, 2))
@@ -231,7 +209,6 @@ def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) ->
 
 
 def _piece(x_PHCD: Tensor, own: OfSlots, size: int) -> Tensor:
-    """Some slots of some of each rank's experts: there, computed, and back."""
     _, H, C, D = x_PHCD.shape
     came = ops.exchange(x_PHCD.reshape(size * H, C, D), AXIS, size).view(size, H, C, D)
     made = own(came.transpose(0, 1).reshape(H, size * C, D))
@@ -300,3 +277,73 @@ def _of_rows(
         back = ops.exchange(rows_at(done, went, order.unsqueeze(0)), AXIS, size)
         made.append(back.view(size, end - start, -1))
     return rows_at(_joined(made, 1).flatten(0, 1), place_R, row_of_place.unsqueeze(0))
+
+
+def ep_plan_of(model: nn.Module) -> Mapping[str, str]:
+    """The model's own plan, pattern -> style: its attribute `ep_plan`, or that of the first module in it that
+    has one (as in a wrapper of `peft`, which has other names); in `transformers` 5.17 the config of the base
+    model says it."""
+    modules = list(model.named_modules())
+    has: Any = [(n, m) for n, m in modules if inspect.getattr_static(m, "ep_plan", None) is not None]
+    plans = [(name, module.ep_plan) for name, module in has if module.ep_plan]
+    if not plans:
+        of_base = getattr(getattr(model, "config", None), "base_model_ep_plan", None) or {}
+        plans = [(name, of_base) for name, module in modules if module is getattr(model, "base_model", model)]
+    name, own = plans[0] if plans else ("", {})
+    full = {f"{name}.{pattern}" if name else pattern: style for pattern, style in own.items()}
+    return {
+        pattern if style == STYLE else pattern.rpartition(".")[0]: STYLE
+        for pattern, style in full.items()
+        if style in (STYLE, OF_PARAMETERS)
+    }
+
+
+def _check_not_adapted(modules: Mapping[str, nn.Module], name: str) -> None:
+    """Raises UsageError for experts whose parameters an adapter around them changes, as `peft`'s for
+    `target_parameters`: it computes a change of all experts, and a rank has a part of them."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        around = modules[".".join(parts[:end])]
+        parameter = getattr(around, "parameter_name", None)
+        if isinstance(parameter, str) and hasattr(around, "get_delta_weight"):
+            raise UsageError(
+                f"{'.'.join(parts[:end])} ({type(around).__name__}) adapts {parameter!r} of all "
+                "experts at once, and expert-parallel ranks have a part of them: adapt modules instead "
+                "(target_modules), or give ep = 1 and use pp or dp"
+            )
+
+
+def _of_modules(model: nn.Module, name: str) -> UsageError:
+    return UsageError(
+        f"{type(model).__name__} has each expert of {name} in a module of its own, and ranks share experts "
+        "along dim 0 of parameters that have all of a layer's: take transformers 5.17 or newer, which has "
+        "them so, or give ep = 1"
+    )
+
+
+def experts_in(model: nn.Module, plan: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The names of the modules that have experts, by the plan or the model's own. Raises UsageError for a
+    plan that does not fit the model."""
+    if plan is None:
+        names = [name for name, _ in model.named_modules()]
+        return tuple(result for pattern in ep_plan_of(model) for result in named_by(pattern, names))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    given: dict[str, None] = {}
+    for pattern, style in plan.items():
+        where = f"ep_plan[{pattern!r}]"
+        if style != STYLE:
+            raise UsageError(f"{where}: unknown style {style!r}; the one that there is: {STYLE!r}")
+        result = named_by(pattern, modules)
+        if not result:
+            raise UsageError(f"{where}: {no_module(pattern, modules)}")
+        for name in result:
+            if not any(p.dim() > 1 for p in modules[name].parameters(recurse=False)):
+                _check_not_adapted(modules, name)
+                if isinstance(modules[name], nn.ModuleList):
+                    raise _of_modules(model, name)
+                raise UsageError(
+                    f"{where}: {name} has no parameters of its own whose dim 0 could be the expert: name the "
+                    "module that has such, or leave the pattern out"
+                )
+        given |= dict.fromkeys(result)
+    return tuple(given)

@@ -1,18 +1,16 @@
 """Fewer heads of keys than ranks: which modules make them, and the integers that count them.
 
 With K heads of keys and values on a multiple of K ranks, each rank has one full head, and `copies` ranks
-the same one (multi-query and grouped-query attention: Shazeer 2019, Ainslie et al. 2023). How many heads a
-module makes is found so:
+the same one. How many heads a module makes is found so:
 
     1. The style says it: `colwise:K`.
     2. Beside it, in one attention module, is a wider colwise module (the queries), and counts of heads
        under usual names, of the attention module or of a config, fit both widths.
     3. Or the attention module says how wide a head is.
 
-Of several heads of keys that a plan has replicated beside queries that it spreads, a rank's queries would
+Of several heads of keys that a plan has replicated beside queries that it shards, a rank's queries would
 read the wrong ones. One head that it has replicated is one that all ranks share. While the model is
-captured, the attention module's own counts are those of a rank: its heads of queries, one head of keys, and
-how often keys are repeated. Looks at modules, and changes none.
+captured, the attention module's own counts are those of a rank. Looks at modules, and changes none.
 """
 
 from __future__ import annotations
@@ -33,50 +31,20 @@ SPREAD = ("colwise", "packed_colwise")
 """Styles that leave a rank its output features."""
 
 KEY_HEADS = (
-    "num_key_value_heads",
-    "num_kv_heads",
-    "num_heads_kv",
-    "num_heads_k",
-    "num_key_heads",
-    "num_query_groups",
-    "n_key_value_heads",
-    "n_kv_heads",
-    "n_kv_head",
-    "n_head_kv",
-    "n_heads_kv",
-    "n_query_groups",
-    "kv_heads",
-    "kv_n_heads",
-    "nhead_kv",
-    "multi_query_group_num",
+    *("num_key_value_heads", "num_kv_heads", "num_heads_kv", "num_heads_k", "num_key_heads"),
+    *("num_query_groups", "n_key_value_heads", "n_kv_heads", "n_kv_head", "n_head_kv", "n_heads_kv"),
+    *("n_query_groups", "kv_heads", "kv_n_heads", "nhead_kv", "multi_query_group_num"),
 )
 """Names under which models count heads of keys and values."""
 
 QUERY_HEADS = (
-    "num_attention_heads",
-    "num_query_heads",
-    "num_heads",
-    "num_heads_q",
-    "n_heads",
-    "n_head",
-    "n_query_heads",
-    "nheads",
-    "nhead",
-    "heads",
+    *("num_attention_heads", "num_query_heads", "num_heads", "num_heads_q", "n_heads", "n_head"),
+    *("n_query_heads", "nheads", "nhead", "heads"),
 )
 
 REPEATS = (
-    "num_key_value_groups",
-    "num_kv_groups",
-    "num_kv_repeats",
-    "num_queries_per_kv",
-    "queries_per_kv",
-    "q_per_kv",
-    "heads_per_group",
-    "num_rep",
-    "n_reps",
-    "n_rep",
-    "repeats",
+    *("num_key_value_groups", "num_kv_groups", "num_kv_repeats", "num_queries_per_kv", "queries_per_kv"),
+    *("q_per_kv", "heads_per_group", "num_rep", "n_reps", "n_rep", "repeats"),
 )
 """Names of how many heads of queries read one head of keys."""
 
@@ -123,17 +91,9 @@ class _HeadsOfAttention:
     def counts(self, heads: int, queries: int, size: int) -> dict[str, int]:
         """Its own integers that count heads, as they are on a rank with one head of keys."""
         local = queries // size
-        result: dict[str, int] = {}
-        for names, full, here in (
-            (KEY_HEADS, heads, 1),
-            (QUERY_HEADS, queries, local),
-            (REPEATS, queries // heads, local),
-        ):
-            kept = {name: self.module.__dict__.get(name) for name in names}
-            result |= {
-                name: here for name, value in kept.items() if value == full and full and type(value) is int
-            }
-        return result
+        kinds = ((KEY_HEADS, heads, 1), (QUERY_HEADS, queries, local), (REPEATS, queries // heads, local))
+        own = {name: value for name, value in vars(self.module).items() if type(value) is int and value}
+        return {name: here for names, full, here in kinds for name in names if own.get(name) == full}
 
 
 def shared_heads(
@@ -147,8 +107,13 @@ def shared_heads(
     copies: dict[str, int] = {}
     counts: dict[str, dict[str, int]] = {}
     unknown: list[_HeadsOfAttention] = []
-    for attention in _attentions(model, modules, styles):
-        known = False
+    widest: dict[str, int] = {}  # of modules with colwise matrices directly in them
+    for name, style in styles.items():
+        if style.kind in SPREAD:
+            parent = name.rpartition(".")[0]
+            widest[parent] = max(widest.get(parent, 0), _features(modules[name]) // style.blocks)
+    for parent, width in widest.items():
+        attention, known = _HeadsOfAttention(model, parent, modules[parent], width), False
         for leaf, module in attention.module.named_children():
             name = f"{attention.name}.{leaf}" if attention.name else leaf
             style = styles.get(name, Style("replicated"))
@@ -162,27 +127,31 @@ def shared_heads(
             known = True
             if sharded and heads % size == 0:
                 continue
-            _check(name, heads, queries, size, sharded)
+            if not sharded and heads > 1:
+                raise UsageError(
+                    f"{name} makes {heads} heads of keys or values that every rank would have replicated, "
+                    f"but the queries beside it are sharded over {AXIS} = {size}, and a rank's would read "
+                    "the wrong heads: give it the style 'colwise' in tp_plan (shared heads are copied)"
+                )
+            if size % heads or queries % size:
+                message = f" for {queries} of queries" if queries else ""
+                raise UsageError(
+                    f"{name} makes {heads} heads of keys or values{message}, which cannot be sharded over "
+                    f"{AXIS} = {size}: each rank has full heads, so give {_fitting(heads, queries, size)}"
+                )
             copies[name] = size // heads
             counts.setdefault(attention.name, {}).update(attention.counts(heads, queries, size))
         if not known:
             unknown.append(attention)
     for attention in unknown:
-        _refuse_unknown(attention, size)
+        for heads in (_integer(one, KEY_HEADS) for one in (attention.said if attention.named else ())):
+            if heads % size:
+                raise UsageError(
+                    f"{attention.name} has {heads} heads of keys, which is no multiple of {AXIS} = {size}, "
+                    "and none of its modules is known to make them: name those that do, tp_plan={..., "
+                    f"'{attention.name}.k': 'colwise:{heads}'}}, or give a {AXIS} that divides {heads}"
+                )
     return copies, counts
-
-
-def _attentions(
-    model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]
-) -> Iterator[_HeadsOfAttention]:
-    """Modules with colwise matrices directly in them."""
-    widest: dict[str, int] = {}
-    for name, style in styles.items():
-        if style.kind in SPREAD:
-            parent = name.rpartition(".")[0]
-            widest[parent] = max(widest.get(parent, 0), _features(modules[name]) // style.blocks)
-    for parent, width in widest.items():
-        yield _HeadsOfAttention(model, parent, modules[parent], width)
 
 
 def _heads(attention: _HeadsOfAttention, name: str, module: nn.Module, style: Style) -> tuple[int, int]:
@@ -199,34 +168,14 @@ def _heads(attention: _HeadsOfAttention, name: str, module: nn.Module, style: St
     return style.heads, queries
 
 
-def _check(name: str, heads: int, queries: int, size: int, sharded: bool) -> None:
-    if not sharded and heads > 1:
-        raise UsageError(
-            f"{name} makes {heads} heads of keys or values that every rank would have replicated, but the "
-            f"queries beside it are sharded over {AXIS} = {size}, and those of a rank would read the wrong "
-            "heads: give it the style 'colwise' in tp_plan (heads that ranks share are copied)"
-        )
-    if size % heads or queries % size:
-        message = f" for {queries} of queries" if queries else ""
-        raise UsageError(
-            f"{name} makes {heads} heads of keys or values{message}, which cannot be sharded over {AXIS} = "
-            f"{size}: each rank has full heads, so give {_fitting(heads, queries, size)}"
-        )
-
-
 def _fitting(heads: int, queries: int, size: int) -> str:
-    """The nearest sizes of the axis that work."""
-    fits = [
-        n
-        for n in range(1, (queries or 2 * max(heads, size)) + 1)
-        if (heads % n == 0 or n % heads == 0) and queries % n == 0
-    ]
+    sizes = range(1, (queries or 2 * max(heads, size)) + 1)
+    fits = [n for n in sizes if (heads % n == 0 or n % heads == 0) and queries % n == 0]
     nearest = [n for n in fits if n < size][-1:] + [n for n in fits if n > size][:1]
     return f"{AXIS} = {' or '.join(map(str, nearest))}"
 
 
 def _refuse_packed(attention: _HeadsOfAttention, name: str, module: nn.Module, style: Style) -> None:
-    """Queries, keys and values in one matrix are equal blocks only if there are as many heads of each."""
     heads = next((n for n in (_integer(one, KEY_HEADS) for one in attention.said) if n), 0)
     queries = attention.queries()
     if style.kind != "packed_colwise" or not 0 < heads < queries:
@@ -242,21 +191,7 @@ def _refuse_packed(attention: _HeadsOfAttention, name: str, module: nn.Module, s
         )
 
 
-def _refuse_unknown(attention: _HeadsOfAttention, size: int) -> None:
-    """Counts of fewer heads of keys than there are ranks, and nothing that is known to make them."""
-    for printed in attention.said if attention.named else ():
-        heads = _integer(printed, KEY_HEADS)
-        if heads and heads % size:
-            raise UsageError(
-                f"{attention.name} has {heads} heads of keys, which is no multiple of {AXIS} = {size}, and "
-                "none of its modules is known to make them: name those that do, "
-                f"tp_plan={{..., '{attention.name}.k': 'colwise:{heads}'}}, or give a {AXIS} that divides "
-                f"{heads}"
-            )
-
-
 def _features(module: nn.Module) -> int:
-    """Output features of a matrix; 0 for what has none."""
     shape = getattr(getattr(module, "weight", None), "shape", ())
     if len(shape) != 2:
         return 0
@@ -274,8 +209,5 @@ def _configs(module: nn.Module) -> Iterator[Any]:
 
 def _integer(said: Any, names: tuple[str, ...]) -> int:
     """The first of these that is a positive integer; 0 without."""
-    for name in names:
-        value = said.get(name) if isinstance(said, Mapping) else getattr(said, name, None)
-        if type(value) is int and value > 0:
-            return value
-    return 0
+    values = (said.get(n) if isinstance(said, Mapping) else getattr(said, n, None) for n in names)
+    return next((value for value in values if type(value) is int and value > 0), 0)

@@ -1,9 +1,5 @@
 """How a model is laid out while one rank's part of it is traced: what is sharded over ranks, and cut in
-chunks.
-
-Whatever computes a model as it trains (its capture, its evaluation) opens the same contexts in the same
-order.
-"""
+chunks."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
 from stretto.parallelize.alone import leaves_of
 from stretto.parallelize.ampipe import Chunks, ampipe
-from stretto.parallelize.expert_plan import experts_in
-from stretto.parallelize.experts import ExpertParallel, expert_parallel, sharded_experts
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, sharded_experts
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import sharded
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
@@ -50,12 +45,11 @@ class Layout:
         """id of a parameter that is sharded -> the shape of a rank's part."""
         result: dict[int, tuple[int, ...]] = {}
         for how in self._spread:
-            parts = {  # a tie has several names, and is sharded once
+            result |= {  # a tie has several names, and is sharded once
                 id(p): local_shape(result.get(id(p), p.shape), how.shards[name], how.size)
                 for name, p in model.named_parameters(remove_duplicate=False)
                 if name in how.shards
             }
-            result |= parts
         return result
 
     def leaves(self) -> frozenset[str]:
@@ -94,15 +88,7 @@ def layout_of(
         plan = tp_plan if tp_plan is not None else parallel.tp_plan
         tensor = tensor_parallel(model, parallel.tp, sequence=parallel.sequence_parallel, plan=plan)
     if parallel.ep > 1:
-        experts = expert_parallel(
-            model,
-            parallel.ep,
-            plan=parallel.ep_plan,
-            buffer=parallel.ep_buffer,
-            slices=parallel.pipe_experts_multi_data,
-            each_expert=parallel.pipe_experts,
-            fails=parallel.ep_overflow == "error",
-        )
+        experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
     return Layout(tensor, experts, chunks_of(model, parallel, degree))

@@ -8,14 +8,13 @@ calls the same, and cannot be made while a graph is captured. Elsewhere there is
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from stretto.parallelize.unseen import ON_CUDA, is_now
 
 MAX_HEAD_DIM = 256
 """Flash attention's largest head (Dao 2023, arXiv 2307.08691; sdp_utils.cpp)."""
@@ -25,22 +24,10 @@ ALIGNED = 8
 
 HALF = (torch.float16, torch.bfloat16)
 
-_state = threading.local()
-
-
-@contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """What is called while the context lasts will run on CUDA, wherever its tensors are."""
-    _state.cuda = True
-    try:
-        yield
-    finally:
-        _state.cuda = False
-
 
 def on_cuda(x: Tensor) -> bool:
     """Whether what is called on a tensor will run on CUDA."""
-    return x.is_cuda or bool(getattr(_state, "cuda", False))
+    return x.is_cuda or is_now(ON_CUDA)
 
 
 def lower_right(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:

@@ -1,20 +1,8 @@
 """The communication ops as a model's code calls them while it is captured, each with its gradient.
 
-They exist for capture alone: they have shapes and no kernels, and need no process group. In the captured
-graph each is a start and a wait (`stretto.ir.program` lists them), which the runtime carries out.
-
-Every function below is one half of a conjugate pair, as in Megatron-LM (arXiv 1909.08053 and 2205.05198):
-what is communicated in the forward decides what is in the backward. Two words say what tensor-parallel ranks
-have: *equal* values, and *parts* (a slice, or a partial of a sum).
-
-    function          forward                    backward                     from         to
-    copy              -                          all-reduce                   equal        used in parts
-    reduce            all-reduce                 -                            partials      equal
-    gather            all-gather along dim       reduce-scatter along dim     slices       used in parts
-    scatter           reduce-scatter along dim   all-gather along dim         partials      slices
-    chunk             own slice along dim        all-gather along dim         equal        slices
-    collect           all-gather along dim       own slice along dim          slices       equal
-    exchange          all-to-all along dim 0     all-to-all along dim 0       parts        other ranks' parts
+They have shapes and no kernels, and need no process group. In the captured graph each is a start and a wait
+(`stretto.ir.program` lists them), which the runtime carries out. They are conjugate pairs, as in Megatron-LM
+(arXiv 1909.08053 and 2205.05198). Ranks have *equal* values, or *parts* (a slice, or a partial of a sum).
 """
 
 from __future__ import annotations
@@ -37,7 +25,7 @@ from stretto.ir.collectives import (
     Kind,
 )
 from stretto.parallelize.chunked import Chunked
-from stretto.parallelize.unseen import is_alone, unseen
+from stretto.parallelize.unseen import ALONE, is_now, unseen
 
 NAMESPACE = "stretto"
 
@@ -61,14 +49,6 @@ def _started(kind: Kind, x: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty(shape)
 
 
-def _wait(started: Tensor) -> Tensor:
-    return torch.empty_like(started)
-
-
-def _axis_index(like: Tensor, axis: str, size: int) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=like.device)
-
-
 def _axis_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     # Strides of the slice, though the op returns a tensor of its own here: a functional graph has no views of
     # ops that it does not know. The runtime makes it the view that it is.
@@ -78,8 +58,8 @@ def _axis_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 
 _fakes: dict[str, Callable[..., Tensor]] = {
     **{kind.name: partial(_started, kind) for kind in COLLECTIVES},
-    "wait": _wait,
-    "axis_index": _axis_index,
+    "wait": torch.empty_like,
+    "axis_index": lambda like, axis, size: torch.empty((), dtype=torch.int64, device=like.device),
     "axis_chunk": _axis_chunk,
 }
 for _name, _shapes in _fakes.items():
@@ -111,11 +91,8 @@ def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
 
 @unseen
 def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Slices along `dim` put together, in the order of ranks; no gradient.
-
-    Collectives work along the first dim. With nothing before `dim` the result is there as it arrives; else
-    its parts are put into their places by a copy.
-    """
+    """Slices along `dim` put together, in the order of ranks; no gradient. Collectives work along the first
+    dim: with something before `dim`, the parts are put into their places by a copy."""
     dim %= x.dim()
     made = communicate(ALL_GATHER, x, axis, size)
     if dim == 0:
@@ -129,7 +106,7 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 @unseen
 def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """The sum over the axis, of which each rank keeps its slice along `dim`; no gradient."""
-    dim %= x.dim()
+    x, dim = x.contiguous(), dim % x.dim()
     check_divides(x.shape[dim], size, axis, f"dim {dim} of a tensor of shape {list(x.shape)}")
     part = x.shape[dim] // size
     shape = [part if d == dim else n for d, n in enumerate(x.shape)]
@@ -158,8 +135,6 @@ def check_divides(n: int, size: int, axis: str, what: str) -> None:
 
 
 class _OneToOnePair(torch.autograd.Function):
-    """A function and the one that its gradient goes through."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
         ctx.back = back
@@ -173,7 +148,7 @@ class _OneToOnePair(torch.autograd.Function):
 @unseen
 def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
     """Of a sequence in chunks, each chunk communicates by itself."""
-    if is_alone():
+    if is_now(ALONE):
         return x
     if type(x) is Chunked:
         return x.each(lambda chunk: _pair(chunk, there, back))
@@ -187,33 +162,23 @@ def copy(x: Tensor, axis: str, size: int) -> Tensor:
 
 
 def reduce(x: Tensor, axis: str, size: int) -> Tensor:
-    """Addends become their sum, equal on all ranks."""
+    """Partials become their sum, equal on all ranks."""
     return _pair(x, lambda t: all_reduce(t, axis, size), lambda grad: grad)
 
 
 def gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` become the full tensor, from here on used in parts."""
-    return _pair(
-        x,
-        lambda t: all_gather(t, dim, axis, size),
-        lambda grad: reduce_scatter(grad.contiguous(), dim, axis, size),
-    )
+    return _pair(x, lambda t: all_gather(t, dim, axis, size), lambda g: reduce_scatter(g, dim, axis, size))
 
 
 def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Addends become slices of their sum along `dim`."""
-    return _pair(
-        x,
-        lambda t: reduce_scatter(t.contiguous(), dim, axis, size),
-        lambda grad: all_gather(grad, dim, axis, size),
-    )
+    """Partials become slices of their sum along `dim`."""
+    return _pair(x, lambda t: reduce_scatter(t, dim, axis, size), lambda g: all_gather(g, dim, axis, size))
 
 
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
-    """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so.
-
-    kind: another that sums nothing, and goes as its row says.
-    """
+    """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so. kind:
+    another that sums nothing."""
     if kind.splits:
         check_divides(x.shape[0], size, axis, f"dim 0 of a tensor of shape {list(x.shape)}")
     back = KINDS[kind.gradient]

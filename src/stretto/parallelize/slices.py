@@ -5,11 +5,9 @@
     3. A norm beside the blocks that is given slices puts the sequence together again.
 
 Where the sequence is in chunks (`chunked`), each chunk is cut into slices by itself: of 8 tokens in 2 chunks,
-the first of 2 ranks has 0, 1, 4, 5 (MindSpeed's order too). What is gathered of a chunk's slices is then that
-chunk, in its order, and no token is moved.
+the first of 2 ranks has 0, 1, 4, 5 (MindSpeed's order too), and no token is moved.
 
-A tensor's length says whether it is a slice: that of the full tensor is known from the first cut. Code that
-runs parts of the blocks where this does not have (of blocks that are never called themselves) is refused.
+A tensor's length says whether it is a slice: that of the full tensor is known from the first cut.
 """
 
 from __future__ import annotations
@@ -36,14 +34,12 @@ OUT = (
     "give the blocks a forward of their own that calls it, call the blocks themselves, or leave "
     "sequence_parallel out"
 )
-"""The way out."""
 
 
 @dataclass(slots=True)
 class Slices:
     """One forward. degree: chunks of the sequence. length: of the full sequence, once it was cut; sliced:
-    whether blocks ran last, and no norm put their slices together; inside: modules with a gathered input that
-    run now."""
+    whether no norm has put slices together; inside: modules with a gathered input that run now."""
 
     how: TensorParallel
     degree: int = 1
@@ -87,10 +83,8 @@ class Slices:
         return ops.scatter(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
 
     def collect(self, x: Tensor) -> Tensor:
-        """The full of slices, for what all ranks do the same."""
+        """The full tensor of slices, for what all ranks do the same."""
         return ops.collect(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
-
-    # Forwards of modules; each takes the module's own and gives another.
 
     def block(self, name: str, module: nn.Module) -> Callable[..., Any]:
         own = module.forward

@@ -4,19 +4,18 @@ losses.
     1. What keeps the vocabulary's dim unsharded (dtype, views of the other dims, scaling by a number) is
        done on the part, and `F.cross_entropy` of parts communicates three numbers a token (`vocabulary`).
     2. Anything else gathers the logits, once, and works on the gathered tensor or a view of it.
-    3. Part and gathered tensor are equal until one is written to. A write by a number acts on the part while
-       nothing is gathered. After any other write the parts are of no use: `WrittenError` says so, and then
-       the head's output is gathered where it is made (`alone.with_gathered_logits`), and is a plain tensor.
+    3. A write by a number acts on the part while nothing is gathered. After any other write the parts are of
+       no use: `WrittenError` says so, and the head's output is gathered where it is made.
 
-Views of split logits are split logits of the same storage: the operations that lead to them are kept, and
-done to the gathered tensor when it is needed, so that a write through either is seen.
+Views of split logits have the same storage: what leads to them is kept, and done to the gathered tensor when
+it is needed, so that a write through either is seen.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stretto.parallelize import ops
-from stretto.parallelize.unseen import hidden
+from stretto.parallelize.recorded_adapter import OF_SHAPE, tree_leaves, tree_map_only, without_elements
+from stretto.parallelize.unseen import HIDDEN, now
 from stretto.parallelize.vocabulary import cross_entropy
-from stretto.parallelize.wrapper_adapter import without_elements
 
 OneToOne = Callable[[Tensor], Tensor]
 
@@ -49,7 +48,7 @@ def gathered(part: Tensor, axis: str, size: int) -> Tensor:
 @dataclass(slots=True)
 class _Storage:
     """What logits and their views share. gathered: the full tensor, once something needed it; version: its
-    count of writes at that time."""
+    count of writes then."""
 
     part: Tensor
     axis: str
@@ -65,11 +64,8 @@ class _Storage:
 
 
 class SplitLogits(Tensor):
-    """Logits of which this rank has the columns (last dim) of its part of the vocabulary.
-
-    Looks like the full tensor to the code that gets it, and has no elements of its own, so that nothing
-    takes the part for it.
-    """
+    """Logits of which this rank has the columns (last dim) of its part of the vocabulary. Looks like the full
+    tensor, and has no elements of its own, so that nothing takes the part for it."""
 
     _storage: _Storage
     _part: Tensor
@@ -79,9 +75,6 @@ class SplitLogits(Tensor):
     @staticmethod
     def __new__(cls, part: Tensor, axis: str, size: int) -> SplitLogits:
         return _made(_Storage(part, axis, size), part, lambda unsharded: unsharded)
-
-    def __init__(self, part: Tensor, axis: str, size: int) -> None:
-        pass
 
     @property
     def kept(self) -> Tensor:
@@ -94,7 +87,7 @@ class SplitLogits(Tensor):
     def full(self) -> Tensor:
         """The unsharded logits, equal on all ranks: a tensor whose storage these logits share from now on."""
         if self._full is None:
-            with hidden(), torch.enable_grad():  # it serves later uses too
+            with now(HIDDEN), torch.enable_grad():  # it serves later uses too
                 self._full = self._chain(self._storage.full())
         return self._full
 
@@ -131,32 +124,10 @@ def _made(storage: _Storage, part: Tensor, chain: OneToOne) -> SplitLogits:
 
 def full_of(value: Any) -> Any:
     """The value with unsharded logits in the places of split ones, in whatever they are nested."""
-    if type(value) is SplitLogits:
-        return value.full()
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(full_of, value))
-    if type(value) in (list, tuple):
-        return type(value)(map(full_of, value))
-    if type(value) is dict:
-        return {key: full_of(item) for key, item in value.items()}
-    if type(value) is slice:
-        return slice(*map(full_of, (value.start, value.stop, value.step)))
-    return value
-
-
-def _split_in(value: Any) -> Iterator[SplitLogits]:
-    """All split logits in a value."""
-    if type(value) is SplitLogits:
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _split_in(item)
-    elif type(value) is dict:
-        yield from _split_in(list(value.values()))
+    return tree_map_only(SplitLogits, SplitLogits.full, value)
 
 
 def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Step 2: a function of unsharded logits. Raises WrittenError for one that changes them."""
     if function == Tensor.data.__set__:  # type: ignore[attr-defined]
         raise ValueError(
             "the logits are sharded over tensor-parallel ranks, and their data cannot be exchanged: write "
@@ -165,8 +136,10 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     if function in _OF_ONE_TENSOR:
         raise WrittenError
     made = function(*full_of(tuple(args)), **full_of(dict(kwargs)))
-    for logits in _split_in([*args, *kwargs.values()]):
+    for logits in tree_leaves((args, kwargs)):
         # squeeze_ and its like write no element.
+        if type(logits) is not SplitLogits:
+            continue
         if logits.full().shape != logits.shape or logits.full().requires_grad != logits.kept.requires_grad:
             raise WrittenError
     return made
@@ -175,23 +148,15 @@ def _called(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
 _OF_ONE_TENSOR = (Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 """Gradients of the part would pass these by."""
 
-_ABOUT = frozenset(
-    (
-        *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.__len__),
-        *(torch.numel, Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex),
-        *(
-            getattr(Tensor, name).__get__
-            for name in ("shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_meta")
-        ),
-    )
+_ABOUT = OF_SHAPE.union(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "ndim", "dtype", "device", "layout", "itemsize", "is_cuda", "is_meta")
 )
-"""What a tensor without elements shows itself."""
 
 # Step 1: what is done on the part. Each gives NotImplemented for what needs the full tensor.
 
 
 def _like(x: SplitLogits, part: Tensor) -> SplitLogits:
-    """Logits of their own."""
     return SplitLogits(part, x._storage.axis, x._storage.size)
 
 
@@ -210,7 +175,8 @@ def _by_numbers(name: str) -> Callable[..., Any]:
     """Element by element, with numbers. In place on the part while nothing else shares its storage."""
 
     def method(x: SplitLogits, *args: Any, **kwargs: Any) -> Any:
-        fits = not kwargs and all(map(_is_number, args))
+        numeric = (isinstance(a, (numbers.Number, nn.Parameter)) for a in args)
+        fits = not kwargs and all(numeric) and not any(a.dim() for a in args if isinstance(a, Tensor))
         if not name.endswith("_"):
             return _like(x, getattr(x.kept, name)(*args)) if fits else NotImplemented
         if not fits or x._storage.gathered is not None:
@@ -234,7 +200,6 @@ def _contiguous(x: SplitLogits, **kwargs: Any) -> Any:
 
 
 def _reshaped(x: SplitLogits, part: Sequence[int], unsharded: Sequence[int], call: Any) -> Any:
-    """A view where PyTorch would make one, and else a copy."""
     try:
         x.kept.view(part)
     except (RuntimeError, ValueError):  # the latter of a fake tensor
@@ -268,10 +233,7 @@ def _flatten(x: SplitLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 def _item(x: SplitLogits, at: Any) -> Any:
     places = at if isinstance(at, tuple) else (at,)
-    simple = all(
-        p is Ellipsis or isinstance(p, slice) or (isinstance(p, int) and not isinstance(p, bool))
-        for p in places
-    )
+    simple = all(p is Ellipsis or isinstance(p, slice) or type(p) is int for p in places)
     if not simple or not places:
         return NotImplemented
     named = [p for p in places if p is not Ellipsis]
@@ -281,10 +243,6 @@ def _item(x: SplitLogits, at: Any) -> Any:
 
 def _rows(x: SplitLogits, dim: int = 0) -> Any:
     return tuple(x[row] for row in range(len(x))) if dim == 0 and x.dim() > 1 else NotImplemented
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Number) or (isinstance(value, nn.Parameter) and value.dim() == 0)
 
 
 _METHODS: dict[str, Callable[..., Any]] = {
@@ -323,7 +281,6 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """`F.cross_entropy` as far as parts allow."""
     if type(input) is not SplitLogits or weight is not None or size_average is not None or reduce is not None:
         return NotImplemented
     if type(target) is SplitLogits or not isinstance(target, Tensor) or target.is_floating_point():

@@ -1,20 +1,16 @@
 """A sharded model's forwards: while it is captured, its modules compute one rank's part.
 
-    1. Modules get another forward for the time of the capture: it lets communication in where the style
-       says (`ops`), and then is the module's own. An input that several colwise modules read is copied or
-       gathered once.
-    2. Attributes that count what is sharded are divided; those that count heads of which ranks share some get
-       the value that they have on a rank.
-    3. All of it is undone afterwards; the model stays as it was.
-
-With sequence parallelism, residuals are slices of the sequence (dim 1) from the first block to the norm
-after the last (`slices`).
+1. Modules get another forward for the time of the capture: it lets communication in where the style
+   says (`ops`), and then is the module's own. An input that several colwise modules read is copied or
+   gathered once.
+2. Attributes that count what is sharded are divided, or get the value that they have on a rank.
+3. All of it is undone afterwards; the model stays as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,12 +20,11 @@ from torch import Tensor, nn
 from stretto.errors import UsageError
 from stretto.parallelize import ops
 from stretto.parallelize.chunked import Chunked
-from stretto.parallelize.functions import functions_given, put_forward
-from stretto.parallelize.sequence import full_inside, mixtures
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
 from stretto.parallelize.split_logits import SplitLogits, full_of, gathered
 from stretto.parallelize.styles import COLWISE, ROWWISE
-from stretto.parallelize.tensor import AXIS, TensorParallel
+from stretto.parallelize.tensor import AXIS, TensorParallel, full_inside, mixtures
+from stretto.parallelize.unseen import functions_given, put_forward
 from stretto.parallelize.vocabulary import embed
 
 
@@ -48,12 +43,9 @@ def sharded(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[
     """While the context lasts, the model computes one rank's part. Parameters must already be parts. degree:
     chunks into which blocks cut the sequence."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    state = _ShardedForward(Slices(how, degree), _gathering(how))
+    gathering = [] if how.first is None else full_inside(how.first.rpartition(".")[0], how.modules)
+    state = _ShardedForward(Slices(how, degree), gathering)
     replaced: set[tuple[int, str]] = set()
-    undo: list[Callable[[], None]] = []
-
-    def replace(module: nn.Module, forward: Callable[..., Any]) -> None:
-        undo.append(put_forward(module, forward))
 
     def begin(_module: nn.Module, _args: Any) -> None:
         state.entered.clear()
@@ -62,49 +54,33 @@ def sharded(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[
     def end(_module: nn.Module, _args: Any, _output: Any) -> None:
         state.slices.end()
 
-    try:
-        undo.append(model.register_forward_pre_hook(begin, prepend=True).remove)
-        undo.append(model.register_forward_hook(end).remove)
+    with ExitStack() as undo:
+        undo.callback(state.entered.clear)
+        undo.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        undo.callback(model.register_forward_hook(end).remove)
         for name, style in how.modules.items():
-            module = modules[name]
-            if (id(module), style.kind) in replaced:
+            module, kind = modules[name], style.kind
+            if (id(module), kind) in replaced:
                 continue  # one module under two names
-            replaced.add((id(module), style.kind))
-            if style.kind == "attributes":
+            replaced.add((id(module), kind))
+            if kind == "attributes":
                 _divide_attributes(name, module, style.attributes, how, undo)
-            elif style.kind in COLWISE:
-                if type(module).__name__ == "Conv1D":
-                    parts = how.shards[f"{name}.weight" if name else "weight"].parts(how.size)
-                    _set(module, "nf", module.nf // parts, undo)
-                replace(module, _colwise(module, name, how, state, style.kind == "colwise_gather_output"))
-            elif style.kind in ROWWISE:
-                replace(module, _rowwise(module, name, how, state, style.kind == "rowwise_split_input"))
-            elif style.kind == "experts":
-                replace(module, _experts(module, how, state))
-            elif style.kind == "vocabulary":
-                if isinstance(module, nn.Embedding):
-                    replace(module, _embedding(module, how))
-                else:
-                    replace(module, _head(module, how, state))
+            elif kind in COLWISE and type(module).__name__ == "Conv1D":
+                parts = how.shards[f"{name}.weight" if name else "weight"].parts(how.size)
+                _set(module, "nf", module.nf // parts, undo)
+            if (make := _FORWARDS.get(kind)) is not None:
+                undo.callback(put_forward(module, make(module, name, how, state)))
         for name, counts in how.counts.items():
             for attribute, value in counts.items():
                 _set(modules[name], attribute, value, undo)
         for name, forward in _sequence(modules, how, state):
-            replace(modules[name], forward)
+            undo.callback(put_forward(modules[name], forward))
         with functions_given(full_of):
             yield
-    finally:
-        for action in reversed(undo):
-            action()
-        state.entered.clear()
 
 
 def _divide_attributes(
-    name: str,
-    module: nn.Module,
-    attributes: tuple[str, ...],
-    how: TensorParallel,
-    undo: list[Callable[[], None]],
+    name: str, module: nn.Module, attributes: tuple[str, ...], how: TensorParallel, undo: ExitStack
 ) -> None:
     for attribute in attributes:
         if attribute in how.counts.get(name, {}):
@@ -119,16 +95,9 @@ def _divide_attributes(
         _set(module, attribute, 1 if shared else value // size, undo)
 
 
-def _set(module: nn.Module, attribute: str, value: int, undo: list[Callable[[], None]]) -> None:
-    kept = getattr(module, attribute)
+def _set(module: nn.Module, attribute: str, value: int, undo: ExitStack) -> None:
+    undo.callback(setattr, module, attribute, getattr(module, attribute))
     setattr(module, attribute, value)
-    undo.append(lambda: setattr(module, attribute, kept))
-
-
-def _own(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as it is, which may already be another than its class's."""
-    forward: Callable[..., Any] = module.forward
-    return forward
 
 
 def _let_in(x: Tensor, how: TensorParallel, state: _ShardedForward, sliced: bool) -> Tensor:
@@ -141,10 +110,6 @@ def _let_in(x: Tensor, how: TensorParallel, state: _ShardedForward, sliced: bool
     made = ops.gather(x, SEQUENCE_DIM, AXIS, how.size) if sliced else ops.copy(x, AXIS, how.size)
     state.entered[id(x)] = (x, made)
     return made
-
-
-def _gathering(how: TensorParallel) -> list[str]:
-    return [] if how.first is None else full_inside(how.first.rpartition(".")[0], how.modules)
 
 
 def _where(name: str, how: TensorParallel, state: _ShardedForward) -> tuple[bool, bool]:
@@ -177,10 +142,9 @@ def _sequence(
         yield name, slices.norm_after(modules[name])
 
 
-def _colwise(
-    module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward, gathers: bool
-) -> Callable[..., Any]:
-    own, inside, mixed = _own(module), *_where(name, how, state)
+def _colwise(module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward) -> Callable[..., Any]:
+    own, inside, mixed = module.forward, *_where(name, how, state)
+    gathers = how.modules[name].kind == "colwise_gather_output"
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if inside:
@@ -191,10 +155,9 @@ def _colwise(
     return forward
 
 
-def _rowwise(
-    module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward, splits: bool
-) -> Callable[..., Any]:
-    own, (_, mixed) = _own(module), _where(name, how, state)
+def _rowwise(module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward) -> Callable[..., Any]:
+    own, (_, mixed) = module.forward, _where(name, how, state)
+    splits = how.modules[name].kind == "rowwise_split_input"
     scatters = how.first is not None and not mixed and name.startswith(f"{how.first.rpartition('.')[0]}.")
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -224,34 +187,33 @@ def _rowwise(
     return forward
 
 
-def _experts(module: nn.Module, how: TensorParallel, state: _ShardedForward) -> Callable[..., Any]:
-    """Of tokens, chosen experts and weights. What it makes is a partial, and stays one: it may be added to
-    others (of shared experts) before the proof of placements has the sum taken."""
-    own = _own(module)
+def _experts(module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward) -> Callable[..., Any]:
+    """What it makes is a partial, and stays one: it may be added to others (of shared experts) before the
+    proof of placements has the sum taken."""
+    own = module.forward
 
-    def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
-        def let_in(x: Tensor) -> Tensor:
-            return _let_in(x, how, state, False) if x.is_floating_point() else x
+    def let_in(x: Tensor) -> Tensor:
+        return _let_in(x, how, state, False) if x.is_floating_point() else x
 
-        made: Tensor = own(*map(let_in, args), **{key: let_in(x) for key, x in kwargs.items()})
-        return made
-
-    return forward
+    return lambda *args, **kwargs: own(*map(let_in, args), **{key: let_in(x) for key, x in kwargs.items()})
 
 
-def _embedding(module: nn.Embedding, how: TensorParallel) -> Callable[..., Any]:
-    own = _own(module)
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        return embed(module, AXIS, how.size, own, *args, **kwargs)
-
-    return forward
-
-
-def _head(module: nn.Module, how: TensorParallel, state: _ShardedForward) -> Callable[..., Any]:
-    own = _own(module)
+def _vocabulary(
+    module: nn.Module, name: str, how: TensorParallel, state: _ShardedForward
+) -> Callable[..., Any]:
+    own = module.forward
+    if isinstance(module, nn.Embedding):
+        return partial(embed, module, AXIS, how.size, own)
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> SplitLogits:
         return SplitLogits(own(_let_in(x, how, state, False), *args, **kwargs), AXIS, how.size)
 
     return forward
+
+
+_FORWARDS = {
+    **dict.fromkeys(COLWISE, _colwise),
+    **dict.fromkeys(ROWWISE, _rowwise),
+    "experts": _experts,
+    "vocabulary": _vocabulary,
+}

@@ -8,7 +8,7 @@
     rowwise                 input features are sharded, as a colwise module before it left them; the output is
                             the sum over ranks
     rowwise_split_input     the same after a module whose output is unsharded: each rank takes its features
-    of it vocabulary              an embedding's rows, or an output head's columns, are sharded (`vocabulary`)
+    vocabulary              an embedding's rows, or an output head's columns, are sharded (`vocabulary`)
     sequence                a norm that sees a slice of the sequence, with `sequence_parallel`
     attributes:A,B          integers of the module that count what is sharded, divided by the number of ranks
     experts                 a module of experts, called with tokens, chosen experts and weights: those of its
@@ -18,8 +18,7 @@
 
 A plan maps patterns of module names to styles; `*` matches one part of a name (a layer's number). These
 are the words of `transformers`; PyTorch's `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` objects
-(`torch.distributed.tensor.parallel`) are understood as well. A parameter of experts with the dims (experts,
-out, in) may be colwise, packed_colwise or rowwise, as `transformers` says.
+are understood as well. A parameter of experts (experts, out, in) may be colwise, packed_colwise or rowwise.
 """
 
 from __future__ import annotations
@@ -42,16 +41,8 @@ from torch.distributed.tensor.parallel import (
 from stretto.errors import UsageError, meant
 
 KNOWN = (
-    "colwise",
-    "colwise_gather_output",
-    "packed_colwise",
-    "rowwise",
-    "rowwise_split_input",
-    "vocabulary",
-    "sequence",
-    "attributes",
-    "experts",
-    "replicated",
+    *("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input", "vocabulary"),
+    *("sequence", "attributes", "experts", "replicated"),
 )
 
 COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
@@ -84,9 +75,6 @@ GPT2_PLAN = {
 """`transformers` has no plan of its own for GPT-2. Its attention splits the fused query, key and value by an
 attribute, which has to count a rank's part."""
 
-BUILT_IN = {"gpt2": GPT2_PLAN}
-"""Model type of a `transformers` config -> plan, where the model brings none."""
-
 
 @dataclass(frozen=True, slots=True)
 class Style:
@@ -101,10 +89,8 @@ class Style:
 
 
 def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Style:
-    """A style from its word, or from PyTorch's object for it, which on an embedding spreads its rows.
-
-    Raises UsageError that lists the words.
-    """
+    """A style from its word, or from PyTorch's object for it, which on an embedding shards its rows. Raises
+    UsageError that lists the words."""
     if isinstance(module, nn.Embedding) and isinstance(given, RowwiseParallel):
         _plain("output", given.output_layouts, (Replicate(), Shard(1)), where)
         return Style("vocabulary")
@@ -131,13 +117,12 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
         )
     word, _, rest = str(given).partition(":")
     kind = SYNONYMS.get(word, word)
-    known = (
-        f"known styles: {', '.join(KNOWN)}; or PyTorch's ColwiseParallel, RowwiseParallel, SequenceParallel"
-    )
     if not isinstance(given, str) or kind not in KNOWN:
         shown = given if isinstance(given, str) else type(given).__name__
-        near = meant(word, KNOWN)
-        raise UsageError(f"{where}: unknown style {shown!r}; {near}{known}. Give another plan with tp_plan")
+        raise UsageError(
+            f"{where}: unknown style {shown!r}; {meant(word, KNOWN)}known styles: {', '.join(KNOWN)}; or "
+            "PyTorch's ColwiseParallel, RowwiseParallel, SequenceParallel. Give another plan with tp_plan"
+        )
     if kind in ("packed_colwise", "colwise"):
         packed = kind == "packed_colwise"
         if rest and not (rest.isdigit() and int(rest) > 0):
@@ -164,15 +149,11 @@ def _plain(side: str, layouts: Any, allowed: tuple[Any, ...], where: str) -> Non
 
 def given_plan(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Pattern -> style as it was written: the user's plan, or with None the model's own, its attribute
-    `tp_plan` (own models; `transformers`), or a built-in one for its type.
-
-    Raises UsageError for a model without a plan.
-    """
+    `tp_plan` (own models; `transformers`), or a built-in one for its type. Raises UsageError without one."""
     plan: Mapping[str, Any] | None = given
     if plan is None:
-        plan = getattr(model, "tp_plan", None)
-    if not plan and given is None:
-        plan = BUILT_IN.get(str(getattr(getattr(model, "config", None), "model_type", "")))
+        kind = getattr(getattr(model, "config", None), "model_type", "")
+        plan = getattr(model, "tp_plan", None) or (GPT2_PLAN if kind == "gpt2" else None)
     if not plan:
         raise UsageError(
             f"{type(model).__name__} has no plan for tensor parallelism: give one, "
@@ -184,7 +165,7 @@ def given_plan(model: nn.Module, given: Mapping[str, Any] | None) -> Mapping[str
 def named_by(pattern: str, modules: Iterable[str]) -> list[str]:
     """The names that a plan's pattern matches."""
     expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return [name for name in modules if expression.fullmatch(name)]
+    return list(filter(expression.fullmatch, modules))
 
 
 def no_module(pattern: str, names: Iterable[str]) -> str:
@@ -214,11 +195,9 @@ def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
 
 
 def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
-    """Module name -> style, for the modules that have one; given: as for `given_plan`.
-
-    Patterns that name parameters are about those of experts; a model's own plan may name others, which stay
-    full. Raises UsageError for a model without a plan, a pattern that no module has, and for unknown styles.
-    """
+    """Module name -> style, for the modules that have one; given: as for `given_plan`. Patterns that name
+    parameters are about those of experts; a model's own plan may name others, which stay full. Raises
+    UsageError for a model without a plan, a pattern that no module has, and for unknown styles."""
     plan = given_plan(model, given)
     result: dict[str, Style] = {}
     dims: dict[str, tuple[Any, str]] = {}

@@ -1,11 +1,13 @@
 """Tensor and sequence parallelism: which of a model's modules are sharded over ranks, and how.
 
-    1. The plan says which modules are sharded (`styles`). What it leaves out for sequence parallelism is
-       found (`sequence`): the blocks, and the norms in and after them.
-    2. Parameters of sharded modules become shards: rows, columns, or parts of packed columns (`parts`). Where
-       ranks share a head of keys, they have the same rows (`heads`).
-    3. What does not fit is refused: sizes, ties that would be sharded in two ways, a plan that leaves most of
-       the model full.
+    1. The plan says which modules are sharded (`styles`).
+    2. Parameters of sharded modules become shards: rows, columns, or parts of packed columns. Where ranks
+       share a head of keys, they have the same rows (`heads`).
+    3. Sequence parallelism keeps slices of the sequence between modules of the blocks. These are the one list
+       of modules that has the rowwise modules. Modules of a block in which colwise modules are (attention,
+       MLP) gather their input. Every other module of a block with parameters must have a style, or be a norm.
+       The norm after the blocks is where the sequence is put together again.
+    4. What does not fit is refused: sizes, ties that would be sharded in two ways.
 
 The model is looked at and not changed; `sharded` makes it compute a part.
 """
@@ -13,7 +15,7 @@ The model is looked at and not changed; `sharded` makes it compute a part.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +25,7 @@ from stretto.errors import UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import Shard
 from stretto.parallelize.heads import SPREAD, shared_heads
-from stretto.parallelize.sequence import sequence_region
-from stretto.parallelize.styles import ROWWISE, Style, plan_of
+from stretto.parallelize.styles import COLWISE, EXPERTS, ROWWISE, Style, plan_of
 
 AXIS = TENSOR
 
@@ -32,11 +33,8 @@ AXIS = TENSOR
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """What is sharded. shards: parameter name -> how; modules: name -> style. counts: module name -> its
-    integers that count heads -> their value on a rank, where ranks share heads of keys.
-
-    first: the first block's name, tails: norms of which one follows the last block; with sequence parallelism
-    only.
-    """
+    integers that count heads -> their value on a rank, where ranks share heads of keys. With sequence
+    parallelism, first: the first block's name, tails: norms of which one follows the last block."""
 
     size: int
     modules: Mapping[str, Style]
@@ -52,7 +50,15 @@ def tensor_parallel(
     """Decide all of it. Raises UsageError for a model, a plan or sizes that do not fit."""
     modules = dict(model.named_modules(remove_duplicate=False))
     styles = _vocabulary_fits(model, plan_of(model, plan), modules, size)
-    _check_heads(model, size)
+    config = getattr(model, "config", None)
+    for key in ("num_attention_heads", "n_head", "heads"):
+        count = getattr(config, key, None)
+        if isinstance(count, int) and count % size:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise UsageError(
+                f"the model has {key} = {count}, which is not a multiple of {AXIS} = {size}: each rank "
+                f"has full heads, so give a {AXIS} that divides it ({fitting})"
+            )
     copies, counts = shared_heads(model, modules, styles, size)
     full = (name for name in copies if name not in styles or styles[name].kind not in SPREAD)
     styles |= dict.fromkeys(full, Style("colwise"))
@@ -61,17 +67,23 @@ def tensor_parallel(
     for name, style in styles.items():
         for key, shard in _shards(name, modules[name], style, size, copies.get(name, 1)).items():
             shards[f"{name}.{key}" if name else key] = shard
-    _check_ties(model, shards)
-    _check_worth(model, shards, size)
+    _check_shards(model, shards, size)
     return TensorParallel(size, styles, shards, first, tails, counts)
 
 
-def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
-    total = sum(p.numel() for p in model.parameters())
-    sharded_params = {
-        id(p): p.numel() for n, p in model.named_parameters(remove_duplicate=False) if n in shards
-    }
-    share = sum(sharded_params.values()) / max(total, 1)
+def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
+    first: dict[int, str] = {}
+    sharded: dict[int, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if shards.get(other) != shards.get(name):
+            raise UsageError(
+                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan shards them "
+                "differently: give both modules the same style"
+            )
+        if name in shards:
+            sharded[id(parameter)] = parameter.numel()
+    share = sum(sharded.values()) / max(sum(p.numel() for p in model.parameters()), 1)
     if share < 0.5:
         warnings.warn(
             f"the tensor-parallel plan of {type(model).__name__} shards {100 * share:.0f} % of its "
@@ -84,8 +96,7 @@ def _check_worth(model: nn.Module, shards: Mapping[str, Shard], size: int) -> No
 def _vocabulary_fits(
     model: nn.Module, styles: dict[str, Style], modules: Mapping[str, nn.Module], size: int
 ) -> dict[str, Style]:
-    """An output head that is gathered anyway is split along the vocabulary; what cannot be stays
-    unsharded."""
+    """An output head that is gathered anyway is sharded along the vocabulary; what cannot be stays full."""
     result = dict(styles)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, style in styles.items():
@@ -109,32 +120,15 @@ def _vocabulary_fits(
             )
             result[name] = Style("replicated")
     # A tie is sharded in all its places or in none.
-    full = {
-        id(p)
-        for name, style in result.items()
-        if style.kind == "replicated"
-        for p in modules[name].parameters(recurse=False)
-    }
+    own = {name: {id(p) for p in modules[name].parameters(recurse=False)} for name in result}
+    full = set().union(*(own[name] for name, style in result.items() if style.kind == "replicated"))
     for name, style in result.items():
-        if style.kind == "vocabulary" and any(id(p) in full for p in modules[name].parameters(recurse=False)):
+        if style.kind == "vocabulary" and own[name] & full:
             result[name] = Style("replicated")
     return result
 
 
-def _check_heads(model: nn.Module, size: int) -> None:
-    config = getattr(model, "config", None)
-    for key in ("num_attention_heads", "n_head", "heads"):
-        count = getattr(config, key, None)
-        if isinstance(count, int) and count % size:
-            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise UsageError(
-                f"the model has {key} = {count}, which is not a multiple of {AXIS} = {size}: each rank "
-                f"has full heads, so give a {AXIS} that divides it ({fitting})"
-            )
-
-
 def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) -> dict[str, Shard]:
-    """Own parameter -> how it is sharded. copies: ranks that have the same output features."""
     kind = style.kind
     if kind == "experts":
         for key, dim, blocks in style.dims:
@@ -176,12 +170,84 @@ def _divides(name: str, n: int, size: int, blocks: int) -> None:
         )
 
 
-def _check_ties(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if shards.get(other) != shards.get(name):
+def sequence_region(
+    model: nn.Module, modules: Mapping[str, nn.Module], styles: dict[str, Style]
+) -> tuple[str, tuple[str, ...]]:
+    """The first block and the norms beside the blocks; these are the list that has the rowwise modules."""
+    rowwise = [name for name, style in styles.items() if style.kind in ROWWISE]
+    lists: dict[str, nn.ModuleList] = {}  # the outermost: they come first
+    for name, module in modules.items():
+        inner = any(name.startswith(f"{other}.") for other in lists)
+        if isinstance(module, nn.ModuleList) and not inner and any(r.startswith(f"{name}.") for r in rowwise):
+            lists[name] = module
+    if len(lists) != 1:
+        raise UsageError(
+            f"sequence_parallel needs one list of blocks with rowwise modules in it; {type(model).__name__} "
+            f"has {', '.join(lists) or 'none'}: give the blocks' output projections the style 'rowwise' in "
+            "tp_plan, in one nn.ModuleList, or leave sequence_parallel out"
+        )
+    ((name, blocks),) = lists.items()
+    for at, block in blocks.named_children():
+        if getattr(type(block), "forward", None) is nn.Module.forward and "forward" not in vars(block):
             raise UsageError(
-                f"{other!r} and {name!r} are one tensor, but the tensor-parallel plan shards them "
-                "differently: give both modules the same style"
+                f"sequence_parallel: the block {name}.{at} is a {type(block).__name__}, which has no "
+                "forward, and the sequence is cut where a block is called: give the blocks a forward of "
+                "their own, or leave sequence_parallel out"
             )
+    inside = full_inside(name, styles)
+    for part, module in blocks.named_modules(prefix=name, remove_duplicate=False):
+        own = list(module.parameters(recurse=False))
+        sees_all = any(part.startswith(f"{parent}.") for parent in inside)
+        if not own or (part in styles and styles[part].kind != "replicated"):
+            continue
+        if not sees_all and not _is_norm(module):
+            raise UsageError(
+                f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a slice of "
+                "the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on every "
+                "token alone)"
+            )
+        # A norm in attention (of queries, of keys) sees full sequences.
+        styles[part] = Style("replicated" if sees_all else "sequence")
+    parent = name.rpartition(".")[0]
+    prefix = f"{parent}." if parent else ""
+    after = tuple(
+        prefix + child
+        for child, module in modules[parent].named_children()
+        if styles.get(prefix + child, Style("")).kind == "sequence" or _is_norm(module)
+    )
+    if not after or len(blocks) == 0:
+        raise UsageError(
+            f"sequence_parallel: no norm follows the blocks {name!r}, at which the sequence could be put "
+            "together again: give the module that comes after them the style 'sequence' in tp_plan, or leave "
+            "sequence_parallel out"
+        )
+    styles.update(dict.fromkeys(after, Style("sequence")))
+    return f"{name}.0", after
+
+
+def full_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
+    """Modules of a block (attention, MLP) that gather their input, because colwise modules or experts in them
+    need it, the outermost of each. Raises UsageError for colwise modules that are in no such module."""
+    result: dict[str, None] = {}
+    for name, style in styles.items():
+        if style.kind in (*COLWISE, EXPERTS) and name.startswith(f"{blocks}."):
+            parent = name.rpartition(".")[0]
+            if parent.count(".") == blocks.count(".") + 1:
+                raise UsageError(
+                    f"sequence_parallel: {name} is directly in its block, whose code would see a slice "
+                    "of the sequence: put it in a module of its own (attention, MLP), which then gathers its "
+                    "input"
+                )
+            result[parent] = None
+    return [name for name in result if not any(name.startswith(f"{other}.") for other in result)]
+
+
+def mixtures(gathering: Sequence[str], styles: Mapping[str, Style]) -> list[str]:
+    """Which of them have experts in them: what else is in these sees full sequences, and makes the same of
+    them on all ranks (a router), while experts make partials."""
+    experts = [name for name, style in styles.items() if style.kind == EXPERTS]
+    return [name for name in gathering if any(inner.startswith(f"{name}.") for inner in experts)]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.lower().endswith("norm") or isinstance(module, nn.LayerNorm)

@@ -1,20 +1,22 @@
-"""What the library itself computes while a model's code runs is not the model's: it is not compared.
+"""What the library itself computes while a model's code runs, and what runs in the place of that code.
 
-`stretto.parallelize.alone` compares the calls of a sharded model with those of the model alone; what is
-between (collectives, lookups in a part of a vocabulary) has no counterpart there."""
+`stretto.parallelize.alone` compares the calls of a sharded model with those of the model alone; the library's
+own (collectives, lookups in a part of a vocabulary) have no counterpart there and are not compared.
+
+Autograd functions of a user's own get what replaces the full tensor: they ask no argument what it is, so
+that the gradient of a leaf that is no plain tensor would be lost. Modules get another forward for a time.
+"""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any
 
+import torch
 import torch.fx.traceback as fx_traceback
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from torch import nn
 
 OWN = "stretto_own"
 """Annotation of nodes whose code looks at a rank's own part on purpose."""
@@ -25,49 +27,34 @@ CHUNK = "stretto_chunk"
 _state = threading.local()
 
 
-def is_unseen() -> bool:
-    """Whether the code that runs now is the library's own."""
-    return bool(getattr(_state, "depth", 0))
+HIDDEN, ALONE, ON_CUDA = "hidden", "alone", "on_cuda"
+"""What is called is the library's own; the model runs alone, and what communicates gives what it is given;
+what is called will run on CUDA, wherever its tensors are."""
+
+
+def is_now(kind: str) -> bool:
+    """Whether a context of this kind is open in this thread."""
+    return bool(getattr(_state, kind, False))
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
-    """What is called while the context lasts is the library's own."""
-    _state.depth = getattr(_state, "depth", 0) + 1
+def now(kind: str) -> Iterator[None]:
+    """The kind of what is called while the context lasts, in this thread."""
+    before = is_now(kind)
+    setattr(_state, kind, True)
     try:
         yield
     finally:
-        _state.depth -= 1
+        setattr(_state, kind, before)
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """The model runs alone while the context lasts: what communicates gives what it is given."""
-    _state.alone = True
-    try:
-        yield
-    finally:
-        _state.alone = False
-
-
-def is_alone() -> bool:
-    return bool(getattr(_state, "alone", False))
-
-
-def unseen(function: Callable[P, R]) -> Callable[P, R]:
-    """A function of the library's own."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with hidden():
-            return function(*args, **kwargs)
-
-    return call
+unseen = now(HIDDEN)
+"""Decorator of a function of the library's own."""
 
 
 def own_code() -> AbstractContextManager[None]:
-    """What is made while the context lasts looks at a rank's own part on purpose (the highest of its logits):
-    the proof of placements takes it as the rank's own, until a collective makes a value of it."""
+    """What is made while the context lasts looks at a rank's own part on purpose: the proof of placements
+    takes it as the rank's own, until a collective makes a value of it."""
     return _annotated(OWN, True)
 
 
@@ -88,3 +75,41 @@ def _annotated(key: str, value: object) -> Iterator[None]:
         yield
     finally:
         fx_traceback.current_meta["custom"] = before
+
+
+_lock = threading.Lock()
+_own: list[Any] = []
+"""`Function.apply` as it was, once for each context that is open: threads may have one each."""
+
+
+@contextmanager
+def functions_given(change: Callable[[Any], Any]) -> Iterator[None]:
+    """While the context lasts, `change` is done to the arguments of all autograd functions."""
+    functions: Any = torch.autograd.Function
+    with _lock:
+        own = _own[0] if _own else functions.__dict__["apply"]
+        _own.append(own)
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return own.__func__(cls, *change(args), **change(kwargs))
+
+        functions.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        with _lock:
+            _own.pop()
+            if not _own:
+                functions.apply = own
+
+
+def put_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Give a module another forward. Returns what gives it its own back."""
+    kept = {"forward": module.__dict__["forward"]} if "forward" in module.__dict__ else {}
+    module.__dict__["forward"] = forward
+
+    def put_back() -> None:
+        del module.__dict__["forward"]
+        module.__dict__.update(kept)
+
+    return put_back

@@ -3,9 +3,7 @@
 Each rank has an equal, consecutive part of the vocabulary's rows (Megatron-LM, arXiv 1909.08053).
 
     1. Embedding: a rank looks up the tokens of its part, gives zeros for the rest; the sum is the embedding.
-       That is done to the lookup within the module's own forward.
-    2. Logits: a rank has the columns of its part; `split_logits` replaces the full tensor in the model's
-    code.
+    2. Logits: a rank has the columns of its part (`split_logits`).
     3. Cross-entropy of split logits needs three numbers for a token from each rank: the highest logit of its
        part, the sum of exponentials below that, and the target's logit. One collective carries them; sums
        below different maxima are put together as in Milakov and Gimelshein, "Online normalizer calculation
@@ -33,8 +31,7 @@ from stretto.parallelize.unseen import own_code, unseen
 def embed(
     module: nn.Embedding, axis: str, size: int, own: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Step 1. `module.weight` has this rank's rows; `own` is the module's forward, and gets the arguments.
-    Whatever else it computes, it computes from the rows of all ranks."""
+    """Step 1. `module.weight` has this rank's rows; `own` is the module's forward, and gets the arguments."""
     with _Lookups(module, axis, size):
         return own(*args, **kwargs)
 
