@@ -39,7 +39,7 @@ class WrittenError(Exception):
 
 
 def gathered(part: Tensor, axis: str, size: int) -> Tensor:
-    """The unsharded of columns that are sharded."""
+    """All columns of a value that is sharded along them."""
     made = ops.collect(part, -1, axis, size)
     # A view that an autograd function returns cannot be written to.
     return made.clone() if 1 in (made.numel() // max(made.shape[-1], 1), part.shape[-1]) else made
