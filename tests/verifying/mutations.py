@@ -34,7 +34,7 @@ Mutation = Callable[[Plan, Random], Broken | None]
 Holder = str | int
 """A window by its name, or a rank."""
 
-StageMap = Callable[[Plan], list[tuple[Holder, int]]]
+Positions = Callable[[Plan], list[tuple[Holder, int]]]
 
 # --- places ---------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def op_at(plan: Plan, window: str, item: Item) -> Op:
     return next(op for sub in phase.parts for op in plan.job.stages[stage].ops[sub] if op.name == item.ref)
 
 
-def items(*kinds: ItemKind, targets: Sequence[str] = ()) -> StageMap:
+def items(*kinds: ItemKind, targets: Sequence[str] = ()) -> Positions:
     """Items of these kinds, of ops with these targets."""
     return lambda plan: [
         (name, at)
@@ -58,7 +58,7 @@ def items(*kinds: ItemKind, targets: Sequence[str] = ()) -> StageMap:
     ]
 
 
-def instructions(*kinds: InstructionKind) -> StageMap:
+def instructions(*kinds: InstructionKind) -> Positions:
     return lambda plan: [
         (rank, at)
         for rank, order in enumerate(plan.orders)
@@ -107,7 +107,7 @@ def with_parts(plan: Plan, owner: Holder, parts: Sequence[Any], *names: object) 
     return Broken(replace(plan, orders=orders), (*found, f"rank {owner}"))
 
 
-def edited(places: StageMap, edit: Callable[[list[Any], int, Random], None]) -> Mutation:
+def edited(places: Positions, edit: Callable[[list[Any], int, Random], None]) -> Mutation:
     """Apply an edit of (parts, index) to a place."""
 
     def mutation(plan: Plan, chance: Random) -> Broken | None:
@@ -123,25 +123,25 @@ def edited(places: StageMap, edit: Callable[[list[Any], int, Random], None]) -> 
     return mutation
 
 
-def dropped(places: StageMap) -> Mutation:
+def dropped(places: Positions) -> Mutation:
     return edited(places, lambda parts, at, _: parts.pop(at))
 
 
-def doubled(places: StageMap) -> Mutation:
+def doubled(places: Positions) -> Mutation:
     return edited(places, lambda parts, at, chance: parts.insert(chance.randint(at, len(parts)), parts[at]))
 
 
-def earlier(places: StageMap) -> Mutation:
+def earlier(places: Positions) -> Mutation:
     return edited(places, lambda parts, at, chance: parts.insert(chance.randint(0, at), parts.pop(at)))
 
 
-def later(places: StageMap) -> Mutation:
+def later(places: Positions) -> Mutation:
     return edited(
         places, lambda parts, at, chance: parts.insert(chance.randint(at, len(parts) - 1), parts.pop(at))
     )
 
 
-def behind(places: StageMap, key: Callable[[Plan, Any], object]) -> Mutation:
+def behind(places: Positions, key: Callable[[Plan, Any], object]) -> Mutation:
     """One of two places of a key is moved behind the other."""
 
     def mutation(plan: Plan, chance: Random) -> Broken | None:
@@ -160,7 +160,7 @@ def behind(places: StageMap, key: Callable[[Plan, Any], object]) -> Mutation:
     return mutation
 
 
-def replaced(places: StageMap, change: Callable[[Plan, Any, Random], Any]) -> Mutation:
+def replaced(places: Positions, change: Callable[[Plan, Any, Random], Any]) -> Mutation:
     """Another item or instruction in the place of one."""
 
     def mutation(plan: Plan, chance: Random) -> Broken | None:

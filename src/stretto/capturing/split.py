@@ -41,7 +41,7 @@ FREE_FLOPS_PER_BYTE = 50.0
 """A value is made again in each stage that uses it when that costs fewer flops for each of its bytes."""
 
 MAX_CANDIDATES = 512
-"""StageMap considered by the automatic cut, the ones with the least traffic first; the search is
+"""Places to cut considered by the automatic cut, the ones with the least traffic first; the search is
 quadratic."""
 
 _LISTS = (nn.ModuleList, nn.Sequential)

@@ -138,7 +138,7 @@ def _counted_by_each(
     for together in rule.linear:
         full = [at for at in together if given[at].kind == "equal" and not given[at].zero]
         if len(together) > 1 and thin & together and full:
-            return f"{names[full[0]]} is full on every rank, and is added to values that are spread"
+            return f"{names[full[0]]} is full on every rank, and is added to values that are sharded"
     return None
 
 
@@ -160,9 +160,9 @@ def _beside(
             continue
         elif dims and any(specs[at].shape[d] != blocks for d in dims):
             # Where a slice is one element of each block, the full one is repeated beside it.
-            return f"{names[at]} is {kept} on every rank, beside values that are spread"
+            return f"{names[at]} is {kept} on every rank, beside values that are sharded"
         elif dims and kept.kind == "sum":
-            return f"{names[at]} is {kept}, beside values that are spread"
+            return f"{names[at]} is {kept}, beside values that are sharded"
     return None
 
 

@@ -47,7 +47,7 @@ class ItemKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One pipeline rank of a window: an op by name, the wait for a received edge, or the start of a send.
+    """One position of a window: an op by name, the wait for a received edge, or the start of a send.
 
     part: which of the window's parts the item belongs to; ref: the op's name, or the edge's index.
     """
@@ -101,9 +101,9 @@ class Window:
 
     def bound(self, microbatches: Sequence[int]) -> tuple[int, ...]:
         """What `shares` has to be for a run with these microbatches."""
-        pp_ranks = [(stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True)]
-        result = tuple(pp_ranks.index(pp_rank) for pp_rank in pp_ranks)
-        return () if result == tuple(range(len(pp_ranks))) else result
+        actions = [(stage, m) for (stage, _), m in zip(self.parts, microbatches, strict=True)]
+        result = tuple(actions.index(action) for action in actions)
+        return () if result == tuple(range(len(actions))) else result
 
 
 class InstructionKind(StrEnum):
@@ -192,7 +192,7 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """StageMap of the pipeline; `world` counts the ranks of a run."""
+        """Pipeline ranks; `world` counts the ranks of a run."""
         return len(self.orders)
 
     @property
@@ -225,7 +225,7 @@ class Plan:
 
     @property
     def counted(self) -> str:
-        """What its lists by rank count, in a word: a `pp_rank`, where one is of several ranks."""
+        """What its lists by rank count, in a word: `pipeline rank`, where one is of several ranks."""
         return "rank" if self.members == 1 else "pipeline rank"
 
     def runs(self, rank: int) -> Iterator[tuple[int, Instruction, Window]]:

@@ -116,7 +116,7 @@ class Timeline:
 
     @property
     def counted(self) -> str:
-        """What `ranks` counts, in a word: `pp_ranks`, where one is of several ranks."""
+        """What `ranks` counts, in a word: `pipeline ranks`, where one is of several ranks."""
         return "ranks" if self.members == 1 else "pipeline ranks"
 
     def total_us(self, kind: SpanKind, rank: int) -> float:

@@ -81,8 +81,8 @@ class Measuring:
         def parts() -> list[str]:
             # What is sent is measured for all jobs at once.
             self._texts = self._texts or [*map(job_text, self._jobs)]
-            pp_ranks = [repr(one.stage_ranks) for one in self._schedules]
-            return [*pp_ranks, str(ranks.size), str(self._at(job)), *self._texts]
+            stage_ranks = [repr(one.stage_ranks) for one in self._schedules]
+            return [*stage_ranks, str(ranks.size), str(self._at(job)), *self._texts]
 
         def measure() -> Costs:
             return self._measured(job, mesh, device, ranks)

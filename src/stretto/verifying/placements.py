@@ -110,7 +110,7 @@ def _tie(first: Parameter, parameter: Parameter) -> Iterator[Fault]:
 
 
 def _spread(parameter: Parameter) -> str:
-    return " and ".join(f"{s.axis} along dim {s.dim}" for s in parameter.shards) or "not spread"
+    return " and ".join(f"{s.axis} along dim {s.dim}" for s in parameter.shards) or "not sharded"
 
 
 HIGHEST = names("amax amin max min max.dim min.dim")
