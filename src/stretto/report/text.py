@@ -45,8 +45,8 @@ def schedule_text(schedule: Schedule, timing: ScheduleTiming, width: int | None 
     overlapped = [list(together) for _, together in slots]
     spans = tuple(replace(of[0], name="+".join(span.name for span in of)) for of in overlapped)
     if width is None:
-        needs = [(len(s.name) + 1) / s.duration_us for s in spans if s.kind is SpanKind.COMPUTE]
-        most = MOST_CELLS * max(map(len, schedule.orders))
+        needs = [(len(s.name) + 2) / s.duration_us for s in spans if s.kind is SpanKind.COMPUTE]
+        most = MOST_CELLS * (max(map(len, schedule.orders)) + schedule.ranks)
         width = LABEL_CELLS + min(math.ceil(max(needs, default=0.0) * timing.makespan), most)
     return timeline_text(replace(timeline, spans=spans), width, "{:.10g}".format)
 

@@ -172,8 +172,8 @@ class EmulatedTransport(SingleRankEnd):
             self._stalled_ns.append(self._stalled_ns[-1] + now_ns - begun_ns)
         if end_us <= start_us:
             return
-        if end_us - self.now_us() > SPIN_US:
-            time.sleep((end_us - self.now_us() - SPIN_US) / 1e6)
+        if (rest_us := end_us - self.now_us() - SPIN_US) > 0:
+            time.sleep(rest_us / 1e6)
         while self.now_us() < end_us:
             pass
         begun_us = start_us if moment.begun_us is None else moment.begun_us
