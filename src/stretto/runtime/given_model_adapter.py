@@ -1,9 +1,8 @@
 """The values of a model belong to the Runner that was made of it.
 
-A rank trains the model's own tensors, but of a sharded one a copy of its part; others train the rest. What it
-does not train is taken when its Runner is made: PyTorch asks a tensor's class before each call, and this one
-shows shape and dtype, and refuses to read, write, freeze or hook it. Nor can parameters be replaced.
-Private names: `_C`, `_parameters`, `_backward_hooks`, `_post_accumulate_grad_hooks`; `__class__` is set.
+A rank trains the model's own tensors, or a copy of its part of one. What it does not train is taken when its
+Runner is made: PyTorch asks a tensor's class before each call; this one shows shape and dtype, refuses to read,
+write, freeze or hook. Private names: `_C`, `_parameters`, `_backward_hooks`, `_post_accumulate_grad_hooks`.
 """
 
 from __future__ import annotations
@@ -70,6 +69,7 @@ def take(model: nn.Module, tensors: RankTensors, transport: Transport) -> None:
         if name in used and not (trained or tensors.on_mesh or issubclass(kind, TakenValue)):
             tensor.__class__ = type(kind)(repr(name), (TakenValue, kind), {"__slots__": ()})
             _OWNERS.setdefault(tensor, []).append(mine)
+    transport.all_gather(None)  # no Runner is gone before all have looked
 
 
 @nn.modules.module.register_module_parameter_registration_hook
