@@ -1,8 +1,8 @@
 """The values of a model belong to the Runner that was made of it.
 
 A rank trains the model's own tensors, or a copy of its part of one. What it does not train is taken when its
-Runner is made: PyTorch asks a tensor's class before each call; this one shows shape and dtype, refuses to read,
-write, freeze or hook. Private names: `_C`, `_parameters`, `_backward_hooks`, `_post_accumulate_grad_hooks`.
+Runner is made: PyTorch asks a tensor's class before each call; this one shows shape and dtype, and does not
+read, write, freeze or hook. Private: `_C`, `_parameters`, `_backward_hooks`, `_post_accumulate_grad_hooks`.
 """
 
 from __future__ import annotations
