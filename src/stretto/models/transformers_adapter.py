@@ -44,7 +44,7 @@ def recipes_for(model: nn.Module, stored: Mapping[str, Tensor]) -> list[WeightRe
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    known, prefix = model.state_dict(), of.base_model_prefix
+    known, prefix = model.state_dict(keep_vars=True), of.base_model_prefix
     joined: dict[str, list[tuple[str, str]]] = {}
     result: list[WeightRecipe] = []
     for name in sorted(stored, key=loading.dot_natural_key):

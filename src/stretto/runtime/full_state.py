@@ -19,7 +19,6 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.runtime.all_or_none import together
 from stretto.runtime.rank_tensors import RankTensors, full_spec, part_of
-from stretto.runtime.stale_adapter import unmarked
 from stretto.runtime.transport import Transport
 
 LANE = "state"
@@ -210,7 +209,7 @@ def put(
             given = _given(entries, values, parameter.tied_to)
             if given is not None:
                 full = given.to(mine.device, mine.dtype)
-                unmarked(mine).copy_(part_of(full, parameter, job, tensors.coordinates))
+                mine.copy_(part_of(full, parameter, job, tensors.coordinates))
         buffers = dict(tensors.named_buffers())
         for key, entry in entries.items():
             own = buffers.get(entry.buffer or "") if entry.unused is None else entry.unused

@@ -24,7 +24,6 @@ from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Parameter, TensorSpec
 from stretto.parallelize.parts import full_of, local_part
 from stretto.runtime.fit import check_tensor, check_ties
-from stretto.runtime.stale_adapter import unmarked
 from stretto.tensor.errors import mesh_name, tensor_name
 from stretto.tensor.face import local
 
@@ -281,7 +280,7 @@ class RankTensors:
         `buffer.<name>`. Raises UsageError for a model on meshes."""
         self.refuse_on_mesh()
         result = {
-            f"model.{known.name}": self.part(known, unmarked(kept)) for known, kept in self.known_parameters()
+            f"model.{known.name}": self.part(known, kept.detach()) for known, kept in self.known_parameters()
         }
         return result | {f"buffer.{name}": Part.all_of(buffer) for name, buffer in self.named_buffers()}
 

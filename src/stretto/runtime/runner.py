@@ -27,7 +27,7 @@ from stretto.runtime.copies import check_copies
 from stretto.runtime.counting import UnequalMeans
 from stretto.runtime.fit import Ranges, agree, explaining_failed_ops, fit_batch
 from stretto.runtime.full_state import LeftKeys, PlainState, gather, plain_state, put
-from stretto.runtime.given_model import GivenModel
+from stretto.runtime.given_model_adapter import check_given, take
 from stretto.runtime.gradients import accumulate
 from stretto.runtime.memory_adapter import MemoryMeter
 from stretto.runtime.observed import check_room, observed
@@ -47,8 +47,9 @@ class Runner:
 
     Has the parameters and buffers of `model` that this rank's stages use: the model's own tensors, or where
     a parameter is sharded over ranks, a copy of this rank's part; of a model on meshes its part itself. The
-    rest of the model may be dropped, but one whose own code makes values of its `state_dict`
-    (`get_extra_state`, a hook) is kept. Gradients are added to `.grad`.
+    model's values are the Runner's then: tensors of it that this rank does not train refuse to be read,
+    written, frozen and hooked. The rest of the model may be dropped, but one whose own code makes values of
+    its `state_dict` (`get_extra_state`, a hook) is kept. Gradients are added to `.grad`.
 
     plan: the plan; every rank must have an equal one. model: the model that was captured, with its values,
     the same on all ranks; it must not be on "meta", but see `empty`. transport: how messages travel;
@@ -107,7 +108,10 @@ class Runner:
         self.unfit: str | None = None
         if self.tensors.without_values:
             self.unfit = 'its model is on "meta": load values (stretto.load, load_state_dict)'
-        self.model: GivenModel = GivenModel(model, self.tensors, None if shares is None else shares.model)
+        check_given(self.tensors, model.named_parameters(remove_duplicate=False))
+        own = self.tensors.known_parameters() if plan.job.trains else ()
+        self._frozen = [(known.name, parameter) for known, parameter in own if known.frozen]
+        self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
         self.coordinates, self.device = self.tensors.coordinates, self.tensors.device
         if self.device.type != plan.job.device:
             raise UsageError(
@@ -138,10 +142,7 @@ class Runner:
             self.transport.all_gather(None)  # so that no rank's first collective waits while another compiles
         self._ranges = Ranges(plan.job)
         self._means = UnequalMeans(plan.job, self.device, self.rank)
-        self.plain_state: PlainState = plain_state(model, plan.job) if shares is None else shares.plain_state
         self._values = watch_model(model, plan.job.read, plan.job.trains)
-        if shares is None:
-            watch(self.tensors)
         self._graph: StepGraph | None = None
         if cuda_graph:
             if self.device.type != "cuda":
@@ -157,6 +158,9 @@ class Runner:
             self._graph = StepGraph(self.state, self.tensors.parameters)
         self._last: Marks | None = None
         self._peak_bytes = 0
+        if shares is None:
+            watch(self.tensors)
+            take(model, self.tensors, self.transport)
 
     # Parameters.
 
@@ -195,11 +199,10 @@ class Runner:
         Copies on the processor, each tensor in full, tied keys one tensor; what the model's own code adds or
         renames (`get_extra_state`, hooks) too, as it is in this rank's model. only_on: the rank that gets
         them, the others {}; by default all do. For what is too large for one machine's memory there is
-        `stretto.save`. Raises UsageError where another Runner has trained the model since.
+        `stretto.save`.
         """
         if self._shares is not None:
             return self._shares.state_dict(only_on=only_on)
-        self.model.synchronise()
         return gather(self.tensors, self.transport, self.plain_state, only_on)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LeftKeys:
@@ -221,9 +224,8 @@ class Runner:
         return left
 
     def loaded(self) -> None:
-        """For who writes values into this rank's parameters: they are complete, and no longer the model's."""
+        """For who writes values into this rank's parameters: they are complete."""
         self.unfit = None
-        self.model.changed(loaded=True)
 
     def _unfit(self) -> str | None:
         """Why what this one has, or shares, is no full model; None where it is."""
@@ -275,8 +277,6 @@ class Runner:
         for k, parameter in zip(trained, kept, strict=True):
             if parameter.grad is not None:
                 parameter.grad = self._of_part(k, parameter.grad)
-        if self.plan.job.trains:
-            self.model.changed()
         if not self.replayed:
             self._last = self.state.marks
         return loss
@@ -288,14 +288,14 @@ class Runner:
     def _ready(self, batch: Any) -> dict[str, torch.Tensor]:
         """The batch's leaves, when all that ops read is up to date."""
         leaves = fit_batch(self.plan.job, batch, self.device, self._ranges)
-        self.model.check()
+        if any(parameter.requires_grad for _, parameter in self._frozen):
+            check_given(self.tensors, self._frozen)
         self._values.check()
         if self.plan.job.watch is not None:
             self.plan.job.watch.check()
         self.tensors.check_bound()
         if unfit := self._unfit():
             raise RunError(f"the Runner has no full values: {unfit}")
-        self.model.synchronise()
         self.tensors.refresh()
         return leaves
 

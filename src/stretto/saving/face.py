@@ -113,8 +113,6 @@ def write(
     transport = runner.transport
     first = runner.rank == 0
 
-    runner.model.synchronise()
-
     def owned_and_table() -> tuple[dict[str, Part], states.OptimizerTable | None]:  # step 1
         is_free = not first or not place.exists() or is_saved(place)
         if not is_free and not (place.is_dir() and not any(place.iterdir())):

@@ -26,6 +26,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Parameter
 from stretto.runtime import Runner
 from stretto.runtime.full_state import shown
+from stretto.runtime.given_model_adapter import TakenValue
 from stretto.runtime.rank_tensors import Part, full_spec
 
 OWN_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -96,11 +97,10 @@ def state_of(runner: Runner, optimizer: Optimizer) -> OptimizerState:
             parameter = mine.get(id(tensor))
             state = optimizer.state.get(tensor, {})
             if parameter is None:
-                runner.model.refuse_in_optimizer(tensor)
-                if state:
+                if state or isinstance(tensor, TakenValue):
                     raise UsageError(
-                        f"the optimizer has state for a parameter of shape {list(tensor.shape)} that is not "
-                        "the Runner's: make it over runner.parameters()"
+                        f"the optimizer has a parameter of shape {list(tensor.shape)} that is not the "
+                        "Runner's: make it over runner.parameters()"
                     )
                 continue
             values: dict[str, Any] = {}
