@@ -24,10 +24,11 @@ from stretto.ir.plan import Plan
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
-from stretto.order import Role, WindowGraph, WindowOrders, make_graph
+from stretto.order.depend import Role, WindowGraph, make_graph
+from stretto.order.policies import WindowOrders
 from stretto.passes.step import Context, Step
+from stretto.planning.finish import reductions_within
 from stretto.planning.lower import captured_windows
-from stretto.planning.reductions import reductions_within
 from stretto.planning.schedules import choose_schedule, paired
 from stretto.planning.windows import lowered
 from stretto.simulating import simulate

@@ -22,9 +22,9 @@ from benchmarks.hand_orders import Orderer, ampipe, hidden, megatron, planned
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, OverlapMode
 from stretto.models.moe import MoEConfig, MoEGPT, moe_token_sum
-from stretto.planning.costs import prices_of
+from stretto.planning.make_plan import prices_of
 from stretto.planning.schedules import choose_schedule
-from stretto.price.cluster import describe
+from stretto.price.cluster_file import find_cluster
 from stretto.schedule.sums import without_reductions
 
 EP, SEQUENCE, LAYERS = 16, 4096, 2
@@ -60,7 +60,7 @@ def captured(microbatches: int, layers: int = LAYERS, **how: Any) -> Job:
 
 def by_hand(job: Job, order: Orderer) -> Plan:
     """The step in an order that others wrote."""
-    return planned(job, prices_of(job, choose_schedule(job), describe(CLUSTER)), order)
+    return planned(job, prices_of(job, choose_schedule(job), find_cluster(CLUSTER)), order)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ waits for the last of them. Here:
 
     1. A module with experts has a stretch of each program, from its first op to its last. Its weight
        gradients belong to that of the backward, as where one backward makes both.
-    2. Each stretch gets the best order that is found for it alone (`order.window`), without a limit of
+    2. Each stretch gets the best order that is found for it alone (`order.policies`), without a limit of
        memory. So within it slices overlap at least as well as theirs.
     3. All else runs as captured, before or behind the stretch.
 
@@ -34,8 +34,7 @@ from stretto.ir.action import Phase
 from stretto.ir.program import Job, Op
 from stretto.models.moe import EP_PLAN, MoE, MoEBlock, MoEConfig, Routed, Router, weighed
 from stretto.order.depend import WindowGraph
-from stretto.order.policies import Policy
-from stretto.order.window import improve_order
+from stretto.order.policies import Policy, improve_order
 
 Routing = Literal["balanced", "router"]
 ROUTINGS: tuple[Routing, ...] = ("balanced", "router")

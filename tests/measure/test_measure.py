@@ -48,7 +48,7 @@ RANKS = """
 import json, os, sys
 import torch, torch.distributed as dist
 from stretto.measure import contention
-from stretto.planning.costs import costs_of
+from stretto.measure.measured import measured_costs
 from stretto.files.typed_file import to_line
 from stretto.schedule.families import make_schedule
 from tests.price.comm_job import comm_job
@@ -58,7 +58,7 @@ contention.ALONE_S, contention.MOST_COLLECTIVES = 0.03, 6
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 job = comm_job(2, tp=2, rows=32, hidden=64)
-costs = costs_of(job, make_schedule("1f1b", 2, 2), "local")
+costs = measured_costs(job, make_schedule("1f1b", 2, 2))
 text = to_line(costs)
 gathered = [None] * 4
 dist.all_gather_object(gathered, text)

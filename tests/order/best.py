@@ -10,7 +10,7 @@ waits; nothing of messages, of shares of the processor, of ranks that come apart
 
 from __future__ import annotations
 
-from stretto.order import Role, WindowGraph
+from stretto.order.depend import Role, WindowGraph
 
 State = tuple[float, ...]
 """Time, then by lane when it is free, then by collective when it is done (0 before its start and after its

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,11 @@ from stretto.errors import StrettoError, TooLargeError, UsageError
 from stretto.ir.action import Phase
 from stretto.ir.plan import Item, ItemKind, Plan, Window
 from stretto.ir.program import Job
-from stretto.order import (
-    POLICIES,
-    Node,
-    Role,
-    WindowGraph,
-    WindowStorage,
-    legal_order,
-    list_order,
-    register,
-    replay,
-)
+from stretto.order.depend import Node, Role, WindowGraph, WindowStorage
+from stretto.order.policies import POLICIES, legal_order, list_order, register, urgencies
 from stretto.order.rank_window import make_rank_window
 from stretto.order.search import SearchPoint, SearchScope
-from stretto.order.window import urgencies
+from stretto.order.walk import replay
 from stretto.planning.make_plan import make_plan
 from stretto.verifying import verify
 from tests.order.best import shortest_us
@@ -233,6 +225,7 @@ def test_the_documented_policy_is_legal_in_all_windows(
         (None, "it gives None; give the indexes of `graph.nodes`"),
         (3, "it gives 3; give the indexes of `graph.nodes`"),
         (np.array(3), "the policy fails with TypeError: iteration over a 0-d array"),
+        (cycle(range(4)), "n0 is there twice"),
     ],
 )
 def test_illegal_orders_are_refused(order: Sequence[int], message: str) -> None:

@@ -11,7 +11,7 @@ from stretto.ir.action import Action, Phase
 from stretto.ir.costs import Costs, Link
 from stretto.ir.program import Job
 from stretto.ir.storage import makes
-from stretto.order import WindowGraph, make_graph
+from stretto.order.depend import WindowGraph, make_graph
 from stretto.schedule.windows import make_window
 
 

@@ -16,11 +16,11 @@ from stretto.ir.flow import PHASES
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import WAIT, Buffer, Job, Stage
 from stretto.ir.serialize import plan_from_text, plan_to_text
-from stretto.order import list_order, make_graph, whole_step
-from stretto.order.forward_backward import ForwardBackward
-from stretto.order.rank_window import RankWindow, make_rank_window
-from stretto.order.search import OrderSearch, SearchPoint, SearchScope, WalkBudget
-from stretto.order.storages import WindowMemory
+from stretto.order import whole_step
+from stretto.order.depend import make_graph
+from stretto.order.policies import list_order
+from stretto.order.rank_window import RankWindow, WindowMemory, make_rank_window
+from stretto.order.search import ForwardBackward, OrderSearch, SearchPoint, SearchScope, WalkBudget
 from stretto.order.walk import WalkResult, replay
 from stretto.order.whole_step import EFFORT, StepGraphs, order_together
 from stretto.planning import windows
@@ -235,7 +235,10 @@ def test_any_urgencies_and_patience_give_a_plan_that_is_proved_and_takes_as_long
         assert simulate(made).step_us == pytest.approx(found.step_us, rel=0.02)
         steps.add(round(found.step_us))
         # The same orders, given: nothing is between that the walk would not have chosen.
-        given = [mine.placed_in(order) for mine, order in zip(full_values, found.orders, strict=True)]
+        given = [
+            [index for index in order if mine.placed[index]]
+            for mine, order in zip(full_values, found.orders, strict=True)
+        ]
         again = follow(plan, full_values, given)
         assert again is not None
         assert again.step_us == pytest.approx(found.step_us, rel=0.02)

@@ -12,12 +12,12 @@ from stretto.errors import PlanError, TooLargeError, UsageError
 from stretto.ir.action import Overlap, Phase, Schedule
 from stretto.ir.plan import ItemKind, Plan
 from stretto.ir.program import WAIT, Job, Op, Ref, TensorSpec
-from stretto.order import list_order, register
 from stretto.order.depend import WindowGraph
-from stretto.planning.across import across, split_stages
+from stretto.order.policies import list_order, register
 from stretto.planning.lower import captured_windows
 from stretto.planning.make_plan import make_plan
 from stretto.planning.pair import pair
+from stretto.planning.schedules import across, split_stages
 from stretto.schedule.families import make_schedule
 from stretto.verifying import verify
 from tests.synthetic_comm import ACTIVATION, make_comm_costs

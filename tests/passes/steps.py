@@ -10,7 +10,7 @@ from stretto.ir.costs import NO_LINK, CollectiveCost, Costs, Link
 from stretto.ir.curve import Curve
 from stretto.ir.program import Job
 from stretto.passes.step import Context, LeftOutError, Pass, Step
-from stretto.planning.costs import listed
+from stretto.planning.make_plan import listed
 from stretto.schedule.families import make_schedule
 
 Peaks = Callable[[Job], Sequence[int]]

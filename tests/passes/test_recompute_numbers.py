@@ -19,8 +19,7 @@ from stretto.ir.program import WAIT, Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.passes.recompute import is_repeated
 from stretto.passes.recompute_choice import recomputed
-from stretto.planning.costs import listed
-from stretto.planning.make_plan import make_plan
+from stretto.planning.make_plan import listed, make_plan
 from stretto.planning.schedules import choose_schedule
 from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner

@@ -15,7 +15,7 @@ from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
-from stretto.planning import messages as waiting
+from stretto.planning import finish as waiting
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES, make_schedule

@@ -24,8 +24,7 @@ from stretto.ir.curve import Curve
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job, Op, OverlapMode, Parameter, Ref, Stage, TensorSpec
 from stretto.ir.timeline import Span, SpanKind, Timeline
-from stretto.planning.costs import listed
-from stretto.planning.make_plan import make_plan
+from stretto.planning.make_plan import listed, make_plan
 from stretto.simulating import simulate
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, chain
 

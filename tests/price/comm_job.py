@@ -6,8 +6,10 @@ scatters, so that every kind occurs.
 
 from __future__ import annotations
 
-from stretto.ir.action import Phase
+from stretto.ir.action import Phase, Schedule
+from stretto.ir.costs import Costs
 from stretto.ir.program import Job, Op, Parameter, Ref, Shard, Stage, TensorSpec
+from stretto.price.cluster import Description, describe, described
 from tests.synthetic import chain
 
 
@@ -82,3 +84,10 @@ def comm_job(
             grads = ((s, Phase.W, f"{grad}{s}"),)
             parameters.append(Parameter(name, spec, (s,), grads, name, shards=shards))
     return chain("comm", microbatches, made, parameters, x, axes)
+
+
+def costs_on(job: Job, schedule: Schedule, cluster: str | Description) -> Costs:
+    """What the job costs on a cluster that is described."""
+    found = describe(cluster)
+    assert found is not None
+    return described(job, schedule, found)[0]

@@ -12,7 +12,7 @@ from stretto.ir.costs import Costs
 from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Const, Job, Op, Ref, TensorSpec
 from stretto.passes.recompute import repeat
-from stretto.planning.costs import costs_of, listed, prices_of
+from stretto.planning.make_plan import listed, prices_of
 from stretto.price.alike import AlikePricer, ListedPricer
 from stretto.price.calibration import Timing
 from stretto.price.cluster import describe
@@ -24,7 +24,7 @@ from tests.price.comm_job import comm_job
 def measured(job: Job) -> Costs:
     """Times with noise, as if every op had been measured."""
     noise = random.Random(3)
-    costs = costs_of(job, make_schedule("1f1b", 2, 2), cores())
+    costs = prices_of(job, make_schedule("1f1b", 2, 2), cores()).costs_of(job)
     return replace(costs, op_us={key: us * noise.uniform(0.9, 1.1) for key, us in costs.op_us.items()})
 
 
@@ -57,6 +57,7 @@ def test_parts_of_products_and_collectives_take_parts_of_the_time() -> None:
 def test_what_is_described_prices_what_passes_make_as_the_job(cluster: str) -> None:
     job = comm_job(2, tp=2, rows=32, hidden=64)
     found = describe(cores() if cluster == "flat" else cluster)
+    assert found is not None
     prices = prices_of(job, make_schedule("1f1b", 2, 2), found)
     made = repeat(job, {0: [op.name for op in job.stages[0].ops[Phase.F]]})
     assert made != job

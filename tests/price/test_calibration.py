@@ -17,7 +17,6 @@ from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import WAIT, Op, Ref, TensorSpec
 from stretto.ir.timeline import SpanKind
 from stretto.measure.time_ops import distinct_ops
-from stretto.planning.costs import costs_of
 from stretto.price.calibration import (
     Calibration,
     Calls,
@@ -33,7 +32,7 @@ from stretto.price.priced import CalibratedPricer, find_group, find_link, priced
 from stretto.price.shared import sharing
 from stretto.schedule.families import make_schedule
 from stretto.simulating import simulate
-from tests.price.comm_job import comm_job
+from tests.price.comm_job import comm_job, costs_on
 from tests.simulating.test_engine import schedule
 from tests.synthetic_comm import make_comm_plan
 
@@ -101,7 +100,7 @@ def test_a_plan_from_the_file_looks_every_op_up(tmp_path: Path) -> None:
     save_calibration(calibration(), path)
     job = comm_job(2)
     specs = specs_of(job)
-    costs = costs_of(job, make_schedule("1f1b", 2, 2), str(path))
+    costs = costs_on(job, make_schedule("1f1b", 2, 2), str(path))
     known = calibration().ops
     for stage in job.stages:
         for op in (op for ops in stage.ops.values() for op in ops):

@@ -18,13 +18,12 @@ from stretto.ir.storage import partial_sums
 from stretto.ir.transfers import message_us, sum_time
 from stretto.measure import messages, profile
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
-from stretto.planning.costs import costs_of
 from stretto.price.cluster import flat_link
 from stretto.price.shared import ACTION_US, ring_cost
 from stretto.schedule.families import make_schedule
 from tests.capturing.zoo import EQUAL, BatchNorm, Dropout, mean_square, rows
 from tests.clusters import cores
-from tests.price.comm_job import comm_job
+from tests.price.comm_job import comm_job, costs_on
 from tests.runtime.equality import evenly, job_of, tokens, traced
 
 CPU = torch.device("cpu")
@@ -166,7 +165,7 @@ def test_a_described_cluster_is_a_roofline() -> None:
         link_gbps=0.05,
         processor_us_per_mb=3.0,
     )
-    costs = costs_of(job, make_schedule("1f1b", 2, 4), cluster)
+    costs = costs_on(job, make_schedule("1f1b", 2, 4), cluster)
     sizes = {f"param/{p.name}": p.spec.nbytes for p in job.parameters}
     for stage in job.stages:
         sizes |= {op.name: op.outputs[0].nbytes for ops in stage.ops.values() for op in ops if op.outputs[0]}

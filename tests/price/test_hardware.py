@@ -15,13 +15,13 @@ import stretto
 from stretto.ir.prices import price_list, specs_of, traffic_bytes
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.measure import measured
-from stretto.planning.costs import costs_of, memory_limit
+from stretto.planning.make_plan import memory_limit
 from stretto.price.cluster import HardwarePricer, describe, device_us, hardware_costs
 from stretto.price.cluster_file import Hardware, find_cluster
 from stretto.price.efficiency import BACKWARD, FORWARD, Matmul, attention_product, convolution_products, op_us
 from stretto.schedule.families import make_schedule
 from tests.clusters import cores, cores_file
-from tests.price.comm_job import comm_job
+from tests.price.comm_job import comm_job, costs_on
 
 H100 = find_cluster("h100x64")
 
@@ -68,12 +68,12 @@ def test_a_program_of_small_ops_takes_as_long_as_their_launches() -> None:
 
 def test_tensor_parallel_peers_are_in_a_node_and_pipelines_leave_it() -> None:
     job = comm_job(2, tp=4, dp=4, rows=64, hidden=128)
-    costs = costs_of(job, make_schedule("1f1b", 2, 2), "h100x64")
+    costs = costs_on(job, make_schedule("1f1b", 2, 2), "h100x64")
     assert "in one node" in costs.collectives["tp", "all_reduce"].source
     assert "nodes" in costs.collectives["dp", "all_reduce"].source.replace("in one node", "")
     assert "between nodes" in costs.link(0, 1).source
     assert costs.shared == ("dp",)
-    within = costs_of(comm_job(2), make_schedule("1f1b", 2, 2), "h100x8")
+    within = costs_on(comm_job(2), make_schedule("1f1b", 2, 2), "h100x8")
     assert within.shared == ()
     assert within.link(0, 1).bytes_per_us > costs.link(0, 1).bytes_per_us
     assert 0 < within.collectives["tp", "all_reduce"].slowdown < 1
@@ -195,7 +195,7 @@ def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
 def test_a_flat_description_prices_collectives_as_rings() -> None:
     job = comm_job(1, tp=4, rows=64, hidden=128)
     cluster = cores(latency_us=7.0, link_gbps=0.05, processor_us_per_mb=3.0)
-    costs = costs_of(job, make_schedule("1f1b", 1, 2), cluster)
+    costs = costs_on(job, make_schedule("1f1b", 1, 2), cluster)
     gather, reduce = (costs.collectives["tp", kind] for kind in ("all_gather", "all_reduce"))
     assert gather.curve.us(200_000) == pytest.approx(3 * 7.0 + 3 / 4 * 200_000 / 50.0)
     assert reduce.curve.us(200_000) == pytest.approx(2 * gather.curve.us(200_000))

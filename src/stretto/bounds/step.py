@@ -26,8 +26,8 @@ from itertools import combinations
 import numpy as np
 
 from stretto.bounds.machine import ROUNDING, MachineBound, MachineWork, OtherWork, one_machine
-from stretto.bounds.reach import Reach, ReductionTime, StageReach, find_reach
-from stretto.bounds.stage import NEVER, Array, StageCall, after_lane
+from stretto.bounds.reach import Reach, ReductionTime, find_reach
+from stretto.bounds.stage import NEVER, Array, after_lane
 from stretto.ir.action import Phase, Schedule
 from stretto.ir.axes import PIPELINE
 from stretto.ir.costs import Costs
@@ -124,11 +124,6 @@ def _forwards_a_run(schedule: Schedule) -> int:
     return max((sum(a.phase is Phase.F for a in slot.actions) for slot in slots), default=1) or 1
 
 
-def _around_call(stage: StageReach, call: StageCall) -> tuple[float, float]:
-    """Head and tail of a collective, microseconds."""
-    return float(stage.head_us[call.start]), float(stage.tail_us[call.wait] + stage.time_us[call.wait])
-
-
 class _Machines:
     """The machines of one rank, steps 2 and 3."""
 
@@ -170,7 +165,8 @@ class _Machines:
         for stage in self._stages:
             for call, time in stage.calls:
                 if call.lane == axis:
-                    yield time, *_around_call(stage, call)
+                    tail_us = float(stage.tail_us[call.wait] + stage.time_us[call.wait])
+                    yield time, float(stage.head_us[call.start]), tail_us
 
     def compute(self, forwards: int) -> MachineWork:
         action_us = self._costs.action_us

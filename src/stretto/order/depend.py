@@ -10,7 +10,10 @@
    their order, and an order of ops must not change numbers. Nothing else is written in place before
    the window's end, and draws of random ops do not depend on when they happen. And one from each op that
    adds to a gradient to the start of its reduction.
-4. The memory that nodes make and read, so that a policy can keep a limit.
+4. The memory that nodes make and read, so that a policy can keep a limit. A value is in the memory of what
+   it is a view of (`ir.storage`); a wait's result is in its start's, and what is gathered or scattered is
+   read until the wait. What one part makes and another of its stage and microbatch reads is one memory. What
+   a later window reads, or what leaves, is kept when the window ends.
 5. For a backward and a forward that may not begin before it is done with what its own forward saved
    (`frees`), an edge from what the one ends with to what the other begins with.
 """
@@ -23,11 +26,11 @@ from enum import StrEnum
 
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
-from stretto.ir.flow import ops_of_stage
+from stretto.ir.flow import PHASES, is_external, ops_of_stage
 from stretto.ir.plan import Item, ItemKind, Window
 from stretto.ir.program import WAIT, Job, Op
+from stretto.ir.storage import in_flight, maker_of, makes, owner, reads
 from stretto.ir.transfers import axis_time, message_us, time_of
-from stretto.order.storages import WindowStorage, find_storages
 from stretto.schedule.windows import adding_items
 
 
@@ -62,6 +65,17 @@ class Node:
     load: float = 0.0
     start: int = -1
     lazy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStorage:
+    """Memory that a node allocates (`maker`; -1: it was there before). users: nodes that read it; when the
+    last of them is done it is free, unless it is `kept` for later windows."""
+
+    nbytes: int
+    maker: int
+    users: tuple[int, ...]
+    kept: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +127,21 @@ def make_graph(
 
     Raises PlanError for a collective without a cost.
     """
-    return _GraphMaker(job, costs, window, stage_ranks, microbatches, frees).make()
+    return _GraphMaker(job, costs, window, stage_ranks).make(microbatches or (0,) * len(window.parts), frees)
 
 
 class _GraphMaker:
-    def __init__(
-        self,
-        job: Job,
-        costs: Costs,
-        window: Window,
-        stage_ranks: Sequence[int],
-        microbatches: Sequence[int],
-        frees: Sequence[tuple[int, int]],
-    ) -> None:
-        self.frees = frees
-        self.microbatches = microbatches or (0,) * len(window.parts)
+    """The arguments of `make_graph`, and what is known of the window's parts."""
+
+    def __init__(self, job: Job, costs: Costs, window: Window, stage_ranks: Sequence[int]) -> None:
         self.job = job
         self.costs = costs
         self.window = window
         self.stage_ranks = stage_ranks
-        stages = {stage for stage, _ in window.parts}
         self.ops: list[dict[str, Op]] = [
             {name: op for name, (op, _) in ops_of_stage(job.stages[stage], phase).items()}
             for stage, phase in window.parts
         ]
-        self.bytes_in = {
-            (edge.target, edge.value): edge.spec.nbytes for edge in job.edges if edge.target in stages
-        }
         # By part: those before it of its stage and microbatch, the last first.
         self.earlier = [
             [k for k in reversed(window.mates(part)) if k < part] for part in range(len(window.parts))
@@ -147,7 +149,7 @@ class _GraphMaker:
         self.made: dict[tuple[int, str], int] = {}
         """(part, value) -> the node that makes it."""
 
-    def make(self) -> WindowGraph:
+    def make(self, microbatches: Sequence[int], frees: Sequence[tuple[int, int]]) -> WindowGraph:
         nodes: list[Node] = []
         needs: list[set[int]] = []
         sent: dict[tuple[int, int], int] = {}
@@ -170,7 +172,7 @@ class _GraphMaker:
                 nodes.append(self._op(item, op))
             else:
                 edge = self.job.edges[int(item.ref)]
-                message = edge.index, self.microbatches[item.part]
+                message = edge.index, microbatches[item.part]
                 if item.kind is ItemKind.SEND:
                     if (item.part, edge.value) in self.made:
                         need.add(self.made[item.part, edge.value])
@@ -185,8 +187,8 @@ class _GraphMaker:
                     nodes.append(Node(item, Role.RECEIVE, lazy=True))
             needs.append(need)
         self._forward_first(needs)
-        if self.frees:
-            self._freed(nodes, needs)
+        if frees:
+            _add_freed(nodes, needs, frees)
         after: list[list[int]] = [[] for _ in nodes]
         for at, need in enumerate(needs):
             for other in sorted(need):
@@ -196,7 +198,7 @@ class _GraphMaker:
             tuple(nodes),
             tuple(tuple(sorted(need)) for need in needs),
             tuple(map(tuple, after)),
-            find_storages(self.job, self.window, self.ops, self.bytes_in, self.made),
+            self._storages(),
             self.costs.skew,
         )
 
@@ -216,27 +218,6 @@ class _GraphMaker:
                     for at in own:
                         if needs[at].isdisjoint(own):
                             needs[at] |= ends
-
-    def _freed(self, nodes: Sequence[Node], needs: list[set[int]]) -> None:
-        """Step 5."""
-        begins: dict[int, list[int]] = {}
-        ends: dict[int, list[int]] = {}
-        leads: set[int] = set()
-        for at in reversed(range(len(nodes))):
-            part = nodes[at].item.part
-            own = [n for n in needs[at] if nodes[n].item.part == part]
-            ops = (nodes[n].item.kind is ItemKind.OP for n in own)
-            if nodes[at].item.kind is ItemKind.OP and not any(ops):
-                begins.setdefault(part, []).append(at)
-            # What only starts, waits and sends follow is the last that reads what F has saved.
-            if at in leads or nodes[at].role is Role.COMPUTE:
-                if at not in leads:
-                    ends.setdefault(part, []).append(at)
-                leads.update(own)
-        for backward, forward in self.frees:
-            # A stage may be empty, and its forwards begin with no op.
-            for at in begins.get(forward, ()):
-                needs[at].update(ends.get(backward, ()))
 
     def _maker(self, part: int, value: str) -> int:
         """The node that makes a value, in the part or before it; -1 for what an earlier window makes."""
@@ -275,3 +256,90 @@ class _GraphMaker:
                     if at == stage and phase in runs.parts:
                         adds.setdefault((part, value), []).append(index)
         return adds
+
+    def _storages(self) -> tuple[WindowStorage, ...]:
+        """Step 4: all memory that the window's items touch."""
+        bytes_in = {(edge.target, edge.value): edge.spec.nbytes for edge in self.job.edges}
+        users: dict[tuple[int, str], list[int]] = {}
+        for at, item in enumerate(self.window.items):
+            if self.window.parts[item.part][1] is Phase.REDUCE_GRAD:
+                continue  # gradients are the rank's, and not the window's
+            if item.kind is not ItemKind.OP:
+                names: tuple[str, ...] = (self.job.edges[int(item.ref)].value,)
+            else:
+                op = self.ops[item.part][str(item.ref)]
+                names = (*(name for name, _ in makes(op)), *reads(op))
+                if op.target == WAIT:
+                    start = self.ops[item.part].get(op.uses[0])
+                    names = (*names, *(in_flight(start) if start is not None else ()))
+            for name in names:
+                key = self._root(item.part, name)
+                if not is_external(key[1]):
+                    users.setdefault(key, []).append(at)
+        kept = self._kept()
+        storages: list[WindowStorage] = []
+        for (part, root), readers in users.items():
+            stage, _ = self.window.parts[part]
+            made_by = maker_of(root)
+            op_of = self.ops[part].get(made_by)
+            nbytes = dict(makes(op_of)).get(root, 0) if op_of is not None else bytes_in.get((stage, root), 0)
+            if nbytes:
+                # What arrives was allocated when its receive was posted.
+                maker = self.made.get((part, made_by), -1) if op_of is not None else -1
+                storages.append(
+                    WindowStorage(nbytes, maker, tuple(dict.fromkeys(readers)), (part, root) in kept)
+                )
+        return tuple(storages)
+
+    def _root(self, part: int, name: str) -> tuple[int, str]:
+        """Step 4: (part, value) in whose memory a part's value lies; the first part that has it."""
+        if is_external(name):
+            return part, name
+        op = self.ops[part].get(name)
+        while op is not None and owner(op) != op.name:
+            name = owner(op)
+            op = self.ops[part].get(name)
+        made_by = maker_of(name)
+        if (part, made_by) in self.made:
+            return part, name
+        mates = self.window.mates(part)
+        makers = [k for k in mates if k < part and (k, made_by) in self.made]
+        # What an earlier window has left is one memory for all that read it.
+        return (makers[-1] if makers else min((part, *mates))), name
+
+    def _kept(self) -> set[tuple[int, str]]:
+        """What is kept when the window ends."""
+        kept: set[tuple[int, str]] = set()
+        for part in self.window.actions:
+            stage, phase = self.window.parts[part]
+            here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].parts}
+            for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
+                if sub not in here:
+                    kept.update(
+                        self._root(part, name) for op in self.job.stages[stage].ops[sub] for name in reads(op)
+                    )
+            leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
+            kept.update(self._root(part, value) for value in leaves)
+        return kept
+
+
+def _add_freed(nodes: Sequence[Node], needs: list[set[int]], frees: Sequence[tuple[int, int]]) -> None:
+    """Step 5."""
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    leads: set[int] = set()
+    for at in reversed(range(len(nodes))):
+        part = nodes[at].item.part
+        own = [n for n in needs[at] if nodes[n].item.part == part]
+        ops = (nodes[n].item.kind is ItemKind.OP for n in own)
+        if nodes[at].item.kind is ItemKind.OP and not any(ops):
+            begins.setdefault(part, []).append(at)
+        # What only starts, waits and sends follow is the last that reads what F has saved.
+        if at in leads or nodes[at].role is Role.COMPUTE:
+            if at not in leads:
+                ends.setdefault(part, []).append(at)
+            leads.update(own)
+    for backward, forward in frees:
+        # A stage may be empty, and its forwards begin with no op.
+        for at in begins.get(forward, ()):
+            needs[at].update(ends.get(backward, ()))

@@ -21,11 +21,11 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 
 from stretto.order.depend import Role
-from stretto.order.rank_window import RankWindow
-from stretto.order.resources import Resources
-from stretto.order.storages import WindowMemory
+from stretto.order.rank_window import RankWindow, WindowMemory
+from stretto.order.resources import WindowResources
 from stretto.order.walk import LaneWalk
 
 AHEAD = 1.25
@@ -38,7 +38,7 @@ class ListScheduler(LaneWalk):
 
     def __init__(
         self,
-        resources: Resources,
+        resources: WindowResources,
         rank: int,
         window: RankWindow,
         urgency: Sequence[float],
@@ -148,7 +148,7 @@ class ListScheduler(LaneWalk):
 
     def _late_us(self, index: int) -> float:
         """How long the lane would wait for the slowest rank of its pipeline rank before this op."""
-        landed_us = float("-inf")
+        landed_us = -inf
         for needed in self.window.needs[index]:
             start = self.graph.nodes[needed].start
             if start >= 0 and not self._placed[needed]:
@@ -183,7 +183,7 @@ class ListScheduler(LaneWalk):
             for wait in lead.waits:
                 if not self._exists[wait]:
                     under_way = nodes[wait].role is Role.FINISH and nodes[wait].start in self._started
-                    when_us += self._free(lane) - now_us if under_way else float("inf")
+                    when_us += self._free(lane) - now_us if under_way else inf
             if when_us <= latest_us:
                 return True
         return False

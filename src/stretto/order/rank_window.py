@@ -6,13 +6,13 @@ user, so that what arrives later than predicted stops the lane as late as possib
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stretto.order.depend import Role, WindowGraph
-from stretto.order.storages import WindowMemory
+from stretto.order.depend import Role, WindowGraph, WindowStorage
 from stretto.simulating.windows import Call
 
 
@@ -29,11 +29,11 @@ class Lead:
 class RankWindow:
     """One rank's window, and the microbatches of its parts. By node:
 
-    calls: its collective in a plan; () for a window by itself. lazy: whether it comes directly before its
-    first user. waits: whether it waits for what comes over a lane or a link. placed: whether it is placed by
-    itself: neither lazy nor a wait. needs: what it needs that is not placed by itself, in a legal order,
-    itself last. count, after: of waits and of what is placed by itself, how many of them it needs, directly
-    or through what is lazy, and which of them need it.
+    calls: its collective in a plan; () for a window by itself. waits: whether it waits for what comes over
+    a lane or a link. placed: whether it is placed by itself: no wait, and nothing that comes directly before
+    its first user. needs: what it needs that is not placed by itself, in a legal order, itself last. count,
+    after: of waits and of what is placed by itself, how many of them it needs, directly or through others,
+    and which of them need it.
 
     leads: its starts by part, in their order.
     """
@@ -42,7 +42,6 @@ class RankWindow:
     microbatches: tuple[int, ...]
     calls: tuple[Call | None, ...]
     leads: tuple[tuple[Lead, ...], ...]
-    lazy: tuple[bool, ...]
     waits: tuple[bool, ...]
     placed: tuple[bool, ...]
     needs: tuple[tuple[int, ...], ...]
@@ -86,10 +85,6 @@ class RankWindow:
                 groups.setdefault(leads[index] if leads[index] >= 0 else -1 - index, []).append(index)
         return list(groups.values())
 
-    def placed_in(self, order: Iterable[int]) -> list[int]:
-        """Of an order of all nodes, those that are placed by themselves."""
-        return [index for index in order if self.placed[index]]
-
 
 def make_rank_window(
     graph: WindowGraph,
@@ -131,7 +126,6 @@ def make_rank_window(
         microbatches,
         calls,
         tuple(map(tuple, leads.values())),
-        lazy,
         waits,
         placed,
         tuple(map(tuple, needs)),
@@ -172,3 +166,45 @@ def _lead(graph: WindowGraph, start: int) -> Lead:
                     work.append(index)
                 todo.append(index)
     return Lead(start, tuple(waits), tuple(work))
+
+
+class WindowMemory:
+    """Bytes of a window above those at its begin, item by item. now, peak: bytes; allocates: by node."""
+
+    __slots__ = ("_freed", "_left", "_touches", "allocates", "now", "peak")
+
+    def __init__(self, count: int, storages: Sequence[WindowStorage]) -> None:
+        self.now = 0
+        self.peak = 0
+        self.allocates = [0] * count
+        self._touches: list[list[int]] = [[] for _ in range(count)]
+        self._freed = [storage for storage in storages if not storage.kept]
+        self._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
+        """(users that are left, bytes) of what is freed in this window."""
+        for at, storage in enumerate(self._freed):
+            for user in storage.users:
+                self._touches[user].append(at)
+        for storage in storages:
+            if storage.maker >= 0:
+                self.allocates[storage.maker] += storage.nbytes
+
+    def frees(self, index: int) -> int:
+        """Bytes that no one reads after the node."""
+        return sum(self._left[at][1] for at in self._touches[index] if self._left[at][0] == 1)
+
+    def empty(self) -> WindowMemory:
+        """The same window's at its begin."""
+        made = copy.copy(self)
+        made.now = made.peak = 0
+        made._left = [(len(storage.users), storage.nbytes) for storage in self._freed]
+        return made
+
+    def take(self, index: int) -> None:
+        """The node has run."""
+        self.now += self.allocates[index]
+        self.peak = max(self.peak, self.now)
+        for at in self._touches[index]:
+            left, nbytes = self._left[at]
+            self._left[at] = (left - 1, nbytes)
+            if left == 1:
+                self.now -= nbytes

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from stretto.order.depend import Node, Role, WindowGraph
-from stretto.order.rank_window import RankWindow, make_rank_window
-from stretto.order.resources import Flight, Resources, WindowResources
-from stretto.order.storages import WindowMemory
+from stretto.order.rank_window import RankWindow, WindowMemory, make_rank_window
+from stretto.order.resources import Flight, WindowResources
 from stretto.simulating.cards import Moment
+from stretto.simulating.collectives import RunningCollective
 
 STALL_WEIGHT = 0.01
 """What a microsecond of a lane's stall for a collective counts beside a microsecond of the step. Measured on
@@ -57,12 +58,12 @@ class TooLongError(Exception):
     """A walk was given up."""
 
 
-def walk(resources: Resources, ranks: Sequence[LaneWalk], most_us: float = float("inf")) -> WalkResult | None:
+def walk(resources: WindowResources, ranks: Sequence[LaneWalk], most_us: float = inf) -> WalkResult | None:
     """Let the ranks go to their end; None when they wait forever, or take longer than most_us."""
     most_us *= 1.0 + 1e-9  # sums of floats in another order
     try:
         for rank in ranks:
-            rank.last_us = most_us - rank.window.graph.work_us
+            rank.last_us = most_us - rank.window.work_us
             rank.begin()
         resources.clock.run()
     except TooLongError:
@@ -87,7 +88,7 @@ class LaneWalk(ABC):
     last_us: float
 
     def __init__(
-        self, resources: Resources, rank: int, window: RankWindow, memory: WindowMemory | None = None
+        self, resources: WindowResources, rank: int, window: RankWindow, memory: WindowMemory | None = None
     ) -> None:
         self.graph = window.graph
         self.order: list[int] = []
@@ -98,7 +99,7 @@ class LaneWalk(ABC):
         self._rank = rank
         self.window = window
         self._placed = [False] * len(self.graph.nodes)
-        self._started: dict[int, Flight] = {}
+        self._started: dict[int, Flight | RunningCollective] = {}
         self._straggler = resources.straggler()
         self._working = False
         """Whether the lane works, or waits for the slowest rank of its pipeline rank."""
@@ -251,7 +252,7 @@ class Replay:
 
 def replay(graph: WindowGraph, order: Sequence[int]) -> Replay:
     """Walk a legal order of the graph's nodes."""
-    resources, memory = WindowResources(graph), WindowMemory(len(graph.nodes), graph.storages)
+    resources, memory = WindowResources(graph.skew), WindowMemory(len(graph.nodes), graph.storages)
     rank = GivenOrder(resources, 0, make_rank_window(graph), order, memory)
     result = walk(resources, [rank])
     assert result is not None, "a legal order of one window comes to its end"
@@ -266,7 +267,7 @@ class GivenOrder(LaneWalk):
 
     def __init__(
         self,
-        resources: Resources,
+        resources: WindowResources,
         rank: int,
         window: RankWindow,
         given: Sequence[int],

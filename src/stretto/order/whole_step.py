@@ -15,21 +15,28 @@ bound (WIDE), and shows how far it came.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from graphlib import TopologicalSorter
 
 from stretto.ir.action import Action, Overlap, Phase
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Item, Plan, Window
 from stretto.ir.program import Job
-from stretto.order.depend import Node, Role, WindowGraph, make_graph
-from stretto.order.forward_backward import ForwardBackward
+from stretto.order.depend import Role, make_graph
 from stretto.order.rank_window import RankWindow, make_rank_window
-from stretto.order.search import OrderSearch, SearchPoint, SearchScope, WalkBudget, new_urgencies
+from stretto.order.search import (
+    ForwardBackward,
+    OrderSearch,
+    SearchPoint,
+    SearchScope,
+    WalkBudget,
+    new_urgencies,
+)
 from stretto.passes.step import Watch
 from stretto.schedule.windows import make_window, window_name
-from stretto.simulating.windows import Call, make_ready
+from stretto.simulating.windows import make_ready
 
 SLOPES = (0.2, 0.3, 0.4, 0.6, 1.0)
 """Parts of the bound of a microbatch by which it is less urgent than the one before. Assumed."""
@@ -234,35 +241,29 @@ def tails_us(job: Job, costs: Costs, stage_ranks: Sequence[int]) -> Mapping[Node
 
 @dataclass(frozen=True, slots=True)
 class StepGraphs:
-    """What does not depend on which ops are placed by themselves. By rank: graphs, microbatches, calls as in
-    `RankWindow`, and by node `tails_us`."""
+    """What does not depend on which ops are placed by themselves. By rank: what makes a window, and by node
+    `tails_us`."""
 
-    graphs: tuple[WindowGraph, ...]
-    microbatches: tuple[tuple[int, ...], ...]
-    calls: tuple[tuple[Call | None, ...], ...]
+    makers: tuple[Callable[..., RankWindow], ...]
     tails_us: tuple[tuple[float, ...], ...]
 
     @staticmethod
     def of(plan: Plan, frees: Frees = ()) -> StepGraphs:
         """frees: by rank, as in `make_graph`."""
         job, costs, ranks = plan.job, plan.costs, plan.schedule.stage_ranks
-        slots = [slot for (slot,) in plan.schedule.orders]
-        microbatches = tuple(tuple(action.microbatch for action in slot.actions) for slot in slots)
-        graphs = tuple(
-            make_graph(job, costs, plan.windows[window_name(slot)], ranks, microbatches=mine, frees=own)
-            for slot, mine, own in zip(slots, microbatches, frees or [()] * len(slots), strict=True)
-        )
         known_us = tails_us(job, costs, ranks)
-
-        def tail_us(graph: WindowGraph, node: Node) -> float:
-            stage, phase = graph.window.parts[node.item.part]
-            return known_us[stage, phase is Phase.F, replace(node.item, part=0)]
-
-        tails = tuple(tuple(tail_us(graph, node) for node in graph.nodes) for graph in graphs)
-        calls = tuple(make_ready(plan, graph.window.name).calls for graph in graphs)
-        return StepGraphs(graphs, microbatches, calls, tails)
+        makers: list[Callable[..., RankWindow]] = []
+        tails: list[tuple[float, ...]] = []
+        for rank, (slot,) in enumerate(plan.schedule.orders):
+            window = plan.windows[window_name(slot)]
+            microbatches = tuple(action.microbatch for action in slot.actions)
+            graph = make_graph(job, costs, window, ranks, microbatches, frees[rank] if frees else ())
+            calls = make_ready(plan, window.name).calls
+            makers.append(partial(make_rank_window, graph, microbatches, calls))
+            of_nodes = [(*window.parts[node.item.part], replace(node.item, part=0)) for node in graph.nodes]
+            tails.append(tuple(known_us[stage, phase is Phase.F, item] for stage, phase, item in of_nodes))
+        return StepGraphs(tuple(makers), tuple(tails))
 
     def rank_windows(self, little: float) -> tuple[RankWindow, ...]:
         """By rank, with one size of ops that are placed by themselves."""
-        ranks = zip(self.graphs, self.microbatches, self.calls, strict=True)
-        return tuple(make_rank_window(*one, little) for one in ranks)
+        return tuple(make(little=little) for make in self.makers)

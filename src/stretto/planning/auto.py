@@ -1,4 +1,8 @@
-"""`auto`: the fastest plan with any schedule. Estimate all, try the best few, plan the best.
+"""The fastest of several plans: of the forms of a step, and of `auto`'s schedules.
+
+A step may be had in several forms, in other numbers of chunks or of stages. The first is planned. Each other
+is priced, and bounded: where no order of its ops comes to less than the fastest plan so far takes, it is not
+planned. `auto`: estimate all schedules, try the best few, plan the best.
 
 1. Estimate. What stages take and need in memory (`Loads`), and the ways to have several stages as one to a
    schedule: in equal numbers, and such that ranks are balanced by what stages take, which capturing could
@@ -6,6 +10,8 @@
 2. Try. The most promising are simulated as steps of this job over few microbatches, with windows in the
    order of a list. Where a rank needs more memory than it may, step 1 is done again with so much less.
 3. Plan. The best few of these that fit become full plans, a family among them, and the fastest is taken.
+
+An interrupt that ends a search (`stretto.passes.step`) ends these too, with what there is.
 """
 
 from __future__ import annotations
@@ -16,11 +22,12 @@ from functools import partial
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Schedule
+from stretto.ir.forms import differing, form, number
 from stretto.ir.plan import Plan
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import loop, v
 from stretto.order.policies import DEFAULT
-from stretto.passes.step import Context, LeftOutError, Step
+from stretto.passes.step import Context, LeftOutError, Step, Watch
 from stretto.planning.choose import (
     AHEAD,
     QUICK,
@@ -31,8 +38,8 @@ from stretto.planning.choose import (
     may_pair,
     short_steps,
 )
+from stretto.planning.finish import MOST, sends_waited
 from stretto.planning.loads import Loads, balanced_groups, groups_on, loads_of
-from stretto.planning.messages import MOST, sends_waited
 from stretto.planning.pair import Groups, equal_groups, of_stages, pair
 from stretto.planning.schedules import ENOUGH, of_short, shorter
 from stretto.planning.windows import lowered
@@ -74,25 +81,89 @@ def fastest_schedule(variants: Variants, make: Callable[[Variants], Plan]) -> Pl
     quick = replace(context, order=QUICK) if context.order == DEFAULT else context
     count = max(1, min(PLANNED, RUNS // (10 * _runs(first.job))))
     tried = _tried(first, quick)
-    made: list[Plan] = []
     refused: list[PlanError] = []
-    try:
+
+    def plans(made: list[Plan]) -> Iterator[Plan]:
         for one in _worth_a_plan(first, quick, tried, count):
             if len(made) == count or (made and watch.stopped):
-                break
+                return
             watch.report(f"{one.schedule.family}: a full plan")
             try:
-                made.append(make(Variants(_with_schedule(first, one.schedule), context)))
+                yield make(Variants(_with_schedule(first, one.schedule), context))
             except PlanError as error:
                 refused.append(error)
+
+    made = _until_interrupted(plans, watch)
+    if not made:
+        raise refused[0] if refused else PlanError("auto finds no schedule", ["none can be simulated"])
+    best = min(made, key=predicted_us)
+    return replace(best, schedule_why=_why(best, made, tried))
+
+
+def _until_interrupted(plans: Callable[[list[Plan]], Iterator[Plan]], watch: Watch) -> list[Plan]:
+    """All plans, or at an interrupt those that there are. plans: gives them, by what is made so far."""
+    made: list[Plan] = []
+    try:
+        for plan in plans(made):
+            made.append(plan)
     except KeyboardInterrupt as error:
         if not made:
             raise
         watch.stop(error)
+    return made
+
+
+def fastest(
+    begun: Sequence[Callable[[], Variants]],
+    make: Callable[[Variants], Plan],
+    watch: Watch,
+    *,
+    anywhere: bool = False,
+) -> Plan:
+    """The fastest plan of a step's forms, which describes what it was compared with. begun: the variants of
+    each, made when their turn comes, the simplest first. anywhere: whether `make` may have stages on other
+    ranks than the variants do.
+
+    Raises PlanError, the first one's, when all are refused.
+    """
+    others: list[tuple[Job, str]] = []
+    refused: list[tuple[Job, PlanError]] = []
+
+    def plans(made: list[Plan]) -> Iterator[Plan]:
+        for begin in begun:
+            if made and watch.stopped:
+                return
+            variants = begin()
+            try:
+                if made and (least_us := variants.bound_us(anywhere)) >= min(map(predicted_us, made)):
+                    others.append((variants.first.job, f"at least {_ms(least_us)}"))
+                else:
+                    yield make(variants)
+            except PlanError as error:  # another form may keep less
+                refused.append((variants.first.job, error))
+
+    made = _until_interrupted(plans, watch)
     if not made:
-        raise refused[0] if refused else PlanError("auto finds no schedule", ["none can be simulated"])
-    best = min(made, key=_predicted_us)
-    return replace(best, schedule_why=_why(best, made, tried))
+        raise refused[0][1]
+    best = min(made, key=predicted_us)
+    if len(made) + len(others) + len(refused) == 1:
+        return best
+    others += [(one.job, _ms(predicted_us(one))) for one in made if one is not best]
+    others.sort(key=lambda one: (len(one[0].stages), one[0].chunks))
+    differ = differing([best.job, *(job for job, _ in others), *(job for job, _ in refused)])
+    compared: list[str] = []
+    for job, us in others:
+        name = number(job, differ)
+        compared.append(f"{name} {'takes' if name == '1' else 'take'} {us}")
+    compared += [f"{number(job, differ)} cannot be ({error.faults[0]})" for job, error in refused]
+    why = f"{form(best.job, differ)}, {_ms(predicted_us(best))}, as {', '.join(compared)}"
+    if "stages" in differ:
+        return replace(best, schedule_why=f"{best.schedule_why}; {why}")
+    return replace(best, overlap_why="; ".join(text for text in (best.overlap_why, why) if text))
+
+
+def _ms(us: float) -> str:
+    return f"{us / 1000:.1f} ms"
 
 
 def _tried(step: Step, context: Context) -> list[_TriedOrder]:
@@ -184,24 +255,17 @@ def _runs(job: Job) -> int:
 
 def _simulated(step: Step, context: Context, order: TimedOrder) -> _TriedOrder | None:
     """Step 2; None for an order that cannot be."""
-    short = _shortest(step, context)
-    if short is None:
-        return None
-    step_us = short.timeline.step_us
-    context.watch.report(f"{step.schedule.family}: {step_us / 1000:.1f} ms{of_short(step)}")
-    return _TriedOrder(step.schedule, step_us, order.family)
-
-
-def _shortest(step: Step, context: Context) -> ShortStep | None:
     try:
         before = _passed(step, context)
     except (LeftOutError, PlanError):
         return None
     # As early as any full plan may post its receives.
-    short = [
-        one for one in short_steps(before, context, likely_ways(before), MOST) if isinstance(one, ShortStep)
-    ]
-    return min(short, key=lambda one: one.timeline.step_us, default=None)
+    tried = short_steps(before, context, likely_ways(before), MOST)
+    steps_us = [one.timeline.step_us for one in tried if isinstance(one, ShortStep)]
+    if not steps_us:
+        return None
+    context.watch.report(f"{step.schedule.family}: {min(steps_us) / 1000:.1f} ms{of_short(step)}")
+    return _TriedOrder(step.schedule, min(steps_us), order.family)
 
 
 def _needs_bytes(step: Step, context: Context, one: _TriedOrder) -> Sequence[int]:
@@ -229,7 +293,7 @@ def _worth_a_plan(step: Step, context: Context, tried: list[_TriedOrder], count:
 
 def _why(best: Plan, made: Sequence[Plan], tried: Sequence[_TriedOrder]) -> str:
     """What it was chosen from."""
-    others = [f"{one.schedule.family} {_predicted_us(one) / 1000:.1f} ms" for one in made if one is not best]
+    others = [f"{one.schedule.family} {predicted_us(one) / 1000:.1f} ms" for one in made if one is not best]
     planned = {one.schedule.family for one in made}
     slower: dict[str, float] = {}
     for one in tried:
@@ -247,7 +311,7 @@ def _speed(one: _TriedOrder) -> tuple[float, bool]:
     return one.step_us, not one.family
 
 
-def _predicted_us(plan: Plan) -> float:
+def predicted_us(plan: Plan) -> float:
     assert plan.prediction is not None
     return plan.prediction.step_us
 

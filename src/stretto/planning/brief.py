@@ -22,8 +22,8 @@ from stretto.ir.axes import DP, PP
 from stretto.ir.program import Job
 from stretto.ir.timeline import SpanKind, Timeline
 from stretto.planning.choose import begins, likely_ways, short_steps
+from stretto.planning.finish import MOST, sends_waited
 from stretto.planning.make_plan import variants_of
-from stretto.planning.messages import MOST, sends_waited
 from stretto.planning.windows import lowered
 from stretto.price.cluster import Description
 from stretto.verifying.memory import peak_bytes

@@ -27,6 +27,7 @@ Where the user chose a policy that orders ops, all variants are estimated with i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -39,7 +40,7 @@ from stretto.ir.timeline import Timeline
 from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
 from stretto.passes.step import Context, LeftOutError, Pass, Step
-from stretto.planning.reductions import reduced_best
+from stretto.planning.finish import reduced_best
 from stretto.planning.schedules import moved_across, of_short, one_window, paired, writes_buffers
 from stretto.planning.windows import as_captured, at_once, lowered, ordered, short_bound_us, whole_step
 from stretto.simulating import simulate
@@ -268,14 +269,12 @@ class Variants:
         """Those that can be done. Without what is only tried it must be."""
         plain, *others = begins()
         self.step(plain)
-        return [plain, *(begin for begin in others if self._can(begin))]
-
-    def _can(self, variant: Variant) -> bool:
-        try:
-            self.step(variant)
-        except (LeftOutError, PlanError):
-            return False
-        return True
+        result = [plain]
+        for begin in others:
+            with suppress(LeftOutError, PlanError):
+                self.step(begin)
+                result.append(begin)
+        return result
 
     def _simulate(self, variant: Variant, begin: int, context: Context, what: str = "") -> None:
         self._report(what + names(variant))
@@ -283,21 +282,21 @@ class Variants:
         made = variant[-1](replace(before, schedule=before.short), context)
         least_us = min((one.step_us for one in self._tried.values()), default=inf)
         timeline = reduced_best(lowered(made, context), least_us)
-        tried = Tried(variant, made.overlap, timeline.step_us, max(timeline.peak_bytes), begin)
-        self._tried[variant] = tried
+        self._tried[variant] = Tried(variant, made.overlap, timeline.step_us, max(timeline.peak_bytes), begin)
 
     def bound_us(self, anywhere: bool = False) -> float:
         """No variant is faster; anywhere: with its stages on any of the ranks. Raises PlanError as
         `best_first` does."""
-        return min(self._job_bound_us(self.step(begin).job, anywhere) for begin in self._begins())
-
-    def _job_bound_us(self, job: Job, anywhere: bool) -> float:
-        costs = self.context.costs_of(job)
-        if not anywhere:
-            return lower_bound(job, self.first.schedule, costs).us
-        # One rank takes no longer than all in turn, and a microbatch needs its longest chain.
-        single = lower_bound(job, (0,) * len(job.stages), costs)
-        return max(single.us / self.first.schedule.ranks, single.parts["critical path"])
+        bounds_us: list[float] = []
+        for job in (self.step(begin).job for begin in self._begins()):
+            costs = self.context.costs_of(job)
+            if anywhere:
+                # One rank takes no longer than all in turn, and a microbatch needs its longest chain.
+                single = lower_bound(job, (0,) * len(job.stages), costs)
+                bounds_us.append(max(single.us / self.first.schedule.ranks, single.parts["critical path"]))
+            else:
+                bounds_us.append(lower_bound(job, self.first.schedule, costs).us)
+        return min(bounds_us)
 
     def _report(self, what: str) -> None:
         """What is tried now, and how far it has come."""

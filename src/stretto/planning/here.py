@@ -61,9 +61,17 @@ def plan_on_first(
     )
 
     def kept_or_made() -> Plan:
-        plan_kept = None if kept is None else _kept_plan(kept, key)
-        if plan_kept is not None:
-            return plan_kept
+        entry = None if kept is None else kept.find(PLAN, key)
+        if kept is not None and entry is not None:
+            try:
+                plan_kept = plan_from_text(entry.text, PLAN)
+            except UsageError:
+                kept.drop(PLAN, key)
+            else:
+                kept.say(
+                    f"plan: made here {ago(entry.age_s)} for this job and these costs, kept in {kept.folder}"
+                )
+                return plan_kept
         made = make()
         if kept is not None and not waits.stopped:
             try:
@@ -78,17 +86,3 @@ def plan_on_first(
         return plan
     text: str = ranks.broadcast(None if plan is None else plan_to_text(plan))
     return plan or plan_from_text(text, "rank 0's plan")
-
-
-def _kept_plan(kept: Kept, key: str) -> Plan | None:
-    """The plan that was kept, if it can be read."""
-    entry = kept.find(PLAN, key)
-    if entry is None:
-        return None
-    try:
-        plan_kept = plan_from_text(entry.text, PLAN)
-    except UsageError:
-        kept.drop(PLAN, key)
-        return None
-    kept.say(f"plan: made here {ago(entry.age_s)} for this job and these costs, kept in {kept.folder}")
-    return plan_kept

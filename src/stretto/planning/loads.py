@@ -20,8 +20,8 @@ from stretto.ir.program import Edge, Job, Stage
 from stretto.ir.storage import makes, owner, reads
 from stretto.ir.transfers import occupancy_us
 from stretto.order.depend import make_graph
+from stretto.order.policies import list_order
 from stretto.order.walk import replay
-from stretto.order.window import list_order
 from stretto.planning.choose import communicates
 from stretto.planning.pair import Groups
 from stretto.schedule.list_schedule import Room

@@ -20,10 +20,11 @@ knows them may give windows in a better order of items (`stretto.order`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from stretto.ir.action import ONCE, Phase, Schedule, Slot
+from stretto.ir.action import ONCE, Phase, Schedule
 from stretto.ir.costs import Costs
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op, OverlapMode
@@ -35,7 +36,7 @@ from stretto.schedule.windows import last_name, last_run, make_window, window_na
 LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed, at least. Two keep a saturated link busy (one in transfer,
 one matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator. Where
-many messages make a microbatch's, `stretto.planning.messages` decides whether more are worth it."""
+many messages make a microbatch's, `stretto.planning.finish` decides whether more are worth it."""
 
 
 def lower(
@@ -74,16 +75,17 @@ def lower(
                 ops = [op for name in inside for op in of_rank.program if op.name == name]
                 windows[names[rank][at]] = last_run(job, windows[plain], of_rank.stage, ops)
     windows = {name: windows[name] for of_rank in names for name in of_rank}
-    of_window = {name: _Traffic.of(window) for name, window in windows.items()}
-    traffic = [[of_window[name] for name in of_rank] for of_rank in names]
-    sends = {rank: _sends(job, schedule, traffic, rank) for rank in range(schedule.ranks)}
-    latest = _latest(job, schedule, traffic) if overlap == "off" else {}
+    sends = _messages(job, schedule, windows, names, ItemKind.SEND)
+    waits = _messages(job, schedule, windows, names, ItemKind.WAIT)
+    if overlap == "off":
+        posts = partial(post_positions, lookahead=1, latest=latest_posts(waits, sends), ahead=0)
+        sent_before = {
+            message: at + 1 for of_rank in sends for at, of_run in enumerate(of_rank) for message in of_run
+        }
+    else:
+        posts = partial(post_positions, lookahead=LOOKAHEAD, latest={}, ahead=ahead)
     orders = tuple(
-        _order(
-            *(job, schedule, traffic, sends, rank, overlap != "off", sent_before or {}, latest, sums[rank]),
-            names[rank],
-            ahead,
-        )
+        _order(schedule, rank, names[rank], sends, waits[rank], posts, sent_before or {}, sums[rank])
         for rank in range(schedule.ranks)
     )
     windows.update((window.name, window) for of_rank in sums for window in of_rank.windows)
@@ -104,100 +106,66 @@ def captured_windows(job: Job, schedule: Schedule, *, at_once: bool = False) -> 
     return windows
 
 
-@dataclass(frozen=True, slots=True)
-class _Traffic:
-    """A window's sends and waits as (edge, part), in order: what its runs exchange."""
-
-    sends: tuple[tuple[int, int], ...]
-    waits: tuple[tuple[int, int], ...]
-
-    @staticmethod
-    def of(window: Window) -> _Traffic:
-        def pick(kind: ItemKind) -> tuple[tuple[int, int], ...]:
-            return tuple((int(item.ref), item.part) for item in window.items if item.kind is kind)
-
-        return _Traffic(pick(ItemKind.SEND), pick(ItemKind.WAIT))
-
-
-def _bound(slot: Slot, traffic: tuple[tuple[int, int], ...]) -> list[Message]:
-    """A run's messages: a window's traffic with the slot's microbatches."""
-    actions = slot.actions
-    return [(edge, actions[part].microbatch) for edge, part in traffic]
-
-
-_Traffics = Sequence[Sequence[_Traffic]]
-"""By rank, of each of its runs."""
-
-
-def _sends(job: Job, schedule: Schedule, traffic: _Traffics, rank: int) -> dict[int, list[Message]]:
-    """What the rank sends to each other rank, in order. A value for the rank itself needs no message."""
-    result: dict[int, list[Message]] = defaultdict(list)
-    for slot, of_run in zip(schedule.orders[rank], traffic[rank], strict=True):
-        for edge, microbatch in _bound(slot, of_run.sends):
-            to = schedule.stage_ranks[job.edges[edge].target]
-            if to != rank:
-                result[to].append((edge, microbatch))
-    return result
-
-
-def _latest(job: Job, schedule: Schedule, traffic: _Traffics) -> dict[Message, int]:
-    """Step 3, where sends are waited for at once: `stretto.schedule.posting`."""
-    rank_of = schedule.stage_ranks
-
-    def across(edge: int) -> bool:
-        return rank_of[job.edges[edge].source] != rank_of[job.edges[edge].target]
-
-    waits = [
-        [[m for m in _bound(slot, of_run.waits) if across(m[0])] for slot, of_run in zip(order, of_rank)]
-        for order, of_rank in zip(schedule.orders, traffic, strict=True)
-    ]
-    sends = [
+def _messages(
+    job: Job,
+    schedule: Schedule,
+    windows: Mapping[str, Window],
+    names: Sequence[Sequence[str]],
+    kind: ItemKind,
+) -> list[list[dict[Message, int]]]:
+    """By rank, of each of its runs: what it sends to other ranks, or waits for, in order, with the rank that
+    receives it. names: of runs' windows. A value for the rank itself needs no message."""
+    receivers = [schedule.stage_ranks[edge.target] for edge in job.edges]
+    crosses = [schedule.stage_ranks[edge.source] != to for edge, to in zip(job.edges, receivers, strict=True)]
+    of_window = {
+        name: [(int(item.ref), item.part) for item in window.items if item.kind is kind]
+        for name, window in windows.items()
+    }
+    return [
         [
-            {m: rank_of[job.edges[m[0]].target] for m in _bound(slot, of_run.sends) if across(m[0])}
-            for slot, of_run in zip(order, of_rank)
+            {
+                (edge, slot.actions[part].microbatch): receivers[edge]
+                for edge, part in of_window[name]
+                if crosses[edge]
+            }
+            for slot, name in zip(order, of_rank, strict=True)
         ]
-        for order, of_rank in zip(schedule.orders, traffic, strict=True)
+        for order, of_rank in zip(schedule.orders, names, strict=True)
     ]
-    return latest_posts(waits, sends)
 
 
 def _order(
-    job: Job,
     schedule: Schedule,
-    traffic: _Traffics,
-    sends: Mapping[int, Mapping[int, list[Message]]],
     rank: int,
-    overlap: bool,
-    sent_before: Mapping[Message, int],
-    latest: Mapping[Message, int],
-    sums: _Sums,
     names: Sequence[str],
-    ahead: int,
+    sends: Sequence[Sequence[Mapping[Message, int]]],
+    waits: Sequence[Mapping[Message, int]],
+    posts: Callable[[Sequence[Message], Mapping[Message, int]], Iterable[tuple[Message, int]]],
+    sent_before: Mapping[Message, int],
+    sums: _Sums,
 ) -> tuple[Instruction, ...]:
-    """Steps 2 to 5 for one rank. names: of its runs' windows."""
+    """Steps 2 to 5 for one rank. names: of its runs' windows; sends: of all ranks, waits: of this one."""
     order = schedule.orders[rank]
-    runs = list(zip(order, traffic[rank], strict=True))
     before: dict[int, list[Instruction]] = defaultdict(list)
     after: dict[int, list[Instruction]] = defaultdict(list)
     end: list[Instruction] = []
 
     # 3. Receives, in the sender's order, posted early but never before the buffers are worth it.
-    needed = {message: at for at, (slot, of_run) in enumerate(runs) for message in _bound(slot, of_run.waits)}
-    for sender in range(schedule.ranks):
-        messages = sends[sender].get(rank, []) if sender != rank else []
-        lookahead, turns = (LOOKAHEAD, ahead) if overlap else (1, 0)
-        for message, at in post_positions(messages, needed, lookahead, latest, turns):
+    needed = {message: at for at, of_run in enumerate(waits) for message in of_run}
+    for of_sender in sends:
+        messages = [message for of_run in of_sender for message, to in of_run.items() if to == rank]
+        for message, at in posts(messages, needed):
             before[at].append(Instruction(InstructionKind.RECV, message[0], (message[1],)))
 
     # 4. Sends, in their order: a later one is never waited for before an earlier one.
-    started = {
-        message: at for at, (slot, of_run) in enumerate(runs) for message in _bound(slot, of_run.sends)
-    }
-    for messages in sends[rank].values():
+    sent_to: dict[int, list[Message]] = defaultdict(list)
+    for of_run in sends[rank]:
+        for message, to in of_run.items():
+            sent_to[to].append(message)
+    for messages in sent_to.values():
         earliest = 0
         for message in messages:
-            when = sent_before.get(message, len(order)) if overlap else started[message] + 1
-            earliest = max(earliest, when)
+            earliest = max(earliest, sent_before.get(message, len(order)))
             instruction = Instruction(InstructionKind.SENT, message[0], (message[1],))
             (end if earliest >= len(order) else before[earliest]).append(instruction)
 
@@ -215,16 +183,6 @@ def _order(
         instructions.append(Instruction(InstructionKind.RUN, name, microbatches + once))
         instructions += after[at]
     return (*instructions, *end)
-
-
-def _last_runs(order: Sequence[Slot]) -> dict[tuple[int, Phase], int]:
-    """(stage, phase) -> its last run in a rank's order."""
-    return {
-        (action.stage, phase): at
-        for at, slot in enumerate(order)
-        for action in slot.actions
-        for phase in action.phase.parts
-    }
 
 
 @dataclass
@@ -266,7 +224,13 @@ def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
         stage = min(schedule.stages_of(rank), default=-1)
         program = job.stages[stage].ops.get(Phase.REDUCE_GRAD, ()) if stage >= 0 else ()
         result.append(_Sums(stage, program))
-        runs = _last_runs(order)
+        # By stage and phase, the last.
+        runs = {
+            (action.stage, phase): at
+            for at, slot in enumerate(order)
+            for action in slot.actions
+            for phase in action.phase.parts
+        }
         touched: set[str] = set()
         for op in program:
             if op.target == WAIT:

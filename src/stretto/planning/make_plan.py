@@ -4,9 +4,8 @@
    for each of which all that follows is done, and the fastest is taken.
 2. Variants: lists of passes that overlap more or less (`stretto.planning.choose`): estimate all, try the best
    few, search the best. The fastest goes on, the next if it is refused.
-3. Its last backwards are ordered for the gradient reductions that start in them
-   (`stretto.planning.reductions`); simulations show how long before their use receives are posted, and when
-   every message has left (`stretto.planning.messages`).
+3. Its last backwards are ordered for the gradient reductions that start in them; simulations show how long
+   before their use receives are posted, and when every message has left (`stretto.planning.finish`).
 4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
 5. Prediction: step time, exposed communication, bubble, memory, bound.
 """
@@ -30,12 +29,12 @@ from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OptimizerKind, OverlapMode
 from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO
-from stretto.measure.measured import Measuring, device_of
+from stretto.measure.measured import Measuring, device_of, memory_here
 from stretto.measure.running import running
 from stretto.order.policies import DEFAULT, OWN, policy_of
 from stretto.passes.messages import scattered
 from stretto.passes.step import Context, Effort, Step, Watch
-from stretto.planning.auto import fastest_schedule
+from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import (
     WORTH,
     ShortStep,
@@ -48,14 +47,13 @@ from stretto.planning.choose import (
     ways,
     why_less,
 )
-from stretto.planning.costs import listed, memory_limit, pricing
-from stretto.planning.forms import fastest
+from stretto.planning.finish import receives_ahead, reductions_within, sends_waited
 from stretto.planning.here import agree_on, plan_on_first
-from stretto.planning.messages import receives_ahead, sends_waited
-from stretto.planning.reductions import reductions_within
 from stretto.planning.schedules import choose_schedule, forms_with, shorter
 from stretto.planning.windows import at_once, lowered
-from stretto.price.cluster import Description, describe
+from stretto.price.alike import ListedPricer
+from stretto.price.cluster import Cluster, Description, describe, described
+from stretto.price.cluster_file import Hardware
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.families import OWN as OWN_FAMILIES
 from stretto.schedule.sums import without_reductions
@@ -82,47 +80,59 @@ def make_plan(
     Raises PlanError that lists every fault when the schedule cannot work, UsageError when it does not fit.
     """
     job = without_reductions(job)
-    wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
+    wished = _wished(job, schedule, overlap, order, steps, search_s, say)
     begun = partial(
         _begun, job, choose_schedule(job, schedule=schedule), listed(job, costs), wished, max_bytes
     )
-    return _fastest([begun], job, schedule, wished.watch)
+    return _fastest([begun], wished)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wished:
     """What a plan is to be, beside its job and its schedule: arguments of `plan`."""
 
-    overlap: OverlapMode | None
+    overlap: OverlapMode
     order: str
     effort: Effort
     watch: Watch
+    auto: bool = False
 
 
-def _effort(steps: int | None, search_s: float | None) -> Effort:
-    return Effort(search_s=search_s) if steps is None else Effort(steps, search_s)
+def _wished(
+    job: Job,
+    schedule: str | Schedule | None,
+    overlap: OverlapMode | None,
+    order: str,
+    steps: int | None,
+    search_s: float | None,
+    say: Say | None,
+) -> _Wished:
+    """Raises UsageError for what is not known."""
+    asked = job.overlap if overlap is None else overlap
+    if asked not in OVERLAP_MODES:
+        raise UsageError(
+            f"overlap is {asked!r}; {meant(asked, OVERLAP_MODES)}choose one of: {', '.join(OVERLAP_MODES)}"
+        )
+    policy_of(order)  # an unknown name is refused even where there is nothing to order
+    effort = Effort(search_s=search_s) if steps is None else Effort(steps, search_s)
+    auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
+    return _Wished(asked, order, effort, Watch(say), auto)
 
 
 @rarely_collected()
-def _fastest(
-    begun: Sequence[Callable[[], Variants]], job: Job, schedule: str | Schedule | None, watch: Watch
-) -> Plan:
+def _fastest(begun: Sequence[Callable[[], Variants]], wished: _Wished) -> Plan:
     """The fastest plan of all; for "auto", of all schedules."""
-    auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
-    if auto:
-        return fastest(begun, partial(fastest_schedule, make=_made), watch, anywhere=True)
-    return fastest(begun, _made, watch)
+    make = partial(fastest_schedule, make=_made) if wished.auto else _made
+    return fastest(begun, make, wished.watch, anywhere=wished.auto)
 
 
 def _begun(job: Job, chosen: Schedule, prices: Prices, wished: _Wished, max_bytes: int | None) -> Variants:
     """What step 1 has chosen, and the variants of step 2."""
-    asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
-    policy_of(wished.order)  # an unknown name is refused even where there is nothing to order
     if job.trains:
         verify(chosen)  # on its own, so that a schedule's faults are described as such
-    step = Step(job, chosen, shorter(chosen), "local", max_bytes, asked)
+    step = Step(job, chosen, shorter(chosen), "local", max_bytes, wished.overlap)
     if overlaps(step) and communicates(job):
-        step = replace(step, overlap=asked)
+        step = replace(step, overlap=wished.overlap)
     peaks = partial(_peaks, prices=prices)
     return Variants(step, Context(prices, wished.order, peaks, wished.effort, wished.watch))
 
@@ -131,8 +141,8 @@ def variants_of(job: Job, cluster: Description, order: str) -> Variants:
     """Steps 1 and 2 for a description: of the schedule that the job wishes, which is not "auto"."""
     job = without_reductions(job)
     chosen = choose_schedule(job)
-    wished = _Wished(None, order, _effort(None, None), Watch(None))
-    return _begun(job, chosen, pricing((job,), (chosen,), cluster)(job), wished, memory_limit(cluster, job))
+    wished = _wished(job, None, None, order, None, None, None)
+    return _begun(job, chosen, prices_of(job, chosen, cluster), wished, memory_limit(cluster, job))
 
 
 def _made(variants: Variants) -> Plan:
@@ -147,7 +157,7 @@ def _made(variants: Variants) -> Plan:
         off = next((other for other in tried[at:] if other.overlap == "off"), one)
         if off is not one and not watch.stopped and one.step_us >= WORTH * off.step_us:
             made += _finished_if_legal(variants, off, tried, refused)
-        return min(made, key=_predicted_us)
+        return min(made, key=predicted_us)
     raise refused.get("off") or next(iter(refused.values()))
 
 
@@ -165,11 +175,6 @@ def _finished_if_legal(
         yield replace(made, overlap_why=why_less(variants.first.asked, one, tried, variants.missing))
 
 
-def _predicted_us(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_us
-
-
 def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
     """The most bytes of each rank, with the ops of windows as captured: an order of ops keeps that limit, and
     pairs that need more are refused."""
@@ -185,15 +190,6 @@ def _peaks(step: Step, *, prices: Prices) -> tuple[int, ...]:
         step = apply(step, context)
     # Of a step at even speed: one by chance needs as many bytes, and a promise would take twelve of them.
     return simulate(lowered(sends_waited(step, context), context)).peak_bytes
-
-
-def _overlap_mode(text: str) -> OverlapMode:
-    for mode in OVERLAP_MODES:
-        if text == mode:
-            return mode
-    raise UsageError(
-        f"overlap is {text!r}; {meant(text, OVERLAP_MODES)}choose one of: {', '.join(OVERLAP_MODES)}"
-    )
 
 
 def _finished_anyway(step: Callable[[], Step], context: Context) -> Plan:
@@ -264,45 +260,33 @@ def plan(
     if not isinstance(job, Job):
         raise UsageError(f"plan takes a job, not {type(job).__name__}: call stretto.capture(...) first")
     description = describe(cluster)
-    # Names are checked before anything is measured.
-    _overlap_mode(job.overlap if overlap is None else overlap)
-    policy_of(order)
     job = without_reductions(job)
-    wished = _Wished(overlap, order, _effort(steps, search_s), Watch(say))
+    wished = _wished(job, schedule, overlap, order, steps, search_s, say)
     jobs, chosen = forms_with(job, schedule)
     if optimizer is not None:
         if optimizer not in STATES:
             raise UsageError(f"optimizer is {optimizer!r}; choose one of: {', '.join(STATES)}")
         jobs = [replace(one, optimizer=optimizer) for one in jobs]
     if description is None:
-        return _planned_here(jobs, chosen, schedule, wished, kept)
-    priced = pricing(jobs, chosen, description)
+        return _planned_here(jobs, chosen, wished, kept)
 
-    def begun(one: Job, schedule: Schedule) -> Variants:
+    def begun(one: Job, its_schedule: Schedule) -> Variants:
         wished.watch.report("what its ops and messages take")
-        return _begun(one, schedule, priced(one), wished, memory_limit(description, one))
+        prices = prices_of(one, its_schedule, description)
+        return _begun(one, its_schedule, prices, wished, memory_limit(description, one))
 
-    begins = [partial(begun, one, schedule) for one, schedule in zip(jobs, chosen, strict=True)]
-    return _fastest(begins, job, schedule, wished.watch)
+    return _fastest([partial(begun, *one) for one in zip(jobs, chosen, strict=True)], wished)
 
 
 def _planned_here(
-    jobs: Sequence[Job],
-    chosen: Sequence[Schedule],
-    schedule: str | Schedule | None,
-    wished: _Wished,
-    kept: Kept | None,
+    jobs: Sequence[Job], chosen: Sequence[Schedule], wished: _Wished, kept: Kept | None
 ) -> Plan:
     """Where the plan will run: all ranks measure, one plans."""
-    job = jobs[0]
-    asked = _overlap_mode(job.overlap if wished.overlap is None else wished.overlap)
-    device = device_of(job)
-    ranks = running(job.mesh(chosen[0].ranks).world, device)
-    auto = job.trains and (job.schedule if schedule is None else schedule) == AUTO
+    ranks = running(jobs[0].mesh(chosen[0].ranks).world, device_of(jobs[0]))
     wishes = {
         "job": key_of(*map(job_text, jobs)),
-        "schedule": " ".join([AUTO if auto else "", *(to_line(one, CODEC) for one in chosen)]),
-        "overlap": asked,
+        "schedule": " ".join([AUTO if wished.auto else "", *(to_line(one, CODEC) for one in chosen)]),
+        "overlap": wished.overlap,
         "order": wished.order,
         "search": repr(wished.effort),
     }
@@ -316,11 +300,31 @@ def _planned_here(
         for one, schedule, cost, limit in zip(jobs, chosen, costs, limits, strict=True)
     ]
     wishes |= {"costs": key_of(*map(to_line, costs)), "memory": str(limits)}
-
-    def make() -> Plan:
-        return _fastest(begun, job, schedule, wished.watch)
-
     # Nothing shows whether a policy of the user's has changed, nor a family among which "auto" chooses.
-    own = wished.order not in OWN or (auto and FAMILIES.keys() > OWN_FAMILIES)
-    known = None if own else kept
-    return plan_on_first(ranks, wishes, make, known, wished.watch)
+    own = wished.order not in OWN or (wished.auto and FAMILIES.keys() > OWN_FAMILIES)
+    return plan_on_first(ranks, wishes, partial(_fastest, begun, wished), None if own else kept, wished.watch)
+
+
+def prices_of(job: Job, schedule: Schedule, description: Description) -> Prices:
+    """The price lists of a job, and of what passes make of it. Raises UsageError for a job that does not
+    fit."""
+    costs, pricer = described(job, schedule, description)
+    return Prices(job, costs, pricer, keep=False)
+
+
+def listed(job: Job, costs: Costs) -> Prices:
+    """Price lists by given costs of a job: what passes make of it is priced by what is like it."""
+    return Prices(job, costs, ListedPricer(job, costs), keep=True)
+
+
+def memory_limit(description: Description | None, job: Job) -> int | None:
+    """Bytes of a device that a plan must fit in: as described, or of the devices here when there is no
+    description. None where neither sets a limit: a calibration says nothing of it, and ranks on processors
+    share what there is with others.
+
+    Under torchrun all ranks must call it. Raises UsageError when this machine lacks a device of the job's
+    kind.
+    """
+    if description is None:
+        return memory_here(job)
+    return description.memory_bytes if isinstance(description, (Cluster, Hardware)) else None

@@ -25,9 +25,8 @@ from stretto.ir.flow import PHASES
 from stretto.ir.prices import Prices
 from stretto.ir.program import Job
 from stretto.order.depend import make_graph
-from stretto.order.policies import waits_at_once
+from stretto.order.policies import list_order, waits_at_once
 from stretto.order.walk import replay
-from stretto.order.window import list_order
 from stretto.passes.recompute import storages
 from stretto.passes.recompute_choice import recompute
 from stretto.price.cluster import Description, described

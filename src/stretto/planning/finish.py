@@ -1,4 +1,4 @@
-"""When messages are waited for: passes that say how early receives are posted, and when sends must have left.
+"""What ends a step's planning: when messages are waited for, and which order last runs have.
 
 Lowering posts a receive a few messages before it is needed. Of one message a microbatch that is a few
 microbatches; of a stage whose skips cross as well it is a part of one, and the next microbatch's messages
@@ -12,21 +12,33 @@ live longer. So:
        fewest is taken, by simulations.
     3. Where it needs more than the step may, so do those with more buffers; step 2 is done for the others.
 
-A receive that is posted earlier never makes a rank wait: what could pass still can, whether or not sends are
-buffered. Messages keep their order. A send is waited for before the run by which it has left, so that buffers
-do not pile up and no wait is in the way.
+A receive that is posted earlier never makes a rank wait. A send is waited for before the run by which it has
+left, so that buffers do not pile up and no wait is in the way.
+
+The last run of a window that completes gradients is a window of its own. `lower` gives it the order of the
+other runs; here the orders of `stretto.order.policies` are tried in a step: where a backward sends a message,
+weight gradients that come first make another rank wait. The step of fewer microbatches (`Step.short`) ends as
+the full one does, so orders are compared by it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import cache
+from math import inf
 
-from stretto.ir.action import Action
-from stretto.ir.plan import InstructionKind, Plan
+from stretto.errors import PlanError
+from stretto.ir.action import Phase
+from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
 from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.transfers import collective_time
+from stretto.order.depend import make_graph
+from stretto.order.policies import early_reductions
 from stretto.passes.step import Context, Step
+from stretto.planning.lower import lower
 from stretto.planning.windows import as_short, lowered
 from stretto.schedule.posting import Message
 from stretto.simulating import simulate
@@ -38,7 +50,6 @@ MOST = 3
 WORTH = 0.995
 """Of a step's time, what it takes at most with more buffers. Assumed: less is within the error of costs, and
 anyone who needs the memory for a larger model or batch gains more by it."""
-
 
 SENT_MARGIN = 2.0
 """A send is waited for once this many times its predicted duration has gone by since its start. Assumed:
@@ -60,12 +71,10 @@ def receives_ahead(step: Step, context: Context) -> Step:
             tried.append((one, draft))
     if len(tried) == 1:
         return step
-    known: dict[int, float] = {}
 
+    @cache
     def step_us(at: int) -> float:
-        if at not in known:
-            known[at] = simulate(tried[at][1]).step_us
-        return known[at]
+        return simulate(tried[at][1]).step_us
 
     most = len(tried) - 1
     while most:
@@ -95,31 +104,24 @@ def sends_waited(step: Step, context: Context) -> Step:
 
 def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
     """Message -> the sender's run before which its send is waited for."""
-    # A run is one or more spans: it may wait inside, and its parts have actions of their own.
     runs = {
-        action: at
-        for order in plan.schedule.orders
-        for at, slot in enumerate(order)
-        for action in slot.actions
-    }
-    starts = [[float("inf")] * len(order) for order in plan.schedule.orders]
-    for span in timeline.spans:
-        if span.kind is SpanKind.COMPUTE and span.phase is not None:
-            assert span.stage is not None
-            assert span.microbatch is not None
-            at = runs[Action(span.stage, span.phase, span.microbatch)]
-            starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
-    for times in starts:
-        # A run without ops takes no time and has no span: it begins when the one after it does.
-        for at in reversed(range(len(times) - 1)):
-            times[at] = min(times[at], times[at + 1])
-    makes = {
         (action.stage, phase, action.microbatch): at
         for order in plan.schedule.orders
         for at, slot in enumerate(order)
         for action in slot.actions
         for phase in action.phase.parts
     }
+    starts = [[inf] * len(order) for order in plan.schedule.orders]
+    for span in timeline.spans:
+        if span.kind is SpanKind.COMPUTE and span.phase is not None:
+            assert span.stage is not None
+            assert span.microbatch is not None
+            at = runs[span.stage, span.phase.parts[0], span.microbatch]
+            starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
+    for times in starts:
+        # A run without ops takes no time and has no span: it begins when the one after it does.
+        for at in reversed(range(len(times) - 1)):
+            times[at] = min(times[at], times[at + 1])
     result: dict[Message, int] = {}
     for span in timeline.spans:
         if span.edge is not None:
@@ -128,9 +130,91 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
             assert span.sent_us is not None
             safe = span.sent_us + SENT_MARGIN * (span.end_us - span.sent_us)
             sends = plan.job.edges[span.edge]
-            first = makes[sends.source, sends.phase, span.microbatch] + 1
+            first = runs[sends.source, sends.phase, span.microbatch] + 1
             later = (k for k in range(first, len(starts[span.sender])) if starts[span.sender][k] > safe)
             at_run = next(later, None)
             if at_run is not None:
                 result[span.edge, span.microbatch] = at_run
     return result
+
+
+def reductions_within(step: Step, context: Context) -> Step:
+    """The step with the orders of last runs, as they are or with reductions as early as can be or at the end,
+    that take least."""
+    plan = lowered(step, context)
+    early = _reordered(plan)
+    silent = {
+        name: window
+        for name, window in early.items()
+        if all(item.kind is not ItemKind.SEND for item in window.items)
+    }
+    late = _at_end(plan) if plan.costs.shared else {}
+    tried: list[Mapping[str, Window]] = [{}]
+    tried += [windows for windows in (early, silent, late) if windows and windows not in tried]
+    if len(tried) == 1:
+        return step
+    short = lowered(as_short(step, context), context)
+    best = min(tried, key=lambda windows: _step_us(_with(short, windows)))
+    return replace(step, windows={**plan.windows, **best}) if best else step
+
+
+def reduced_best(plan: Plan, than_us: float = inf) -> Timeline:
+    """The step with reductions as they are, or at the end of last runs where that is faster: where
+    collectives share network cards, a reduction takes its part of what compute waits for. than_us: of another
+    step; the end is not tried where no reductions could make this one as fast. Raises PlanError for a plan
+    whose ranks wait for each other forever."""
+    timeline = simulate(plan)
+    if not plan.costs.shared or timeline.step_us - _reductions_us(plan) >= than_us:
+        return timeline
+    late = _at_end(plan)
+    if late:
+        with suppress(PlanError):
+            return min(timeline, simulate(_with(plan, late)), key=lambda one: one.step_us)
+    return timeline
+
+
+def _reductions_us(plan: Plan) -> float:
+    """The longest that gradient reductions take on any rank, one after another."""
+    calls = ([op.collective for op in plan.sums(rank) if op.collective] for rank in range(plan.ranks))
+    return max(
+        sum(collective_time(plan.costs, plan.job, plan.communicator(one.axis), one).us for one in of_rank)
+        for of_rank in calls
+    )
+
+
+def _at_end(plan: Plan) -> dict[str, Window]:
+    """By name, windows in which reductions start, with these at their end."""
+    result: dict[str, Window] = {}
+    for name, window in plan.windows.items():
+        last = {part for part, (_, phase) in enumerate(window.parts) if phase is Phase.REDUCE_GRAD}
+        items = tuple(sorted(window.items, key=lambda item: item.part in last))
+        if items != window.items:
+            result[name] = replace(window, items=items)
+    return result
+
+
+def _step_us(plan: Plan) -> float:
+    """Infinite for a plan whose ranks wait for each other forever."""
+    try:
+        return simulate(plan).step_us
+    except PlanError:
+        return inf
+
+
+def _reordered(plan: Plan) -> dict[str, Window]:
+    """By name, windows in which reductions start that have another order for it."""
+    result: dict[str, Window] = {}
+    for name, window in plan.windows.items():
+        if len(window.actions) in (0, len(window.parts)):
+            continue
+        graph = make_graph(plan.job, plan.costs, window, plan.schedule.stage_ranks)
+        items = tuple(graph.nodes[index].item for index in early_reductions(graph))
+        if items != window.items:
+            result[name] = replace(window, items=items)
+    return result
+
+
+def _with(plan: Plan, windows: Mapping[str, Window]) -> Plan:
+    """Lowered again, as receives are posted in the order of the sends."""
+    windows = {**plan.windows, **windows}
+    return lower(plan.job, plan.schedule, plan.costs, overlap=plan.overlap, windows=windows)
