@@ -15,6 +15,7 @@ from stretto.config import GPTSettings, Parallel, ParallelSettings
 from stretto.ir.forms import forms_of
 from stretto.ir.plan import Plan
 from stretto.models.build import build_model, counted_loss_function
+from tests.cells import slow
 from tests.clusters import cores
 
 MODEL = GPTSettings(layers=4, hidden=32, heads=4, context=16, vocab_size=64)
@@ -50,11 +51,14 @@ def given() -> tuple[Any, torch.Tensor, Any]:
     return model, torch.empty(8, 17, dtype=torch.int64, device="meta"), counted_loss_function(MODEL)
 
 
-def test_one_trace_gives_the_jobs_of_captures_of_their_own(traced: list[object]) -> None:
-    alone = [stretto.capture(*given(), parallel) for parallel in PARALLELS]
+@pytest.mark.parametrize("parallels", [PARALLELS[2:4], slow(PARALLELS)], ids=len)
+def test_one_trace_gives_the_jobs_of_captures_of_their_own(
+    parallels: tuple[Parallel, ...], traced: list[object]
+) -> None:
+    alone = [stretto.capture(*given(), parallel) for parallel in parallels]
     traced.clear()
     captures = Captures(*given())
-    assert [captures.job(parallel) for parallel in PARALLELS] == alone
+    assert [captures.job(parallel) for parallel in parallels] == alone
     assert len(traced) == 1
     captures.job(Parallel(pp=2, microbatches=2))  # other rows
     assert len(traced) == 2

@@ -21,6 +21,7 @@ from stretto.capturing.state import PythonState
 from stretto.capturing.trace import trace
 from stretto.models.gpt import next_token_loss
 from tests.capturing.zoo import WIDTH, BatchNorm, Chain, Hooked, mean_square, rows
+from tests.cells import slow
 from tests.clusters import cores
 from tests.runtime.equality import gpt, tokens
 
@@ -164,7 +165,7 @@ class Sums(Chain):
     [
         (Carries, "last"),
         (Counts, "calls"),
-        (Sums, "history"),
+        slow(Sums, "history"),
         (CountsInAGlobal, f"{__name__}.CALLS"),
         (CountsInItsClass, "CountsInItsClass.number"),
     ],
@@ -275,8 +276,9 @@ def hooks_of(module: nn.Module) -> list[list[int]]:
     return [list(getattr(sub, table)) for sub in module.modules() for table in tables]
 
 
-@pytest.mark.parametrize("kind", [BatchNorm, Hooked])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "training"), [(BatchNorm, True), (Hooked, False), slow(BatchNorm, False), slow(Hooked, True)]
+)
 def test_the_model_is_left_as_it_was(kind: type[nn.Module], training: bool) -> None:
     model = kind().train(training)
     model.get_parameter("out.bias").grad = torch.ones(2, dtype=torch.float64)
@@ -315,10 +317,10 @@ def test_a_failed_capture_leaves_it_too() -> None:
 def test_equal_models_and_those_on_meta_give_equal_jobs() -> None:
     """So that ranks that capture for themselves have one plan, whatever was captured before."""
     with torch.device("meta"):
-        meta = gpt(True)
+        meta = gpt(True, layers=2)
     given = (
-        (gpt(True), tokens(4, columns=8)),
-        (gpt(True), tokens(4, columns=8, seed=2)),
+        (gpt(True, layers=2), tokens(4, columns=8)),
+        (gpt(True, layers=2), tokens(4, columns=8, seed=2)),
         (meta, tokens(4, columns=8)),
     )
     jobs = [stretto.capture(model, batch, next_token_loss, PARALLEL) for model, batch in given]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import stretto
 from tests.capturing.steps import assert_plain, plan_of
 from tests.capturing.zoo import WIDTH, BatchNorm, Chain, mean_square, rows
+from tests.cells import but, slow
 from tests.clusters import cores
 
 PIPELINE = stretto.Parallel(pp=2, microbatches=2, schedule="zb-h1")
@@ -119,7 +120,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 TWO_SCHEDULES = ("norms in evaluation", "frozen norms")
 
 
-@pytest.mark.parametrize("name", MODELS)
+LIKE_OTHERS = (
+    *("a mean over all batches, evaluated", "without statistics, evaluated", "norms in evaluation"),
+    *("synchronised over all batches", "inv", "cholesky"),
+)
+"""Each is between two others."""
+
+
+@pytest.mark.parametrize("name", but(MODELS, LIKE_OTHERS))
 def test_models_are_the_plain_ones(name: str) -> None:
     assert_plain(MODELS[name](), rows(), mean_square, RECOMPUTED if name in TWO_SCHEDULES else PIPELINE)
     if name in TWO_SCHEDULES:
@@ -127,7 +135,7 @@ def test_models_are_the_plain_ones(name: str) -> None:
         assert_plain(MODELS[name](), rows(), mean_square, layout)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("mode", [slow("sum"), "mean", "max"])
 def test_embedding_bags(mode: str) -> None:
     assert_plain(Bag(mode), IDS, mean_square, stretto.Parallel(pp=2, microbatches=2, split=["out"]))
 
@@ -151,7 +159,7 @@ def dual(model: nn.Module, batch: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("loss", "layout"),
-    [(along, PIPELINE), (curvature, PIPELINE), (dual, PIPELINE), (along, RECOMPUTED)],
+    [slow(along, PIPELINE), (curvature, PIPELINE), (dual, PIPELINE), (along, RECOMPUTED)],
     ids=["along", "curvature", "dual", "along, recomputed"],
 )
 def test_derivatives_in_forward_mode(loss: Callable[..., Tensor], layout: stretto.Parallel) -> None:

@@ -16,12 +16,11 @@ from stretto.ir.program import Edge, Job
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning.make_plan import make_plan
 from stretto.verifying import verify
+from tests.cells import slow
 from tests.parallelize.equality import (
     MODELS,
-    SMALL,
     assert_plain,
     batch_of,
-    from_transformers,
     gpt,
     loss_of,
     step,
@@ -57,8 +56,7 @@ def gradients(job: Job) -> list[Edge]:
     "name",
     [
         "gpt tied, learned positions",
-        "llama",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "gpt2")),
+        *map(slow, ("gpt", "gpt2", "llama")),
     ],
 )
 def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
@@ -76,8 +74,15 @@ def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
         assert torch.equal(grad, wanted[one]), one
 
 
-@pytest.mark.parametrize("overlap", ["off", "local", "window"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("overlap", "recompute"),
+    [
+        ("off", "full"),
+        ("local", "none"),
+        ("window", "full"),
+        *(slow(*cell) for cell in (("off", "none"), ("local", "full"), ("window", "none"))),
+    ],
+)
 def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
     job = replace(full(gpt().double()), recompute=recompute)
     plan = make_plan(job, quick(job), overlap=overlap)  # type: ignore[arg-type]
@@ -109,9 +114,9 @@ def test_cut_when_and_only_when_it_is_sooner(
 def test_cut_where_it_relieves_the_busiest_card() -> None:
     """Messages and collectives share cards: the gather moves load from the sender of the gradient to its
     receiver, which pays where the sender's card is the busier one."""
-    model = from_transformers("LlamaForCausalLM", **{**SMALL, "num_hidden_layers": 3}).double()
-    late = job_of(model, "llama", split=["model.layers.1"])
-    early = job_of(model, "llama", split=["model.layers.2"])
+    model = gpt(layers=3).double()
+    late = job_of(model, split=["blocks.1"])
+    early = job_of(model, split=["blocks.2"])
     for job, pays in ((late, True), (early, False)):
         costs = costs_of(job, link=10.0, gather=20.0, shared=("tp",))
         assert (cut_of(job, costs) is not job) is pays

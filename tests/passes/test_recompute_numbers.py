@@ -26,12 +26,13 @@ from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.verifying import verify
 from stretto.verifying.memory import peak_bytes
+from tests.cells import slow
 from tests.order.test_order_equality import assert_same, costs_of, numbers
 from tests.parallelize.equality import MODELS, batch_of, gpt, loss_of
 from tests.passes.steps import after
 from tests.runtime.equality import lowered, made_up_costs
 
-DROPPING = GPTConfig(vocab_size=64, layers=3, hidden=32, heads=4, context=8, dropout=0.2)
+DROPPING = GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=8, dropout=0.2)
 
 LAYOUTS = {
     "one rank": {},
@@ -45,10 +46,10 @@ LAYOUTS = {
 CASES = [
     ("dropping", "one rank", "1f1b"),
     ("dropping", "pp tp sp", "zb-h1"),
-    ("llama", "tp sp", "zb-h1"),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        slow(*case)
         for case in (
+            ("llama", "tp sp", "zb-h1"),
             ("dropping", "pp", "zb-h1"),
             ("dropping", "tp", "1f1b"),
             ("llama", "pp", "1f1b"),
@@ -125,12 +126,12 @@ def test_the_same_bits(name: str, layout: str, schedule: str) -> None:
 
 
 OVERLAPPED = [
-    ("tp sp", "selective", "window"),
     ("tp sp", "gathers", "window"),
     ("pp tp", "full", "window"),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        slow(*case)
         for case in (
+            ("tp sp", "selective", "window"),
             ("tp sp", "full", "window"),
             ("tp sp", "full", "local"),
             ("tp sp", "gathers", "local"),
@@ -166,7 +167,7 @@ def again_under_collectives(plan: Plan) -> int:
 @pytest.mark.parametrize(("layout", "choice", "mode"), OVERLAPPED)
 def test_numbers_are_those_of_off_without_recomputation(layout: str, choice: str, mode: Any) -> None:
     model = gpt(dropout=0.1).double()
-    job = capture(model, batch_of(), next_token_loss, Parallel(microbatches=4, **LAYOUTS[layout]))
+    job = capture(model, batch_of(), next_token_loss, Parallel(microbatches=2, **LAYOUTS[layout]))
     plain = make_plan(job, costs_of(job), overlap="off")
     assert not any(is_repeated(op) for stage in plain.job.stages for ops in stage.ops.values() for op in ops)
     plan = make_plan(replace(job, recompute=choice), costs_of(job), overlap=mode)

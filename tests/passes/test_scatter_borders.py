@@ -15,6 +15,7 @@ from stretto.ir.action import Phase
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Edge, Job, TensorSpec
 from stretto.passes.borders import gather_behind
+from tests.cells import slow
 from tests.parallelize.equality import (
     MODELS,
     assert_plain,
@@ -88,8 +89,7 @@ def test_three_stages_scatter_both_ways(schedule: str) -> None:
     "name",
     [
         "gpt tied, learned positions",
-        "llama",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "gpt2")),
+        *map(slow, ("gpt", "gpt2", "llama")),
     ],
 )
 def test_two_ranks_have_the_same_bits(name: str) -> None:
