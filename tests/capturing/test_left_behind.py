@@ -110,8 +110,8 @@ def test_all_that_a_forward_leaves_is_put_back() -> None:
 
 
 class Carries(Chain):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ class CountsInItsClass(Chain):
 
 
 class Sums(Chain):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.history: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Sums(Chain):
 )
 def test_what_a_later_call_reads_is_refused(kind: type[nn.Module], name: str) -> None:
     """The plain model hands it from one microbatch to the next, and a plan does not."""
-    model = kind()
+    model = kind(layers=2)
     with pytest.raises(stretto.CaptureError) as caught:
         stretto.capture(model, rows(), mean_square, PARALLEL)
     assert f"left in {name}," in str(caught.value)
@@ -197,8 +197,8 @@ class Reassigns(Chain):
 
     mean: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class Reassigns(Chain):
 
 @pytest.mark.parametrize("kind", [Cached, Reassigns])
 def test_what_is_right_with_every_microbatch(kind: type[nn.Module]) -> None:
-    model = kind()
+    model = kind(layers=2)
     job = stretto.capture(model, rows(), mean_square, PARALLEL)
     assert {"mask", "size"}.isdisjoint(model.__dict__)
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -317,10 +317,10 @@ def test_a_failed_capture_leaves_it_too() -> None:
 def test_equal_models_and_those_on_meta_give_equal_jobs() -> None:
     """So that ranks that capture for themselves have one plan, whatever was captured before."""
     with torch.device("meta"):
-        meta = gpt(True, layers=2)
+        meta = gpt(True, layers=1)
     given = (
-        (gpt(True, layers=2), tokens(4, columns=8)),
-        (gpt(True, layers=2), tokens(4, columns=8, seed=2)),
+        (gpt(True, layers=1), tokens(4, columns=8)),
+        (gpt(True, layers=1), tokens(4, columns=8, seed=2)),
         (meta, tokens(4, columns=8)),
     )
     jobs = [stretto.capture(model, batch, next_token_loss, PARALLEL) for model, batch in given]

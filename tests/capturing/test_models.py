@@ -45,7 +45,7 @@ WITHOUT = {"Frozen": "layers.2.weight", "Unused": "extra.weight"}
 BLOCKS = ["layers.1", "layers.2", "layers.3"]
 
 
-LIKE_OTHERS = ("Encoder", "Recurrent", "WeightNorm", "Complex", "AddedLast", "InPlace")
+LIKE_OTHERS = ("Encoder", "Recurrent", "WeightNorm", "Complex", "AddedLast", "InPlace", "Convolutions")
 """What these do, others do in a smaller form."""
 
 

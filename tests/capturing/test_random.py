@@ -13,6 +13,7 @@ from stretto.capturing.trace import trace
 from stretto.ir.program import Job
 from stretto.models.gpt import next_token_loss
 from tests.capturing.zoo import Dropout, Noise, mean_square, rows
+from tests.cells import but
 from tests.runtime.equality import (
     FAMILIES,
     Result,
@@ -25,7 +26,7 @@ from tests.runtime.equality import (
     tokens,
 )
 
-KINDS = {"dropout": Dropout, "noise": Noise, "attention": lambda: gpt(False, dropout=0.2, layers=2)}
+KINDS = {"dropout": Dropout, "noise": Noise, "attention": lambda: gpt(False, dropout=0.2, layers=1)}
 
 
 def job_for(
@@ -36,7 +37,7 @@ def job_for(
     return evenly(trace(model, rows(), mean_square, microbatches=microbatches), stages, microbatches)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", but(KINDS, ["noise"]))
 def test_draws_depend_on_neither_schedule_nor_cut(kind: str) -> None:
     shows = kind == "attention"  # the dropout of embeddings and blocks, too
     batch, loss = (tokens(4, columns=8), next_token_loss) if shows else (rows(), mean_square)
@@ -45,7 +46,7 @@ def test_draws_depend_on_neither_schedule_nor_cut(kind: str) -> None:
     first = run(lowered(evenly(found, 1, 4), "gpipe"), model, batch)
     for stages in (1, 2, 4):
         job = evenly(found, stages, 4)
-        for family in FAMILIES if not shows else ("1f1b", "zb-h2"):
+        for family in FAMILIES if stages == 4 and not shows else ("1f1b", "zb-h2"):
             assert_same_bits(run(lowered(job, family), model, batch), first)
 
 

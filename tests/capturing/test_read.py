@@ -40,7 +40,7 @@ class Reader(Chain):
     share = 1.0
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=2)
         self.drop = nn.Dropout(0.0)
         self.alpha, self.steps, self.calls = 2.0, 0, 0
         self.config = Config()

@@ -19,8 +19,10 @@ from stretto.verifying import verify
 from tests.cells import slow
 from tests.parallelize.equality import (
     MODELS,
+    SMALL,
     assert_plain,
     batch_of,
+    from_transformers,
     gpt,
     loss_of,
     step,
@@ -114,9 +116,9 @@ def test_cut_when_and_only_when_it_is_sooner(
 def test_cut_where_it_relieves_the_busiest_card() -> None:
     """Messages and collectives share cards: the gather moves load from the sender of the gradient to its
     receiver, which pays where the sender's card is the busier one."""
-    model = gpt(layers=3).double()
-    late = job_of(model, split=["blocks.1"])
-    early = job_of(model, split=["blocks.2"])
+    model = from_transformers("LlamaForCausalLM", **{**SMALL, "num_hidden_layers": 3}).double()
+    late = job_of(model, "llama", split=["model.layers.1"])
+    early = job_of(model, "llama", split=["model.layers.2"])
     for job, pays in ((late, True), (early, False)):
         costs = costs_of(job, link=10.0, gather=20.0, shared=("tp",))
         assert (cut_of(job, costs) is not job) is pays

@@ -20,9 +20,9 @@ def answers(ranks: int, which: str) -> int:
     return int(ended.output.partition(ANSWERS)[2].split()[0])
 
 
-@pytest.mark.parametrize("part", [0, *(slow(part) for part in (1, 2, 3))])
+@pytest.mark.parametrize("part", [0, *map(slow, range(1, 6))])
 def test_uneven_parts_on_two_ranks_and_one_off_the_mesh(part: int) -> None:
-    assert answers(3, f"2:5x7:lean:{part}/4") > LEAST
+    assert answers(3, f"2:5x7:lean:{part}/6") > LEAST / 2
 
 
 @pytest.mark.slow
