@@ -16,13 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import stretto
+from stretto.tensor.reshard import agree, execute
 from stretto.tensor.reshard.agree import PATIENCE_S
 from tests.tensor.world import worlds
 
 R = [Replicate()]
 
 
+LOOK_S = 0.2
+"""How often ranks look for an alarm here."""
+
+
 def given() -> tuple[DeviceMesh, DeviceMesh, torch.Tensor]:
+    agree.LOOK_S = execute.LOOK_S = LOOK_S
     near, far = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
     return near, far, stretto.shard(torch.ones(4, 4), near, [Shard(0)])
 
@@ -65,9 +71,9 @@ def is_killed() -> None:
 
 
 def waits_elsewhere() -> None:
-    os.environ["STRETTO_RESHARD_PATIENCE_S"] = "1"
     _, far, x = given()
     stretto.reshard(x, far, R)
+    os.environ["STRETTO_RESHARD_PATIENCE_S"] = "1"
     if dist.get_rank() == 1:
         dist.barrier()
     stretto.reshard(x, far, R)
@@ -76,19 +82,19 @@ def waits_elsewhere() -> None:
 def late_but_well() -> None:
     """No misuse: one rank is busy for a while, and the others wait meanwhile, in a reshard and elsewhere."""
     near, far, x = given()
-    for busy in (lambda: time.sleep(1.2), compute):
+    for busy in (lambda: time.sleep(4 * LOOK_S), compute):
         if dist.get_rank() == 1:
             busy()
         y = stretto.reshard(x, far, [Shard(1)])
         if dist.get_rank() == 2:
-            time.sleep(0.5)
+            time.sleep(2 * LOOK_S)
         back = stretto.local(stretto.reshard(y, near, [Shard(0)]))
         assert back is None or torch.equal(back, torch.ones(2, 4))
         dist.barrier()
 
 
 def compute() -> None:
-    end, x = time.monotonic() + 1.2, torch.ones(300, 300)
+    end, x = time.monotonic() + 4 * LOOK_S, torch.ones(300, 300)
     while time.monotonic() < end:
         x = x @ x / 300
 
