@@ -45,7 +45,17 @@ WITHOUT = {"Frozen": "layers.2.weight", "Unused": "extra.weight"}
 BLOCKS = ["layers.1", "layers.2", "layers.3"]
 
 
-LIKE_OTHERS = ("Encoder", "Recurrent", "WeightNorm", "Complex", "AddedLast", "InPlace", "Convolutions")
+LIKE_OTHERS = (
+    "Encoder",
+    "Recurrent",
+    "WeightNorm",
+    "Complex",
+    "AddedLast",
+    "InPlace",
+    "Convolutions",
+    "OneGradForTwo",
+    "Skips",
+)
 """What these do, others do in a smaller form."""
 
 

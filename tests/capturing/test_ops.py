@@ -123,7 +123,7 @@ TWO_SCHEDULES = ("norms in evaluation", "frozen norms")
 
 LIKE_OTHERS = (
     *("a mean over all batches, evaluated", "without statistics, evaluated", "norms in evaluation"),
-    *("synchronised over all batches", "inv", "cholesky"),
+    *("synchronised over all batches", "inv", "cholesky", "solve"),
 )
 """Each is between two others."""
 
