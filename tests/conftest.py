@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,9 @@ import torch
 from hypothesis import settings
 
 from stretto.backend.process_memory import RARELY
-from stretto.capturing.graph import Traced
 from stretto.passes.step import SEARCH_S
 from tests.forks import end_server
-from tests.remembered import remembering
+from tests.remembered import Remembered, remembering, remembering_exports
 
 LONG = (
     "train/test_kill.py",
@@ -81,7 +80,7 @@ def ranks_are_on_processors(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-_traces: dict[Hashable, Traced] = {}
+_remembered = Remembered()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -93,7 +92,8 @@ def equal_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[Non
     # By its module, as the package has a function of this name.
     room: Any = import_module("stretto.capturing.trace")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "_trace", remembering(room._trace, _traces))
+        patch.setattr(room, "_trace", remembering(room._trace, _remembered))
+        patch.setattr(room, "_exported", remembering_exports(room._exported, _remembered))
         yield
 
 

@@ -2,7 +2,8 @@
 
 A trace depends on the model's modules and what they have beside values, the shapes of a microbatch, the loss
 and the settings (`stretto.capturing.trace`). Where all of that can be told and is the same, the first trace
-serves again; where anything cannot be reported, and in the tests of capture themselves, the model is traced.
+serves again; where only the passes differ that are left out, what was exported before the passes serves.
+Where anything cannot be reported, and in the tests of capture themselves, the model is traced.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ FEW = 4096
 
 MOST = 100
 """Traces that are kept, a few hundred ops each."""
+
+MOST_EXPORTED = 4
+"""Exports that are kept, with PyTorch's graphs."""
 
 OF_MODULES = frozenset(nn.Module().__dict__) - {"training"}
 
@@ -99,7 +103,43 @@ def told_of_batch(batch: Any, microbatches: int) -> Hashable:
     return tuple((n, x.dtype, shape, x.device) for (n, x), shape in zip(leaves.items(), shapes, strict=True))
 
 
-def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callable[..., Any]:
+class Kept(dict[Hashable, Any]):
+    """The last `most`, by what they were made from."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def of(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        found = self.pop(key, None) or make()
+        self[key] = found  # at the end, for the first are forgotten
+        if len(self) > self.most:
+            del self[next(iter(self))]
+        return found
+
+
+@dataclasses.dataclass
+class Remembered:
+    """traces: whole ones. exported: what they were made from before the passes. now: of which an export is
+    made at this moment, None for one that is not kept."""
+
+    traces: Kept = dataclasses.field(default_factory=lambda: Kept(MOST))
+    exported: Kept = dataclasses.field(default_factory=lambda: Kept(MOST_EXPORTED))
+    now: Hashable = None
+
+
+def remembering_exports(export: Callable[..., Any], kept: Remembered) -> Callable[..., Any]:
+    """`stretto.capturing.trace._exported` that exports only what is not among those kept."""
+
+    def exported(setup: Any) -> Any:
+        if kept.now is None:
+            return export(setup)
+        return kept.exported.of(kept.now, lambda: export(setup))
+
+    return exported
+
+
+def remembering(trace: Callable[..., Any], kept: Remembered) -> Callable[..., Any]:
     """`stretto.capturing.trace._trace` that makes a trace only if it is not among those kept."""
 
     def traced(
@@ -114,8 +154,8 @@ def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callabl
         meshes: Any,
         repeats: bool,
     ) -> Any:
-        settings = (param_dtype, device, layout, tuple(skip_passes), repeats)
-        arguments = (model, batch, loss, microbatches, *settings[:-2], skip_passes, meshes)
+        settings = (param_dtype, device, layout, repeats)
+        arguments = (model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes)
         try:
             if meshes is not None:
                 raise UntoldError("on meshes")
@@ -123,10 +163,14 @@ def remembering(trace: Callable[..., Any], kept: dict[Hashable, Any]) -> Callabl
             hash(key)
         except (UntoldError, TypeError):
             return trace(*arguments, repeats=repeats)
-        found = kept.pop(key, None) or trace(*arguments, repeats=repeats)
-        kept[key] = found  # at the end, for the first are forgotten
-        if len(kept) > MOST:
-            del kept[next(iter(kept))]
-        return found
+
+        def make() -> Any:
+            kept.now = key
+            try:
+                return trace(*arguments, repeats=repeats)
+            finally:
+                kept.now = None
+
+        return kept.traces.of((key, tuple(skip_passes)), make)
 
     return traced

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import stretto
 from stretto.capturing.graph import Traced
@@ -22,14 +24,15 @@ FLASH = "aten._scaled_dot_product_flash_attention.default"
 EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
 
 
-def gpt(heads: int = 2, **changed: object) -> GPT:
+def gpt(heads: int = 2) -> GPT:
     with torch.device("meta"):
-        return GPT(GPTConfig(vocab_size=32, layers=2, hidden=32, heads=heads, context=16, **changed))  # type: ignore[arg-type]
+        return GPT(GPTConfig(vocab_size=32, layers=2, hidden=32, heads=heads, context=16))
 
 
-def traced(model: nn.Module, dtype: torch.dtype | None, device: str = "cuda") -> Traced:
+@functools.cache
+def traced(heads: int, dtype: torch.dtype | None) -> Traced:
     batch = torch.empty((4, 17), dtype=torch.int64, device="meta")
-    return trace(model, batch, next_token_loss, microbatches=2, param_dtype=dtype, device=device)
+    return trace(gpt(heads), batch, next_token_loss, microbatches=2, param_dtype=dtype, device="cuda")
 
 
 def targets(found: Traced) -> list[str]:
@@ -37,7 +40,7 @@ def targets(found: Traced) -> list[str]:
 
 
 def test_half_precision_without_a_mask_takes_flash_attention_forward_and_backward() -> None:
-    found = traced(gpt(), torch.bfloat16)
+    found = traced(2, torch.bfloat16)
     assert found.device == "cuda"
     assert targets(found).count(FLASH) == 2
     assert targets(found).count(FLASH.replace(".default", "_backward.default")) == 2
@@ -52,7 +55,7 @@ def test_half_precision_without_a_mask_takes_flash_attention_forward_and_backwar
     [(2, None, EFFICIENT), (8, torch.bfloat16, "aten._safe_softmax.default")],  # dim 4: no multiple of 8
 )
 def test_float32_and_odd_heads_take_other_kernels(heads: int, dtype: torch.dtype | None, target: str) -> None:
-    found = targets(traced(gpt(heads=heads), dtype))
+    found = targets(traced(heads, dtype))
     assert found.count(target) == 2
     assert FLASH not in found
 
@@ -80,17 +83,13 @@ def test_a_mask_takes_the_memory_efficient_kernel_which_adds_it() -> None:
 
 
 def test_layer_norms_keep_their_statistics_in_float32() -> None:
-    def dtypes(device: str) -> set[str]:
-        found = traced(gpt(), torch.bfloat16, device)
-        norms = {i.op.name: i.op for i in found.ops if i.op.target == "aten.native_layer_norm.default"}
-        parts = [i.op for i in found.ops if i.op.target == "getitem" and i.op.args[0].name in norms]
-        full = {s.dtype for op in norms.values() for s in op.outputs[1:] if s is not None}
-        taken = {op.outputs[0].dtype for op in parts if op.args[1] > 0 and op.outputs[0] is not None}
-        assert {op.outputs[0].dtype for op in parts if op.args[1] == 0 and op.outputs[0]} == {"bfloat16"}
-        assert full == taken
-        return taken
-
-    assert dtypes("cuda") == {"float32"}
+    found = traced(2, torch.bfloat16)
+    norms = {i.op.name: i.op for i in found.ops if i.op.target == "aten.native_layer_norm.default"}
+    parts = [i.op for i in found.ops if i.op.target == "getitem" and i.op.args[0].name in norms]
+    full = {s.dtype for op in norms.values() for s in op.outputs[1:] if s is not None}
+    taken = {op.outputs[0].dtype for op in parts if op.args[1] > 0 and op.outputs[0] is not None}
+    assert {op.outputs[0].dtype for op in parts if op.args[1] == 0 and op.outputs[0]} == {"bfloat16"}
+    assert full == taken == {"float32"}
 
 
 def test_grouped_queries_repeat_their_keys() -> None:
@@ -112,4 +111,4 @@ def test_a_job_for_cuda_is_planned_without_it() -> None:
         device="cuda",
     )
     assert job.device == "cuda"
-    assert stretto.plan(job, cores(latency_us=1.0)).prediction is not None
+    assert stretto.plan(job, cores(latency_us=1.0), order="list").prediction is not None

@@ -22,7 +22,7 @@ LABELS = torch.tensor([0, -100, 1, 1, -100, -100, 0, 1])
 
 class Buffered(Chain):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=1)
         self.register_buffer("weights", torch.tensor([0.5, 2.0], dtype=torch.float64))
 
 

@@ -50,6 +50,14 @@ def tiny(dtype: torch.dtype = torch.float64, **changes: Any) -> nn.Module:
     return model
 
 
+LEVELS = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}
+"""Of the smallest such model: two instead of four, attention on the first."""
+
+
 def batch_of(rows: int, dtype: torch.dtype = torch.float64) -> Batch:
     """Noisy images with their time steps (integers), what was added to them, and states to attend to."""
     draw = torch.Generator().manual_seed(5)
@@ -82,7 +90,18 @@ def expected() -> Result:
     return plain(tiny(), batch_of(4), loss)
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_small_one_equals_the_plain_model() -> None:
+    """Of two levels, cut in the decoder, where three of four skips cross."""
+    model = tiny(**LEVELS)
+    expected = plain(model, batch_of(2), loss)
+    job = job_of(trace(model, batch_of(1), loss, microbatches=1), 2, 2, ["up_blocks.0.resnets.1"])
+    found = {family: run(lowered(job, family), model, batch_of(2)) for family in ("gpipe", "zb-h2")}
+    assert_equal(found["gpipe"], expected, 1e-10)
+    assert_same_bits(found["zb-h2"], found["gpipe"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
 def test_every_family_equals_the_plain_model(traced: Traced, expected: Result, stages: int) -> None:
     job = job_of(traced, stages, 4, IN_THE_DECODER if stages == 2 else "auto")
     found = {family: run(lowered(job, family), tiny(), batch_of(4)) for family in FAMILIES}

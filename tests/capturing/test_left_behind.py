@@ -21,6 +21,7 @@ from stretto.capturing.state import PythonState
 from stretto.capturing.trace import trace
 from stretto.models.gpt import next_token_loss
 from tests.capturing.zoo import WIDTH, BatchNorm, Chain, Hooked, mean_square, rows
+from tests.cells import slow
 from tests.clusters import cores
 from tests.runtime.equality import gpt, tokens
 
@@ -109,8 +110,8 @@ def test_all_that_a_forward_leaves_is_put_back() -> None:
 
 
 class Carries(Chain):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,8 +151,8 @@ class CountsInItsClass(Chain):
 
 
 class Sums(Chain):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.history: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,14 +165,14 @@ class Sums(Chain):
     [
         (Carries, "last"),
         (Counts, "calls"),
-        (Sums, "history"),
+        slow(Sums, "history"),
         (CountsInAGlobal, f"{__name__}.CALLS"),
         (CountsInItsClass, "CountsInItsClass.number"),
     ],
 )
 def test_what_a_later_call_reads_is_refused(kind: type[nn.Module], name: str) -> None:
     """The plain model hands it from one microbatch to the next, and a plan does not."""
-    model = kind()
+    model = kind(layers=2)
     with pytest.raises(stretto.CaptureError) as caught:
         stretto.capture(model, rows(), mean_square, PARALLEL)
     assert f"left in {name}," in str(caught.value)
@@ -196,8 +197,8 @@ class Reassigns(Chain):
 
     mean: Tensor
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers)
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class Reassigns(Chain):
 
 @pytest.mark.parametrize("kind", [Cached, Reassigns])
 def test_what_is_right_with_every_microbatch(kind: type[nn.Module]) -> None:
-    model = kind()
+    model = kind(layers=2)
     job = stretto.capture(model, rows(), mean_square, PARALLEL)
     assert {"mask", "size"}.isdisjoint(model.__dict__)
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -275,8 +276,9 @@ def hooks_of(module: nn.Module) -> list[list[int]]:
     return [list(getattr(sub, table)) for sub in module.modules() for table in tables]
 
 
-@pytest.mark.parametrize("kind", [BatchNorm, Hooked])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "training"), [(BatchNorm, True), (Hooked, False), slow(BatchNorm, False), slow(Hooked, True)]
+)
 def test_the_model_is_left_as_it_was(kind: type[nn.Module], training: bool) -> None:
     model = kind().train(training)
     model.get_parameter("out.bias").grad = torch.ones(2, dtype=torch.float64)
@@ -315,10 +317,10 @@ def test_a_failed_capture_leaves_it_too() -> None:
 def test_equal_models_and_those_on_meta_give_equal_jobs() -> None:
     """So that ranks that capture for themselves have one plan, whatever was captured before."""
     with torch.device("meta"):
-        meta = gpt(True)
+        meta = gpt(True, layers=1)
     given = (
-        (gpt(True), tokens(4, columns=8)),
-        (gpt(True), tokens(4, columns=8, seed=2)),
+        (gpt(True, layers=1), tokens(4, columns=8)),
+        (gpt(True, layers=1), tokens(4, columns=8, seed=2)),
         (meta, tokens(4, columns=8)),
     )
     jobs = [stretto.capture(model, batch, next_token_loss, PARALLEL) for model, batch in given]

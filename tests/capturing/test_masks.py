@@ -18,10 +18,11 @@ import stretto
 from stretto.capturing.trace import trace
 from stretto.errors import CaptureError
 from stretto.ir.program import Op
+from tests.cells import but, slow
 from tests.clusters import cores
 from tests.parallelize.equality import assert_plan_is_plain
+from tests.runtime import equality
 from tests.runtime.equality import (
-    SMALL,
     VOCAB,
     assert_equal,
     from_transformers,
@@ -29,7 +30,6 @@ from tests.runtime.equality import (
     job_of,
     lowered,
     plain,
-    plan_of,
     run,
     tokens,
 )
@@ -38,6 +38,7 @@ library: Any = torch.library.Library("of_test_masks", "DEF")  # type: ignore[no-
 library.define("fill(Tensor(a!) mask) -> ()")
 torch.library.register_fake("of_test_masks::fill", lambda mask: None, lib=library)
 
+SMALL = {**equality.SMALL, "num_hidden_layers": 2}
 KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 SLOW = pytest.mark.slow
 T = 7
@@ -73,12 +74,12 @@ def traced_calls(model: nn.Module, batch: Any, loss: Any) -> list[Call]:
 
 def assert_numbers(model: nn.Module, batch: Any, loss: Any) -> None:
     job = job_of(trace(model, batch, loss, microbatches=2), 2, 2)
-    assert_equal(run(plan_of(job, "zb-h1"), model, batch), plain(model, batch, loss), 1e-5)
+    assert_equal(run(lowered(job, "zb-h1"), model, batch), plain(model, batch, loss), 1e-5)
 
 
 # --- models of transformers --------------------------------------------------------------------------------
 
-GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 32, "bos_token_id": 0}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": SMALL,
@@ -112,7 +113,7 @@ def test_models_of_transformers_call_the_kernel_that_they_call_in_training(name:
     found = traced_calls(model, batch, lambda m, mb: without_cache(m, mb, cache))
     with _Noted() as noted:
         without_cache(model, batch, cache)
-    assert found == noted.calls == [CAUSAL] * 3
+    assert found == noted.calls == [CAUSAL] * 2
 
 
 PADDED = torch.ones(4, T, dtype=torch.int64).index_fill(1, torch.tensor([5, 6]), 0)
@@ -120,20 +121,23 @@ PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2]]).expand(4, T)
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "more"),
+    ("name", "config", "more", "numbers"),
     [
-        pytest.param("MistralForCausalLM", {"sliding_window": 4}, {}, marks=SLOW),
-        ("LlamaForCausalLM", {}, {"attention_mask": PADDED}),
-        pytest.param("LlamaForCausalLM", {}, {"position_ids": PACKED}, marks=SLOW),
+        ("LlamaForCausalLM", {}, {"attention_mask": PADDED}, False),
+        slow("LlamaForCausalLM", {}, {"attention_mask": PADDED}, True),
+        slow("LlamaForCausalLM", {}, {"position_ids": PACKED}, True),
+        slow("MistralForCausalLM", {"sliding_window": 4}, {}, True),
     ],
-    ids=["window", "padding", "packed"],
+    ids=["padding", "numbers of padding", "packed", "window"],
 )
 def test_masks_of_transformers_that_hide_more_stay(
-    name: str, config: dict[str, Any], more: dict[str, Tensor]
+    name: str, config: dict[str, Any], more: dict[str, Tensor], numbers: bool
 ) -> None:
+    """Numbers beside padding are those of `test_huggingface`, too."""
     model, batch = from_transformers(name, **{**SMALL, **config}), {**ids_of(), **more}
-    assert traced_calls(model, batch, without_cache) == [MASKED] * 3
-    assert_numbers(model, batch, without_cache)
+    assert traced_calls(model, batch, without_cache) == [MASKED] * 2
+    if numbers:
+        assert_numbers(model, batch, without_cache)
 
 
 # --- masks made by hand ------------------------------------------------------------------------------------
@@ -152,19 +156,19 @@ class Block(nn.Module):
 
 
 class Hand(nn.Module):
-    """Masks are made in each layer, by `mask`, or once, by `masks`: one for each of six layers."""
+    """Masks are made in the layer, by `mask`, or once, by `masks`: one for each of six layers."""
 
     kept: Tensor | None = None
 
     def __init__(self, mask: Callable[[Tensor], Any], masks: Any = None) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.layers = nn.ModuleList(Block(mask) for _ in range(3 if masks is None else 6))
+        self.layers = nn.ModuleList(Block(mask) for _ in range(1 if masks is None else 6))
         self.register_buffer("table", _causal())
         self.masks = masks
 
     def forward(self, x: Tensor) -> Tensor:
-        masks = [None] * 3 if self.masks is None else self.masks(self, x)
+        masks = [None] if self.masks is None else self.masks(self, x)
         for layer, mask in zip(self.layers, masks, strict=True):
             x = layer(x, mask)
         return x
@@ -240,12 +244,16 @@ MASKS: dict[str, tuple[Callable[[Tensor], Tensor], Call]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+LIKE_OTHERS = ("expanded", "row by row", "log", "through a view", "through data", "one wider", "low")
+"""These are recognised, or not, as others are."""
+
+
+@pytest.mark.parametrize("name", but(MASKS, LIKE_OTHERS))
 def test_masks_made_by_hand(name: str) -> None:
     make, expected = MASKS[name]
     model, x = Hand(make), torch.randn(4, T, 8)
     ops = [item.op for item in trace(model, x, square, microbatches=2).ops]
-    assert calls_of(ops) == [expected] * 3
+    assert calls_of(ops) == [expected]
     assert expected == MASKED or not [op for op in ops if "tril" in op.target or "arange" in op.target]
     if name in ("lowest", "through data of a view", "window"):
         assert_numbers(model, x, square)
@@ -268,7 +276,7 @@ ONCE: dict[str, tuple[Callable[[Any, Tensor], list[Tensor]], list[Call]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("name", but(ONCE, ["one for all layers"]))
 def test_masks_made_once(name: str) -> None:
     make, expected = ONCE[name]
     model, x = Hand(_window, make), torch.randn(4, T, 8)
@@ -278,7 +286,7 @@ def test_masks_made_once(name: str) -> None:
         assert_numbers(model, x, square)
 
 
-@pytest.mark.parametrize("name", ["fill", "fill.default"])
+@pytest.mark.parametrize("name", ["fill", slow("fill.default")])
 def test_a_mask_that_an_op_of_another_library_writes_is_not_known(name: str) -> None:
     """What writes to it cannot be captured, and is not left out because nothing reads it."""
     fill: Any = torch.ops.of_test_masks.fill
@@ -309,7 +317,8 @@ def test_queries_of_another_length_than_keys_keep_their_mask() -> None:
     ids=str,
 )
 def test_layouts_keep_the_kernel(layout: dict[str, Any]) -> None:
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32, "num_hidden_layers": 4}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 32}
+    sizes["num_hidden_layers"] = 4 if "pp" in layout else 2
     sizes |= {"vocab_size": 64, "intermediate_size": 48}
     model = from_transformers("LlamaForCausalLM", **{**SMALL, **sizes}).double()
     ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(1))
@@ -321,13 +330,13 @@ def test_layouts_keep_the_kernel(layout: dict[str, Any]) -> None:
 
 
 def test_chunks_of_a_sequence_read_the_keys_that_they_may_see() -> None:
-    model = from_transformers("LlamaForCausalLM", **SMALL)
+    model = from_transformers("LlamaForCausalLM", **{**SMALL, "num_hidden_layers": 1})
     ids = tokens(4, columns=8)
     batch, parallel = {"input_ids": ids, "labels": ids}, stretto.Parallel(microbatches=2, ampipe_degree=2)
     job = stretto.capture(model, batch, huggingface_loss, parallel)
     every = [op for s in job.stages for ops in s.ops.values() for op in ops]
     specs: dict[str, Any] = {op.name: op.outputs[0] for op in every}
     lengths = Counter(specs[op.args[1].name].shape[-2] for op in every if op.target == KERNEL)
-    assert lengths == {4: 3, 8: 3}
-    found = run(stretto.plan(job, cores()), model, batch)
+    assert lengths == {4: 1, 8: 1}
+    found = run(stretto.plan(job, cores(), order="list"), model, batch)
     assert_equal(found, plain(copy.deepcopy(model), batch, huggingface_loss), 1e-5)

@@ -20,6 +20,7 @@ from stretto.ir.action import Phase
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.program import Job, Op
 from tests.capturing.zoo import WIDTH
+from tests.cells import but
 from tests.runtime.equality import (
     FAMILIES,
     MODELS,
@@ -80,9 +81,9 @@ def found_op(found: Traced, name: str):
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    # Its tie is that of another, and its blocks are those of a third.
+    # The tie of the first is that of another, and blocks are those of a third.
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "llama tied" else ()) for n in MODELS],
+    but(MODELS, ["llama tied", "qwen2", "gpt2"]),
 )
 def test_models_are_cut_into_three_programs(name: str, stages: int) -> None:
     found = traced(name, torch.float32)
@@ -120,15 +121,31 @@ class Random(nn.Module):
         return torch.stack(values[1:]).mean(0)
 
 
-@given(
+any_graph = given(
     wires=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 8)), min_size=3, max_size=8
     ),
     stages=st.integers(1, 4),
     data=st.data(),
 )
-@settings(max_examples=12, deadline=None, derandomize=True)
+
+
+@any_graph
+@settings(max_examples=4, derandomize=True)
 def test_any_graph_cut_anywhere(wires: list[tuple[int, int, int]], stages: int, data: st.DataObject) -> None:
+    check_graph(wires, stages, data)
+
+
+@pytest.mark.slow
+@any_graph
+@settings(max_examples=40)
+def test_many_graphs_cut_anywhere(
+    wires: list[tuple[int, int, int]], stages: int, data: st.DataObject
+) -> None:
+    check_graph(wires, stages, data)
+
+
+def check_graph(wires: list[tuple[int, int, int]], stages: int, data: st.DataObject) -> None:
     """Whatever the graph and the cut: the properties keep, the proof accepts, the numbers are right."""
     model = Random(wires)
     batch = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float64).reshape(4, WIDTH)

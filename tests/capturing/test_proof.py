@@ -14,6 +14,7 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError
 from stretto.ir.program import Job
+from tests.cells import slow
 from tests.parallelize.equality import assert_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
@@ -50,8 +51,15 @@ class Attention(nn.Module):
         return self.out(torch.einsum("bhst,btd->bshd", weights, v).reshape(rows, tokens, -1))
 
 
-@pytest.mark.parametrize("style", [None, "replicated", "colwise_gather_output"])
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("tp", "style"),
+    [
+        (2, None),
+        (2, "colwise_gather_output"),
+        slow(2, "replicated"),
+        *(slow(4, style) for style in (None, "replicated", "colwise_gather_output")),
+    ],
+)
 def test_keys_held_whole_beside_queries_that_are_spread(style: str | None, tp: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Attention()).double()

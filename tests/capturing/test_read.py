@@ -40,7 +40,7 @@ class Reader(Chain):
     share = 1.0
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(layers=2)
         self.drop = nn.Dropout(0.0)
         self.alpha, self.steps, self.calls = 2.0, 0, 0
         self.config = Config()
@@ -68,16 +68,15 @@ class Weighted:
         return self.criterion(model(batch), targets) * self.weight * GLOBAL * SETTINGS.weight
 
 
-def set_global(value: float) -> None:
-    global GLOBAL
-    GLOBAL = value
-
-
 def after_a_change(
     model: nn.Module, loss: Callable[..., Tensor], change: Callable[[nn.Module], object]
 ) -> None:
     """A step, the change, a step; raises what the second raises."""
-    plan = plan_of(model, rows(), loss, PIPELINE)
+    change_between(plan_of(model, rows(), loss, PIPELINE), model, change)
+
+
+def change_between(plan: stretto.Plan, model: nn.Module, change: Callable[[nn.Module], object]) -> None:
+    """The same of a plan. The model stays: copies are changed."""
     models: dict[int, nn.Module] = {}
 
     def made(rank: int) -> nn.Module:
@@ -90,6 +89,11 @@ def after_a_change(
         runner.step(rows())
 
     stretto.run_threads(plan, made, work)
+
+
+@pytest.fixture(scope="module")
+def reading() -> stretto.Plan:
+    return plan_of(Reader(), rows(), mean_square, PIPELINE)
 
 
 CHANGES: list[tuple[str, Callable[[Any], object]]] = [
@@ -107,9 +111,11 @@ CHANGES: list[tuple[str, Callable[[Any], object]]] = [
 @pytest.mark.parametrize(
     ("message", "change"), CHANGES, ids=lambda v: v.split()[0] if isinstance(v, str) else ""
 )
-def test_values_below_the_model(message: str, change: Callable[[nn.Module], object]) -> None:
+def test_values_below_the_model(
+    reading: stretto.Plan, message: str, change: Callable[[nn.Module], object]
+) -> None:
     with pytest.raises(stretto.UsageError) as caught:
-        after_a_change(Reader(), mean_square, change)
+        change_between(reading, Reader(), change)
     assert message in str(caught.value)
     assert "marked stretto.replicated(x), or a buffer of the model" in str(caught.value)
     assert "capture the step again" in str(caught.value)
@@ -123,8 +129,8 @@ def unread(model: Any) -> None:
     model.other = "new"
 
 
-def test_values_that_the_forward_does_not_need_may_change() -> None:
-    after_a_change(Reader(), mean_square, unread)
+def test_values_that_the_forward_does_not_need_may_change(reading: stretto.Plan) -> None:
+    change_between(reading, Reader(), unread)
     loss = Weighted()
 
     def change(_: nn.Module) -> None:
@@ -134,23 +140,27 @@ def test_values_that_the_forward_does_not_need_may_change() -> None:
     after_a_change(Reader(), loss, change)
 
 
-LOSS: list[tuple[str, Callable[[Any], object]]] = [
-    ("weight is 0.5 now, and was 0.3", lambda loss: setattr(loss, "weight", 0.5)),
-    ("criterion.label_smoothing is 0.2", lambda loss: setattr(loss.criterion, "label_smoothing", 0.2)),
-    ("GLOBAL is 0.25 now, and was 0.5", lambda _: set_global(0.25)),
-    ("SETTINGS.weight is 3.0 now, and was 1.0", lambda _: setattr(SETTINGS, "weight", 3.0)),
+WEIGHTED = Weighted()
+LOSS: list[tuple[str, Callable[[pytest.MonkeyPatch], None]]] = [
+    ("weight is 0.5 now, and was 0.3", lambda to: to.setattr(WEIGHTED, "weight", 0.5)),
+    ("criterion.label_smoothing is 0.2", lambda to: to.setattr(WEIGHTED.criterion, "label_smoothing", 0.2)),
+    ("GLOBAL is 0.25 now, and was 0.5", lambda to: to.setitem(globals(), "GLOBAL", 0.25)),
+    ("SETTINGS.weight is 3.0 now, and was 1.0", lambda to: to.setattr(SETTINGS, "weight", 3.0)),
 ]
+
+
+@pytest.fixture(scope="module")
+def weighted() -> stretto.Plan:
+    return plan_of(Reader(), rows(), WEIGHTED, PIPELINE)
 
 
 @pytest.mark.parametrize(("message", "change"), LOSS)
 def test_values_of_a_loss_that_is_an_object(
-    message: str, change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch
+    weighted: stretto.Plan, message: str, change: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    monkeypatch.setitem(globals(), "GLOBAL", 0.5)
-    monkeypatch.setattr(SETTINGS, "weight", 1.0)
-    loss = Weighted()
-    with pytest.raises(stretto.UsageError, match=re.escape(message)):
-        after_a_change(Reader(), loss, lambda _: change(loss))
+    with pytest.MonkeyPatch.context() as to, pytest.raises(stretto.UsageError, match=re.escape(message)):
+        change_between(weighted, Reader(), lambda _: change(to))
+    change_between(weighted, Reader(), lambda _: None)  # all is as it was
 
 
 def test_values_of_a_closure() -> None:
@@ -161,15 +171,17 @@ def test_values_of_a_closure() -> None:
         calls += 1
         return mean_square(model, batch) * weight * table["lam"]
 
-    def set_weight(_: nn.Module) -> None:
+    def set_weight(to: float) -> None:
         nonlocal weight
-        weight = 0.4
+        weight = to
 
-    after_a_change(Reader(), closure, lambda _: table.update(steps=1))
+    plan = plan_of(Reader(), rows(), closure, PIPELINE)
+    change_between(plan, Reader(), lambda _: table.update(steps=1))
     with pytest.raises(stretto.UsageError, match=r"weight is 0\.4 now, and was 0\.3"):
-        after_a_change(Reader(), closure, set_weight)
+        change_between(plan, Reader(), lambda _: set_weight(0.4))
+    set_weight(0.3)
     with pytest.raises(stretto.UsageError, match=r"table\['lam'\] is 0\.2 now, and was 0\.1"):
-        after_a_change(Reader(), closure, lambda _: table.update(lam=0.2))
+        change_between(plan, Reader(), lambda _: table.update(lam=0.2))
 
 
 def test_equal_layers_that_were_not_traced() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +23,9 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import stretto
 from tests.capturing.steps import assert_plain
 from tests.capturing.zoo import WIDTH, BatchNorm, Chain, mean_square, rows
+from tests.cells import but, slow
 from tests.clusters import cores
+from tests.forks import Fork, run_forks
 
 PARALLEL = stretto.Parallel(microbatches=2)
 INTERNALS = ("aten", "Fake", "Functional", "Proxy", "SymNode", "DataDependent", "functorch")
@@ -45,7 +45,7 @@ class Acts(Chain):
     """`act` is the code that cannot be captured."""
 
     def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
+        super().__init__(layers=1)
         self.act = act
 
 
@@ -170,7 +170,7 @@ LOSSES: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("loss", "word"), LOSSES)
 def test_losses(loss: Any, word: str) -> None:
-    message = refusal(Chain(), rows(), loss)
+    message = refusal(Chain(1), rows(), loss)
     assert word in message
     assert "ValueError: " not in message
     if "loss(model, microbatch) at" in message or "the loss at" in message:
@@ -362,8 +362,14 @@ BACKWARDS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("name", BACKWARDS)
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        *(("checkpoint", False), ("in parts", True), ("own", True), ("imported", False)),
+        *(slow(*cell) for cell in (("checkpoint", True), ("in parts", False), ("own", False))),
+        slow("imported", True),
+    ],
+)
 def test_a_backward_within_the_backward(name: str, frozen: bool) -> None:
     model = Checkpointed(BACKWARDS[name], frozen)
     message = refusal(model, rows(), mean_square)
@@ -390,10 +396,10 @@ HOOKS: dict[str, Callable[[nn.Module, Any], Any]] = {
 """Key word -> how a backward hook that only watches is registered."""
 
 
-@pytest.mark.parametrize("word", HOOKS)
+@pytest.mark.parametrize("word", but(HOOKS, ["the module 'layers.1'", "of all modules"]))
 def test_a_backward_hook_that_only_watches(word: str) -> None:
     seen: list[Any] = []
-    model = Chain()
+    model = Chain(2)
     handle = HOOKS[word](model.get_submodule("layers.1"), lambda *given: seen.append(given))
     try:
         message = refusal(model, rows(), mean_square)
@@ -483,9 +489,11 @@ def test_nothing_of_the_exporters_is_printed(tmp_path: Path) -> None:
         "except stretto.CaptureError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
-    assert f"cannot capture Linear at {program}:4: stretto.capture(" in done.stdout
+    told, errors = tmp_path / "told", tmp_path / "errors"
+    ended = run_forks([Fork(str(program), (), {}, str(told), str(errors))], timeout_s=60.0)
+    assert ended.statuses == (0,), errors.read_text()
+    assert errors.read_text() == ""
+    assert f"cannot capture Linear at {program}:4: stretto.capture(" in told.read_text()
 
 
 def test_what_a_library_does_is_refused_with_a_way_around_it() -> None:

@@ -20,6 +20,7 @@ from stretto.ir.action import Phase
 from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.capturing.zoo import Chain, mean_square, rows
+from tests.cells import slow
 from tests.runtime.equality import (
     assert_equal,
     batch_of,
@@ -80,6 +81,11 @@ def test_names_alone_say_how_many_stages() -> None:
     assert len(job.stages) == 3
 
 
+@functools.cache
+def chain() -> Traced:
+    return trace(Chain(), rows(), mean_square, microbatches=2)
+
+
 @pytest.mark.parametrize(
     ("how", "stages", "message"),
     [
@@ -94,9 +100,8 @@ def test_names_alone_say_how_many_stages() -> None:
     ],
 )
 def test_refusals(how, stages: int, message: str) -> None:
-    found = trace(Chain(), rows(), mean_square, microbatches=2)
     with pytest.raises(stretto.UsageError, match=re.escape(message)):
-        split(found, stages, how)
+        split(chain(), stages, how)
 
 
 def test_cheap_shared_values_are_made_where_they_are_used() -> None:
@@ -123,7 +128,7 @@ def captured(model: nn.Module, batch: Any, loss: Any, split: str, **more: Any) -
     ("name", "blocks", "first"),
     [
         ("gpt", "blocks", {"embedding.weight"}),
-        ("llama", "model.layers", {"model.embed_tokens.weight"}),
+        slow("llama", "model.layers", {"model.embed_tokens.weight"}),
         ("gpt2", "transformer.h", {"transformer.wte.weight", "transformer.wpe.weight"}),
     ],
 )
@@ -234,9 +239,9 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     ("model", "split"),
     [
         (stack(blocks(6)), "E|ttt||tt|tL|"),
-        (stack(blocks(6)), "||Etttttt|L"),
+        slow(stack(blocks(6)), "||Etttttt|L"),
         (nn.Sequential(nn.Linear(4, 4), *blocks(2), nn.Linear(4, 4)), "E|t|t|L"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), "Et|tL"),
+        slow(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()), "Et|tL"),
         (twice(), "E|tt|t|t|L"),
         (pairs(), "Et|tt|tL"),
         (shared(), "Et|t|tL"),
@@ -260,7 +265,7 @@ def test_a_layer_counts_as_often_as_it_is_called() -> None:
     ("model", "split", "said"),
     [
         (stack(blocks(3)), "Et|tL", "calls 3, blocks.0 to blocks.2: write 'embedding,layer*2|layer,loss'"),
-        (stack(blocks(3)), "Ettt|ttL", "write 'embedding,layer|layer*2,loss'"),
+        slow(stack(blocks(3)), "Ettt|ttL", "write 'embedding,layer|layer*2,loss'"),
         (nn.Linear(4, 4), "E|tL", "speaks of layers, and Linear has no list of modules"),
     ],
 )

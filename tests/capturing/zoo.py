@@ -279,9 +279,9 @@ EQUAL: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (Chain, *Ch
 class BatchNorm(Chain):
     """A buffer that every microbatch updates; `shared` uses one norm after every layer."""
 
-    def __init__(self, shared: bool = False) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(1 if shared else 4)).double()
+    def __init__(self, shared: bool = False, layers: int = 4) -> None:
+        super().__init__(layers)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(1 if shared else layers)).double()
 
     def forward(self, x: Tensor) -> Tensor:
         for at, layer in enumerate(self.layers):

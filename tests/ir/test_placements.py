@@ -18,6 +18,7 @@ from stretto.ir.op_names import POINTWISE, names
 from stretto.ir.placement import EQUAL, LOCAL, SUM, NeedsEqualError, Placement, RefusedError, part
 from stretto.ir.placements import Placer
 from stretto.ir.program import Op, Ref, TensorSpec
+from tests.cells import slow
 
 RANKS = 2
 
@@ -35,6 +36,10 @@ Q, K = tensor(2, 4, 6, 8), tensor(2, 4, 6, 8, seed=2)
 Z = torch.complex(A, B)
 ENDS = torch.tensor([2, 2, 5, 8])  # of groups of rows, one of them empty
 GAIN, MEANS = tensor(8, seed=4), tensor(4, 6, 1)
+
+EVERY = [True, True, True]
+ROW_MEANS = tensor(4, 1)  # the kernel takes them as they are in memory
+ROWS_OF_A_NORM = (A[:, 0], B[:, 0], [8], ROW_MEANS, ROW_MEANS.exp(), V, GAIN, EVERY)
 
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
     *((f"aten.{name}.default", (A,)) for name in ("neg", "exp", "relu", "sigmoid", "gelu", "clone", "abs")),
@@ -113,7 +118,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("stretto_moe.grouped_mm.default", (tensor(8, 6), tensor(4, 6, 8), ENDS)),
     ("stretto_moe.grouped_mm_t.default", (tensor(8, 6), tensor(8, 4), ENDS)),
     ("aten.native_layer_norm.default", (A, [8], V, GAIN, 1e-5)),
-    ("aten.native_layer_norm_backward.default", (A, B, [8], MEANS, MEANS.exp(), V, GAIN, [True, True, True])),
+    ("aten.native_layer_norm_backward.default", ROWS_OF_A_NORM),
     ("aten._scaled_dot_product_flash_attention_for_cpu.default", (Q, K, K)),
     ("aten.zeros_like.default", (A,)),
     ("aten.nll_loss_forward.default", (tensor(6, 4), indices(6), None, 0, -100)),
@@ -210,7 +215,15 @@ def part_is(parts: list[Tensor], dim: int, blocks: int, full: Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize(("target", "args"), CALLS, ids=[f"{k}-{t}" for k, (t, _) in enumerate(CALLS)])
+LARGER = ("aten.native_layer_norm_backward.default", (A, B, [8], MEANS, MEANS.exp(), V, GAIN, EVERY))
+"""Of more dims: three thousand placements."""
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [*CALLS, slow(*LARGER)],
+    ids=[f"{k}-{t}" for k, (t, _) in enumerate([*CALLS, LARGER])],
+)
 def test_an_op_on_what_ranks_hold_is_the_op_on_the_whole(target: str, args: tuple[Any, ...]) -> None:
     result = called(target, args)
     results = result if isinstance(result, (tuple, list)) else (result,)

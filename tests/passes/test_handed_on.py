@@ -22,6 +22,7 @@ from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import make_schedule
 from stretto.verifying import verify
+from tests.cells import slow
 from tests.passes.steps import after
 from tests.runtime.equality import assert_equal, made_up_costs, plain, run
 from tests.verifying.plans import hand_schedule
@@ -140,8 +141,10 @@ def test_numbers_stay_where_ranks_hold_several_stages() -> None:
     assert_equal(run(plan, model, BATCH), plain(model, BATCH, loss_of), 1e-10)
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("overlap", ["off", "local"])
+@pytest.mark.parametrize(
+    ("recompute", "overlap"),
+    [("full", "off"), ("selective", "local"), slow("selective", "off"), slow("full", "local")],
+)
 def test_beside_other_passes(recompute: str, overlap: str) -> None:
     model, job = decoder(8)
     costs = made_up_costs(job, latency_us=1.0, bytes_per_us=0.5)

@@ -16,6 +16,7 @@ from stretto.ir.program import Edge, Job
 from stretto.passes.messages_in_parts import messages_in_parts
 from stretto.planning.make_plan import make_plan
 from stretto.verifying import verify
+from tests.cells import slow
 from tests.parallelize.equality import (
     MODELS,
     SMALL,
@@ -57,8 +58,7 @@ def gradients(job: Job) -> list[Edge]:
     "name",
     [
         "gpt tied, learned positions",
-        "llama",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "gpt2")),
+        *map(slow, ("gpt", "gpt2", "llama")),
     ],
 )
 def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
@@ -76,8 +76,15 @@ def test_a_gradient_crosses_in_parts_with_the_same_bits(name: str) -> None:
         assert torch.equal(grad, wanted[one]), one
 
 
-@pytest.mark.parametrize("overlap", ["off", "local", "window"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    ("overlap", "recompute"),
+    [
+        ("off", "full"),
+        ("local", "none"),
+        ("window", "full"),
+        *(slow(*cell) for cell in (("off", "none"), ("local", "full"), ("window", "none"))),
+    ],
+)
 def test_plans_have_it_and_are_proved(overlap: str, recompute: str) -> None:
     job = replace(full(gpt().double()), recompute=recompute)
     plan = make_plan(job, quick(job), overlap=overlap)  # type: ignore[arg-type]

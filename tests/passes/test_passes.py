@@ -21,14 +21,17 @@ from stretto.parallelize import ops
 from stretto.passes import GRAPH_PASSES
 from stretto.passes.no_ops import dead_ops
 from stretto.passes.rewrite import Graph
+from tests.cells import slow
+from tests.parallelize.equality import MODELS as LARGER
 from tests.parallelize.equality import (
-    MODELS,
     assert_plain,
     batch_of,
+    gpt,
     loss_of,
     step,
 )
 
+MODELS = {**LARGER, "gpt of one layer": lambda: gpt(layers=1)}
 SPREADS = [(1, False), (2, False), (2, True)]
 BITWISE = ("dead_ops", "no_ops", "equal_collectives", "cut_before_adding", "reduce_scatter_chunks")
 """Passes after which every op computes what it did, or sums in the same order."""
@@ -65,11 +68,9 @@ def test_an_unknown_name_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "sp"),
     [
-        ("llama", 2, True),
-        pytest.param("gpt", 1, False, marks=pytest.mark.slow),
-        *(pytest.param("gpt", tp, sp, marks=pytest.mark.slow) for tp, sp in SPREADS if tp > 1),
-        pytest.param("gpt tied, learned positions", 2, True, marks=pytest.mark.slow),
-        pytest.param("gpt2", 2, True, marks=pytest.mark.slow),
+        ("gpt of one layer", 2, True),
+        *(slow("gpt", tp, sp) for tp, sp in SPREADS),
+        *(slow(name, 2, True) for name in ("llama", "gpt tied, learned positions", "gpt2")),
     ],
 )
 def test_each_pass_keeps_the_numbers(name: str, tp: int, sp: bool) -> None:
@@ -209,9 +210,7 @@ def test_batched_products_become_plain_ones(code: Callable[[Any, Tensor], Tensor
     assert_plain(job, model, loss, x)
 
 
-@pytest.mark.parametrize(
-    ("name", "copies"), [("gpt", 8), *(pytest.param(n, 8, marks=pytest.mark.slow) for n in ("llama", "gpt2"))]
-)
+@pytest.mark.parametrize(("name", "copies"), [("gpt", 8), slow("llama", 8), slow("gpt2", 8)])
 def test_mlps_take_tokens_as_they_arrive(name: str, copies: int) -> None:
     """Two layers' four copies: into the MLP and out of it, in the forward and in the backward."""
     before, after = (targets(job_of(name, 2, True, skip=skip)) for skip in (("sequence_first",), ()))
@@ -245,8 +244,10 @@ def test_a_gather_for_each_matrix_becomes_one_for_all() -> None:
     assert all(torch.equal(merged[key], grads[key]) for key in grads)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize(("tp", "sp"), SPREADS)
+@pytest.mark.parametrize(
+    ("tp", "sp", "pp"),
+    [(1, False, 2), (2, False, 1), (2, True, 2), slow(1, False, 1), slow(2, False, 2), slow(2, True, 1)],
+)
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,7 +15,7 @@ from stretto.ir.program import Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.passes.recompute import Blocks, forget, is_repeated, numbered, repeat
 from stretto.passes.recompute_choice import recompute
 from stretto.planning.schedules import choose_schedule
-from tests.passes.test_recompute_numbers import changed, job_of
+from tests.passes.test_recompute_numbers import DROPPING, changed, job_of
 from tests.runtime.equality import made_up_costs
 
 LARGE, SMALL = TensorSpec((8, 16), "float32"), TensorSpec((8,), "float32")
@@ -83,7 +83,7 @@ def test_a_linear_layers_forward_runs_twice_and_no_more(layout: str) -> None:
     """Of all linear layers of all blocks; dropout's mask needs even the last one's result."""
     job = job_of("dropping", layout)
     full = changed(job, "1f1b", "full")
-    for block in range(3):
+    for block in range(DROPPING.layers):
         for linear in ("attention.qkv", "attention.out", "mlp.up", "mlp.down"):
             module = f"blocks.{block}.{linear}"
             assert (linears(job, module), linears(full, module)) == (1, 2), module

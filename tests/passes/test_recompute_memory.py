@@ -20,13 +20,14 @@ from stretto.ir.program import OVERLAP_MODES, Job, OverlapMode
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.sums import with_reductions
+from tests.cells import slow
 from tests.clusters import cores_file
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import made_up_costs
 from tests.runtime.test_memory import peaks_with_adamw
 from tests.train.tiny import write_settings
 
-CONFIG = GPTConfig(vocab_size=64, layers=6, hidden=128, heads=4, context=64)
+CONFIG = GPTConfig(vocab_size=64, layers=4, hidden=64, heads=4, context=64)
 MODEL = GPT(CONFIG, seed=3)
 BATCH = torch.randint(0, 64, (8, 65), generator=torch.Generator().manual_seed(5))
 
@@ -45,7 +46,7 @@ def peaks(plan: Plan) -> tuple[int, ...]:
     return plan.prediction.peak_bytes
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("zb-h1")])
 def test_predicted_peaks_fall_and_are_the_measured_ones(job: Job, schedule: str) -> None:
     last: tuple[int, ...] | None = None
     for choice in ("none", "selective", "full"):
@@ -84,7 +85,7 @@ def test_a_limit_that_cannot_be_kept_says_what_can(job: Job) -> None:
     assert max(peaks(made)) <= max(least) + 2 * 2**18
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, slow(2)])
 def test_a_limit_that_overlap_cannot_keep_is_kept_by_waiting_at_once(tp: int) -> None:
     """Overlap is an upper limit: what `off` can keep, every mode can."""
     model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=2, context=16), seed=0)

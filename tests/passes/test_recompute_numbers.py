@@ -25,12 +25,13 @@ from stretto.runtime.local import run_threads
 from stretto.runtime.runner import Runner
 from stretto.verifying import verify
 from stretto.verifying.memory import peak_bytes
+from tests.cells import slow
 from tests.order.test_order_equality import assert_same, costs_of, numbers
 from tests.parallelize.equality import MODELS, batch_of, gpt, loss_of
 from tests.passes.steps import after
 from tests.runtime.equality import lowered, made_up_costs
 
-DROPPING = GPTConfig(vocab_size=64, layers=3, hidden=32, heads=4, context=8, dropout=0.2)
+DROPPING = GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=8, dropout=0.2)
 
 LAYOUTS = {
     "one rank": {},
@@ -41,13 +42,17 @@ LAYOUTS = {
     "pp tp sp": {"pp": 2, "tp": 2, "sequence_parallel": True},
 }
 
+EVERY = ("selective", "full", "gathers", "halfway")
 CASES = [
-    ("dropping", "one rank", "1f1b"),
-    ("dropping", "pp tp sp", "zb-h1"),
-    ("llama", "tp sp", "zb-h1"),
+    ("dropping", "pp", "1f1b", ("selective", "full", "halfway")),
+    ("dropping", "tp sp", "zb-h1", ("gathers",)),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        slow(*case, EVERY)
         for case in (
+            ("dropping", "tp sp", "zb-h1"),
+            ("llama", "tp sp", "zb-h1"),
+            ("dropping", "one rank", "1f1b"),
+            ("dropping", "pp tp sp", "zb-h1"),
             ("dropping", "pp", "zb-h1"),
             ("dropping", "tp", "1f1b"),
             ("llama", "pp", "1f1b"),
@@ -111,26 +116,27 @@ def repeated(job: Job) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*is not sharded over tp:UserWarning")
-@pytest.mark.parametrize(("name", "layout", "schedule"), CASES)
-def test_the_same_bits(name: str, layout: str, schedule: str) -> None:
+@pytest.mark.parametrize(("name", "layout", "schedule", "choices"), CASES)
+def test_the_same_bits(name: str, layout: str, schedule: str, choices: tuple[str, ...]) -> None:
     job, model = job_of(name, layout), model_of(name)
     expected = results(job, model, schedule)
     assert any(grads for _, grads in expected)
-    gathers = ["gathers"] if layout.endswith("sp") else []
-    for choice in ("selective", "full", *gathers, *halfway(job, schedule)):
+    limits = halfway(job, schedule) if "halfway" in choices else []
+    words = [word for word in choices if word != "halfway" and (word != "gathers" or layout.endswith("sp"))]
+    for choice in (*words, *limits):
         made = changed(job, schedule, choice)
         assert repeated(made), f"{choice} repeats nothing"
         assert_same(results(made, model, schedule), expected)
 
 
 OVERLAPPED = [
-    ("tp sp", "selective", "window"),
-    ("tp sp", "gathers", "window"),
-    ("pp tp", "full", "window"),
+    ("tp sp", "full", "window"),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        slow(*case)
         for case in (
-            ("tp sp", "full", "window"),
+            ("tp sp", "selective", "window"),
+            ("tp sp", "gathers", "window"),
+            ("pp tp", "full", "window"),
             ("tp sp", "full", "local"),
             ("tp sp", "gathers", "local"),
             ("pp tp", "full", "local"),
@@ -164,8 +170,10 @@ def again_under_collectives(plan: Plan) -> int:
 
 @pytest.mark.parametrize(("layout", "choice", "mode"), OVERLAPPED)
 def test_numbers_are_those_of_off_without_recomputation(layout: str, choice: str, mode: Any) -> None:
-    model = gpt(dropout=0.1).double()
-    job = capture(model, batch_of(), next_token_loss, Parallel(microbatches=4, **LAYOUTS[layout]))
+    model = gpt(dropout=0.1, layers=2 if "pp" in LAYOUTS[layout] else 1).double()
+    microbatches = 4 if "pp" in LAYOUTS[layout] else 2
+    parallel = Parallel(microbatches=microbatches, **LAYOUTS[layout])
+    job = capture(model, batch_of(), next_token_loss, parallel)
     plain = make_plan(job, costs_of(job), overlap="off")
     assert not any(is_repeated(op) for stage in plain.job.stages for ops in stage.ops.values() for op in ops)
     plan = make_plan(replace(job, recompute=choice), costs_of(job), overlap=mode)

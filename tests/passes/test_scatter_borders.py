@@ -15,6 +15,7 @@ from stretto.ir.action import Phase
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.program import Edge, Job, TensorSpec
 from stretto.passes.borders import gather_behind
+from tests.cells import slow
 from tests.parallelize.equality import (
     MODELS,
     assert_plain,
@@ -72,7 +73,7 @@ def test_a_gradient_stays_whole_where_its_norm_serves_others() -> None:
     assert all(torch.equal(grad, wanted[name]) for name, grad in grads.items())
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", slow("zb-h1")])
 def test_three_stages_scatter_both_ways(schedule: str) -> None:
     model = gpt(layers=3).double()
     job = job_of(model, pp=3, schedule=schedule)
@@ -88,8 +89,7 @@ def test_three_stages_scatter_both_ways(schedule: str) -> None:
     "name",
     [
         "gpt tied, learned positions",
-        "llama",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "gpt2")),
+        *map(slow, ("gpt", "gpt2", "llama")),
     ],
 )
 def test_two_ranks_have_the_same_bits(name: str) -> None:
@@ -186,7 +186,7 @@ def cut_at(name: str) -> list[str]:
     return ["blocks.0", "blocks.0.attention.qkv", "blocks.1.mlp.up", "blocks.1", "head"]
 
 
-FAST = ("head", "blocks.0", "blocks.1")
+FAST = ("blocks.0", "blocks.1")
 CUTS = [
     pytest.param(name, cut, marks=[] if cut in FAST else [pytest.mark.slow])
     for name in ("gpt", "llama")

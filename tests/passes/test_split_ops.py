@@ -13,6 +13,7 @@ from stretto.ir.program import Job
 from stretto.passes.split_ops import chains, split_products
 from stretto.planning.make_plan import make_plan
 from stretto.verifying import verify
+from tests.cells import slow
 from tests.order.test_order_equality import numbers
 from tests.parallelize.equality import MODELS, assert_plain, batch_of, loss_of
 from tests.passes.steps import after
@@ -91,13 +92,13 @@ def test_a_plan_is_cut_only_when_asked_and_when_it_is_faster() -> None:
     ("name", "tp", "sp", "pp"),
     [
         ("gpt", 2, False, 1),
-        ("gpt", 4, True, 1),
-        ("llama", 2, True, 2),
+        ("gpt", 2, True, 2),
         *(
-            pytest.param(*cell, marks=pytest.mark.slow)
+            slow(*cell)
             for cell in (
                 ("gpt", 2, True, 1),
-                ("gpt", 2, True, 2),
+                ("gpt", 4, True, 1),
+                ("llama", 2, True, 2),
                 ("llama", 2, False, 1),
                 ("llama", 2, True, 1),
             )

@@ -16,13 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import stretto
+from stretto.tensor.reshard import agree, execute
 from stretto.tensor.reshard.agree import PATIENCE_S
 from tests.tensor.world import worlds
 
 R = [Replicate()]
 
 
+LOOK_S = 0.2
+"""How often ranks look for an alarm here."""
+
+
 def given() -> tuple[DeviceMesh, DeviceMesh, torch.Tensor]:
+    agree.LOOK_S = execute.LOOK_S = LOOK_S
     near, far = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
     return near, far, stretto.shard(torch.ones(4, 4), near, [Shard(0)])
 
@@ -65,9 +71,9 @@ def is_killed() -> None:
 
 
 def waits_elsewhere() -> None:
-    os.environ["STRETTO_RESHARD_PATIENCE_S"] = "3"
     _, far, x = given()
     stretto.reshard(x, far, R)
+    os.environ["STRETTO_RESHARD_PATIENCE_S"] = "1"
     if dist.get_rank() == 1:
         dist.barrier()
     stretto.reshard(x, far, R)
@@ -76,19 +82,19 @@ def waits_elsewhere() -> None:
 def late_but_well() -> None:
     """No misuse: one rank is busy for a while, and the others wait meanwhile, in a reshard and elsewhere."""
     near, far, x = given()
-    for busy in (lambda: time.sleep(2.5), compute):
+    for busy in (lambda: time.sleep(4 * LOOK_S), compute):
         if dist.get_rank() == 1:
             busy()
         y = stretto.reshard(x, far, [Shard(1)])
         if dist.get_rank() == 2:
-            time.sleep(1.5)
+            time.sleep(2 * LOOK_S)
         back = stretto.local(stretto.reshard(y, near, [Shard(0)]))
         assert back is None or torch.equal(back, torch.ones(2, 4))
         dist.barrier()
 
 
 def compute() -> None:
-    end, x = time.monotonic() + 2.5, torch.ones(300, 300)
+    end, x = time.monotonic() + 4 * LOOK_S, torch.ones(300, 300)
     while time.monotonic() < end:
         x = x @ x / 300
 
@@ -98,7 +104,7 @@ def ends_early_and_well() -> None:
     near, far = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])
     x = stretto.shard(torch.arange(12.0).reshape(3, 4), near, R)
     if dist.get_rank() != 0:
-        time.sleep(1.5)
+        time.sleep(0.5)
     part = stretto.local(stretto.reshard(x, far, R, in_flight_bytes=1000))
     assert (part is not None) == (dist.get_rank() in (1, 2))
     assert part is None or torch.equal(part, torch.arange(12.0).reshape(3, 4))
@@ -110,7 +116,7 @@ FAILURES: dict[str, tuple[int, str]] = {
     "skips_and_ends": (1, "rank 1"),
     "skips_the_backward_pass": (2, "rank 2"),
     "is_killed": (1, "rank 1"),
-    "waits_elsewhere": (1, "has waited 3 s in reshard number 2 (to"),
+    "waits_elsewhere": (1, "has waited 1 s in reshard number 2 (to"),
 }
 """Who is the odd one, and what some rank's error says."""
 
@@ -121,7 +127,7 @@ BYSTANDER = 3
 """Is on neither mesh, and may be through with its program before another fails."""
 
 
-FEW = ("another_tensor", "skips_and_goes_on", "skips_and_ends", "waits_elsewhere")
+FEW = ("another_tensor", "skips_and_ends", "waits_elsewhere")
 
 
 @pytest.mark.parametrize(

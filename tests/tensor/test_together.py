@@ -6,7 +6,9 @@ says: the same messages, in its order, of its bytes, so that its makespan is tha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.execute import PeerLinks
 from stretto.tensor.reshard.plan import plan_together
 from stretto.tensor.reshard.tasks import Hosts, Tensor
+from tests.cells import slow
 from tests.tensor.reshard.test_execute import expected_part
 from tests.tensor.world import all_end_well
 
@@ -72,6 +75,13 @@ def several_tensors() -> None:
     assert stretto.reshard_all([]) == ()
 
 
+def ways() -> list[tuple[Any, int]]:
+    """Modes and limits of bytes: every mode with every limit, or every limit with some mode."""
+    if os.environ["WAYS"] == "all":
+        return list(product(("broadcast", "point_to_point"), (1, LIMIT, 1 << 20)))
+    return [("broadcast", 1), ("point_to_point", LIMIT), ("broadcast", 1 << 20)]
+
+
 def one_tensor_to_several_meshes() -> None:
     a, b, c = DeviceMesh("cpu", [0]), DeviceMesh("cpu", [2, 3, 4]), DeviceMesh("cpu", [[5, 4], [7, 1]])
     full = ranged((9, 8))
@@ -82,13 +92,12 @@ def one_tensor_to_several_meshes() -> None:
         [(b, [S0]), (c, [S0, S1]), (a, [R]), (b, [S1])],
         [(b, [P]), (c, [R, P]), (b, [R])],
     ):
-        for mode in ("broadcast", "point_to_point"):
-            for limit in (1, LIMIT, 1 << 20):
-                found = stretto.reshard_all(
-                    [(x, *target) for target in targets], mode=mode, in_flight_bytes=limit
-                )
-                for y, target in zip(found, targets):
-                    check(y, full, target)
+        for mode, limit in ways():
+            found = stretto.reshard_all(
+                [(x, *target) for target in targets], mode=mode, in_flight_bytes=limit
+            )
+            for y, target in zip(found, targets):
+                check(y, full, target)
 
 
 def messages_are_those_of_the_plan() -> None:
@@ -208,5 +217,7 @@ def eight_ranks() -> None:
     sent_back_together()
 
 
-def test_programs() -> None:
-    all_end_well([(RANKS, "tests.tensor.test_together:eight_ranks")], {"LOCAL_WORLD_SIZE": str(DEVICES)})
+@pytest.mark.parametrize("ways", ["few", slow("all")])
+def test_programs(ways: str) -> None:
+    environment = {"LOCAL_WORLD_SIZE": str(DEVICES), "WAYS": ways}
+    all_end_well([(RANKS, "tests.tensor.test_together:eight_ranks")], environment)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -68,6 +68,7 @@ def some_hosts(draw):
     return Hosts(host_of, 1e6, draw(st.sampled_from([0.0, 5.0])))
 
 
+@settings(max_examples=40)
 @given(
     st.lists(some_tensor(), min_size=1, max_size=3), some_hosts(), st.sampled_from(MODES), st.integers(1, 100)
 )
@@ -130,6 +131,7 @@ def some_tensor_for_several(draw):
     return Tensor(shape, draw(st.sampled_from([1, 8])), source, targets)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(some_tensor_for_several(), min_size=1, max_size=2),
     some_hosts(),
