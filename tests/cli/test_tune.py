@@ -41,7 +41,7 @@ def test_a_choice_is_made_told_and_written(tmp_path: Path) -> None:
     for words in ("The fastest of", "tokens/s/device", "is bound by", "Dropped", f"wrote {out}"):
         assert words in result.output
     # Words of the settings' own checks, however the table breaks them.
-    assert "model.layers" in " ".join(re.findall(r"[\w.]+", result.output))
+    assert "model.kind" in " ".join(re.findall(r"[\w.]+", result.output))
     text = out.read_text(encoding="utf-8")
     assert text.startswith("# a small run\n")
     assert "[parallel]  # how it was run before" in text
