@@ -58,6 +58,7 @@ def test_the_grid_has_every_layout_and_rate() -> None:
     assert len(set(cells)) == len(cells) == 4 + 3 * 5 * 4
 
 
+@pytest.mark.slow
 def test_a_cell_is_predicted_again_by_its_costs_after_the_steps(tmp_path: Path) -> None:
     cell = GridCell(
         name="tiny", hidden=32, layers=1, heads=2, sequence=8, vocab=64, microbatch=1, microbatches=2, tp=1

@@ -35,8 +35,9 @@ def measuring(parent: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_none_is_left_when_who_asked_is_gone(number: signal.Signals) -> None:
     asker = subprocess.Popen([sys.executable, "-c", ASKER], env={**os.environ, "OMP_NUM_THREADS": "1"})
     until_s = time.monotonic() + 60

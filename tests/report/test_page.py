@@ -165,6 +165,7 @@ def test_a_screenshot_shows_phases_and_exposed_communication(
     assert near > 300
 
 
+@pytest.mark.slow
 def test_a_page_of_16_pipeline_ranks_and_64_microbatches_stays_small() -> None:
     """24 collectives a forward and as many backward; no browser is needed to weigh it."""
     plan = comm_plan(16, 64, blocks=24)

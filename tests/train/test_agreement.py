@@ -41,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (['data.paths=["{}/other"]'], ["data.paths: the tokens on rank 1 ("]),
         (['data.paths=["{}/other"]', "checkpoint.resume=never"], ["data.paths: the tokens on rank 1 ("]),
         (["training.steps=5", "optimizer.lr=0.1"], ["optimizer.lr = 0.1 on rank 1", "(and 1 more)"]),
-        (["data.cache_dir={}/own", "output.run_dir={}/own", "name=own"], []),
+        pytest.param(
+            ["data.cache_dir={}/own", "output.run_dir={}/own", "name=own"], [], marks=pytest.mark.slow
+        ),
     ],
     ids=["no checkpoint", "another checkpoint", "damaged", "text", "text again", "settings", "folders"],
 )

@@ -36,10 +36,10 @@ def batches() -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize(
     "parallel",
     [
-        stretto.Parallel(),
-        stretto.Parallel(pp=2, microbatches=4),
+        pytest.param(stretto.Parallel(), marks=pytest.mark.slow),
+        pytest.param(stretto.Parallel(pp=2, microbatches=4), marks=pytest.mark.slow),
         stretto.Parallel(tp=2, sequence_parallel=True, microbatches=2),
-        stretto.Parallel(dp=2),
+        pytest.param(stretto.Parallel(dp=2), marks=pytest.mark.slow),
     ],
     ids=["alone", "pp", "tp", "dp"],
 )

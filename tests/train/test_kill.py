@@ -129,6 +129,7 @@ def test_a_signal_in_any_phase_ends_the_run_soon_and_it_goes_on_to_the_same_bits
     assert (run / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_launcher_that_was_killed(folder: Path) -> None:
     config = write_settings(folder, pp=2, steps=100_000, every=10, run="orphans")
     process = start("train", config)

@@ -233,6 +233,7 @@ def test_an_error_of_its_loss_is_reported_by_the_line(tmp_path: Path) -> None:
             assert not thread.is_alive(), "nothing is shown of a run that has ended"
 
 
+@pytest.mark.slow
 def test_one_of_its_ranks_reports_it_for_all(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(BROKEN.replace("nn.Linear(4, 1)", "nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))"))
