@@ -144,7 +144,7 @@ def drawn() -> list[Cell]:
 
 
 CELLS = drawn()
-FAST = 14
+FAST = 9
 """Cells of the shorter run, on at most four ranks."""
 
 

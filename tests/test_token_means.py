@@ -42,7 +42,7 @@ ALL = Parallel(pp=2, dp=2, tp=2, microbatches=4)
 
 @functools.cache
 def llama() -> nn.Module:
-    sizes = {**SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    sizes = {**SMALL, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_hidden_layers": 1}
     return from_transformers("LlamaForCausalLM", **sizes, tie_word_embeddings=True).double()
 
 
@@ -110,7 +110,7 @@ def counted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return model(**batch, num_items_in_batch=1).loss, (shifted(batch) != -100).sum()
 
 
-@pytest.mark.parametrize("loss", [keyword, counted])
+@pytest.mark.parametrize("loss", [keyword, pytest.param(counted, marks=pytest.mark.slow)])
 def test_transformers_own_losses(loss: Any) -> None:
     model = copy.deepcopy(llama())
     model.loss_function = in_own_dtype  # type: ignore[assignment]

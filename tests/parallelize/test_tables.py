@@ -223,8 +223,16 @@ def attends(model: nn.Module, plan: dict[str, str], **layout: Any) -> None:
     planned_is_plain(model.double(), loss_of, batch, plan, **layout)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize(
+    ("rotation", "learned"),
+    [
+        *(("paired", False), ("halved", True), ("conjugated", True)),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("paired", True), ("halved", False), ("conjugated", False))
+        ),
+    ],
+)
 def test_rotary_angles_are_complex_numbers(rotation: str, learned: bool) -> None:
     torch.manual_seed(0)
     attends(Rotary(ROTATIONS[rotation], learned), ATTENTION, tp=4 if learned else 2)
