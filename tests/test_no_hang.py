@@ -35,7 +35,7 @@ from tests.runtime.equality import Result, assert_equal, gpt, job_of, made_up_co
 from tests.runtime.strict import run_strictly
 from tests.synthetic import make_job
 
-LAYERS, COLUMNS = 7, 6
+LAYERS, COLUMNS = 7, 4
 STAGES, MICROBATCHES = range(2, 9), (1, 2, 3)
 
 

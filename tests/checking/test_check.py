@@ -210,8 +210,8 @@ def rows_of_tokens() -> Tensor:
 @pytest.mark.parametrize(
     ("layers", "capacity", "how"),
     [
+        (1, None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}),
         (1, 0.5, {"ep": 2, "dp": 4}),
-        (1, None, {"ep": 2, "dp": 2, "pp": 2, "ep_buffer": 4.0, "ampipe_degree": 2}),
         *(
             pytest.param(2, *row, marks=pytest.mark.slow)
             for row in (
@@ -316,7 +316,7 @@ class OneHeadEach(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_may_have_one_head_and_a_microbatch_one_row(rows: int) -> None:
     """Products of a batch of one, which is a slice of a batch that ranks share."""
     model = OneHeadEach()

@@ -72,7 +72,13 @@ def tokens_of(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("weighted", "probabilities", "none") else name
+        for name in LOSSES
+    ],
+)
 def test_losses_on_split_logits(name: str, tp: int) -> None:
     check(Head().double(), on_logits(LOSSES[name]), tp)
 

@@ -102,7 +102,12 @@ def check(model: Net, loss: Any = loss_of, **layout: Any) -> None:
     planned_is_plain(model, loss, batch_of(), PLAN, **layout)
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ("behind", "is added to features", "is compared with features")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS]
+)
 def test_rows_meet_sharded_features(way: str) -> None:
     check(net(way), tp=2)
 
