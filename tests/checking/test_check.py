@@ -62,6 +62,7 @@ def test_the_callers_model_and_batch_stay_as_they_are() -> None:
     assert all(torch.equal(value, given[name]) for name, value in batch.items())
 
 
+@pytest.mark.slow
 def test_a_packed_matrix_that_is_called_colwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture refuses it; a check names it where capture let it pass."""
     plan = {**GPT2_PLAN, "transformer.h.*.attn.c_attn": "colwise"}

@@ -218,7 +218,7 @@ def own_plan(name: str, heads: int) -> dict[str, str]:
     ("name", "heads", "tp", "sequence"),
     [
         ("counted", 2, 4, True),
-        ("counted, and the user names counts", 1, 2, False),
+        pytest.param("counted, and the user names counts", 1, 2, False, marks=pytest.mark.slow),
         ("the user says how many", 2, 4, False),
         *(pytest.param(name, 1, 4, at % 2 == 0, marks=pytest.mark.slow) for at, name in enumerate(OWN)),
     ],

@@ -139,7 +139,7 @@ def batch_of() -> dict[str, Tensor]:
 
 RIGHT = (
     pytest.param(in_order, marks=pytest.mark.slow),
-    a_norm_before,
+    pytest.param(a_norm_before, marks=pytest.mark.slow),
     pytest.param(twice, marks=pytest.mark.slow),
     twice_with_the_norm_between,
     a_norm_on_the_way,
