@@ -76,7 +76,7 @@ PLAN: tuple[Read, ...] = (
 def corpus(folder: Path, runs: bool = True) -> dict[str, Kind]:
     """Sound files of all kinds. runs: also what a run of training leaves, which takes longer to make."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=8))
+    model = GPT(GPTConfig(vocab_size=32, layers=1, hidden=16, heads=2, context=8))
     parallel = stretto.Parallel(pp=2, tp=2, microbatches=2)
     job = stretto.capture(model, torch.zeros(4, 9, dtype=torch.int64), next_token_loss, parallel)
     plan = stretto.plan(job, cores())

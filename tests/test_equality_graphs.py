@@ -40,7 +40,7 @@ from tests.runtime.equality import (
 from tests.runtime.launch import launch
 from tests.verifying.random_programs import random_schedule
 
-FAST = 8
+FAST = 5
 SEEDS = 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ assert _spec is not None
 assert _spec.loader is not None
 house = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(house)
+house.read_imports = functools.cache(house.read_imports)
 
 
 def test_every_file_is_in_a_room_that_the_order_knows() -> None:

@@ -35,7 +35,7 @@ from tests.runtime.equality import Result, assert_equal, gpt, job_of, made_up_co
 from tests.runtime.strict import run_strictly
 from tests.synthetic import make_job
 
-LAYERS, COLUMNS = 7, 6
+LAYERS, COLUMNS = 7, 4
 STAGES, MICROBATCHES = range(2, 9), (1, 2, 3)
 
 
@@ -98,10 +98,10 @@ def check(family: str, ranks: int, microbatches: int, text: str, overlap: Any) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_few(family: str) -> None:
-    """Of all cases two with stages that have nothing, one of which waits for each message at once."""
+    """Of all cases one with stages that have nothing; every other family waits for each message at once."""
     found = [case for case in cases(family) if case[2] and 1 < case[1] < 5]
-    for overlap, (_, ranks, _, microbatches, text) in zip(("off", "local"), Random(family).sample(found, 2)):
-        check(family, ranks, microbatches, text, overlap)
+    _, ranks, _, microbatches, text = Random(family).choice(found)
+    check(family, ranks, microbatches, text, ("off", "local")[list(FAMILIES).index(family) % 2])
 
 
 @pytest.mark.slow
@@ -112,10 +112,17 @@ def test_all(family: str) -> None:
             check(family, ranks, microbatches, text, overlap)
 
 
-@pytest.mark.parametrize("stage_map", [loop, v])
 @pytest.mark.parametrize(
-    ("ranks", "each"),
-    [(2, 3), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 3), (2, 4), (3, 2), (4, 2)))],
+    ("ranks", "each", "stage_map"),
+    [
+        (2, 3, v),
+        pytest.param(2, 3, loop, marks=pytest.mark.slow),
+        *(
+            pytest.param(*size, stage_map, marks=pytest.mark.slow)
+            for size in ((1, 3), (2, 4), (3, 2), (4, 2))
+            for stage_map in (loop, v)
+        ),
+    ],
 )
 def test_maps_with_any_number_of_stages_a_rank(stage_map: Any, ranks: int, each: int) -> None:
     """An order for any map: the walk in time, with the microbatch that is furthest behind first."""

@@ -50,7 +50,7 @@ os.chdir(sys.argv[1])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, pad_token_id=None,
     bos_token_id=0, eos_token_id=0, tie_word_embeddings=True))
 ids = torch.randint(0, 61, (16, 9), generator=torch.Generator().manual_seed(1))

@@ -10,60 +10,63 @@ ROOT = Path(__file__).parent.parent
 FILES = (*sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
 
 GIVEN_UP = (
-    # pattern, what to write
-    (r"places? of the pipeline|pipeline places?|joins_places|\bmesh\.place\(", "pipeline rank, pp_rank"),
-    (r"\bplace_link\b|\bPLACES\b|class Places", "pp_link, stage map"),
-    (r"\bwith_sums\b|\bwithout_sums\b", "with_reductions, without_reductions"),
-    (r"\bsums of gradients\b|\bgradient sums\b", "gradient reductions"),
-    (r"\bsummed_bytes\b", "reduced_bytes"),
-    (r"\btells_loss\b", "reduces_loss"),
-    (r"(?<!file\.)\btell\b|\btells\b", "show, report, gather"),
-    (r"\btold\b", "reported, received"),
-    (r"\bstands?\b|\bstood\b", "is, waits, stalls"),
-    (r"\bstand[-_]ins?\b|_StandIn", "substitute"),
-    (r"\bholds?\b|\bholding\b", "keeps, has"),
-    (r"(?<!\w)held\b(?![-_ ]?out)", "kept, resident"),
-    (r"\bholders?\b", "owner"),
-    (r"(?<![\"'])\bwhole\b(?![\"'])", "full, complete, unsharded"),
-    (r"\bwholly\b|\bas a whole\b", "fully, in full"),
-    (r"\bstretto\.whole\b", "stretto.replicated"),
-    (r"\bis_spread\b|\bspread_experts\b|\bspread over ranks\b", "sharded"),
-    (r"\baddends?\b|\bAddend\b", "partial sum"),
-    (r"\bkth\b", "the machine bound"),
-    (r"\bfed\b", "the machine bound"),
-    (r"\blone\b|\blone_rank\b", "single"),
-    (r"\bworlds\b", "clusters of ops"),
-    (r"\blisting\b", "list scheduler"),
-    (r"\barrange[sd]?\b", "order"),
-    (r"\bpush(es|ed)?\b", "forward-backward improvement"),
-    (r"\brefine[sd]?\b", "improve"),
-    (r"\bMay touch\b", "nothing: a test checks imports"),
+    # pattern from the start of a word on, what to write
+    (r"places? of the pipeline|pipeline places?|joins_places|mesh\.place\(", "pipeline rank, pp_rank"),
+    (r"place_link\b|PLACES\b|class Places", "pp_link, stage map"),
+    (r"with_sums\b|without_sums\b", "with_reductions, without_reductions"),
+    (r"sums of gradients\b|gradient sums\b", "gradient reductions"),
+    (r"summed_bytes\b", "reduced_bytes"),
+    (r"tells_loss\b", "reduces_loss"),
+    (r"(?<!file\.)tell\b|tells\b", "show, report, gather"),
+    (r"told\b", "reported, received"),
+    (r"stands?\b|stood\b", "is, waits, stalls"),
+    (r"stand[-_]ins?\b|_?StandIn\b", "substitute"),
+    (r"holds?\b|holding\b", "keeps, has"),
+    (r"held\b(?![-_ ]?out)", "kept, resident"),
+    (r"holders?\b", "owner"),
+    (r"(?<![\"'])whole\b(?![\"'])", "full, complete, unsharded"),
+    (r"wholly\b|as a whole\b", "fully, in full"),
+    (r"stretto\.whole\b", "stretto.replicated"),
+    (r"is_spread\b|spread_experts\b|spread over ranks\b", "sharded"),
+    (r"addends?\b|Addend\b", "partial sum"),
+    (r"kth\b", "the machine bound"),
+    (r"fed\b", "the machine bound"),
+    (r"lone\b|lone_rank\b", "single"),
+    (r"worlds\b", "clusters of ops"),
+    (r"listing\b", "list scheduler"),
+    (r"arrange[sd]?\b", "order"),
+    (r"push(es|ed)?\b", "forward-backward improvement"),
+    (r"refine[sd]?\b", "improve"),
+    (r"May touch\b", "nothing: a test checks imports"),
     (r"class _?Found\w*\b", "the name of what it is"),
     (r"class _?Setup\b", "a name that says whose"),
-    (r"\bfor ever\b", "forever"),
-    (r"\banew\b", "again"),
-    (r"\b[Ww]hoever\b", "anyone who"),
-    (r"\b(of|to|in) one that\b", "a plain clause"),
-    (r"\bwhat it is that\b|\bit is that\b", "a plain clause"),
-    (r"\bthat which\b|\bthose which\b", "the one that, those that"),
-    (r"\bupon which\b|\bwhereupon\b", "and then"),
-    (r"\bthereby\b|\bthereof\b|\btherein\b|\bherein\b|\bhence\b", "so"),
-    (r"\b[Oo]ne's own\b|\bones-own\b", "your own"),
-    (r"\bpeople\b", "users"),
-    (r"\bis told\b|\bare told\b|\bbe told\b", "receives, is reported"),
-    (r"\btold apart\b|\btells? apart\b", "distinguish"),
-    (r"\bunheard\b", "silent"),
+    (r"for ever\b", "forever"),
+    (r"anew\b", "again"),
+    (r"[Ww]hoever\b", "anyone who"),
+    (r"(of|to|in) one that\b", "a plain clause"),
+    (r"what it is that\b|it is that\b", "a plain clause"),
+    (r"that which\b|those which\b", "the one that, those that"),
+    (r"upon which\b|whereupon\b", "and then"),
+    (r"thereby\b|thereof\b|therein\b|herein\b|hence\b", "so"),
+    (r"[Oo]ne's own\b|ones-own\b", "your own"),
+    (r"people\b", "users"),
+    (r"is told\b|are told\b|be told\b", "receives, is reported"),
+    (r"told apart\b|tells? apart\b", "distinguish"),
+    (r"unheard\b", "silent"),
 )
+
+
+ANY = re.compile(rf"\b(?:{'|'.join(pattern for pattern, _ in GIVEN_UP)})")
+"""All at once, as a search by each alone takes ten times as long."""
 
 
 def found() -> Iterator[str]:
     for path in FILES:
         text = path.read_text().partition("## Old and new public names")[0]
-        for number, line in enumerate(text.split("\n"), 1):
-            for pattern, instead in GIVEN_UP:
-                for match in re.finditer(pattern, line):
-                    where = f"{path.relative_to(ROOT)}:{number}"
-                    yield f"{where}: {match.group()!r}; write: {instead}\n    {line}"
+        for match in ANY.finditer(text):
+            number, word = text.count("\n", 0, match.start()) + 1, match.group()
+            instead = next(one for pattern, one in GIVEN_UP if re.fullmatch(pattern, word))
+            yield f"{path.relative_to(ROOT)}:{number}: {word!r}; write: {instead}"
 
 
 def test_words_that_were_given_up_do_not_come_back() -> None:

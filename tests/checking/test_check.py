@@ -53,7 +53,7 @@ def test_right_plans_pass(model: Any, loss: Any) -> None:
 
 
 def test_the_callers_model_and_batch_stay_as_they_are() -> None:
-    model, batch = gpt(), batch_of()
+    model, batch = gpt(layers=1), batch_of()
     state, given = copy.deepcopy(model.state_dict()), copy.deepcopy(batch)
     stretto.check(model, batch, next_token_loss, SLICED)
     assert all(p.dtype is torch.float32 and p.grad is None for p in model.parameters())
@@ -62,14 +62,15 @@ def test_the_callers_model_and_batch_stay_as_they_are() -> None:
     assert all(torch.equal(value, given[name]) for name, value in batch.items())
 
 
+@pytest.mark.slow
 def test_a_packed_matrix_that_is_called_colwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capture refuses it; a check names it where capture let it pass."""
     plan = {**GPT2_PLAN, "transformer.h.*.attn.c_attn": "colwise"}
     with pytest.raises(CaptureError, match=r"transformer\.h\.0\.attn cannot be computed in parts"):
-        stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
+        stretto.check(gpt2(n_layer=1), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
     without_proof(monkeypatch)
     with pytest.raises(RunError, match=r"transformer\.h\.0\.attn\.c_attn\.weight") as caught:
-        stretto.check(gpt2(), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
+        stretto.check(gpt2(n_layer=1), batch_of(), huggingface_loss, SPREAD, tp_plan=plan)
     told = str(caught.value)
     assert "transformer.h.*.attn is wrong when it is sharded by itself" in told
     assert "transformer.h.*.mlp is wrong" not in told
@@ -85,8 +86,8 @@ class Shifted(Block):
 
 
 def test_code_of_a_block_that_mixes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=8), seed=3)
-    model.blocks = nn.ModuleList(Shifted(model.config) for _ in range(2))
+    model = GPT(GPTConfig(vocab_size=64, layers=1, hidden=32, heads=4, context=8), seed=3)
+    model.blocks = nn.ModuleList([Shifted(model.config)])
     assert not stretto.check(model, batch_of(), next_token_loss, SPREAD).wrong
     with pytest.raises(CaptureError, match="is sharded along dim 1, and the op needs all of that dim"):
         stretto.check(model, batch_of(), next_token_loss, SLICED)
@@ -144,7 +145,7 @@ def test_a_model_that_differs_on_one_rank_too() -> None:
 
 
 def test_dropout_is_compared_in_evaluation() -> None:
-    found = stretto.check(gpt(dropout=0.5), batch_of(), next_token_loss, SPREAD)
+    found = stretto.check(gpt(dropout=0.5, layers=1), batch_of(), next_token_loss, SPREAD)
     assert found.evaluated
     assert not found.wrong
     assert "in evaluation" in str(found)
@@ -170,16 +171,16 @@ def test_refusals() -> None:
 
 
 def test_models_that_compute_in_float32_have_a_wider_tolerance() -> None:
-    model = from_transformers(
-        "Gemma2ForCausalLM", **SMALL, head_dim=8, sliding_window=4, attn_implementation="eager"
-    )
+    sizes = {**SMALL, "num_hidden_layers": 1, "head_dim": 8, "sliding_window": 4}
+    model = from_transformers("Gemma2ForCausalLM", **sizes, attn_implementation="eager")
     found = stretto.check(model, batch_of(), huggingface_loss, SPREAD)
     assert found.tolerance == LOW_PRECISION_TOLERANCE
-    assert stretto.check(gpt(), batch_of(), next_token_loss, SPREAD, tolerance=1e-3).tolerance == 1e-3
+    model = gpt(layers=1)
+    assert stretto.check(model, batch_of(), next_token_loss, SPREAD, tolerance=1e-3).tolerance == 1e-3
 
 
 SETTINGS = """
-model = { kind = "gpt", layers = 2, hidden = 32, heads = 4, context = 16, vocab_size = 64 }
+model = { kind = "gpt", layers = 1, hidden = 32, heads = 4, context = 16, vocab_size = 64 }
 data = { sequence_length = 8 }
 parallel = { tp = 2, microbatches = 2 }
 training = { global_batch = 8, steps = 1 }
@@ -198,8 +199,8 @@ def test_from_settings(tmp_path: Path) -> None:
         make(load_settings(path, [f"parallel.tp_plan={{{styles}}}"]))
 
 
-def mixture(capacity: float | None) -> MoEGPT:
-    config = MoEConfig(32, 2, 16, 2, 12, experts=4, expert_ratio=1.5, capacity_factor=capacity)
+def mixture(capacity: float | None, layers: int = 2) -> MoEGPT:
+    config = MoEConfig(32, layers, 16, 2, 12, experts=4, expert_ratio=1.5, capacity_factor=capacity)
     return MoEGPT(config, seed=3)
 
 
@@ -208,18 +209,25 @@ def rows_of_tokens() -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "how"),
+    ("layers", "capacity", "how"),
     [
-        pytest.param(None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}, marks=pytest.mark.slow),
-        (0.5, {"ep": 2, "dp": 4}),
-        (None, {"ep": 2, "dp": 2, "pp": 2, "ep_buffer": 4.0, "ampipe_degree": 2}),
-        (0.5, {"ep": 2, "dp": 2, "ampipe_degree": 2, "ampipe_capacity": "whole"}),
+        (1, None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}),
+        (1, 0.5, {"ep": 2, "dp": 4}),
+        *(
+            pytest.param(2, *row, marks=pytest.mark.slow)
+            for row in (
+                (None, {"ep": 2, "dp": 2, "ep_buffer": 4.0}),
+                (0.5, {"ep": 2, "dp": 4}),
+                (None, {"ep": 2, "dp": 2, "pp": 2, "ep_buffer": 4.0, "ampipe_degree": 2}),
+                (0.5, {"ep": 2, "dp": 2, "ampipe_degree": 2, "ampipe_capacity": "whole"}),
+            )
+        ),
     ],
     ids=str,
 )
-def test_experts_that_ranks_share(capacity: float | None, how: dict[str, Any]) -> None:
+def test_experts_that_ranks_share(layers: int, capacity: float | None, how: dict[str, Any]) -> None:
     """Capacities and routers' losses are of a microbatch, and it is the plain model's microbatches."""
-    found = stretto.check(mixture(capacity), rows_of_tokens(), moe_token_sum, Parallel(**how))
+    found = stretto.check(mixture(capacity, layers), rows_of_tokens(), moe_token_sum, Parallel(**how))
     assert found.tolerance == TOLERANCE
     assert found.differences[0].relative < 1e-12
 
@@ -309,7 +317,7 @@ class OneHeadEach(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_may_have_one_head_and_a_microbatch_one_row(rows: int) -> None:
     """Products of a batch of one, which is a slice of a batch that ranks share."""
     model = OneHeadEach()

@@ -114,9 +114,9 @@ CHOICES: dict[str, Callable[[Tensor], Tensor]] = {
 """Token -> its experts. Where all go to one, both choices are the same: the most that one can get."""
 
 
-def routed(capacity: float | None, *choices: str) -> MoEGPT:
+def routed(capacity: float | None, *choices: str, layers: int = 2) -> MoEGPT:
     """A model whose routers send tokens as `CHOICES` says, one for all blocks or one a block."""
-    model = copy.deepcopy(model_of(capacity, shared=1))
+    model = copy.deepcopy(model_of(capacity, shared=1, layers=layers))
     for at, block in enumerate(model.blocks):
         router = block.mlp.router
         router.forward = partial(_route, router.forward, choices[at % len(choices)])

@@ -186,7 +186,7 @@ def test_attention_that_cannot_be_cut_is_refused() -> None:
 
 
 def test_auto_takes_what_is_predicted_to_be_the_fastest() -> None:
-    job = captured(model_of(FEW), ep=2, dp=2, ampipe_degree="auto")
+    job = captured(model_of(FEW, layers=1), ep=2, dp=2, ampipe_degree="auto")
     assert [one.chunks for one in (job, *job.forms)] == [1, 2, 4]
 
     def planned(link: float) -> Plan:
@@ -267,7 +267,7 @@ def test_later_chunks_have_flash_attention_on_cuda() -> None:
     """Every chunk has a fused kernel: the first that of PyTorch's choice, which on some devices is cuDNN's;
     later ones, whose mask is causal from the lower right, flash attention itself."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12))
+        model = GPT(GPTConfig(vocab_size=32, layers=1, hidden=16, heads=2, context=12))
     how = Parallel(ampipe_degree=3)
     job = capture(model, batch(), next_token_sum, how, precision="bf16", device="cuda")
     targets = Counter(op.target for stage in job.stages for ops in stage.ops.values() for op in ops)
@@ -276,6 +276,6 @@ def test_later_chunks_have_flash_attention_on_cuda() -> None:
             targets[f"aten._scaled_dot_product_{kernel}_attention{backward}.default"]
             for kernel in ("flash", "cudnn")
         )
-        assert flash >= 2 * 2
-        assert flash + cudnn == 3 * 2
+        assert flash >= 2
+        assert flash + cudnn == 3
     assert not any("efficient_attention" in target for target in targets)

@@ -144,7 +144,7 @@ def assert_equals(model: nn.Module, **how: Any) -> None:
 
 SUMS = (
     Before,
-    LookedUp,
+    pytest.param(LookedUp, marks=pytest.mark.slow),
     pytest.param(Base, marks=pytest.mark.slow),
 )
 

@@ -43,11 +43,13 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Embedding, blocks, a norm and a head; `how` calls the blocks."""
 
-    def __init__(self, how: Callable[[Any, Tensor], Any], make: Callable[[], nn.Module] = Block) -> None:
+    def __init__(
+        self, how: Callable[[Any, Tensor], Any], make: Callable[[], nn.Module] = Block, blocks: int = 2
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
-        self.blocks = nn.ModuleList(make() for _ in range(3))
+        self.blocks = nn.ModuleList(make() for _ in range(blocks))
         self.early, self.after = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.how = how
 
@@ -136,9 +138,9 @@ def batch_of() -> dict[str, Tensor]:
 
 
 RIGHT = (
-    in_order,
-    a_norm_before,
-    twice,
+    pytest.param(in_order, marks=pytest.mark.slow),
+    pytest.param(a_norm_before, marks=pytest.mark.slow),
+    pytest.param(twice, marks=pytest.mark.slow),
     twice_with_the_norm_between,
     a_norm_on_the_way,
     later_ones_by_attributes,
@@ -183,5 +185,5 @@ def test_parts_in_a_list_of_the_block() -> None:
             y = self.norm(x)
             return x + self.parts[0](y) * self.parts[1](y)  # type: ignore[no-any-return]
 
-    model = Net(in_order, Several).double()
+    model = Net(in_order, Several, blocks=1).double()
     assert_plain(captured(model), model, loss, batch_of())

@@ -72,7 +72,13 @@ def tokens_of(seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("weighted", "probabilities", "none") else name
+        for name in LOSSES
+    ],
+)
 def test_losses_on_split_logits(name: str, tp: int) -> None:
     check(Head().double(), on_logits(LOSSES[name]), tp)
 
@@ -82,7 +88,7 @@ def test_the_padding_token_never_learns() -> None:
     assert not grads["embedding.weight"][3].any()
 
 
-@pytest.mark.parametrize("added", [-float("inf"), -1000.0, 1000.0])
+@pytest.mark.parametrize("added", [-float("inf"), pytest.param(-1000.0, marks=pytest.mark.slow), 1000.0])
 def test_parts_whose_logits_are_far_apart(added: float) -> None:
     """Each rank adds up below the maximum of its own part; one whose part is all -inf adds nothing."""
     model = Head().double()
@@ -240,7 +246,7 @@ TURNS = 6
 """Captures that have all snippets."""
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, *(pytest.param(k, marks=pytest.mark.slow) for k in range(3, TURNS))])
+@pytest.mark.parametrize("at", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, TURNS))])
 def test_code_on_split_logits_gives_the_plain_numbers(at: int) -> None:
     """Several snippets in one capture, from all over the lists; alone where that fails."""
     some = ALL[at::TURNS]
@@ -261,7 +267,14 @@ def test_code_on_split_logits_gives_the_plain_numbers(at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "snippet", ["x[..., 6:] = -3.0", "y = x.view(-1, VOCAB); y.mul_(2.0)", "x = x[:, 1:] * 2"]
+    "snippet",
+    [
+        "x[..., 6:] = -3.0",
+        *(
+            pytest.param(snippet, marks=pytest.mark.slow)
+            for snippet in ("y = x.view(-1, VOCAB); y.mul_(2.0)", "x = x[:, 1:] * 2")
+        ),
+    ],
 )
 def test_one_column_a_rank(snippet: str) -> None:
     code = snippet + "; loss = of(x, t[:, : x.shape[1]])"

@@ -102,7 +102,12 @@ def check(model: Net, loss: Any = loss_of, **layout: Any) -> None:
     planned_is_plain(model, loss, batch_of(), PLAN, **layout)
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ("behind", "is added to features", "is compared with features")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow) if way in SLOW else way for way in WAYS]
+)
 def test_rows_meet_sharded_features(way: str) -> None:
     check(net(way), tp=2)
 
@@ -223,8 +228,16 @@ def attends(model: nn.Module, plan: dict[str, str], **layout: Any) -> None:
     planned_is_plain(model.double(), loss_of, batch, plan, **layout)
 
 
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize(
+    ("rotation", "learned"),
+    [
+        *(("paired", False), ("halved", True), ("conjugated", True)),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("paired", True), ("halved", False), ("conjugated", False))
+        ),
+    ],
+)
 def test_rotary_angles_are_complex_numbers(rotation: str, learned: bool) -> None:
     torch.manual_seed(0)
     attends(Rotary(ROTATIONS[rotation], learned), ATTENTION, tp=4 if learned else 2)

@@ -29,7 +29,10 @@ SIZES: dict[str, Any] = {
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
-    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {"num_hidden_layers": 1, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 
