@@ -99,4 +99,4 @@ def test_a_jobs_own_sizes_come_first() -> None:
     assert set(sizes) > set(calibrate.SIZES)
     assert len(sizes) == len(set(sizes))
     large = comm_job(2, 2, tp=2, rows=2**16, hidden=2**11)
-    assert calibrate._sizes("all_reduce", [large]) == calibrate.SIZES, "what is too large is left out"
+    assert max(calibrate._sizes("all_reduce", [large])) <= calibrate.MOST_BYTES

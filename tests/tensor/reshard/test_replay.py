@@ -43,8 +43,10 @@ def layouts(ranks):
     return [Layout(ranks, kinds) for kinds in product((R, S0, S1), repeat=axes)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("meshes", MESHES)
+@pytest.mark.parametrize(
+    "meshes",
+    [pytest.param(one, marks=pytest.mark.slow if one.startswith("two axes each") else ()) for one in MESHES],
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_pair_of_placements_arrives_once(meshes, mode):
     """Shapes: uneven, with fewer rows than ranks, and with an even split."""
