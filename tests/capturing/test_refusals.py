@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
 from torch.autograd import backward as torch_backward
 from torch.nn.modules.module import register_module_full_backward_hook, register_module_full_backward_pre_hook
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -78,6 +80,10 @@ CODE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: torch.cond(x.sum() > 0, lambda t: t.tanh(), lambda t: t.sin(), (x,)),
         "choose with torch.where",
     ),
+    "while_loop": (
+        lambda x: while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t.sin()), (x[0, 0].long(), x))[1],
+        "choose with torch.where",
+    ),
     "scan": (
         lambda x: scan(lambda c, t: (c + t, c * t), torch.zeros_like(x[0]), x)[1],
         "choose with torch.where",
@@ -87,7 +93,7 @@ CODE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         "cannot capture Acts",
     ),
 }
-WITHOUT_A_LINE = {"Python's random", "NumPy's random", "scan", "cond", "error in a branch"}
+WITHOUT_A_LINE = {"Python's random", "NumPy's random", "while_loop", "scan", "cond", "error in a branch"}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +182,11 @@ def test_losses(loss: Any, word: str) -> None:
     if "loss(model, microbatch) at" in message or "the loss at" in message:
         code = getattr(loss, "__wrapped__", loss).__code__
         assert "mean_square" in code.co_name or f"{__file__}:{code.co_firstlineno}" in message
+
+
+def test_an_interrupt_of_the_loss_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        stretto.capture(Chain(), rows(), raising(KeyboardInterrupt()), PARALLEL)
 
 
 # --- models and batches ------------------------------------------------------------------------------------
@@ -382,6 +393,24 @@ def test_a_backward_within_the_backward(name: str, frozen: bool) -> None:
         Own.apply(model.out, rows().requires_grad_()).sum().backward()
 
 
+class Stopped(torch.autograd.Function):
+    """Ctrl-C comes while PyTorch traces the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_the_backward_is_no_error_of_an_op() -> None:
+    with warnings.catch_warnings(record=True, action="always") as seen, pytest.raises(KeyboardInterrupt):
+        stretto.capture(Acts(Stopped.apply), rows(), mean_square, PARALLEL)
+    assert not [one for one in seen if "Error detected" in str(one.message)]
+
+
 def of_a_value(layer: nn.Module, watch: Any) -> Any:
     return layer.register_forward_hook(lambda _, args, out: out.register_hook(watch) and None)
 
@@ -430,12 +459,23 @@ def reduced(x: Tensor) -> Tensor:
     return x
 
 
+def gathered(x: Tensor) -> Tensor:
+    found = [torch.empty_like(x)]
+    dist.all_gather(found, x)
+    return found[0]
+
+
+def exchanged(x: Tensor) -> Tensor:
+    dist.all_gather_object([None], 1)
+    return x
+
+
 def waited(x: Tensor) -> Tensor:
     dist.barrier()
     return x
 
 
-@pytest.mark.parametrize("act", [reduced, waited])
+@pytest.mark.parametrize("act", [reduced, gathered, exchanged, waited])
 def test_collectives_of_the_models_own(act: Callable[[Tensor], Tensor], world: None) -> None:
     message = refusal(Acts(act), rows(), mean_square)
     assert "communicates by torch.distributed" in message

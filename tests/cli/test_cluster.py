@@ -52,6 +52,16 @@ def test_a_calibration_is_shown_as_what_was_measured(tmp_path: Path) -> None:
         assert word in printed
 
 
+def test_equal_devices_are_shown_by_their_fields(tmp_path: Path) -> None:
+    path = tmp_path / "flat.toml"
+    path.write_text("peak_tflops = 5\nmemory_gbps = 100\nlink_gbps = 12.5\n")
+    lines = run("show", str(path)).splitlines()
+    assert "12.5" in next(line for line in lines if "link_gbps" in line)
+    assert "by default" in next(line for line in lines if "latency_us" in line)
+    with pytest.raises(UsageError, match="--save writes clusters of the catalogue's devices"):
+        run("show", str(path), "--save", str(tmp_path / "other.toml"))
+
+
 @pytest.mark.parametrize(
     ("name", "said"), [("h10x8", "unknown cluster 'h10x8'"), ("local", "`stretto calibrate`")]
 )

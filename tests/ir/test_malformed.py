@@ -99,6 +99,7 @@ MALFORMED = [
     (changed("job", "stages", to=[]), r"job\.stages: a job has at least one stage"),
     (changed("job", "stages", 0, "index", to=1), r"job\.stages\[0\]\.index: stages are numbered in order"),
     (changed(*OPS, 1, 0, to="h0"), r"job\.stages\[0\]\.ops\.F\[1\]: op 'h0' is there twice"),
+    (changed("job", "stages", 0, "ops", "W", 0, 0, to="g0"), r"ops\.W\[0\]: op 'g0' is there twice"),
     (changed(*OPS, 0, 2, 0, to="%param/none"), r"ops\.F\[0\]: stage 0 is not given 'param/none'"),
     (changed("job", "stages", 0, "ops", "W", 1, 4, to=[]), r"parameters\[0\]\.grads\[0\]: stage 0 makes no"),
     (changed(*OPS, 0, 4, to=[]), r"ops\.F\[1\]: reads 'h0', which is no tensor"),

@@ -10,6 +10,7 @@ import torch
 from stretto.measure import calibrate
 from stretto.measure.time_ops import machine_of
 from stretto.price.calibration import Calibration, load_calibration, save_calibration
+from tests.price.comm_job import comm_job
 from tests.runtime.launch import launch
 
 RANKS = """
@@ -89,3 +90,13 @@ def test_one_process_measures_between_others_and_goes_on(
     save_calibration(found, tmp_path / "c.json")
     (read,) = load_calibration(tmp_path / "c.json").links
     assert read.link.latency_us == pytest.approx(link.link.latency_us, abs=0.01)
+
+
+def test_a_jobs_own_sizes_come_first() -> None:
+    job = comm_job(2, 2, tp=2, rows=64, hidden=128)
+    sizes = calibrate._sizes("all_reduce", [job])
+    assert sizes.index(64 * 128 * 4) < sizes.index(calibrate.SIZES[0])
+    assert set(sizes) > set(calibrate.SIZES)
+    assert len(sizes) == len(set(sizes))
+    large = comm_job(2, 2, tp=2, rows=2**16, hidden=2**11)
+    assert max(calibrate._sizes("all_reduce", [large])) <= calibrate.MOST_BYTES

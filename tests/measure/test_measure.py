@@ -402,11 +402,21 @@ def test_calibrating_for_a_plan_prices_it_by_lookup(plan_file: Path, tmp_path: P
     assert f"({len(load_calibration(out).ops)} measured now, 0 known)" in text
 
 
-def test_a_plan_whose_step_ends_in_sums_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "dp": 2, "tp": 2},
+        *(pytest.param({axis: 2}, marks=pytest.mark.slow) for axis in ("pp", "dp", "tp")),
+    ],
+    ids=str,
+)
+def test_a_plan_whose_step_ends_in_sums_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: dict[str, int]
+) -> None:
     """Sums of the loss and of gradients are programs of the plan that read no value of a microbatch."""
     monkeypatch.setattr(time_ops, "ROUND_US", 20.0)
     model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=8))
-    parallel = stretto.Parallel(pp=2, dp=2, tp=2, microbatches=2)
+    parallel = stretto.Parallel(**layout, microbatches=2)
     job = stretto.capture(model, torch.zeros(4, 9, dtype=torch.int64), next_token_loss, parallel)
     stretto.plan(job, cluster=cores()).save(tmp_path / "plan.json")
     status, text, error = calibrate_into(tmp_path / "c.json", str(tmp_path / "plan.json"))
@@ -440,6 +450,20 @@ def test_a_run_that_is_cut_short_keeps_what_is_there(
     status, text, _ = calibrate_into(out, str(plan_file))
     assert status == 0
     assert "3 known" in text
+    assert set(load_calibration(out).ops) == set(distinct_ops([comm_job(1, tp=1, rows=8, hidden=16)]))
+
+
+def test_a_run_that_fails_keeps_what_is_there(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StrettoError("the network is gone")
+
+    out = tmp_path / "c.json"
+    monkeypatch.setattr(calibrate, "calibrate_communication", fail)
+    error = CliRunner().invoke(calibrate_app, [str(plan_file), "--cluster-out", str(out)]).exception
+    assert isinstance(error, StrettoError)
+    assert str(error) == "the network is gone"
     assert set(load_calibration(out).ops) == set(distinct_ops([comm_job(1, tp=1, rows=8, hidden=16)]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.ir.action import Phase
 from stretto.ir.collectives import KINDS
+from stretto.ir.costs import Costs
 from stretto.ir.program import Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.passes.messages import COPY, dense_messages, scattered
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
+from stretto.schedule.families import make_schedule
 from tests.passes.steps import after, costs_of
 from tests.runtime.equality import assert_equal, assert_same_bits, made_up_costs, plain, run
 
@@ -114,6 +117,20 @@ def test_numbers_stay(name: str) -> None:
     assert strided(plan.job) == []
     assert_equal(found, plain(model, BATCH, loss_of), 1e-10)
     assert_same_bits(found, left_alone)
+
+
+def test_a_copy_has_a_price_and_is_in_the_timeline() -> None:
+    _, job, made = capture_forms("a slice")
+    [copied] = of_messages(made)
+    costs, schedule = replace(made_up_costs(made), action_us=0.0), make_schedule("1f1b", 2, 2)
+    dearer = replace(costs, op_us={**costs.op_us, (0, copied.name): costs.op_us[0, copied.name] + 500.0})
+
+    def compute_us(given: Costs) -> float:
+        spans = stretto.simulate(lower(made, schedule, given)).spans
+        return sum(span.end_us - span.start_us for span in spans if span.kind == "compute")
+
+    assert compute_us(dearer) - compute_us(costs) == pytest.approx(2 * 500.0), "once a microbatch"
+    assert (0, copied.name) in after(dense_messages, job, made_up_costs(job))[1].op_us
 
 
 def test_who_reads_by_strides_of_its_own_finds_them() -> None:

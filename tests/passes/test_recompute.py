@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -11,9 +13,11 @@ from stretto.errors import UsageError
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs, Link
 from stretto.ir.flow import PHASES, inputs_of
+from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.passes.recompute import Blocks, forget, is_repeated, numbered, repeat
 from stretto.passes.recompute_choice import recompute
+from stretto.planning.costs import listed
 from stretto.planning.schedules import choose_schedule
 from tests.passes.test_recompute_numbers import DROPPING, changed, job_of
 from tests.runtime.equality import made_up_costs
@@ -66,6 +70,22 @@ def test_forgetting_gives_the_job_back(layout: str, choice: str) -> None:
     assert made != job
     assert forget(made) == job
     assert changed(made, "1f1b", choice) == made, "a job that is planned again is not changed twice"
+
+
+def test_what_is_repeated_is_priced_as_ops_like_it() -> None:
+    job = job_of("dropping", "one rank")
+    costs, specs = made_up_costs(job), specs_of(job)
+    made = changed(job, "1f1b", "full")
+    priced = listed(job, costs).costs_of(made).op_us
+    alike, signatures = defaultdict(list), {}
+    for one in (one for ops in job.stages[0].ops.values() for one in ops):
+        signatures[one.name] = signature(one, specs)
+        alike[signatures[one.name]].append(costs.op_us[0, one.name])
+    again = [one for ops in made.stages[0].ops.values() for one in ops if is_repeated(one)]
+    for one in again:
+        assert priced[0, one.name] == pytest.approx(mean(alike[signatures[one.repeats]]), abs=1e-3)
+    assert again
+    assert priced.items() >= costs.op_us.items(), "and all others keep their times"
 
 
 def linears(job: Job, module: str) -> int:

@@ -76,3 +76,9 @@ def test_batches_lie_apart() -> None:
     assert fit.us(batched(1, 96)) == pytest.approx(us(1, 96), rel=0.1)
     assert fit.us(batched(16, 96)) == pytest.approx(us(16, 96), rel=0.1)
     assert fit.us(batched(64 * 100, 96)) is None, "far from all that is known"
+
+
+def test_products_of_size_zero_are_neither_read_nor_priced() -> None:
+    fit = MatmulFit([*((_key(*shape), _us(*shape)) for shape in SHAPES), (_key(0, 128, 128), 3.0)])
+    assert fit.us(_key(128, 256, 512)) == pytest.approx(_us(128, 256, 512), rel=1e-6)
+    assert fit.us(_key(0, 128, 128)) is None

@@ -56,6 +56,29 @@ def test_a_tied_parameter_has_its_first_name_on_every_rank() -> None:
     assert {*owned[0], *owned[1]} == {name for name, _ in model().named_parameters()}
 
 
+@pytest.mark.parametrize("layout", ["pp", "pp tp"])
+@pytest.mark.parametrize("exempt", ["embedding", "head"])
+def test_groups_by_name_keep_tied_copies_equal(layout: str, exempt: str) -> None:
+    """The last stage has the embedding as its head, and knows it by its first name alone."""
+
+    def sgd(named: Any) -> torch.optim.Optimizer:
+        groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+        for name, parameter in named:
+            groups[exempt in name].append(parameter)
+        both = ({"params": kept, "weight_decay": 0.0 if free else 0.5} for free, kept in groups.items())
+        return torch.optim.SGD([one for one in both if one["params"]], lr=0.05, momentum=0.9)
+
+    def work(runner: Runner, _: nn.Module) -> tuple[dict[str, Tensor], Tensor]:
+        train(runner, sgd(runner.named_parameters()), STEPS)
+        return runner.state_dict(), dict(runner.named_parameters())["embedding.weight"].detach()
+
+    kept = run(layout, work)
+    assert_close(kept[0][0], trained(sgd, STEPS))
+    half = len(kept) // 2
+    for (_, first), (_, last) in zip(kept[:half], kept[half:], strict=True):
+        assert torch.equal(first, last)
+
+
 def test_one_rank_alone_may_have_it() -> None:
     found = run("pp tp", lambda runner, _: runner.state_dict(only_on=2))
     assert [bool(one) for one in found] == [False, False, True, False]

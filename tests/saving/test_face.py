@@ -11,7 +11,9 @@ import errno
 import functools
 import io
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +301,26 @@ def test_a_rank_whose_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert run("one", lambda runner: stretto.load(tmp_path / "a", runner)) == ["before"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted without root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_disk_that_is_full_keeps_what_was_saved(small_disk: Path) -> None:
+    write("pp", small_disk / "a", extra="before")
+    (small_disk / "other").write_bytes(bytes(shutil.disk_usage(small_disk).free - 2**16))
+    assert "disk is full" in refused("pp", lambda runner: stretto.save(small_disk / "a", runner))
+    assert sorted(path.name for path in small_disk.iterdir()) == ["a", "other"]
+    assert run("one", lambda runner: stretto.load(small_disk / "a", runner)) == ["before"]
 
 
 class Disk(io.BytesIO):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import stretto
-from stretto.tensor.layout import layout_of
+from stretto.tensor.layout import layout_of, region_count
 from stretto.tensor.reshard.agree import agreement
-from stretto.tensor.reshard.execute import PeerLinks
+from stretto.tensor.reshard.execute import PeerLinks, PieceMessage, pieces
 from stretto.tensor.reshard.plan import plan_together
 from stretto.tensor.reshard.tasks import Hosts, Tensor
 from tests.cells import slow
@@ -101,22 +101,28 @@ def one_tensor_to_several_meshes() -> None:
 
 
 def messages_are_those_of_the_plan() -> None:
-    """Bytes of all ranks, and between hosts."""
+    """Order, peers and bytes on each rank; bytes of all ranks, and between hosts."""
     a, b, c = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3]), DeviceMesh("cpu", [3, 4, 6])
     full_values = [ranged((40, 6)), ranged((30, 8), torch.float32)]
     sources: list[Where] = [(a, [S0]), (a, [R])]
     targets: list[tuple[int, Where]] = [(0, (b, [R])), (1, (c, [S0])), (0, (c, [S1])), (1, (b, [S1]))]
     kept = [stretto.shard(full, *source) for full, source in zip(full_values, sources)]
     sent: list[tuple[int, int]] = []
-    send = PeerLinks.send
+    received: list[tuple[int, int]] = []
+    send, receive = PeerLinks.send, PeerLinks.receive
 
     def noting(self: PeerLinks, group: Any, buffer: torch.Tensor, peer: int, limit_bytes: int) -> None:
         sent.append((peer, buffer.numel()))
         send(self, group, buffer, peer, limit_bytes)
         assert self._sent_bytes <= LIMIT
 
+    def receiving(self: PeerLinks, group: Any, buffer: torch.Tensor, peer: int) -> PieceMessage:
+        received.append((peer, buffer.numel()))
+        return receive(self, group, buffer, peer)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeerLinks, "send", noting)
+        patch.setattr(PeerLinks, "receive", receiving)
         found = stretto.reshard_all([(kept[at], *to) for at, to in targets], in_flight_bytes=LIMIT)
     for y, (at, to) in zip(found, targets):
         check(y, full_values[at], to)
@@ -131,6 +137,15 @@ def messages_are_those_of_the_plan() -> None:
     ]
     planned = plan_together(tensors, HOSTS)
     assert [part for part in planned.parts if len(part[1]) > 1], "one is handed on between its targets"
+    messages = [
+        (here, there, tensors[planned.parts[one.tensor][0]].itemsize_bytes * region_count(box))
+        for one in planned.plan.transfers
+        for box in pieces(one.region, LIMIT // tensors[planned.parts[one.tensor][0]].itemsize_bytes)
+        for here, there in pairwise((one.sender, *one.receivers))
+    ]
+    rank = dist.get_rank()
+    assert sent == [(there, nbytes) for here, there, nbytes in messages if here == rank]
+    assert received == [(here, nbytes) for here, there, nbytes in messages if there == rank]
     everything: list[Any] = [None] * RANKS
     dist.all_gather_object(everything, sent)
     all_sent = [(HOSTS[at] != HOSTS[to], nbytes) for at, each in enumerate(everything) for to, nbytes in each]

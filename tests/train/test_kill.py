@@ -140,6 +140,25 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signum", "status", "words"),
+    [(signal.SIGINT, 130, "interrupted at step "), (signal.SIGKILL, 1, "rank 1 was lost after step ")],
+)
+def test_a_signal_amid_the_steps_of_tensor_parallel_ranks(
+    folder: Path, signum: signal.Signals, status: int, words: str
+) -> None:
+    """Ctrl-C reaches the launcher, and SIGKILL a rank."""
+    config = write_settings(folder, steps=100_000, every=10, run=f"tp-{status}", model="vocab_size = 302")
+    process = start("train", config, "parallel.tp=2", "parallel.sequence_parallel=true")
+    ranks = until_checkpoint(config, process)
+    os.kill(process.pid if signum == signal.SIGINT else ranks[1], signum)
+    _, err = ended(config, process, 30)
+    assert process.returncode == status
+    assert err.count("\n") == 1
+    assert err.startswith(f"stretto: {words}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks", "victim"), [("pp", 3, 0), ("pp", 3, 2), ("tp-dp", 4, 0)])
 def test_ranks_without_our_launcher_agree_on_who_was_lost(
     folder: Path, layout: str, ranks: int, victim: int

@@ -11,8 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -228,6 +230,25 @@ def test_checkpoints_elsewhere_are_locked_too(tmp_path: Path) -> None:
     one.release()
     two.take(folders_of(both[1]))
     two.release()
+
+
+def test_of_several_at_once_one_has_the_folder(tmp_path: Path) -> None:
+    locks, ready = [RunLock() for _ in range(8)], threading.Barrier(8)
+
+    def attempt(lock: RunLock) -> str:
+        ready.wait()
+        try:
+            lock.take([("output.run_dir", tmp_path)])
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(8) as pool:
+        first, *others = sorted(pool.map(attempt, locks))
+    assert first == ""
+    assert all("another run is at work" in one for one in others)
+    for lock in locks:
+        lock.release()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from stretto.report.rundir import load_run
 from stretto.train import checkpoint, launch
 from stretto.train.checkpoint_files import latest_in
 from stretto.train.data import prepare_data
+from stretto.train.results import Metrics
 from stretto.train.trainer import Trainer
 from stretto.train.world import World
 
@@ -181,6 +182,30 @@ def test_a_damaged_checkpoint_is_refused_by_name(
         (damaged / name).write_text(text)
     with pytest.raises(StrettoError, match=f"step-000002.*{words}"):
         train(write_settings(folder, run="damaged"), f"checkpoint.resume={damaged}")
+
+
+def test_an_interrupt_while_a_checkpoint_is_read_stays_one(
+    unsharded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "load", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.load_model(unsharded)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_under_the_metrics_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> Metrics:
+        made = Metrics(*arguments)
+        made._file.close()
+        made._file = open("/dev/full", "w")  # noqa: SIM115
+        return made
+
+    monkeypatch.setattr("stretto.train.trainer.Metrics", full)
+    with pytest.raises(StrettoError, match=r"cannot write .*metrics\.jsonl: No space left"):
+        train(write_settings(folder, steps=2, run="lines"))
 
 
 def test_a_loss_that_is_no_number_stops_the_run_before_it_spoils_the_weights(folder: Path) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,41 @@ from stretto.tensor.reshard.tasks import MODES, Hosts
 from .replay import check_times, check_values
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+MESHES = {
+    "apart, of one size": ((0, 1, 2, 3), (4, 5, 6, 7)),
+    "apart, of two sizes": ((0, 1), (2, 3, 4)),
+    "overlapping": ((0, 1, 2, 3), (2, 3, 4)),
+    "one mesh, ranks in another order": ((0, 1, 2, 3), (3, 1, 0, 2)),
+    "to a part": ((0, 1, 2, 3), (1, 2)),
+    "from a part": ((1, 2), (0, 1, 2, 3)),
+    "two axes to one": (((0, 1), (2, 3)), (4, 5, 6)),
+    "two axes each": (((0, 1), (2, 3)), ((4, 5, 6), (7, 8, 9))),
+    "two axes each, ranks in another order": (((3, 1), (0, 2)), ((0, 1), (2, 3))),
+    "one rank to a mesh": ((5,), ((0, 1), (2, 3))),
+}
+
+
+def layouts(ranks):
+    """All of two dims."""
+    axes = 2 if isinstance(ranks[0], tuple) else 1
+    return [Layout(ranks, kinds) for kinds in product((R, S0, S1), repeat=axes)]
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [pytest.param(one, marks=pytest.mark.slow if one.startswith("two axes each") else ()) for one in MESHES],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_pair_of_placements_arrives_once(meshes, mode):
+    """Shapes: uneven, with fewer rows than ranks, and with an even split."""
+    hosts = Hosts.of(2, 10, latency_us=3.0)
+    for shape, *pair in product(((10, 5), (2, 7), (12, 1)), *map(layouts, MESHES[meshes])):
+        tensors = [Tensor(shape, 4, *pair)]
+        plan = plan_reshards(tensors, hosts, mode)
+        check_values(plan, tensors)
+        check_times(plan, hosts)
 
 
 @pytest.mark.parametrize("mode", MODES)
