@@ -106,7 +106,7 @@ def test_all_modes_give_the_numbers_of_off(layout: dict[str, int], tied: bool) -
     model = gpt(tie_embeddings=tied, dropout=0.1).double()
     job = capture(model, batch_of(), next_token_loss, Parallel(**layout))
     costs = costs_of(job)
-    plans = {mode: make_plan(job, costs, overlap=mode, search_s=5.0) for mode in ("off", "local", "window")}
+    plans = {mode: make_plan(job, costs, overlap=mode, search_s=0.5) for mode in ("off", "local", "window")}
     assert [plan.overlap for plan in plans.values()] == ["off", "local", "window"]
     steps = [plan.prediction.step_us for plan in plans.values() if plan.prediction is not None]
     assert steps[0] > steps[1] > steps[2]
@@ -149,7 +149,7 @@ def test_one_window_a_rank_gives_the_numbers_of_off(
     job = capture(model, batch, next_token_loss, parallel, stages=stages)
     costs = costs_of(job)
     off = make_plan(job, costs, overlap="off")
-    plan = make_plan(job, costs, overlap="window", search_s=20.0 if microbatches == 32 else 5.0)
+    plan = make_plan(job, costs, overlap="window", search_s=20.0 if microbatches == 32 else 0.5)
     assert plan.overlap == "window"
     assert [len(order) for order in plan.schedule.orders] == [1, 1], "one window a rank"
     assert_same(numbers(plan, model, batch), numbers(off, model, batch))

@@ -90,8 +90,17 @@ def set_through_data(_: Runner, old: nn.Module) -> None:
         parameter.data.copy_(values[name])
 
 
-@pytest.mark.parametrize("change", [loaded, loaded_after_a_step, set_through_data])
-@pytest.mark.parametrize("layout", ["sp", "pp tp"])
+@pytest.mark.parametrize(
+    ("layout", "change"),
+    [
+        ("sp", loaded),
+        ("pp tp", loaded_after_a_step),
+        ("sp", set_through_data),
+        pytest.param("pp tp", loaded, marks=pytest.mark.slow),
+        pytest.param("sp", loaded_after_a_step, marks=pytest.mark.slow),
+        pytest.param("pp tp", set_through_data, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_written_to_the_model_reaches_the_runner(
     layout: str, change: Callable[[Runner, nn.Module], None]
 ) -> None:

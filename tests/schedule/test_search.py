@@ -45,7 +45,9 @@ def bubble_rate(schedule: Schedule, times: PhaseTimes) -> float:
         pytest.param(
             row,
             id=f"{row['model']}-{row['microbatches']}",
-            marks=[pytest.mark.slow] if int(row["stages"]) > 8 or int(row["microbatches"]) > 32 else [],
+            marks=()
+            if (row["model"], row["microbatches"]) in (("1.5B", "24"), ("6.2B", "32"))
+            else pytest.mark.slow,
         )
         for row in TABLE
     ],
@@ -110,7 +112,7 @@ def test_it_is_never_worse_than_the_best_family(seed: int) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 2), st.integers(1, 9), st.floats(0.5, 3.0), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_memory_is_kept_or_refused(ranks, each, microbatches, memory, data):
     stages = ranks * each
     times = PhaseTimes(*(data.draw(st.floats(0.1, 10)) for _ in range(3)), data.draw(st.floats(0, 5)))

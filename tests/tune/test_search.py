@@ -49,10 +49,11 @@ def everything(
     return [*(one for one in full if isinstance(one, Planned)), *quick]
 
 
-def test_a_small_choice_is_made_as_by_planning_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_small_choice_is_made_as_by_planning_everything(tmp_path: Path, devices: int) -> None:
     given = settings(tmp_path, layers=2)
-    found, here = tuned(given, 4, CLUSTER, FEW)
-    best = min(everything(given, 4, CLUSTER, FEW), key=lambda one: one.step_us)
+    found, here = tuned(given, devices, CLUSTER, FEW)
+    best = min(everything(given, devices, CLUSTER, FEW), key=lambda one: one.step_us)
     assert found.planned[0].step_us <= 1.01 * best.step_us
     assert found.stopped == ""
     assert found.unseen_us is None or found.unseen_us <= best.step_us
@@ -145,7 +146,7 @@ def test_more_is_computed_again_where_memory_asks_for_it(tmp_path: Path) -> None
 
 
 def test_the_settings_own_is_planned_first_and_compared(tmp_path: Path) -> None:
-    given = settings(tmp_path)  # for two devices
+    given = settings(tmp_path, layers=2)  # for two devices
     found, here = tuned(given, 2, CLUSTER, {"schedule": "1f1b", "recompute": "none", "microbatches": 4})
     first = next(asked for asked in here.done if asked.order is not None)
     assert first.candidate == Choices(given, 2).own()

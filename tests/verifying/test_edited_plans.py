@@ -349,7 +349,7 @@ def test_ops_that_moved_behind_what_reads_them() -> None:
         assert "needs what a later program makes of it. Put each op behind what it reads" in found["why"]
 
 
-@pytest.mark.parametrize("name", ["tensor parallel", "batch norm"])
+@pytest.mark.parametrize("name", ["tensor parallel", pytest.param("batch norm", marks=pytest.mark.slow)])
 def test_some_random_edits_are_refused_or_the_same_step(name: str) -> None:
     found = list(outcomes(name, list(range(len(EDITS)))))
     wrongs = [one for one in found if wrong(one)]
