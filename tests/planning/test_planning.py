@@ -111,9 +111,7 @@ def test_what_is_wished_for() -> None:
 
 
 def test_auto_takes_a_number_of_chunks_that_fits() -> None:
-    job = stretto.capture(
-        model_of(FEW, layers=1), batch(), moe_token_sum, stretto.Parallel(ampipe_degree="auto")
-    )
+    job = stretto.capture(model_of(FEW), batch(), moe_token_sum, stretto.Parallel(ampipe_degree="auto"))
     alone = [stretto.plan(replace(one, forms=()), cores(), order="list") for one in (job, *job.forms)]
     peaks = {plan.job.chunks: max(plan.prediction.peak_bytes) for plan in alone if plan.prediction}
     assert peaks[2] < peaks[4] < peaks[1]

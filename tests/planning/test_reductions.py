@@ -110,7 +110,7 @@ def test_sums_that_take_what_compute_waits_for_start_at_the_end(monkeypatch: pyt
     once, and those at the end of last runs do not."""
     monkeypatch.setattr("stretto.schedule.sums.LARGE_BYTES", 3000)  # so that there are several
     with torch.device("meta"):
-        model = GPT(GPTConfig(vocab_size=64, layers=2, hidden=32, heads=4, context=16))
+        model = GPT(GPTConfig(vocab_size=64, layers=4, hidden=32, heads=4, context=16))
     parallel = stretto.Parallel(pp=2, dp=2, tp=2, microbatches=3, sequence_parallel=True)
     batch = torch.zeros(12, 17, dtype=torch.int64)
     job = stretto.capture(model, batch, loss=next_token_loss, parallel=parallel)
