@@ -138,7 +138,8 @@ def test_whatever_is_captured_can_be_measured(name: str) -> None:
     assert len(op_us) == sum(len(ops) for stage in job.stages for ops in stage.ops.values())
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_models_of_transformers_can_be_measured(name: str) -> None:
     job = job_of(traced(name, torch.float32), 2, 2)
     assert sum(profile.profile(job, CPU).op_us.values()) > 0
