@@ -78,7 +78,7 @@ def test_the_winner_is_within_a_percent_of_planning_everything(tmp_path: Path) -
 
 def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
     given = settings(tmp_path, layers=2)
-    search = Search(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
+    search = Search(Choices(given, 2, FEW), CLUSTER, 600.0, lambda text: None)
 
     class StopError(Exception):
         pass
@@ -88,7 +88,7 @@ def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
         if asked.order is not None and any(one.order is not None for one in here.done):
             raise StopError
 
-    here = Here(given, 4, CLUSTER, before)
+    here = Here(given, 2, CLUSTER, before)
 
     with pytest.raises(StopError):
         search.run(here)  # type: ignore[arg-type]
@@ -111,8 +111,8 @@ def test_what_cannot_be_planned_in_full_is_not_chosen(tmp_path: Path) -> None:
                 answer = Refused(asked.candidate, "too large", True)
             return [(asked, answer)]
 
-    search = Search(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
-    here = TooLarge(given, 4, CLUSTER)
+    search = Search(Choices(given, 2, FEW), CLUSTER, 600.0, lambda text: None)
+    here = TooLarge(given, 2, CLUSTER)
     search.run(here)  # type: ignore[arg-type]
     found = search.result()
     (gone,) = refused
