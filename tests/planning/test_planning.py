@@ -115,7 +115,7 @@ def test_what_is_wished_for() -> None:
     [(1, {1: 1, 2: 1, 4: 4}), pytest.param(2, {1: 1, 2: 2, 4: 2}, marks=pytest.mark.slow)],
 )
 def test_auto_takes_a_number_of_chunks_that_fits(layers: int, takes: dict[int, int]) -> None:
-    """takes: how many, in the memory that so many alone need. Four keep least in one layer, and two in two."""
+    """takes: how many, in the memory that so many alone need. Of one layer four keep least, of two two."""
     parallel = stretto.Parallel(ampipe_degree="auto")
     job = stretto.capture(model_of(FEW, layers=layers), batch(), moe_token_sum, parallel)
     alone = [stretto.plan(replace(one, forms=()), cores(), order="list") for one in (job, *job.forms)]
