@@ -195,9 +195,20 @@ def plans(draw: st.DrawFn) -> Plan:
     return shuffled(plan, draw(st.integers(0, 10**6))) if draw(st.booleans()) else plan
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_no_order_of_ops_beats_any_bound(plan: Plan) -> None:
+    check_bounds(plan)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(plans())
+def test_no_order_of_ops_of_many_beats_any_bound(plan: Plan) -> None:
+    check_bounds(plan)
+
+
+def check_bounds(plan: Plan) -> None:
     timeline = simulate(plan)
     bound = lower_bound(plan.job, plan.schedule, plan.costs)
     assert bound.us == max(bound.parts.values())

@@ -3,6 +3,7 @@ slower than waiting at once."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,9 +18,20 @@ from tests.verifying.comm_plans import AXES, comm_job
 TIMES = st.sampled_from([0.0, 1.0, 30.0, 100.0, 250.0, 1000.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_what_planning_makes_is_proved(data: st.DataObject) -> None:
+    check(data)
+
+
+@pytest.mark.slow
+@settings(max_examples=120, deadline=None)
+@given(st.data())
+def test_what_planning_makes_of_many_jobs_is_proved(data: st.DataObject) -> None:
+    check(data)
+
+
+def check(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from(AXES))
     family = data.draw(st.sampled_from(sorted(FAMILIES)))
     each = virtual_stages_of(family, None)

@@ -17,7 +17,7 @@ from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.passes.recompute import Blocks, forget, is_repeated, numbered, repeat
 from stretto.passes.recompute_choice import recompute
-from stretto.planning.costs import listed
+from stretto.planning.make_plan import listed
 from stretto.planning.schedules import choose_schedule
 from tests.passes.test_recompute_numbers import DROPPING, changed, job_of
 from tests.runtime.equality import made_up_costs

@@ -117,7 +117,17 @@ def test_a_second_visit_counts_with_the_first(monkeypatch: pytest.MonkeyPatch) -
     assert first.rounds.keys() == both.rounds.keys() == {1}
 
 
-@pytest.mark.parametrize("name", [*EQUAL, "Dropout", "BatchNorm"])
+SOON = ("Masked", "Sorts", "ViewOfAView", "Convolutions", "Complex", "Constants", "Dropout", "BatchNorm")
+"""Those of the most kinds of inputs; the others in the longer run."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in SOON else pytest.mark.slow)
+        for name in (*EQUAL, "Dropout", "BatchNorm")
+    ],
+)
 def test_whatever_is_captured_can_be_measured(name: str) -> None:
     """Made-up inputs must be valid for every op: indices, layouts, masks."""
     kind = {"Dropout": Dropout, "BatchNorm": BatchNorm, **EQUAL}[name]
@@ -127,6 +137,7 @@ def test_whatever_is_captured_can_be_measured(name: str) -> None:
     assert len(op_us) == sum(len(ops) for stage in job.stages for ops in stage.ops.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_models_of_transformers_can_be_measured(name: str) -> None:
     job = job_of(traced(name, torch.float32), 2, 2)

@@ -30,7 +30,13 @@ TWO: Sizes = ((4, 8), (8, 4))
 THREE: Sizes = ((1, 2, 9), (9, 1, 2), (2, 9, 1))
 """Each rank sends 12 rows, and gets 12."""
 
-CASES = ((1, 2, None), (2, 2, None), (1, 2, TWO), (2, 3, None), (2, 3, THREE))
+CASES = (
+    pytest.param(1, 2, None, marks=pytest.mark.slow),
+    pytest.param(2, 2, None, marks=pytest.mark.slow),
+    (1, 2, TWO),
+    (2, 3, None),
+    (2, 3, THREE),
+)
 
 
 def plan_of(stages: int, tp: int, sizes: Sizes | None) -> Plan:

@@ -72,8 +72,13 @@ def numbers(plan: Plan, poisoned: bool) -> Numbers:
 @pytest.mark.parametrize(
     ("layout", "mode"),
     [
-        # What `local` has, `window` has too; `off` waits for all at once. "data" has what "tp" has.
-        pytest.param(layout, mode, marks=[] if mode == "window" and layout != "tp" else [pytest.mark.slow])
+        # What `local` has, `window` has too; `off` waits for all at once. "data" has what "tp" has,
+        # and "both" what "sequence" has.
+        pytest.param(
+            layout,
+            mode,
+            marks=() if mode == "window" and layout in ("pipeline", "both", "data") else pytest.mark.slow,
+        )
         for layout in LAYOUTS
         for mode in MODES
     ],

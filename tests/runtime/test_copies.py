@@ -52,7 +52,7 @@ def nudge(tensor: Tensor) -> None:
 @pytest.mark.parametrize(
     ("layout", "changed", "where"),
     [
-        ({"dp": 2}, "blocks.1.mlp.up.weight", "rank 1 than on rank 0"),
+        pytest.param({"dp": 2}, "blocks.1.mlp.up.weight", "rank 1 than on rank 0", marks=pytest.mark.slow),
         ({"tp": 2}, "norm.weight", "rank 1 than on rank 0"),
         # Of rank 0's own columns, which rank 1 does not keep.
         ({"tp": 2}, "blocks.0.attention.out.weight", "rank 1 than on rank 0"),

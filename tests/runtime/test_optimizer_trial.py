@@ -139,7 +139,7 @@ ELEMENTWISE: list[Make] = [
 def test_what_updates_each_element_is_not_refused_and_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        stepped(ELEMENTWISE, tp=2, pp=2)
+        stepped(ELEMENTWISE, tp=2)
 
 
 def test_a_trial_leaves_the_optimizer_and_the_generator_alone() -> None:

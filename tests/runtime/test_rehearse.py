@@ -97,7 +97,7 @@ def test_every_rank_takes_what_communication_takes(layout: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("kind", ["op", "link", "inf"])
 def test_a_step_that_never_ends_is_refused_before_it_begins(kind: str) -> None:
-    plan = plan_of(pp=2, tp=2, sequence_parallel=True)
+    plan = plan_of(pp=2)
     costs = plan.costs
     name = plan.job.stages[1].ops[Phase.F][0].name
     changed = {

@@ -33,7 +33,7 @@ def job_with_a_value_for_w(stages: int, microbatches: int) -> Job:
 def test_a_value_that_is_needed_late_stops_nobody() -> None:
     for family in FAMILIES:
         each = virtual_stages_of(family, None)
-        for ranks in (2, 3, 4) if each == 1 else (2,):
+        for ranks in (2, 4) if each == 1 else (2,):
             job = job_with_a_value_for_w(ranks * each, 6)
             for mode in ("off", "local"):
                 plan = make_plan(job, make_costs(job, latency_us=30.0), schedule=family, overlap=mode)

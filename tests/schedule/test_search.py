@@ -45,7 +45,7 @@ def bubble_rate(schedule: Schedule, times: PhaseTimes) -> float:
         pytest.param(
             row,
             id=f"{row['model']}-{row['microbatches']}",
-            marks=[pytest.mark.slow] if int(row["stages"]) > 8 or int(row["microbatches"]) > 32 else [],
+            marks=() if (row["model"], row["microbatches"]) == ("1.5B", "24") else pytest.mark.slow,
         )
         for row in TABLE
     ],
@@ -86,7 +86,9 @@ def check(searched: Searched, room: Room | None = None) -> None:
                 assert done == sorted(done)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 8 else pytest.mark.slow) for seed in range(20)]
+)
 def test_it_is_never_worse_than_the_best_family(seed: int) -> None:
     draw = random.Random(seed)
     ranks, each, microbatches = draw.randint(2, 5), draw.choice((1, 1, 2)), draw.randint(1, 14)
@@ -110,7 +112,7 @@ def test_it_is_never_worse_than_the_best_family(seed: int) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 2), st.integers(1, 9), st.floats(0.5, 3.0), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_memory_is_kept_or_refused(ranks, each, microbatches, memory, data):
     stages = ranks * each
     times = PhaseTimes(*(data.draw(st.floats(0.1, 10)) for _ in range(3)), data.draw(st.floats(0, 5)))

@@ -20,7 +20,7 @@ from tests.bounds.test_bounds_collectives import plans
 from tests.synthetic_comm import make_comm_plan
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(plans())
 def test_accounts_add_up_and_hidden_is_a_share(plan: Plan) -> None:
     timeline = simulate(plan)
@@ -43,7 +43,7 @@ def test_accounts_add_up_and_hidden_is_a_share(plan: Plan) -> None:
         assert share is None or timeline.hidden[axis] == pytest.approx(share)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans())
 def test_lanes_carry_one_thing_at_a_time_and_every_collective_runs_once(plan: Plan) -> None:
     timeline = simulate(plan)
@@ -66,7 +66,7 @@ def test_lanes_carry_one_thing_at_a_time_and_every_collective_runs_once(plan: Pl
             assert len(spans) == (len(calls) - sums) * plan.job.microbatches + sums
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans())
 def test_collectives_that_cost_nothing_change_nothing(plan: Plan) -> None:
     """The same job whose collectives are views that take no time."""
@@ -104,7 +104,7 @@ def test_collectives_that_cost_nothing_change_nothing(plan: Plan) -> None:
         assert one.by_rank(kind) == pytest.approx(other.by_rank(kind))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([*FAMILIES]),
     st.integers(1, 4),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from stretto.errors import PlanError
-from stretto.ir.action import Phase, Schedule, parse_slot
+from stretto.ir.action import Action, Phase, Schedule, parse_slot
 from stretto.ir.costs import Costs, Link
 from stretto.ir.plan import Instruction, InstructionKind, Plan
 from stretto.ir.program import Edge, Ref
@@ -16,6 +16,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.planning.lower import lower
 from stretto.simulating import simulate
 from stretto.simulating.cards import Cards, Clock
+from stretto.simulating.compute_lane import Accounts
 from stretto.simulating.engine import Walk
 from stretto.simulating.network import Network
 from tests.synthetic import ACTIVATION, make_costs, make_job, make_plan
@@ -258,6 +259,23 @@ def test_work_that_ends_as_a_message_begins_is_not_held_up_by_it() -> None:
     first = next(s for s in timeline.spans if s.rank == 1 and s.name == "1F0")
     assert message(timeline, "pp 0>1 e0:1").start_us == pytest.approx(first.end_us)
     assert first.end_us - first.start_us == pytest.approx(90)
+
+
+def test_work_too_short_for_the_clock_parts_the_stalls_around_it() -> None:
+    """Both stalls wait for the same: one span over both would have the work within it."""
+    spans: list[Span] = []
+    accounts = Accounts(0, spans, 0)
+    accounts.stall(0.0, 1.0, 0.0, "tp sum")
+    accounts.extend(Action(0, Phase.F, 0), 1.0)
+    accounts.action_end_us = 1.0
+    accounts.flush()
+    accounts.stall(1.0, 2.0, 1.0, "tp sum")
+    accounts.stall(2.0, 3.0, 2.0, "tp sum")
+    assert [(s.name, s.start_us, s.end_us) for s in spans] == [
+        ("tp sum", 0.0, 1.0),
+        ("0F0", 1.0, 1.0),
+        ("tp sum", 1.0, 3.0),
+    ]
 
 
 def test_a_simulation_leaves_no_garbage() -> None:

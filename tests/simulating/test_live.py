@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan_with(job, order, replace(costs, op_us=uneven) if draw(st.booleans()) else costs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans(), st.data())
 def test_a_rank_that_keeps_to_the_prediction_makes_the_simulated_step(
     plan: Plan, data: st.DataObject

@@ -78,7 +78,10 @@ def test_random_candidates_are_ranked_as_their_plans_are(tmp_path: Path, kind: s
     check(figures(given, 8, SLOW, candidates(Choices(given, 8), 0), 10), 0.8, first)
 
 
-@pytest.mark.parametrize("family", ["1f1b", "gpipe", "interleaved-1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    "family",
+    ["1f1b", "zb-v", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpipe", "interleaved-1f1b"))],
+)
 def test_a_short_step_tells_what_many_microbatches_take(tmp_path: Path, family: str) -> None:
     """Of 64 microbatches on two ranks eight are simulated."""
     given = settings(tmp_path, layers=4, batch=64, overlap="window")

@@ -49,10 +49,11 @@ def everything(
     return [*(one for one in full if isinstance(one, Planned)), *quick]
 
 
-def test_a_small_choice_is_made_as_by_planning_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_small_choice_is_made_as_by_planning_everything(tmp_path: Path, devices: int) -> None:
     given = settings(tmp_path, layers=2)
-    found, here = tuned(given, 4, CLUSTER, FEW)
-    best = min(everything(given, 4, CLUSTER, FEW), key=lambda one: one.step_us)
+    found, here = tuned(given, devices, CLUSTER, FEW)
+    best = min(everything(given, devices, CLUSTER, FEW), key=lambda one: one.step_us)
     assert found.planned[0].step_us <= 1.01 * best.step_us
     assert found.stopped == ""
     assert found.unseen_us is None or found.unseen_us <= best.step_us
@@ -77,7 +78,7 @@ def test_the_winner_is_within_a_percent_of_planning_everything(tmp_path: Path) -
 
 def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
     given = settings(tmp_path, layers=2)
-    search = Search(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
+    search = Search(Choices(given, 2, FEW), CLUSTER, 600.0, lambda text: None)
 
     class StopError(Exception):
         pass
@@ -87,7 +88,7 @@ def test_it_ends_in_the_middle_with_what_it_has(tmp_path: Path) -> None:
         if asked.order is not None and any(one.order is not None for one in here.done):
             raise StopError
 
-    here = Here(given, 4, CLUSTER, before)
+    here = Here(given, 2, CLUSTER, before)
 
     with pytest.raises(StopError):
         search.run(here)  # type: ignore[arg-type]
@@ -110,8 +111,8 @@ def test_what_cannot_be_planned_in_full_is_not_chosen(tmp_path: Path) -> None:
                 answer = Refused(asked.candidate, "too large", True)
             return [(asked, answer)]
 
-    search = Search(Choices(given, 4, FEW), CLUSTER, 600.0, lambda text: None)
-    here = TooLarge(given, 4, CLUSTER)
+    search = Search(Choices(given, 2, FEW), CLUSTER, 600.0, lambda text: None)
+    here = TooLarge(given, 2, CLUSTER)
     search.run(here)  # type: ignore[arg-type]
     found = search.result()
     (gone,) = refused
@@ -145,7 +146,7 @@ def test_more_is_computed_again_where_memory_asks_for_it(tmp_path: Path) -> None
 
 
 def test_the_settings_own_is_planned_first_and_compared(tmp_path: Path) -> None:
-    given = settings(tmp_path)  # for two devices
+    given = settings(tmp_path, layers=2)  # for two devices
     found, here = tuned(given, 2, CLUSTER, {"schedule": "1f1b", "recompute": "none", "microbatches": 4})
     first = next(asked for asked in here.done if asked.order is not None)
     assert first.candidate == Choices(given, 2).own()

@@ -18,7 +18,7 @@ def test_a_process_that_was_killed_costs_its_piece_and_no_more(tmp_path: Path) -
     """One that has nothing to do costs the next piece."""
     candidate = Candidate(LayoutChoice(2, 1, 1, 1, False, 4), "1f1b", 1)
     quick = Asked(candidate, "list")
-    with Workers(1, settings(tmp_path), 2, CLUSTER, {}) as workers:
+    with Workers(1, settings(tmp_path, layers=2), 2, CLUSTER, {}) as workers:
         for busy in (True, False):
             if busy:
                 workers.give(quick)

@@ -6,6 +6,7 @@ import copy
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,9 +92,20 @@ def read(text: str) -> Plan | None:
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(damaged())
 def test_damaged_plans_are_proved_or_refused(text: str) -> None:
+    check(text)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000, deadline=None)
+@given(damaged())
+def test_many_damaged_plans_are_proved_or_refused(text: str) -> None:
+    check(text)
+
+
+def check(text: str) -> None:
     plan = read(text)
     if plan is not None:
         assert plan_from_text(plan_to_text(plan), edited=True) == plan

@@ -23,7 +23,9 @@ from tests.verifying.mutations import MUTATIONS
 from tests.verifying.random_programs import random_plan, random_program
 from tests.verifying.reference import WrongPlanError, runs
 
-FAST = range(60)
+FAST = (*range(12), 14, 15, 26, 28, 31, 32, 37, 52, 53, 58)
+"""Among these are programs of all kinds, and for each mutation some that it breaks; all are in the longer
+run."""
 ALL = range(500)
 BLOCK = 20
 
@@ -111,7 +113,7 @@ def test_programs_are_of_all_kinds() -> None:
     assert not wanted - seen.keys()
 
 
-LEAST = 8
+LEAST = 3
 """Plans among the fast ones that a mutation must have broken for good."""
 
 
@@ -143,10 +145,10 @@ def test_what_a_mutation_breaks_is_refused_by_name(name: str) -> None:
 @pytest.mark.timeout(1200)  # on its own it plans all programs first
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_a_mutation_breaks_in_any_program_is_refused_by_name(name: str) -> None:
-    assert broken_and_refused(name, ALL) >= LEAST * len(ALL) // len(FAST)
+    assert broken_and_refused(name, ALL) >= len(ALL) // 8
 
 
-@pytest.mark.parametrize("seeds", blocks(FAST, ALL))
+@pytest.mark.parametrize("seeds", blocks(range(20), ALL))
 def test_a_limit_below_what_a_rank_holds_is_refused(seeds: range) -> None:
     """The simulation, which counts with its own code, says what is kept; the proof may only ask for more."""
     for seed in seeds:

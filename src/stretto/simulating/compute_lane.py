@@ -72,6 +72,8 @@ class Accounts:
         """Write the compute span that was being extended."""
         action, self._action = self._action, None
         if action is not None:
+            # Work too short for the clock ends where it began: no stall goes on across it.
+            self._stalled = -1
             self._spans.append(
                 Span(
                     self._rank,
