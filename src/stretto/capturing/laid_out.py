@@ -86,7 +86,9 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
 
 
 def _placement(shard: Shard, size: int) -> AxisPlacement:
-    return REPLICATED if shard.copies == size else sharded(shard.dim, shard.blocks)
+    if shard.copies == size:
+        return REPLICATED
+    return replace(sharded(shard.dim, shard.blocks), copies=shard.copies)
 
 
 def _kept_shards(shards: Mapping[str, tuple[Shard, ...]], size: int) -> dict[str, tuple[Shard, ...]]:

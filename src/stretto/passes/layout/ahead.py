@@ -61,7 +61,8 @@ class Ahead:
         """How operands are placed where the op's result is sharded so."""
         names, made = operands(op), op.outputs[0]
         specs = [self.spec(name) for name in names]
-        if made is None or any(spec is None for spec in specs) or not at.is_sharded:
+        one = at.is_sharded and at.copies == 1
+        if made is None or any(spec is None for spec in specs) or not one:
             return
         known = [spec for spec in specs if spec is not None]
         if op.target in VIEW_OPS:
@@ -113,7 +114,7 @@ class Ahead:
                 mine = rule.inputs[names.index(name)]
                 for other, labels in zip(names, rule.inputs, strict=True):
                     at = placed.get(other)
-                    if other == name or at is None or not at.is_sharded or other in fixed:
+                    if other == name or at is None or not at.is_sharded or at.copies > 1 or other in fixed:
                         continue
                     label = labels[at.dim] if at.dim < len(labels) else None
                     if label is not None and label in mine and label not in rule.full:

@@ -24,7 +24,7 @@ import torch
 from stretto.backend.dispatch_adapter import overload, returns_view
 from stretto.ir.collectives import BY_TARGET
 from stretto.ir.program import CHUNK, GETITEM, INDEX, VIEW, VIEWS, WAIT, Arg, Const, Op, Ref, TensorSpec
-from stretto.passes.layout.placement import AxisPlacement
+from stretto.passes.layout.placement import REPLICATED, AxisPlacement, in_one, local_shape
 from stretto.passes.layout.program import Origin
 from stretto.passes.rewrite import spec_with, strides_of
 
@@ -164,9 +164,17 @@ class Emitter:
             return False
         return True
 
-    def converted(self, x: str, before: AxisPlacement, after: AxisPlacement) -> str:
-        """The value with another placement."""
+    def converted(self, x: str, before: AxisPlacement, after: AxisPlacement, shape: Sequence[int]) -> str:
+        """The value with another placement. shape: of the full value."""
         axis = (self.axis, self.size)
+        if before.within is not None:
+            at, merged = in_one(before, shape)
+            x = self.view(x, local_shape(at, merged, self.size))
+            return self.view(self.converted(x, at, REPLICATED, merged), shape)
+        if after.within is not None:
+            at, merged = in_one(after, shape)
+            x = self.view(x, local_shape(before, merged, self.size))
+            return self.view(self.converted(x, before, at, merged), local_shape(after, shape, self.size))
         match before.kind, after.kind:
             case "partial", "replicated":
                 return self.emit(REDUCE, Ref(x), before.reduction, *axis, name=f"{x}_sum")
@@ -185,6 +193,12 @@ class Emitter:
         """Bytes that a rank sends for it. A copy counts a little; what cannot be done counts without end."""
         if before == after:
             return 0.0
+        if any(at.copies > 1 and at.within is None for at in (before, after)):
+            return math.inf  # ranks that share a slice have no collective of their own
+        if before.within is not None and after.is_sharded:
+            return math.inf
+        if before.is_sharded and after.within is not None:
+            return math.inf
         ring = nbytes * (self.size - 1) / self.size
         match before.kind, after.kind:
             case "partial", "replicated":

@@ -15,6 +15,7 @@ An op that cannot be computed on parts is computed in full, behind a gather: tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -40,6 +41,7 @@ from stretto.passes.layout.placement import (
 )
 from stretto.passes.layout.program import Origin, StepProgram
 from stretto.passes.layout.rules import RULES, Choice, Given, emit_op, full, rule_of
+from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 
 GRAD, PARAM = "grad/", "param/"
 
@@ -141,7 +143,10 @@ class _Walk:
             ((self._cost(op, names, choice), at, choice) for at, choice in enumerate(self._choices(op, names))),
             key=lambda item: item[:2],
         )
-        for _, _, choice in choices:
+        reason = MisfitError(f"{op.target} ({op.module}) has operands that ranks share")
+        for cost, _, choice in choices:
+            if cost == math.inf:
+                break
             if op.target in DECOMPOSED and self._moves(names, choice) and self._decomposed(op, names):
                 return
             try:
@@ -156,7 +161,7 @@ class _Walk:
         if not names:
             return
         given = Given(tuple(self.placed[n] for n in names), tuple(self.spec[n] for n in names), self.size)
-        for rules in (LOOKUPS, RULES):
+        for rules in (LOOKUPS, RULES, SHARED):
             if op.target in rules:
                 yield from rules[op.target](op, given)
         if op.target in VIEW_OPS:
@@ -165,7 +170,12 @@ class _Walk:
         rule = rule_of(op, given.specs)
         if rule is not None:
             yield from self._partial(op, rule, given)
-            yield from self._along(op, names, rule, given)
+            yield from along_two(op, rule, given)
+            for label, blocks, copies in dict.fromkeys(self._labels(op, names, rule)):
+                if copies > 1:
+                    yield from along_shared(op, rule, given, label, blocks, copies)
+                else:
+                    yield from self._along(op, rule, given, label, blocks)
 
     def _view(self, op: Op, name: str) -> Iterator[Choice]:
         made = op.outputs[0]
@@ -185,41 +195,40 @@ class _Walk:
                 inputs = tuple(PARTIAL if k in together else REPLICATED for k in range(len(given.specs)))
                 yield Choice(inputs, (PARTIAL,) * len(op.outputs))
 
-    def _along(self, op: Op, names: Sequence[str], rule: Dims, given: Given) -> Iterator[Choice]:
+    def _along(self, op: Op, rule: Dims, given: Given, label: int, blocks: int) -> Iterator[Choice]:
         """Slices along one label of the op's rule."""
-        for label, blocks in dict.fromkeys(self._labels(op, names, rule)):
-            made = results_along(rule, label)
-            if label in rule.full or (label in rule.summed and rule.added) or made is None:
-                continue
-            inputs = tuple(
-                sharded(labels.index(label), blocks) if label in labels else REPLICATED
-                for labels in rule.inputs
-            )
-            outputs = tuple(
-                sharded(dim, blocks) if isinstance(dim, int) else PARTIAL if dim == SUMMED else REPLICATED
-                for dim in made
-            )
-            of_inputs = zip(inputs, given.specs, strict=True)
-            of_outputs = zip(outputs, op.outputs, strict=True)
-            if all(fits(at, spec.shape, self.size) for at, spec in of_inputs) and all(
-                spec is None or fits(at, spec.shape, self.size) for at, spec in of_outputs
-            ):
-                yield Choice(inputs, outputs)
+        made = results_along(rule, label)
+        if label in rule.full or (label in rule.summed and rule.added) or made is None:
+            return
+        inputs = tuple(
+            sharded(labels.index(label), blocks) if label in labels else REPLICATED for labels in rule.inputs
+        )
+        outputs = tuple(
+            sharded(dim, blocks) if isinstance(dim, int) else PARTIAL if dim == SUMMED else REPLICATED
+            for dim in made
+        )
+        of_inputs = zip(inputs, given.specs, strict=True)
+        of_outputs = zip(outputs, op.outputs, strict=True)
+        if all(fits(at, spec.shape, self.size) for at, spec in of_inputs) and all(
+            spec is None or fits(at, spec.shape, self.size) for at, spec in of_outputs
+        ):
+            yield Choice(inputs, outputs)
 
-    def _labels(self, op: Op, names: Sequence[str], rule: Dims) -> Iterator[tuple[int, int]]:
+    def _labels(self, op: Op, names: Sequence[str], rule: Dims) -> Iterator[tuple[int, int, int]]:
         """Those along which operands are sharded, or may be where a sum is scattered, or the result is
         wanted."""
         for name, labels in zip(names, rule.inputs, strict=True):
             known = self._wishes(name) if self.placed[name].is_partial else iter(self.forms[name])
             for at in known:
-                label = labels[at.dim] if at.is_sharded and at.dim < len(labels) else None
+                one = at.is_sharded and at.within is None and at.dim < len(labels)
+                label = labels[at.dim] if one else None
                 if label is not None:
-                    yield label, at.blocks
+                    yield label, at.blocks, at.copies
         want = self.want.get(op.name)
         if want is not None and len(rule.outputs) == 1:
             label = rule.outputs[0][want.dim]
-            if label is not None:
-                yield label, want.blocks
+            if label is not None and want.copies == 1:
+                yield label, want.blocks, 1
 
     def _wishes(self, name: str) -> Iterator[AxisPlacement]:
         """How a partial sum may be scattered."""
@@ -336,7 +345,7 @@ class _Walk:
             source = self._source(name, at)
             base = self._viewed_from(name) if at == REPLICATED and source.is_sharded else None
             if base is None:
-                forms[at] = self.out.converted(forms[source], source, at)
+                forms[at] = self.out.converted(forms[source], source, at, self.spec[name].shape)
             else:  # gathered once for all its views
                 (forms[at],) = emit_op(full(self.ahead.made[name]), self.size)(
                     self.out, self.ahead.made[name], [self.form(base, REPLICATED)]
@@ -408,8 +417,10 @@ class _Walk:
     # --- step 4 -------------------------------------------------------------------------------------------
 
     def _wanted(self, root: str) -> AxisPlacement:
-        name = f"{PARAM}{root.removeprefix(GRAD)}"
-        return self.stored.get(name, REPLICATED) if root.startswith(GRAD) else REPLICATED
+        if not root.startswith(GRAD):
+            return REPLICATED
+        at = self.stored.get(f"{PARAM}{root.removeprefix(GRAD)}", REPLICATED)
+        return replace(at, adds=at.copies > 1)
 
     def _roots(self, may_be_partial: frozenset[str]) -> tuple[dict[str, str], frozenset[str]]:
         program = self.program
@@ -427,6 +438,8 @@ class _Walk:
             if at == PARTIAL and want == REPLICATED and (alike or root in may_be_partial):
                 partial.add(root)
                 want = at
+            if want.adds:
+                partial.add(root)
             roots[root] = self.form(value, want)
         return roots, frozenset(partial)
 
