@@ -97,8 +97,8 @@ class Captures:
         meshes = on_meshes(self.model, parallel, self.tp_plan)
         if meshes is not None and parallel.layouts == "passes":
             raise UsageError(
-                'a program on meshes has a layout of its own, which layouts = "passes" does not change: leave '
-                "layouts out"
+                'a program on meshes has a layout of its own, which layouts = "passes" does not change: '
+                "leave layouts out"
             )
         if meshes is None:
             traced, layout = self._trace(parallel, degree)

@@ -1,10 +1,10 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-    1. Placements of parameters come from the plan that is read for the patched way as well
-       (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
-       the sequence.
-    2. `stretto.passes.layout` makes one rank's ops of the global ones.
-    3. Passes improve them, as any graph.
+1. Placements of parameters come from the plan that is read for the patched way as well
+   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
+   the sequence.
+2. `stretto.passes.layout` makes one rank's ops of the global ones.
+3. Passes improve them, as any graph.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         return traced
     program = with_equal_views_once(program_of(traced))
     size = tensor.size
+    if len({of.copies for of in tensor.shards.values()} - {1, size}) > 1:
+        raise CaptureError(
+            "heads of keys are shared by different numbers of ranks in different modules: give all the same "
+            "heads of keys, or some the style 'replicated'"
+        )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
     may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
     try:
@@ -60,13 +65,13 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
     if traced.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)
     ops = [
-        TracedOp(op, origin.segment, origin.backward)
-        for op, (_, origin) in zip(owned, low.ops, strict=True)
+        TracedOp(op, origin.segment, origin.backward) for op, (_, origin) in zip(owned, low.ops, strict=True)
     ]
     first = frozenset(value for value, at in made.placed.items() if at.is_sharded and at.dim == 0)
     ops, now = passed(ops, set(low.roots.values()), low.given, first, skip_passes)
     roots = {root: now.get(value, value) for root, value in low.roots.items()}
-    partial = {root: (TENSOR,) for root in made.partial}
+    partial = dict.fromkeys(made.partial, (TENSOR,))
+    gradients = {root.removeprefix(GRAD): axes for root, axes in partial.items() if root.startswith(GRAD)}
     return replace(
         traced,
         ops=tuple(ops),
@@ -76,8 +81,8 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         },
         buffers={name: (spec, roots.get(f"{UPDATE}{name}")) for name, (spec, _) in traced.buffers.items()},
         loss=roots[LOSS],
-        shards=_kept_shards(layout.shards, size),
-        partial={root.removeprefix(GRAD): axes for root, axes in partial.items() if root.startswith(GRAD)},
+        shards=_kept_shards(layout.shards, gradients, size),
+        partial=gradients,
         seen=tuple(
             with_partial(one, partial.get(f"{SEEN}{k}", ()), roots[f"{SEEN}{k}"])
             for k, one in enumerate(traced.seen)
@@ -91,10 +96,14 @@ def _placement(shard: Shard, size: int) -> AxisPlacement:
     return replace(sharded(shard.dim, shard.blocks), copies=shard.copies)
 
 
-def _kept_shards(shards: Mapping[str, tuple[Shard, ...]], size: int) -> dict[str, tuple[Shard, ...]]:
-    """One part that all ranks have is the full parameter."""
-    kept = {name: tuple(s for s in of if s.axis != TENSOR or s.copies < size) for name, of in shards.items()}
-    return {name: of for name, of in kept.items() if of}
+def _kept_shards(
+    shards: Mapping[str, tuple[Shard, ...]], partial: Collection[str], size: int
+) -> dict[str, tuple[Shard, ...]]:
+    """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
+    result = {
+        name: tuple(one for one in of if one.copies < size or name in partial) for name, of in shards.items()
+    }
+    return {name: of for name, of in result.items() if of}
 
 
 def program_of(traced: Traced) -> StepProgram:

@@ -31,7 +31,7 @@ from stretto.capturing.convert import convert, dtype_name, spec_of
 from stretto.capturing.equal import NotRepeatedError, equal_layers, renamed
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained
-from stretto.capturing.graph import JointGraph, Traced, TracedOp, TracedStep, passed
+from stretto.capturing.graph import JointGraph, Traced, TracedStep, passed
 from stretto.capturing.known import Known
 from stretto.capturing.laid_out import laid_out
 from stretto.capturing.masks_adapter import masks_recognised

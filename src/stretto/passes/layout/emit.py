@@ -48,7 +48,7 @@ class MisfitError(Exception):
 
 
 class Emitter:
-    """axis, size: of the ranks. given: specs of what no op makes. origin, module: of the ops that come next."""
+    """axis, size: of the ranks. given: specs of what no op makes. origin, module: of the next ops."""
 
     def __init__(
         self, axis: str, size: int, given: Mapping[str, TensorSpec], names: Collection[str] = ()

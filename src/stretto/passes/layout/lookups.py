@@ -72,7 +72,9 @@ def _embedding_backward(op: Op, given: Given) -> Iterator[Choice]:
         own, elsewhere = own_rows(out, index, rows)
         if padding >= 0:
             pads = out.emit("aten.eq.Scalar", Ref(index), padding, name=f"{index}_pads")
-            elsewhere = out.emit("aten.bitwise_or.Tensor", Ref(elsewhere), Ref(pads), name=f"{index}_unlearned")
+            elsewhere = out.emit(
+                "aten.bitwise_or.Tensor", Ref(elsewhere), Ref(pads), name=f"{index}_unlearned"
+            )
         wide = _wide(out, elsewhere)
         mine = out.emit("aten.masked_fill.Scalar", Ref(grad), Ref(wide), 0.0, name=f"{op.name}_own")
         return (out.emit(op.target, Ref(mine), Ref(own), rows, -1, *op.args[4:], name=op.name),)

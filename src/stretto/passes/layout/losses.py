@@ -1,10 +1,10 @@
 """Cross-entropy of logits whose vocabulary is sharded, in one collective.
 
-    1. Of a log-softmax, the likelihood that alone reads it, and the gradients of both, one loss is found.
-    2. Each rank finds three numbers for a token: the highest logit of its part, the sum of exponentials below
-       that, and the target's logit. One gather carries them; sums below different maxima are put together as
-       in Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
-    3. The gradient needs no collective.
+1. Of a log-softmax, the likelihood that alone reads it, and the gradients of both, one loss is found.
+2. Each rank finds three numbers for a token: the highest logit of its part, the sum of exponentials below
+   that, and the target's logit. One gather carries them; sums below different maxima are put together as
+   in Milakov and Gimelshein, "Online normalizer calculation for softmax" (arXiv 1805.02867).
+3. The gradient needs no collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.ir.program import GETITEM, VIEW, Arg, Const, Op, Ref, TensorSpec
+from stretto.ir.program import VIEW, Arg, Const, Op, Ref, TensorSpec
 from stretto.passes.layout.emit import GATHER, Emitter
 from stretto.passes.layout.lookups import outside, own_rows
 
@@ -134,7 +134,9 @@ class SplitLoss:
         self.factor = op("factor", "div.Tensor", ref(mine_off), ref(total))
         self.ignored = op("ignored", "eq.Scalar", ref(target), self.loss.ignored)
         counts = op("counts", "bitwise_not.default", ref(self.ignored))
-        unknown = op("no_token", "bitwise_and.Tensor", ref(outside(out, target, part * out.size)), ref(counts))
+        unknown = op(
+            "no_token", "bitwise_and.Tensor", ref(outside(out, target, part * out.size)), ref(counts)
+        )
         each = op("loss", "sub.Tensor", ref(op("log", "log.default", ref(total))), ref(hit))
         each = op("counted", "masked_fill.Scalar", ref(each), ref(self.ignored), 0.0)
         # A target that is no token has no loss; where the full tensor is at hand, PyTorch refuses it.
@@ -168,5 +170,3 @@ class SplitLoss:
         place = op("place", "unsqueeze.default", Ref(self.own), 1)
         source = op("source", "unsqueeze.default", Ref(op("less", "neg.default", Ref(hit))), 1)
         return op("", "scatter_add.default", Ref(soft), 1, Ref(place), Ref(source))
-
-

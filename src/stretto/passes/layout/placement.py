@@ -1,7 +1,7 @@
 """How the ranks of one axis have a value, and what a view does to that.
 
     REPLICATED            every rank has all of it
-    sharded(dim, blocks)  every rank has its equal slice of a dim, or of each of `blocks` equal blocks along it
+    sharded(dim, blocks)  every rank has its equal slice of a dim, or of each of `blocks` blocks along it
     PARTIAL, HIGHEST      the value is the sum, or the maximum, of what ranks have
 
 Where `copies` consecutive ranks share a slice (a head of keys), they have it in full, or partial sums of it
@@ -36,7 +36,13 @@ class AxisPlacement:
             return "replicated" if self.kind == "replicated" else f"partial ({self.reduction})"
         blocks = f" in {self.blocks} blocks" if self.blocks > 1 else ""
         shared = f", shared by {self.copies}" if self.copies > 1 else ""
-        how = f" along dim {self.within}" if self.within is not None else " as partial sums" if self.adds else ""
+        how = (
+            f" along dim {self.within}"
+            if self.within is not None
+            else " as partial sums"
+            if self.adds
+            else ""
+        )
         return f"sharded along dim {self.dim}{blocks}{shared}{how}"
 
     @property

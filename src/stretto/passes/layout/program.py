@@ -1,4 +1,4 @@
-"""A step as layout passes read and write it: ops in order, each with where it is from, and what is needed of it."""
+"""A step as layout passes read and write it: ops in order, each with its origin, and what is needed of it."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class StepProgram:
 
 
 def with_equal_views_once(program: StepProgram) -> StepProgram:
-    """Views of one value that are equal become one, which is gathered once for all that read it. The forward's
-    are no use to the backward, where they would be kept for it."""
+    """Views of one value that are equal become one, which is gathered once for all that read it. The
+    forward's are no use to the backward, where they would be kept for it."""
     first: dict[tuple[object, ...], str] = {}
     now: dict[str, str] = {}
     ops: list[tuple[Op, Origin]] = []

@@ -1,5 +1,5 @@
-"""How operands of one op may be placed, and how its results are then: what the table of `stretto.ir.dims` does
-not say. Sizes in arguments, pieces, and ops that are the same whatever they read.
+"""How operands of one op may be placed, and how its results are then: what the table of `stretto.ir.dims`
+does not say. Sizes in arguments, pieces, and ops that are the same whatever they read.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ each of them."""
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to compute an op. inputs, outputs: placements of its operands and results. emit: the ops that do
-    it, where it is not the op itself on local operands. at_once: whether a sum is taken right behind it."""
+    """One way to compute an op. inputs, outputs: placements of its operands and results. emit: the ops that
+    do it, where it is not the op itself on local operands. at_once: whether a sum is taken right behind."""
 
     inputs: tuple[AxisPlacement, ...]
     outputs: tuple[AxisPlacement, ...]

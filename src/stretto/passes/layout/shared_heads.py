@@ -1,8 +1,8 @@
 """Rules for slices that several ranks share: fewer heads of keys than ranks.
 
-Forward, each of `copies` ranks has the same head. Where heads are repeated, each has those repetitions that its
-own queries read. Backward, each has a partial sum of its head's gradient, which ops keep that are linear in it;
-a sum over all heads is a partial sum over all ranks.
+Forward, each of `copies` ranks has the same head. Where heads are repeated, each has those repetitions that
+its own queries read. Backward, each has a partial sum of its head's gradient, which ops keep that are linear
+in it; a sum over all heads is a partial sum over all ranks.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def _attention(op: Op, given: Given) -> Iterator[Choice]:
         own if k in keys else sharded(labels.index(heads)) if heads in labels else REPLICATED
         for k, labels in enumerate(rule.inputs)
     )
-    outputs = [
-        sharded(labels.index(heads)) if heads in labels else REPLICATED for labels in rule.outputs
-    ]
+    outputs = [sharded(labels.index(heads)) if heads in labels else REPLICATED for labels in rule.outputs]
     if backward:
         outputs[1:3] = [replace(at, adds=True)] * 2
     yield Choice(inputs, tuple(outputs))
