@@ -1,7 +1,7 @@
 """The ways in which one op can be computed on what ranks have: how operands are placed, and results then.
 
-They come from the table by which layouts are proved (`stretto.ir.dims`), from what views do to slices, and from
-the rules of this room.
+They come from the table by which layouts are proved (`stretto.ir.dims`), from what views do to slices, and
+from the rules of this room.
 """
 
 from __future__ import annotations

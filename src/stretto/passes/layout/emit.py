@@ -239,7 +239,9 @@ def _is_view(target: str) -> bool:
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
-    return torch.empty_strided(spec.shape, strides_of(spec), dtype=dtype, device="meta")
+    if spec.stride is None:
+        return torch.empty(spec.shape, dtype=dtype, device="meta")
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
 
 
 def _spec(tensor: torch.Tensor) -> TensorSpec:

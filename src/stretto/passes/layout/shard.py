@@ -37,6 +37,10 @@ FLOPS_A_BYTE = 1000
 """Flops that take as long as sending a byte. An H100 computes 990 TFLOP/s and sends 450 GB/s: 2,200."""
 
 
+MEMORY = 1e-4
+"""What a byte counts that every rank makes in full. Below that of a slice, so that nothing is cut for it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """An op that has no rule for slices, and is computed in full. nbytes: gathered for it."""
@@ -139,7 +143,8 @@ class _Walk:
         pairs = dict.fromkeys(zip(names, choice.inputs, strict=True))
         cost = sum(self.values.cost(name, at) for name, at in pairs)
         if not any(at.is_sharded for at in (*choice.inputs, *choice.outputs)):
-            cost += op.flops / FLOPS_A_BYTE
+            bytes_made = sum(spec.nbytes for spec in op.outputs if spec is not None)
+            cost += op.flops / FLOPS_A_BYTE + MEMORY * bytes_made
         want = self.wanted.get(op.name) if len(op.outputs) == 1 else None
         spec = op.outputs[0] if op.outputs else None
         if want is not None and spec is not None:

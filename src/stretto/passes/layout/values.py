@@ -1,7 +1,7 @@
-"""Values of the global program on one rank: how each is placed, and the local values that it is, by placement.
+"""Values of the global program on one rank: how each is placed, and by placement the local values that it is.
 
-A conversion is emitted once. It belongs to where its value was made, and to the backward where only that needs
-it. What several views of one value need in full is gathered once, above them.
+A conversion is emitted once. It belongs to where its value was made, and to the backward where only that
+needs it. What several views of one value need in full is gathered once, above them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ STAYS = 1e6
 
 @dataclass(slots=True)
 class Values:
-    """out: where local ops go. made: value -> the global op that makes it. spec: global ones. placed: as values
-    are used by the next op; forms: placement -> the local value. fixed: parameters that are sharded, and views
+    """out: where local ops go. made: value -> the global op that makes it. spec: global ones. placed: as the
+    next op finds values; forms: placement -> the local value. fixed: parameters that are sharded, and views
     of them."""
 
     out: Emitter
