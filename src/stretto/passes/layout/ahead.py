@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stretto.ir.dims import operands
@@ -56,6 +56,14 @@ class Ahead:
                 for name, placement in self.before(op, at):
                     result.setdefault(name, placement)
         return result
+
+    def copied_to(self, values: Collection[str]) -> frozenset[str]:
+        """Those values, and what they alone are views and copies of."""
+        result = set(values)
+        for op, _ in reversed(self.program.ops):
+            if op.name in result and op.target in SAME_DATA | COPIES:
+                result.update(name for name in op.uses if len(self.uses[name]) == 1)
+        return frozenset(result)
 
     def before(self, op: Op, at: AxisPlacement) -> Iterator[tuple[str, AxisPlacement]]:
         """How operands are placed where the op's result is sharded so."""

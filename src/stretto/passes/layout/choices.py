@@ -6,7 +6,7 @@ from the rules of this room.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stretto.ir.dim_rules import SUMMED, Dims, results_along
@@ -23,12 +23,14 @@ from stretto.passes.layout.values import Values
 
 @dataclass(slots=True)
 class Choices:
-    """asked: wishes, value -> placement; wanted: placements of gradients, and of what they are made of."""
+    """asked: wishes, value -> placement; wanted: placements of gradients, and of what they are made of;
+    summed_later: gradients that may stay partial, and what they are views and copies of."""
 
     values: Values
     ahead: Ahead
     asked: dict[str, AxisPlacement]
     wanted: Mapping[str, AxisPlacement]
+    summed_later: Collection[str]
     size: int
 
     def of(self, op: Op, names: Sequence[str]) -> Iterator[Choice]:
@@ -37,7 +39,12 @@ class Choices:
         if not names:
             return
         placed, spec = self.values.placed, self.values.spec
-        given = Given(tuple(placed[name] for name in names), tuple(spec[name] for name in names), self.size)
+        given = Given(
+            tuple(placed[name] for name in names),
+            tuple(spec[name] for name in names),
+            self.size,
+            self.wanted.get(op.name),
+        )
         for rules in (LOOKUPS, RULES, SHARED):
             if op.target in rules:
                 yield from rules[op.target](op, given)
@@ -80,8 +87,8 @@ class Choices:
     def _partial(self, op: Op, rule: Dims, given: Given) -> Iterator[Choice]:
         """Partial sums of operands in which the op is linear make partial sums."""
         same = all(spec is None or spec.dtype == given.specs[0].dtype for spec in op.outputs)
-        if op.target not in KEEP_PARTIAL or not same:  # sums are taken in the dtype of what is added
-            return
+        if op.target not in KEEP_PARTIAL or not (same or op.name in self.summed_later):
+            return  # sums are taken in the dtype of what is added
         for together in rule.linear:
             if any(given.placements[k] == PARTIAL for k in together):
                 inputs = tuple(PARTIAL if k in together else REPLICATED for k in range(len(given.specs)))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from stretto.ir.program import INDEX, Const, Op, Ref
 from stretto.passes.layout.emit import Emitter
-from stretto.passes.layout.placement import PARTIAL, REPLICATED, fits, sharded
+from stretto.passes.layout.placement import PARTIAL, REPLICATED, sharded
 from stretto.passes.layout.rules import Choice, Given, Rule
 
 
@@ -63,7 +63,7 @@ def _embedding_backward(op: Op, given: Given) -> Iterator[Choice]:
     """Each rank adds up the gradients of its own rows; the padding token's row never learns."""
     made = op.outputs[0]
     by_frequency = len(op.args) > 4 and op.args[4]
-    if made is None or by_frequency or not fits(sharded(0), made.shape, given.size):
+    if made is None or by_frequency or given.wanted != sharded(0):
         return
     rows, padding = made.shape[0] // given.size, int(op.args[3])
 

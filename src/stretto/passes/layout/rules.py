@@ -43,11 +43,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What is known of an op's operands. placements: as they are now; size: of the axis."""
+    """What is known of an op. placements, specs: of its operands, as they are now; size: of the axis; wanted:
+    how its result is, where that is a gradient or becomes one."""
 
     placements: tuple[AxisPlacement, ...]
     specs: tuple[TensorSpec, ...]
     size: int
+    wanted: AxisPlacement | None = None
 
     @property
     def first(self) -> AxisPlacement:

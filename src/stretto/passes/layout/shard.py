@@ -95,7 +95,9 @@ class _Walk:
         self.values = Values(self.out, ahead.made, specs, dict(self.stored), fixed)
         roots = {value: self._wanted(root) for root, value in program.roots.items()}
         self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded})
-        self.choices = Choices(self.values, ahead, self.asked, self.wanted, size)
+        partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
+        later = ahead.copied_to(partial)
+        self.choices = Choices(self.values, ahead, self.asked, self.wanted, later, size)
         self.losses = token_losses((op for op, _ in program.ops), ahead.uses)
         self.split: dict[str, SplitLoss] = {}
         self.parts: dict[str, list[str]] = {}
@@ -251,6 +253,9 @@ class _Walk:
         at = self.stored.get(f"{PARAM}{root.removeprefix(GRAD)}", REPLICATED)
         return replace(at, adds=at.copies > 1)
 
+    def _may_be_partial(self, root: str) -> bool:
+        return root.startswith(GRAD) and self._wanted(root) == REPLICATED
+
     def _roots(self, may_be_partial: frozenset[str]) -> tuple[dict[str, str], frozenset[str]]:
         """The local roots, and which of them are partial sums. Gradients of one tensor are alike in that."""
         program, placed = self.program, self.values.placed
@@ -261,8 +266,8 @@ class _Walk:
         partial: set[str] = set()
         for root, value in program.roots.items():
             want = self._wanted(root)
-            allowed = root in may_be_partial or root.startswith(GRAD)
-            if allowed and want == REPLICATED and placed[value] == PARTIAL:
+            allowed = root in may_be_partial or self._may_be_partial(root)
+            if allowed and placed[value] == PARTIAL:
                 want = PARTIAL if kinds[self._tensor_of(root)] == {"partial"} else want
             if want == PARTIAL or want.adds:
                 partial.add(root)
