@@ -15,7 +15,15 @@ from stretto.ir.program import Op
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.lookups import LOOKUPS
 from stretto.passes.layout.op_groups import KEEP_PARTIAL
-from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, fits, sharded, viewed
+from stretto.passes.layout.placement import (
+    PARTIAL,
+    REPLICATED,
+    SHARED_SUM,
+    AxisPlacement,
+    fits,
+    sharded,
+    viewed,
+)
 from stretto.passes.layout.rules import RULES, Choice, Given, full, rule_of
 from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 from stretto.passes.layout.values import Values
@@ -71,7 +79,7 @@ class Choices:
         """Placements that an operand has, or may have where its sum is scattered."""
         if not self.values.placed[name].is_partial:
             yield from self.values.forms[name]
-        elif self.values.placed[name] == PARTIAL:
+        elif self.values.placed[name].is_sum:
             wish = self.wish(name)
             if wish is not None:
                 yield wish
@@ -87,12 +95,18 @@ class Choices:
     def _partial(self, op: Op, rule: Dims, given: Given) -> Iterator[Choice]:
         """Partial sums of operands in which the op is linear make partial sums."""
         same = all(spec is None or spec.dtype == given.specs[0].dtype for spec in op.outputs)
-        if op.target not in KEEP_PARTIAL or not (same or op.name in self.summed_later):
-            return  # sums are taken in the dtype of what is added
+        # Sums are taken in the dtype of what is added.
+        keeps = op.target in KEEP_PARTIAL and (same or op.name in self.summed_later)
         for together in rule.linear:
-            if any(given.placements[k] == PARTIAL for k in together):
-                inputs = tuple(PARTIAL if k in together else REPLICATED for k in range(len(given.specs)))
-                yield Choice(inputs, (PARTIAL,) * len(op.outputs))
+            sums = {k for k in together if given.placements[k].is_sum}
+            shared = sums == together and all(given.placements[k] == SHARED_SUM for k in sums)
+            if sums and (keeps or shared):
+                inputs = tuple(
+                    given.placements[k] if k in sums else PARTIAL if k in together else REPLICATED
+                    for k in range(len(given.specs))
+                )
+                made = SHARED_SUM if shared and not op.flops else PARTIAL
+                yield Choice(inputs, (made,) * len(op.outputs))
 
     def _along(self, op: Op, rule: Dims, given: Given, label: int, blocks: int) -> Iterator[Choice]:
         """Slices along one label of the op's rule."""

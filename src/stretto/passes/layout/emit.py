@@ -64,8 +64,8 @@ class Emitter:
         self._several_views: set[str] = set()
 
     def fresh(self, like: str) -> str:
-        """A name that no value has yet."""
-        name = like
+        """A name that no value has yet; a slash is for what no op makes."""
+        name = like = like.replace("/", "_")
         while name in self._names:
             self._alike[like] += 1
             name = f"{like}_{self._alike[like]}"

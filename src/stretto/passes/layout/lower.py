@@ -66,5 +66,7 @@ def _lowered(out: Emitter, op: Op, x: str) -> str:
     x = out.contiguous(x)
     if not is_first:
         x = permuted(out.view(x, factors, f"{name}_factors"), (ranks, *rest))
-    x = out.view(x, (size * made.shape[0], *made.shape[1:]), f"{name}_rows")
-    return out.view(collective(REDUCE_SCATTER, x, "sum"), made.shape)
+    # Blocks keep a dim of their own, which shows along what the result is sharded.
+    local = (*shape[:dim], blocks, inner, *shape[dim + 1 :]) if blocks > 1 else made.shape
+    x = out.view(x, (size * local[0], *local[1:]), f"{name}_rows")
+    return out.view(collective(REDUCE_SCATTER, x, "sum"), made.shape, f"{name}_joined")

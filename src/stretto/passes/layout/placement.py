@@ -5,7 +5,8 @@
     PARTIAL, HIGHEST      the value is the sum, or the maximum, of what ranks have
 
 Where `copies` consecutive ranks share a slice (a head of keys), they have it in full, or partial sums of it
-(`adds`), or different slices of it along another dim (`within`).
+(`adds`), or different slices of it along another dim (`within`). Where all ranks share the only head, they have
+SHARED_SUM: partial sums as others, which all linear ops keep so.
 """
 
 from __future__ import annotations
@@ -53,10 +54,15 @@ class AxisPlacement:
     def is_partial(self) -> bool:
         return self.kind == "partial"
 
+    @property
+    def is_sum(self) -> bool:
+        return self.kind == "partial" and self.reduction == "sum"
+
 
 REPLICATED = AxisPlacement("replicated")
 PARTIAL = AxisPlacement("partial")
 HIGHEST = AxisPlacement("partial", reduction="max")
+SHARED_SUM = AxisPlacement("partial", adds=True)
 
 
 def sharded(dim: int, blocks: int = 1) -> AxisPlacement:

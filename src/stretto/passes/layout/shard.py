@@ -26,7 +26,7 @@ from stretto.passes.layout.decomposed import DECOMPOSED, Sub
 from stretto.passes.layout.emit import Emitter, MisfitError
 from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, SplitLoss, TokenLoss, token_losses
 from stretto.passes.layout.op_groups import SAME_DATA
-from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, local_spec, sharded
+from stretto.passes.layout.placement import REPLICATED, AxisPlacement, local_spec, sharded
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.rules import Choice, emit_op
 from stretto.passes.layout.values import Values
@@ -75,7 +75,8 @@ def shard(
 
 class _Walk:
     """stored: placements of what no op makes. parts: of an op with several results, the values that they are.
-    taken: (op, number of a result) -> the value as which it is read."""
+    taken: (op, number of a result) -> the value as which it is read. inputs: placements of operands of ops
+    with several results."""
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class _Walk:
         self.parts: dict[str, list[str]] = {}
         self.taken = {(op.args[0].name, op.args[1]): op.name for op, _ in program.ops if op.target == GETITEM}
         self.gathered: list[Gathered] = []
+        self.inputs: dict[str, dict[str, AxisPlacement]] = {}
 
     def run(self, may_be_partial: frozenset[str]) -> ShardedProgram:
         loss = self.program.roots.get("loss", "")
@@ -126,7 +128,8 @@ class _Walk:
         if op.name in self.losses and self._of_split_loss(op, self.losses[op.name]):
             return
         names = operands(op)
-        priced = [(self._cost(op, names, choice), choice) for choice in self.choices.of(op, names)]
+        choices = self._as_forward(op, names, list(self.choices.of(op, names)))
+        priced = [(self._cost(op, names, choice), choice) for choice in choices]
         reason = MisfitError(f"{op.target} ({op.module}) reads what ranks share in another way")
         for cost, choice in sorted(priced, key=lambda item: item[0]):
             if cost == math.inf:
@@ -140,6 +143,20 @@ class _Walk:
             except MisfitError as error:
                 reason = error
         raise reason
+
+    def _as_forward(self, op: Op, names: Sequence[str], choices: list[Choice]) -> list[Choice]:
+        """An op that works back from what another has saved reads what that has read, placed alike."""
+        if "_backward" not in op.target:
+            return choices
+        parts = (self.values.made[name] for name in names if name in self.values.made)
+        known = [self.inputs.get(part.args[0].name) for part in parts if part.target == GETITEM]
+        before = next((inputs for inputs in known if inputs is not None), {})
+        alike = [
+            choice
+            for choice in choices
+            if all(before.get(name, at) == at for name, at in zip(names, choice.inputs, strict=True))
+        ]
+        return alike or choices
 
     def _cost(self, op: Op, names: Sequence[str], choice: Choice) -> float:
         pairs = dict.fromkeys(zip(names, choice.inputs, strict=True))
@@ -165,6 +182,7 @@ class _Walk:
         if all(at == REPLICATED for at in choice.inputs):
             self._note_gathered(op, names)
         if len(op.outputs) != 1:
+            self.inputs[op.name] = dict(zip(names, choice.inputs, strict=True))
             self._several(op, made[0], choice.outputs)
             return
         values.add(op.name, op.outputs[0], made[0], choice.outputs[0])
@@ -174,7 +192,7 @@ class _Walk:
         if wish is not None and not choice.outputs[0].is_partial:
             values.place(op.name, wish, only=True)  # what reads a stream reads its slices
         elif choice.at_once and choice.outputs[0].is_partial:
-            at = self.choices.wish(op.name) if choice.outputs[0] == PARTIAL else None
+            at = self.choices.wish(op.name) if choice.outputs[0].is_sum else None
             values.place(op.name, at or REPLICATED)
 
     def _note_gathered(self, op: Op, names: Sequence[str]) -> None:
@@ -267,9 +285,9 @@ class _Walk:
         for root, value in program.roots.items():
             want = self._wanted(root)
             allowed = root in may_be_partial or self._may_be_partial(root)
-            if allowed and placed[value] == PARTIAL:
-                want = PARTIAL if kinds[self._tensor_of(root)] == {"partial"} else want
-            if want == PARTIAL or want.adds:
+            if allowed and placed[value].is_sum and kinds[self._tensor_of(root)] == {"partial"}:
+                want = placed[value]
+            if want.is_sum or want.adds:
                 partial.add(root)
             if self.out.cost_bytes(self.values.source(value, want), want, 1) == math.inf:
                 raise MisfitError(f"{root} is {placed[value]}, and is to be {want}")

@@ -13,14 +13,21 @@ from dataclasses import replace
 from stretto.ir.dim_rules import SUMMED, Dims, results_along
 from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
 from stretto.ir.program import Op
-from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, fits, sharded
+from stretto.passes.layout.placement import (
+    PARTIAL,
+    REPLICATED,
+    SHARED_SUM,
+    AxisPlacement,
+    fits,
+    sharded,
+)
 from stretto.passes.layout.rules import Choice, Given, Rule, rule_of
 
 
 def along_shared(op: Op, rule: Dims, given: Given, label: int, blocks: int, copies: int) -> Iterator[Choice]:
     """Slices along a label that ranks share."""
     made = results_along(rule, label)
-    adding = frozenset(k for k, at in enumerate(given.placements) if at.adds)
+    adding = frozenset(k for k, at in enumerate(given.placements) if at.adds and at.is_sharded)
     if made is None or label in rule.full or (adding and adding not in rule.linear):
         return
     if any(label not in rule.inputs[k] for k in adding) or (label in rule.summed and not adding):
@@ -70,22 +77,24 @@ def _attention(op: Op, given: Given) -> Iterator[Choice]:
     """Queries are sharded by heads, of which each rank's read the one head of keys that it has."""
     backward = op.target in ATTENTION_BACKWARD
     keys = (2, 3) if backward else (1, 2)
-    at = given.placements[keys[0]]
+    queries, at = keys[0] - 1, given.placements[keys[0]]
     rule = rule_of(op, given.specs)
-    if rule is None or at.copies == 1 or at.dim != 1 or given.placements[keys[1]] != at:
+    if rule is None or given.placements[keys[1]] != at:
         return
-    heads = rule.inputs[keys[0]][1]
-    if heads is None:
+    heads = rule.inputs[queries][1]
+    of_one = at == REPLICATED and rule.inputs[keys[0]][1] is None and given.placements[queries] == sharded(1)
+    if heads is None or not (of_one or (at.copies > 1 and at.dim == 1)):
         return
-    own = replace(at, adds=False)
     inputs = tuple(
-        own if k in keys else sharded(labels.index(heads)) if heads in labels else REPLICATED
+        at if k in keys else sharded(labels.index(heads)) if heads in labels else REPLICATED
         for k, labels in enumerate(rule.inputs)
     )
     outputs = [sharded(labels.index(heads)) if heads in labels else REPLICATED for labels in rule.outputs]
     if backward:
-        outputs[1:3] = [replace(at, adds=True)] * 2
-    yield Choice(inputs, tuple(outputs))
+        outputs[1:3] = [SHARED_SUM if of_one else replace(at, adds=True)] * 2
+    fitting = zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True)
+    if all(spec is None or fits(place, spec.shape, given.size) for place, spec in fitting):
+        yield Choice(inputs, tuple(outputs))
 
 
 SHARED: dict[str, Rule] = {

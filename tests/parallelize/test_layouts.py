@@ -1,0 +1,126 @@
+"""Layouts by passes: one trace of the plain model serves all, and everything that a step has beside a loss."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stretto
+from stretto.capturing import capture, captures
+from stretto.capturing.captures import Captures
+from stretto.capturing.evaluation import capture_evaluation
+from stretto.config import Parallel
+from stretto.errors import UsageError
+from stretto.models.build import huggingface_sum
+from stretto.models.gpt import next_token_loss
+from stretto.parallelize.layout import layout_of
+from stretto.runtime.local import run_threads
+from tests.clusters import cores
+from tests.parallelize.equality import MODELS, assert_plan_is_plain, batch_of, gpt, loss_of, small
+from tests.runtime.equality import huggingface_loss
+
+TP, SP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
+
+
+def by_passes(**given: Any) -> Parallel:
+    return Parallel(**{"microbatches": 2, **given}, layouts="passes")
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
+@pytest.mark.parametrize("layout", [TP, SP, {**SP, "pp": 2}], ids=str)
+def test_plans_are_verified_and_equal_the_plain_model(name: str, layout: dict[str, Any]) -> None:
+    model = MODELS[name]().double()
+    plan = stretto.plan(capture(model, batch_of(), loss_of(name), by_passes(**layout)), cores(), order="list")
+    assert_plan_is_plain(plan, model, loss_of(name), batch_of())
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_plans_of_shared_heads_are_verified(heads: int) -> None:
+    model = small("LlamaForCausalLM", num_key_value_heads=heads).double()
+    job = capture(model, batch_of(), huggingface_loss, by_passes(tp=4, sequence_parallel=True))
+    assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_loss, batch_of())
+
+
+@pytest.mark.parametrize("layout", [TP, {**SP, "dp": 2}], ids=str)
+def test_a_sum_is_divided_by_the_count_of_all_tokens(layout: dict[str, Any]) -> None:
+    model, batch = small("LlamaForCausalLM").double(), batch_of(8)
+    batch["labels"][0] = -100
+    job = capture(model, batch, huggingface_sum, by_passes(**layout))
+    assert job.count is not None
+    plan = stretto.plan(job, cores(), order="list")
+    assert_plan_is_plain(plan, model, huggingface_sum, batch)
+
+
+@pytest.mark.parametrize("layout", [TP, {**SP, "pp": 2}], ids=str)
+def test_an_evaluation_is_laid_out_as_its_training(layout: dict[str, Any]) -> None:
+    model = gpt().double()
+    parallel = by_passes(**layout)
+    training = capture(model, batch_of(), next_token_loss, parallel)
+    job = capture_evaluation(model, batch_of(), next_token_loss, training, layout=layout_of(model, parallel))
+    plan = stretto.plan(job, cores(), order="list")
+    found = run_threads(plan, lambda _: copy.deepcopy(model), lambda runner: runner.step(batch_of()).item())
+    halves = [{key: value.chunk(2)[k] for key, value in batch_of().items()} for k in range(2)]
+    expected = sum(next_token_loss(model, half).item() for half in halves) / 2
+    assert found == pytest.approx([expected] * len(found), rel=1e-12)
+
+
+class Watched(nn.Module):
+    """Whose code observes what is partial on ranks, and what is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.up(x).relu()
+        stretto.observe("features", inner.sum())
+        stretto.observe("highest", inner.amax(), "max")
+        return self.down(inner)  # type: ignore[no-any-return]
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_is_observed_is_that_of_all_ranks() -> None:
+    torch.manual_seed(0)
+    model, x = Watched().double(), torch.randn(4, 8, dtype=torch.float64)
+    job = capture(model, x, square, by_passes(tp=2), tp_plan={"up": "colwise", "down": "rowwise"})
+    plan = stretto.plan(job, cores(), order="list")
+
+    def work(runner: Any) -> Any:
+        runner.step(x)
+        return runner.observed()
+
+    inner = model.up(x).relu()
+    for found in run_threads(plan, lambda _: copy.deepcopy(model), work):
+        features, highest = (next(one for one in found if one.name == n) for n in ("features", "highest"))
+        assert features.mean == pytest.approx([inner.sum().item()])
+        assert highest.mean == pytest.approx([inner.amax().item()])
+
+
+def test_a_model_is_traced_once_for_all_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces: list[Any] = []
+    own = captures.trace
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        traces.append(args)
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(captures, "trace", counted)
+    kept = Captures(gpt(), batch_of(), next_token_loss)
+    for layout in (TP, SP, {"tp": 4}, {**SP, "pp": 2}):
+        kept.job(by_passes(**layout))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("given", [{"ep": 2, "dp": 2}, {"ampipe_degree": 2}, {"ampipe_degree": "auto"}])
+def test_what_passes_do_not_lay_out_yet_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(
+        UsageError, match='is not laid out by layouts = "passes" yet; give layouts = "patched"'
+    ):
+        by_passes(**given)
