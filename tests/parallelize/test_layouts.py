@@ -1,4 +1,4 @@
-"""Layouts by passes: one trace of the plain model serves all, and everything that a step has beside a loss."""
+"""Layouts by passes: one trace of the plain model serves all, with everything that a step has beside a loss."""
 
 from __future__ import annotations
 
@@ -116,6 +116,12 @@ def test_a_model_is_traced_once_for_all_layouts(monkeypatch: pytest.MonkeyPatch)
     for layout in (TP, SP, {"tp": 4}, {**SP, "pp": 2}):
         kept.job(by_passes(**layout))
     assert len(traces) == 1
+
+
+def test_a_sequence_that_ranks_cannot_share_is_refused() -> None:
+    model, batch = gpt(context=7), {key: value[:, :7] for key, value in batch_of().items()}
+    with pytest.raises(UsageError, match="a sequence of 7 cannot be sharded equally over tp = 2"):
+        capture(model, batch, next_token_loss, by_passes(**SP))
 
 
 @pytest.mark.parametrize("given", [{"ep": 2, "dp": 2}, {"ampipe_degree": 2}, {"ampipe_degree": "auto"}])

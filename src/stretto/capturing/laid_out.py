@@ -18,7 +18,7 @@ import torch
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
-from stretto.errors import CaptureError
+from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
@@ -133,7 +133,8 @@ def _spec_of(ops: Mapping[str, Op], name: str) -> TensorSpec:
 
 def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
     """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
-    sequence. It is the first activation that the block reads."""
+    sequence. It is the first activation that the block reads. Raises UsageError where there is none, and for
+    a sequence that ranks cannot share equally."""
     if tensor.first is None:
         return {}
     made: dict[str, Op] = {}
@@ -143,8 +144,17 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
         for name in op.uses if inside else ():
             spec = made[name].outputs[0] if name in made and len(made[name].outputs) == 1 else None
             if name in of_parameters and spec is not None and len(spec.shape) == 3:
+                length = spec.shape[SEQUENCE_DIM]
+                if length % tensor.size:
+                    raise UsageError(
+                        f"sequence_parallel: a sequence of {length} cannot be sharded equally over {TENSOR} = "
+                        f"{tensor.size}: change the one or the other, or leave sequence_parallel out"
+                    )
                 return {name: sharded(SEQUENCE_DIM)}
         if any(name.startswith(PARAM) or name in of_parameters for name in op.uses):
             of_parameters.add(op.name)
         made[op.name] = op
-    return {}
+    raise UsageError(
+        f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module before "
+        'it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
+    )

@@ -5,8 +5,8 @@
     PARTIAL, HIGHEST      the value is the sum, or the maximum, of what ranks have
 
 Where `copies` consecutive ranks share a slice (a head of keys), they have it in full, or partial sums of it
-(`adds`), or different slices of it along another dim (`within`). Where all ranks share the only head, they have
-SHARED_SUM: partial sums as others, which all linear ops keep so.
+(`adds`), or different slices of it along another dim (`within`). Where all ranks share the only head, they
+have SHARED_SUM: partial sums as others, which all linear ops keep so.
 """
 
 from __future__ import annotations
