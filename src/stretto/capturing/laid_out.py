@@ -147,14 +147,14 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
                 length = spec.shape[SEQUENCE_DIM]
                 if length % tensor.size:
                     raise UsageError(
-                        f"sequence_parallel: a sequence of {length} cannot be sharded equally over {TENSOR} = "
-                        f"{tensor.size}: change the one or the other, or leave sequence_parallel out"
+                        f"sequence_parallel: a sequence of {length} cannot be sharded equally over "
+                        f"{TENSOR} = {tensor.size}: change the one or the other, or leave sequence_parallel out"
                     )
                 return {name: sharded(SEQUENCE_DIM)}
         if any(name.startswith(PARAM) or name in of_parameters for name in op.uses):
             of_parameters.add(op.name)
         made[op.name] = op
     raise UsageError(
-        f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module before "
-        'it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
+        f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
+        'before it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
     )
