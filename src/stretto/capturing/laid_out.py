@@ -148,7 +148,7 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
                 if length % tensor.size:
                     raise UsageError(
                         f"sequence_parallel: a sequence of {length} cannot be sharded equally over "
-                        f"{TENSOR} = {tensor.size}: change the one or the other, or leave sequence_parallel out"
+                        f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
                     )
                 return {name: sharded(SEQUENCE_DIM)}
         if any(name.startswith(PARAM) or name in of_parameters for name in op.uses):
