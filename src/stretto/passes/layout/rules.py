@@ -107,8 +107,8 @@ def emit_op(choice: Choice, size: int) -> Emit:
 
 def _highest(op: Op, given: Given) -> Iterator[Choice]:
     """The greatest along a sharded dim is the greatest of what ranks find."""
-    dims = op.args[1] if len(op.args) > 1 else ()
-    if given.first.is_sharded and len(dims) == 1 and dims[0] % len(given.specs[0].shape) == given.first.dim:
+    dims: tuple[int, ...] = tuple(op.args[1]) if len(op.args) > 1 else ()
+    if given.first.is_sharded and [dim % len(given.specs[0].shape) for dim in dims] == [given.first.dim]:
         yield Choice((given.first,), (HIGHEST,), at_once=True)
 
 

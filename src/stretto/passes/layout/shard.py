@@ -192,8 +192,8 @@ class _Walk:
         if wish is not None and not choice.outputs[0].is_partial:
             values.place(op.name, wish, only=True)  # what reads a stream reads its slices
         elif choice.at_once and choice.outputs[0].is_partial:
-            at = self.choices.wish(op.name) if choice.outputs[0].is_sum else None
-            values.place(op.name, at or REPLICATED)
+            scattered = self.choices.wish(op.name) if choice.outputs[0].is_sum else None
+            values.place(op.name, scattered or REPLICATED)
 
     def _note_gathered(self, op: Op, names: Sequence[str]) -> None:
         activations = [name for name in names if not name.startswith(PARAM)]
