@@ -20,8 +20,16 @@ from stretto.models.gpt import next_token_loss
 from stretto.parallelize.layout import layout_of
 from stretto.runtime.local import run_threads
 from tests.clusters import cores
-from tests.parallelize.equality import MODELS, assert_plan_is_plain, batch_of, gpt, loss_of, small
-from tests.runtime.equality import huggingface_loss
+from tests.parallelize.equality import (
+    MODELS,
+    SMALL,
+    assert_plan_is_plain,
+    batch_of,
+    gpt,
+    loss_of,
+    small,
+)
+from tests.runtime.equality import from_transformers, huggingface_loss
 
 TP, SP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}
 
@@ -43,6 +51,31 @@ def test_plans_of_shared_heads_are_verified(heads: int) -> None:
     model = small("LlamaForCausalLM", num_key_value_heads=heads).double()
     job = capture(model, batch_of(), huggingface_loss, by_passes(tp=4, sequence_parallel=True))
     assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_loss, batch_of())
+
+
+BERT = {
+    "bert.embeddings.word_embeddings": "vocabulary",
+    "bert.encoder.layer.*.attention.self.query": "colwise",
+    "bert.encoder.layer.*.attention.self.key": "colwise",
+    "bert.encoder.layer.*.attention.self.value": "colwise",
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+    "cls.predictions.decoder": "vocabulary",
+}
+
+
+@pytest.mark.parametrize("layout", [TP, {"tp": 4, "pp": 2}], ids=str)
+def test_an_encoder_with_a_mask_equals_the_plain_model(layout: dict[str, Any]) -> None:
+    """Its head is tied to its table, has norms between, and a bias of its own."""
+    sizes = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = from_transformers("BertForMaskedLM", **{**sizes, **dropouts, "pad_token_id": 0}).double()
+    mask = torch.ones(4, 8, dtype=torch.int64)
+    mask[1, 6:] = 0
+    batch = {**batch_of(), "attention_mask": mask}
+    job = capture(model, batch, huggingface_loss, by_passes(**layout), tp_plan=BERT)
+    assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_loss, batch)
 
 
 @pytest.mark.parametrize("layout", [TP, {**SP, "dp": 2}], ids=str)
