@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from stretto.ir.flow import is_external
 from stretto.ir.program import Op, TensorSpec
 from stretto.passes.layout.op_groups import SAME_DATA
 from stretto.passes.rewrite import with_uses
@@ -31,15 +32,17 @@ class StepProgram:
 
 
 def with_equal_views_once(program: StepProgram) -> StepProgram:
-    """Views of one value that are equal become one, which is gathered once for all that read it. The
-    forward's are no use to the backward, where they would be kept for it."""
+    """Views of one value that are equal become one, which is gathered once for all that read it: those of
+    modules side by side, so that no stage sends one to another, and not one of the forward for the backward,
+    for which it would be kept."""
     first: dict[tuple[object, ...], str] = {}
     now: dict[str, str] = {}
     ops: list[tuple[Op, Origin]] = []
     for op, origin in program.ops:
         op = with_uses(op, lambda name: now.get(name, name))
-        if op.target in SAME_DATA:
-            key = (op.target, repr(op.args), repr(op.kwargs), origin.backward)
+        if op.target in SAME_DATA and not is_external(op.uses[0]):
+            beside = op.module.rpartition(".")[0]
+            key = (op.target, repr(op.args), repr(op.kwargs), origin.backward, beside)
             if key in first:
                 now[op.name] = first[key]
                 continue
