@@ -124,12 +124,12 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
 
 
-def captured(model: nn.Module) -> Any:
+def captured(model: nn.Module, layouts: str = "patched") -> Any:
     plan = {"embedding": "vocabulary", "head": "vocabulary"}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "head":
             plan[name] = "colwise" if module.in_features == HIDDEN else "rowwise"
-    parallel = Parallel(tp=2, sequence_parallel=True, microbatches=2)
+    parallel = Parallel(tp=2, sequence_parallel=True, microbatches=2, layouts=layouts)
     return capture(model, batch_of(), loss, parallel, tp_plan=plan)
 
 
@@ -159,6 +159,12 @@ REFUSED = {
     its_matrices_by_hand: "blocks.1.part.up is called, and blocks.1.part, which gathers the sequence for",
     a_shorter_sequence: "blocks.1 is given a sequence of 1, where blocks before it had one of 4",
 }
+
+
+@pytest.mark.parametrize("how", [*RIGHT, *REFUSED])
+def test_by_passes_no_way_to_call_blocks_matters(how: Callable[[Any, Tensor], Any]) -> None:
+    model = Net(how).double()
+    assert_plain(captured(model, "passes"), model, loss, batch_of())
 
 
 @pytest.mark.parametrize("how", REFUSED)

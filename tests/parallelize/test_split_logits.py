@@ -71,6 +71,10 @@ def tokens_of(seed: int) -> Tensor:
     return torch.randint(0, VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
+LAYOUTS = pytest.mark.parametrize("layouts", ["patched", "passes"])
+
+
+@LAYOUTS
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
@@ -79,29 +83,35 @@ def tokens_of(seed: int) -> Tensor:
         for name in LOSSES
     ],
 )
-def test_losses_on_split_logits(name: str, tp: int) -> None:
-    check(Head().double(), on_logits(LOSSES[name]), tp)
+def test_losses_on_split_logits(name: str, tp: int, layouts: str) -> None:
+    check(Head().double(), on_logits(LOSSES[name]), tp, layouts=layouts)
 
 
-def test_the_padding_token_never_learns() -> None:
-    grads = check(Head(padding=3).double(), on_logits(mean), 2)
+@LAYOUTS
+def test_the_padding_token_never_learns(layouts: str) -> None:
+    grads = check(Head(padding=3).double(), on_logits(mean), 2, layouts=layouts)
     assert not grads["embedding.weight"][3].any()
 
 
+@LAYOUTS
 @pytest.mark.parametrize("added", [-float("inf"), pytest.param(-1000.0, marks=pytest.mark.slow), 1000.0])
-def test_parts_whose_logits_are_far_apart(added: float) -> None:
+def test_parts_whose_logits_are_far_apart(added: float, layouts: str) -> None:
     """Each rank adds up below the maximum of its own part; one whose part is all -inf adds nothing."""
     model = Head().double()
     with torch.no_grad():
         model.head.bias[VOCAB // 2 :] += added
 
-    check(model, on_logits(mean), 2, tokens_of(2) % (VOCAB // 2))
+    check(model, on_logits(mean), 2, tokens_of(2) % (VOCAB // 2), layouts)
 
 
-def check(model: nn.Module, loss: Any, tp: int, targets: Tensor | None = None) -> dict[str, Tensor]:
+def check(
+    model: nn.Module, loss: Any, tp: int, targets: Tensor | None = None, layouts: str = "patched"
+) -> dict[str, Tensor]:
     batch = {"tokens": tokens_of(1), "targets": tokens_of(2) if targets is None else targets}
     expected = plain(copy.deepcopy(model), batch, loss)
-    told, grads = step(capture(model, batch, loss, Parallel(tp=tp), tp_plan=PLAN), model, batch)
+    told, grads = step(
+        capture(model, batch, loss, Parallel(tp=tp, layouts=layouts), tp_plan=PLAN), model, batch
+    )
     assert torch.allclose(told, expected.loss, rtol=1e-12, atol=0)
     for parameter, want in expected.grads.items():
         assert want is not None
@@ -109,9 +119,10 @@ def check(model: nn.Module, loss: Any, tp: int, targets: Tensor | None = None) -
     return grads
 
 
-def test_only_numbers_for_each_token_are_communicated() -> None:
+@LAYOUTS
+def test_only_numbers_for_each_token_are_communicated(layouts: str) -> None:
     batch = {"tokens": tokens_of(1), "targets": tokens_of(2)}
-    job = capture(Head(), batch, on_logits(mean), Parallel(tp=2), tp_plan=PLAN)
+    job = capture(Head(), batch, on_logits(mean), Parallel(tp=2, layouts=layouts), tp_plan=PLAN)
     found = [op.collective for ops in job.stages[0].ops.values() for op in ops if op.collective is not None]
     hidden, numbers = ROWS * TOKENS * HIDDEN * 4, 2 * 3 * ROWS * TOKENS * 4
     # Embedding; both ranks' three numbers a token; the gradient of the head's input.

@@ -18,11 +18,12 @@ from torch import nn
 from stretto.batch.loss import Loss
 from stretto.capturing.explain import explained
 from stretto.capturing.graph import Traced
+from stretto.capturing.laid_out import laid_out
 from stretto.capturing.meshes import on_meshes, place_on_meshes
 from stretto.capturing.split import check_split, layer_names, split
 from stretto.capturing.stages import cut
 from stretto.capturing.substitutes import check_synchronised
-from stretto.capturing.trace import trace
+from stretto.capturing.trace import PLAIN, trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
@@ -34,6 +35,7 @@ TRACED_BY = (
     "tp",
     "sequence_parallel",
     "tp_plan",
+    "layouts",
     "ep",
     "ep_plan",
     "ep_buffer",
@@ -93,6 +95,11 @@ class Captures:
         check_split(self.model, parallel.split)  # names are checked before what takes long
         check_synchronised(self.model, parallel.dp)
         meshes = on_meshes(self.model, parallel, self.tp_plan)
+        if meshes is not None and parallel.layouts == "passes":
+            raise UsageError(
+                'a program on meshes has a layout of its own, which layouts = "passes" does not change: '
+                "leave layouts out"
+            )
         if meshes is None:
             traced, layout = self._trace(parallel, degree)
             ranks = stage_ranks_of(parallel.schedule, parallel.pp, count)
@@ -126,10 +133,23 @@ class Captures:
             self._traced.move_to_end(key)
         else:
             layout = layout_of(self.model, parallel, self.tp_plan, degree)
-            self._traced[key] = self._traced_now(parallel, layout), layout
-            while len(self._traced) > KEPT:
-                self._traced.popitem(last=False)
+            self._keep(key, self._laid_out(parallel, layout), layout)
         return self._traced[key]
+
+    def _keep(self, key: str, traced: Traced, layout: Layout) -> None:
+        self._traced[key] = traced, layout
+        while len(self._traced) > KEPT:
+            self._traced.popitem(last=False)
+
+    def _laid_out(self, parallel: ParallelSettings, layout: Layout) -> Traced:
+        """By passes, every layout is made of one trace of the plain model."""
+        if layout.by == "patched":
+            return self._traced_now(parallel, layout)
+        key = plain_traced_by(parallel)
+        if key not in self._traced:
+            self._keep(key, self._traced_now(parallel, PLAIN), PLAIN)
+        self._traced.move_to_end(key)
+        return laid_out(self._traced[key][0], layout, parallel.skip_passes)
 
     def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
         return trace(
@@ -150,3 +170,8 @@ def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:
     """Equal for settings of which one trace serves all."""
     given = [(name, getattr(parallel, name)) for name in TRACED_BY]
     return repr((given, parallel.microbatches * parallel.dp, degree))
+
+
+def plain_traced_by(parallel: ParallelSettings) -> str:
+    """Equal for settings whose layouts are passes over one trace of the plain model."""
+    return repr(("plain", parallel.skip_passes, parallel.microbatches * parallel.dp))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from stretto.batch.constants import ConstantsWatch, Path
 from stretto.ir.metrics import Metric
 from stretto.ir.program import Constant, Count, Op, Shard, TensorSpec
+from stretto.passes import on_graph
+from stretto.passes.rewrite import Graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +105,22 @@ class Traced:
     layers: frozenset[str] = frozenset()
     read: tuple[tuple[Path, str], ...] = ()
     watch: ConstantsWatch = field(default_factory=ConstantsWatch, compare=False, repr=False)
+
+
+def passed(
+    ops: list[TracedOp],
+    roots: set[str],
+    given: Mapping[str, TensorSpec],
+    sharded: frozenset[str],
+    skip: Collection[str],
+) -> tuple[list[TracedOp], Mapping[str, str]]:
+    """The ops after all passes of a graph, and what roots are called now. What a pass made has the
+    origin of the op that it replaces."""
+    known = {traced.op.name: traced for traced in ops}
+    backward = frozenset(name for name, traced in known.items() if traced.backward)
+    graph = Graph(
+        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, sharded=sharded
+    )
+    graph = on_graph(graph, skip)
+    made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
+    return made, graph.renamed

@@ -31,8 +31,9 @@ from stretto.capturing.convert import convert, dtype_name, spec_of
 from stretto.capturing.equal import NotRepeatedError, equal_layers, renamed
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained
-from stretto.capturing.graph import JointGraph, Traced, TracedOp, TracedStep
+from stretto.capturing.graph import JointGraph, Traced, TracedStep, passed
 from stretto.capturing.known import Known
+from stretto.capturing.laid_out import laid_out
 from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import OnMeshes
 from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
@@ -56,8 +57,7 @@ from stretto.parallelize.layout import Layout
 from stretto.parallelize.lower_right_adapter import HALF
 from stretto.parallelize.split_logits import WrittenError
 from stretto.parallelize.unseen import ALONE, ON_CUDA, now
-from stretto.passes import check_names, on_graph
-from stretto.passes.rewrite import Graph
+from stretto.passes import check_names
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +129,16 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
+    if layout.by == "passes":
+        traced = trace(
+            *(model, batch, loss),
+            microbatches=microbatches,
+            param_dtype=param_dtype,
+            device=device,
+            equal_layers=equal_layers,
+            skip_passes=skip_passes,
+        )
+        return laid_out(traced, layout, skip_passes)
 
     def attempt(how: Layout) -> Traced:
         traced = partial(
@@ -196,7 +206,7 @@ def _trace(
         kept = {what: proved.renamed[value] for what, value in kept.items()}
         seen = tuple(with_partial(one, proved.seen[one.value], proved.renamed[one.value]) for one in seen)
     roots = {value for value in grads.values() if value is not None} | {*kept.values()}
-    ops, now = _passed(ops, roots | {one.value for one in seen}, given, sharded, skip_passes)
+    ops, now = passed(ops, roots | {one.value for one in seen}, given, sharded, skip_passes)
     grads = {name: value and now.get(value, value) for name, value in grads.items()}
     kept = {what: now.get(value, value) for what, value in kept.items()}
 
@@ -358,25 +368,6 @@ def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
             inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
             result.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
     return result
-
-
-def _passed(
-    ops: list[TracedOp],
-    roots: set[str],
-    given: Mapping[str, TensorSpec],
-    sharded: frozenset[str],
-    skip: Collection[str],
-) -> tuple[list[TracedOp], Mapping[str, str]]:
-    """Step 5: the ops after all passes, and what roots are called now. What a pass made has the place of the
-    op that it replaces."""
-    known = {traced.op.name: traced for traced in ops}
-    backward = frozenset(name for name, traced in known.items() if traced.backward)
-    graph = Graph(
-        tuple(traced.op for traced in ops), frozenset(roots), backward=backward, given=given, sharded=sharded
-    )
-    graph = on_graph(graph, skip)
-    made = [replace(known[graph.origin.get(op.name, op.name)], op=op) for op in graph.ops]
-    return made, graph.renamed
 
 
 def _device_of(model: nn.Module) -> torch.device:

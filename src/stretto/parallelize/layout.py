@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,11 +22,12 @@ from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind."""
+    """Each is None where there is nothing of the kind. by: as the setting `layouts`."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
+    by: Literal["patched", "passes"] = "patched"
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -91,7 +92,7 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    return Layout(tensor, experts, chunks_of(model, parallel, degree))
+    return Layout(tensor, experts, chunks_of(model, parallel, degree), parallel.layouts)
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:

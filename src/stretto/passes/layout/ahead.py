@@ -1,0 +1,135 @@
+"""What a value will meet, for where a sum is best scattered and how a gradient is best placed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from stretto.ir.dims import operands
+from stretto.ir.op_names import COPIES, POINTWISE, SUMS
+from stretto.ir.placed_by_rule import VIEW_OPS
+from stretto.ir.program import GETITEM, Op, TensorSpec
+from stretto.passes.layout.op_groups import KEEP_PARTIAL, SAME_DATA
+from stretto.passes.layout.placement import AxisPlacement, fits, sharded, viewed
+from stretto.passes.layout.program import StepProgram
+from stretto.passes.layout.rules import rule_of
+
+MOST_OPS = 200
+"""Ops that a look ahead passes. Assumed: a sum meets what it is added to within a layer."""
+
+
+@dataclass(slots=True)
+class Ahead:
+    """Of the global program. size: of the axis. made: value -> the op that makes it; uses: the ops that
+    read it; specs: of what no op makes, and of values that are decomposed."""
+
+    program: StepProgram
+    size: int
+    specs: dict[str, TensorSpec]
+    made: dict[str, Op] = field(init=False)
+    uses: dict[str, list[Op]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.made = {op.name: op for op, _ in self.program.ops}
+        self.uses = defaultdict(list)
+        for op, _ in self.program.ops:
+            for name in op.uses:
+                self.uses[name].append(op)
+
+    def spec(self, name: str) -> TensorSpec | None:
+        """The global spec of a value that is one tensor."""
+        if name in self.specs:
+            return self.specs[name]
+        op = self.made[name]
+        if op.target == GETITEM:
+            return self.made[op.args[0].name].outputs[op.args[1]]
+        return op.outputs[0] if len(op.outputs) == 1 else None
+
+    def wanted(self, wanted: Mapping[str, AxisPlacement]) -> dict[str, AxisPlacement]:
+        """Placements that roots are to have -> those, and what follows for what they are views, copies and
+        sums of."""
+        result = dict(wanted)
+        for op, _ in reversed(self.program.ops):
+            at = result.get(op.name)
+            if at is not None and len(op.outputs) == 1 and op.target in SAME_DATA | SUMS | COPIES:
+                for name, placement in self.before(op, at):
+                    result.setdefault(name, placement)
+        return result
+
+    def copied_to(self, values: Collection[str]) -> frozenset[str]:
+        """Those values, and what they alone are views and copies of."""
+        result = set(values)
+        for op, _ in reversed(self.program.ops):
+            if op.name in result and op.target in SAME_DATA | COPIES:
+                result.update(name for name in op.uses if len(self.uses[name]) == 1)
+        return frozenset(result)
+
+    def before(self, op: Op, at: AxisPlacement) -> Iterator[tuple[str, AxisPlacement]]:
+        """How operands are placed where the op's result is sharded so."""
+        names, made = operands(op), op.outputs[0]
+        specs = [self.spec(name) for name in names]
+        one = at.is_sharded and at.copies == 1
+        if made is None or any(spec is None for spec in specs) or not one:
+            return
+        known = [spec for spec in specs if spec is not None]
+        if op.target in VIEW_OPS:
+            placement = viewed(at, made.shape, known[0].shape, self.size)
+            if placement is not None:
+                yield names[0], placement
+            return
+        rule = rule_of(op, known)
+        if rule is None or at.dim >= len(rule.outputs[0]):
+            return
+        label = rule.outputs[0][at.dim]
+        for name, labels, spec in zip(names, rule.inputs, known, strict=True):
+            if label is not None and label in labels and label not in rule.full:
+                placement = sharded(labels.index(label), at.blocks)
+                if fits(placement, spec.shape, self.size):
+                    yield name, placement
+
+    def best(
+        self,
+        name: str,
+        placed: Mapping[str, AxisPlacement],
+        asked: Mapping[str, AxisPlacement],
+        fixed: Mapping[str, object],
+    ) -> AxisPlacement | None:
+        """How a value had best be sharded, for what it will meet: a sum is scattered to where what it is
+        added to is, a gradient to where its forward's value is. placed: of the ops before; asked: wishes;
+        fixed: parameters, which stay."""
+        return self._best(name, placed, asked, fixed, set())
+
+    def _best(
+        self,
+        name: str,
+        placed: Mapping[str, AxisPlacement],
+        asked: Mapping[str, AxisPlacement],
+        fixed: Mapping[str, object],
+        seen: set[str],
+    ) -> AxisPlacement | None:
+        for op in self.uses.get(name, ()):
+            if op.target == GETITEM or op.name in placed or op.name in seen or len(seen) > MOST_OPS:
+                continue
+            seen.add(op.name)
+            names = operands(op)
+            specs = [self.spec(each) for each in names]
+            if any(spec is None for spec in specs):
+                continue
+            known = [spec for spec in specs if spec is not None]
+            rule = None if op.target in VIEW_OPS else rule_of(op, known)
+            if rule is not None:
+                mine = rule.inputs[names.index(name)]
+                for other, labels in zip(names, rule.inputs, strict=True):
+                    at = placed.get(other)
+                    if other == name or at is None or not at.is_sharded or at.copies > 1 or other in fixed:
+                        continue
+                    label = labels[at.dim] if at.dim < len(labels) else None
+                    if label is not None and label in mine and label not in rule.full:
+                        return sharded(mine.index(label), at.blocks)
+            if (op.target in KEEP_PARTIAL or op.target in POINTWISE) and len(op.outputs) == 1:
+                after = asked.get(op.name) or self._best(op.name, placed, asked, fixed, seen)
+                result = after and dict(self.before(op, after)).get(name)
+                if result:
+                    return result
+        return None

@@ -1,0 +1,249 @@
+"""One rank's ops as they come to be, each with what it makes.
+
+What an op makes of local operands is asked of PyTorch once for equal calls, with tensors on "meta".
+
+Collectives of layouts work along any dim, so that another axis may shard the others; `lower` makes of them
+the program's own, at the end:
+
+    layout.gather(x, dim, blocks, axis, size)     the full value, of slices
+    layout.scatter(x, dim, blocks, axis, size)    a slice of the sum
+    layout.slice(x, dim, blocks, axis, size)      a slice of what all have
+    layout.reduce(x, "sum" | "max", axis, size)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from stretto.backend.dispatch_adapter import overload, returns_view
+from stretto.ir.collectives import BY_TARGET
+from stretto.ir.program import CHUNK, GETITEM, INDEX, VIEW, VIEWS, WAIT, Arg, Const, Op, Ref, TensorSpec
+from stretto.passes.layout.placement import REPLICATED, AxisPlacement, in_one, local_shape
+from stretto.passes.layout.program import Origin
+from stretto.passes.rewrite import spec_with, strides_of
+
+GATHER, SCATTER, SLICE, REDUCE = LAYOUT_OPS = (
+    *("layout.gather", "layout.scatter", "layout.slice", "layout.reduce"),
+)
+
+CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
+ON_THE_RANK = {"device": Const("device", "job")}
+
+Outputs = tuple[TensorSpec | None, ...]
+
+MOST_CALLS = 20_000
+"""Different calls whose results are kept. Assumed: some models' worth."""
+
+_known: dict[str, Outputs] = {}
+
+
+class MisfitError(Exception):
+    """The op cannot be called so, or makes another shape than its placement says."""
+
+
+class Emitter:
+    """axis, size: of the ranks. given: specs of what no op makes. origin, module: of the next ops."""
+
+    def __init__(
+        self, axis: str, size: int, given: Mapping[str, TensorSpec], names: Collection[str] = ()
+    ) -> None:
+        """names: of ops that are to come."""
+        self.axis, self.size = axis, size
+        self.ops: list[tuple[Op, Origin]] = []
+        self.specs: dict[str, TensorSpec] = dict(given)
+        self.outputs: dict[str, Outputs] = {}
+        self.origin, self.module = Origin(None, False), ""
+        self._alike: Counter[str] = Counter()
+        self._names = {*given, *names}
+        self._several_views: set[str] = set()
+
+    def fresh(self, like: str) -> str:
+        """A name that no value has yet; a slash is for what no op makes."""
+        name = like = like.replace("/", "_")
+        while name in self._names:
+            self._alike[like] += 1
+            name = f"{like}_{self._alike[like]}"
+        return name
+
+    def emit(
+        self,
+        target: str,
+        *args: Arg,
+        name: str,
+        kwargs: Mapping[str, Arg] | None = None,
+        flops: int = 0,
+        random: bool = False,
+    ) -> str:
+        """Append an op; returns its name, which begins with `name`. Raises MisfitError."""
+        given = tuple((kwargs or {}).items())
+        outputs = self._made(target, args, given)
+        name = self.fresh(name)
+        is_view = _is_view(target) or (target == GETITEM and args[0].name in self._several_views)
+        alias = args[0].name if is_view else None
+        if is_view and len(outputs) > 1:
+            self._several_views.add(name)
+        op = Op(name, target, args, given, outputs, alias, random, flops, self.module)
+        self._names.add(name)
+        self.ops.append((op, self.origin))
+        self.outputs[name] = outputs
+        if len(outputs) == 1 and outputs[0] is not None:
+            self.specs[name] = outputs[0]
+        return name
+
+    def keep(self, op: Op, origin: Origin) -> None:
+        """Append an op as it is."""
+        self.ops.append((op, origin))
+        self.outputs[op.name] = op.outputs
+        if len(op.outputs) == 1 and op.outputs[0] is not None:
+            self.specs[op.name] = op.outputs[0]
+
+    def _made(self, target: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]]) -> Outputs:
+        if target == GETITEM:
+            return (self.outputs[args[0].name][args[1]],)
+        if target == INDEX:
+            return (TensorSpec((), "int64"),)
+        if target == WAIT:
+            return (self.specs[args[0].name],)
+        if target in LAYOUT_OPS or target in BY_TARGET or target == CHUNK:
+            return (_communicated(target, self.specs[args[0].name], args),)
+        key = f"{target}{self._text(tuple(args))}{self._text(tuple(kwargs))}"
+        if key not in _known:
+            if len(_known) >= MOST_CALLS:
+                _known.clear()
+            _known[key] = self._called(target, args, kwargs)
+        return _known[key]
+
+    def _text(self, arg: Arg) -> str:
+        if isinstance(arg, Ref):
+            return str(self.specs[arg.name])
+        return f"({', '.join(map(self._text, arg))})" if isinstance(arg, tuple) else repr(arg)
+
+    def _called(self, target: str, args: Sequence[Arg], kwargs: Sequence[tuple[str, Arg]]) -> Outputs:
+        given = [self._decoded(arg) for arg in args]
+        named = {key: self._decoded(arg) for key, arg in kwargs}
+        function: Any = torch.Tensor.view if target in VIEWS else overload(target)
+        try:
+            with torch.no_grad():
+                made = function(*given, **named)
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            raise MisfitError(f"{target}: {error}") from error
+        several = made if isinstance(made, (tuple, list)) else (made,)
+        return tuple(_spec(one) if isinstance(one, torch.Tensor) else None for one in several)
+
+    def _decoded(self, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return _empty(self.specs[arg.name])
+        if isinstance(arg, Const):
+            return torch.device("meta") if arg.kind == "device" else getattr(torch, arg.text)
+        return [self._decoded(item) for item in arg] if isinstance(arg, tuple) else arg
+
+    # --- what changes a placement ---------------------------------------------------------------------------
+
+    def view(self, x: str, shape: Sequence[int], name: str = "") -> str:
+        """The value in another shape; a copy of it where it is not contiguous."""
+        if self.specs[x].shape == tuple(shape):
+            return x
+        return self.emit(VIEW, Ref(self.contiguous(x)), tuple(shape), name=name or f"{x}_viewed")
+
+    def contiguous(self, x: str) -> str:
+        if self.specs[x].stride is None:
+            return x
+        return self.emit("aten.clone.default", Ref(x), name=f"{x}_copy", kwargs=CONTIGUOUS)
+
+    def viewable(self, x: str, shape: Sequence[int]) -> bool:
+        """Whether a view can give the value that shape."""
+        try:
+            self._made(VIEW, (Ref(x), tuple(shape)), ())
+        except MisfitError:
+            return False
+        return True
+
+    def converted(self, x: str, before: AxisPlacement, after: AxisPlacement, shape: Sequence[int]) -> str:
+        """The value with another placement. shape: of the full value."""
+        axis = (self.axis, self.size)
+        if before.within is not None:
+            at, merged = in_one(before, shape)
+            x = self.view(x, local_shape(at, merged, self.size))
+            return self.view(self.converted(x, at, REPLICATED, merged), shape)
+        if after.within is not None:
+            at, merged = in_one(after, shape)
+            x = self.view(x, local_shape(before, merged, self.size))
+            return self.view(self.converted(x, before, at, merged), local_shape(after, shape, self.size))
+        match before.kind, after.kind:
+            case "partial", "replicated":
+                return self.emit(REDUCE, Ref(x), before.reduction, *axis, name=f"{x}_sum")
+            case "partial", "sharded":
+                return self.emit(SCATTER, Ref(x), after.dim, after.blocks, *axis, name=f"{x}_scattered")
+            case "sharded", "replicated":
+                return self.emit(GATHER, Ref(x), before.dim, before.blocks, *axis, name=f"{x}_gathered")
+            case "replicated", "sharded":
+                return self.emit(SLICE, Ref(x), after.dim, after.blocks, *axis, name=f"{x}_part")
+            case "sharded", "sharded":
+                full = self.emit(GATHER, Ref(x), before.dim, before.blocks, *axis, name=f"{x}_gathered")
+                return self.emit(SLICE, Ref(full), after.dim, after.blocks, *axis, name=f"{x}_part")
+        raise AssertionError(f"{before} -> {after}")
+
+    def cost_bytes(self, before: AxisPlacement, after: AxisPlacement, nbytes: int) -> float:
+        """Bytes that a rank sends for it. A copy counts a little; what cannot be done counts without end."""
+        if before == after:
+            return 0.0
+        if any(at.copies > 1 and at.within is None for at in (before, after)):
+            return math.inf  # ranks that share a slice have no collective of their own
+        if before.within is not None and after.is_sharded:
+            return math.inf
+        if before.is_sharded and after.within is not None:
+            return math.inf
+        ring = nbytes * (self.size - 1) / self.size
+        match before.kind, after.kind:
+            case "partial", "replicated":
+                return 2 * ring
+            case "partial", "sharded":
+                return ring if before.reduction == "sum" else math.inf
+            case "sharded", "replicated":
+                return ring
+            case "sharded", "sharded":
+                return ring + 1
+            case "replicated", "sharded":
+                return 1e-3 * nbytes
+        return math.inf
+
+
+def _communicated(target: str, spec: TensorSpec, args: Sequence[Arg]) -> TensorSpec:
+    shape, size = list(spec.shape), args[-1]
+    if target in BY_TARGET:
+        kind = BY_TARGET[target]
+        made = kind.shape(shape, size, args[1] if kind.has_how else "")
+        assert made is not None, f"{target} of {spec}"
+        return TensorSpec(made, spec.dtype)
+    if target != REDUCE:
+        n = shape[args[1]]
+        shape[args[1]] = n * size if target == GATHER else n // size
+    if target == CHUNK:
+        return spec_with(shape, spec.dtype, strides_of(spec))
+    return TensorSpec(tuple(shape), spec.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _is_view(target: str) -> bool:
+    if target in VIEWS or target in (CHUNK, WAIT):
+        return True
+    function = overload(target) if target.startswith("aten.") else None
+    return function is not None and returns_view(function)
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    if spec.stride is None:
+        return torch.empty(spec.shape, dtype=dtype, device="meta")
+    return torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta")
+
+
+def _spec(tensor: torch.Tensor) -> TensorSpec:
+    stride = None if tensor.is_contiguous() else tuple(int(n) for n in tensor.stride())
+    return TensorSpec(tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."), stride)

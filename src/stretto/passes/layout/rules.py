@@ -1,0 +1,168 @@
+"""How operands of one op may be placed, and how its results are then: what the table of `stretto.ir.dims`
+does not say. Sizes in arguments, pieces, and ops that are the same whatever they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from stretto.ir.dim_rules import Dims
+from stretto.ir.dims import dims_of, operands
+from stretto.ir.placed_by_rule import joined
+from stretto.ir.program import Arg, Op, Ref, TensorSpec
+from stretto.passes.layout.emit import Emitter
+from stretto.passes.layout.op_groups import LIKE, NEW, SIZE_AT
+from stretto.passes.layout.placement import (
+    HIGHEST,
+    REPLICATED,
+    AxisPlacement,
+    fits,
+    local_shape,
+    sharded,
+)
+
+CAT = "aten.cat.default"
+SPLITS = ("aten.split.Tensor", "aten.split_with_sizes.default")
+
+Emit = Callable[[Emitter, Op, Sequence[str]], Sequence[str]]
+"""(emitter, op, local operands) -> local results: the value, or of several results the tuple's name alone or
+each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to compute an op. inputs, outputs: placements of its operands and results. emit: the ops that
+    do it, where it is not the op itself on local operands. at_once: whether a sum is taken right behind."""
+
+    inputs: tuple[AxisPlacement, ...]
+    outputs: tuple[AxisPlacement, ...]
+    emit: Emit | None = None
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What is known of an op. placements, specs: of its operands, as they are now; size: of the axis; wanted:
+    how its result is, where that is a gradient or becomes one."""
+
+    placements: tuple[AxisPlacement, ...]
+    specs: tuple[TensorSpec, ...]
+    size: int
+    wanted: AxisPlacement | None = None
+
+    @property
+    def first(self) -> AxisPlacement:
+        return self.placements[0]
+
+
+Rule = Callable[[Op, Given], Iterator[Choice]]
+
+
+def rule_of(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """The op's row in the table of dims, where it is of all of its operands' dims."""
+    rule = joined(op, specs) if op.target == CAT else dims_of(op, specs)
+    if rule is None or any(len(labels) != len(s.shape) for labels, s in zip(rule.inputs, specs, strict=True)):
+        return None
+    return rule
+
+
+def full(op: Op) -> Choice:
+    """All is replicated: slow, and right."""
+    return Choice((REPLICATED,) * len(operands(op)), (REPLICATED,) * max(len(op.outputs), 1))
+
+
+def emit_op(choice: Choice, size: int) -> Emit:
+    """The op itself, on local operands and with local sizes."""
+
+    def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
+        left = list(local)
+        sized = SIZE_AT.get(op.target)
+        made = op.outputs[0]
+
+        def changed(arg: Arg, at: int | None) -> Arg:
+            if isinstance(arg, Ref):
+                return Ref(left.pop(0))
+            if not isinstance(arg, tuple):
+                return arg
+            if at is not None and at == sized and made is not None:
+                return local_shape(choice.outputs[0], made.shape, size)
+            return tuple(changed(item, None) for item in arg)
+
+        args = [changed(arg, at) for at, arg in enumerate(op.args)]
+        kwargs = {key: changed(value, None) for key, value in op.kwargs}
+        if sized == 1 and "view" in op.target and not out.viewable(args[0].name, args[1]):
+            args[0] = Ref(out.contiguous(args[0].name))
+        parts = size if any(p.is_sharded for p in (*choice.inputs, *choice.outputs)) else 1
+        name = out.emit(
+            op.target, *args, name=op.name, kwargs=kwargs, flops=op.flops // parts, random=op.random
+        )
+        return (name,)
+
+    return emit
+
+
+# --- rules ------------------------------------------------------------------------------------------------
+
+
+def _highest(op: Op, given: Given) -> Iterator[Choice]:
+    """The greatest along a sharded dim is the greatest of what ranks find."""
+    dims: tuple[int, ...] = tuple(op.args[1]) if len(op.args) > 1 else ()
+    if given.first.is_sharded and [dim % len(given.specs[0].shape) for dim in dims] == [given.first.dim]:
+        yield Choice((given.first,), (HIGHEST,), at_once=True)
+
+
+def _pieces(op: Op, given: Given) -> Iterator[Choice]:
+    """Along another dim every piece is sharded; along the dim that is split, pieces of full blocks are."""
+    at, shape = given.first, given.specs[0].shape
+    if at.is_partial:
+        yield Choice((at,), (at,) * len(op.outputs))
+    if not at.is_sharded:
+        return
+    pieces = [spec for spec in op.outputs if spec is not None]
+    dim = (op.args[2] if len(op.args) > 2 else dict(op.kwargs).get("dim", 0)) % len(shape)
+    made = [at] * len(pieces)
+    if dim == at.dim:
+        block = shape[dim] // at.blocks
+        if any(piece.shape[dim] % block for piece in pieces):
+            return
+        made = [sharded(dim, piece.shape[dim] // block) for piece in pieces]
+    if not all(fits(p, piece.shape, given.size) for p, piece in zip(made, pieces, strict=True)):
+        return
+    lengths = tuple(
+        local_shape(p, piece.shape, given.size)[dim] for p, piece in zip(made, pieces, strict=True)
+    )
+
+    def emit(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
+        return (out.emit("aten.split_with_sizes.default", Ref(local[0]), lengths, dim, name=op.name),)
+
+    yield Choice((at,), tuple(made), emit)
+
+
+def _joined(op: Op, given: Given) -> Iterator[Choice]:
+    """Slices along the dim itself, one behind another: blocks."""
+    count = max(len(given.specs[0].shape), 1)
+    dim = (op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % count
+    if all(p.is_sharded and p.dim == dim for p in given.placements):
+        lengths = {s.shape[dim] // p.blocks for p, s in zip(given.placements, given.specs, strict=True)}
+        if len(lengths) == 1:
+            yield Choice(given.placements, (sharded(dim, sum(p.blocks for p in given.placements)),))
+
+
+def _like(op: Op, given: Given) -> Iterator[Choice]:
+    if given.first.is_sharded:
+        yield Choice((given.first,), (given.first,))
+
+
+def _new(op: Op, given: Given) -> Iterator[Choice]:
+    """Of the operand only dtype and device count."""
+    yield Choice((given.first,), (REPLICATED,))
+
+
+RULES: dict[str, Rule] = {
+    "aten.amax.default": _highest,
+    **dict.fromkeys(SPLITS, _pieces),
+    CAT: _joined,
+    **dict.fromkeys(LIKE, _like),
+    **dict.fromkeys(NEW, _new),
+}

@@ -1,0 +1,103 @@
+"""Rules for slices that several ranks share: fewer heads of keys than ranks.
+
+Forward, each of `copies` ranks has the same head. Where heads are repeated, each has those repetitions that
+its own queries read. Backward, each has a partial sum of its head's gradient, which ops keep that are linear
+in it; a sum over all heads is a partial sum over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stretto.ir.dim_rules import SUMMED, Dims, results_along
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
+from stretto.ir.program import Op
+from stretto.passes.layout.placement import (
+    PARTIAL,
+    REPLICATED,
+    SHARED_SUM,
+    AxisPlacement,
+    fits,
+    sharded,
+)
+from stretto.passes.layout.rules import Choice, Given, Rule, rule_of
+
+
+def along_shared(op: Op, rule: Dims, given: Given, label: int, blocks: int, copies: int) -> Iterator[Choice]:
+    """Slices along a label that ranks share."""
+    made = results_along(rule, label)
+    adding = frozenset(k for k, at in enumerate(given.placements) if at.adds and at.is_sharded)
+    if made is None or label in rule.full or (adding and adding not in rule.linear):
+        return
+    if any(label not in rule.inputs[k] for k in adding) or (label in rule.summed and not adding):
+        return
+
+    def place(dim: int, adds: bool) -> AxisPlacement:
+        return replace(sharded(dim, blocks), copies=copies, adds=adds)
+
+    inputs = tuple(
+        place(labels.index(label), k in adding) if label in labels else REPLICATED
+        for k, labels in enumerate(rule.inputs)
+    )
+    outputs = tuple(
+        place(dim, bool(adding)) if isinstance(dim, int) else PARTIAL if dim == SUMMED else REPLICATED
+        for dim in made
+    )
+    if all(fits(at, spec.shape, given.size) for at, spec in zip(inputs, given.specs, strict=True)):
+        yield Choice(inputs, outputs)
+
+
+def along_two(op: Op, rule: Dims, given: Given) -> Iterator[Choice]:
+    """An op of one operand that is sharded along two dims."""
+    at = given.first
+    if at.within is None or len(given.specs) != 1 or len(rule.outputs) != 1:
+        return
+    labels, out = rule.inputs[0], rule.outputs[0]
+    outer, inner = labels[at.dim], labels[at.within]
+    if outer is None or inner is None or outer not in out or not rule.full.isdisjoint((outer, inner)):
+        return
+    if inner in out:
+        yield Choice((at,), (replace(at, dim=out.index(outer), within=out.index(inner)),))
+    elif inner in rule.summed:
+        yield Choice((at,), (replace(at, dim=out.index(outer), within=None, adds=True),))
+
+
+def _repeated(op: Op, given: Given) -> Iterator[Choice]:
+    """Repetitions of a head that ranks share: each has those of its own queries."""
+    at, made, behind = given.first, op.outputs[0], given.first.dim + 1
+    if at.copies == 1 or at.adds or at.within is not None or made is None:
+        return
+    shape = given.specs[0].shape
+    if len(made.shape) == len(shape) > behind and shape[behind] == 1 and made.shape[behind] % at.copies == 0:
+        yield Choice((at,), (replace(at, within=behind),))
+
+
+def _attention(op: Op, given: Given) -> Iterator[Choice]:
+    """Queries are sharded by heads, of which each rank's read the one head of keys that it has."""
+    backward = op.target in ATTENTION_BACKWARD
+    keys = (2, 3) if backward else (1, 2)
+    queries, at = keys[0] - 1, given.placements[keys[0]]
+    rule = rule_of(op, given.specs)
+    if rule is None or given.placements[keys[1]] != at:
+        return
+    heads = rule.inputs[queries][1]
+    of_one = at == REPLICATED and rule.inputs[keys[0]][1] is None and given.placements[queries] == sharded(1)
+    if heads is None or not (of_one or (at.copies > 1 and at.dim == 1)):
+        return
+    inputs = tuple(
+        at if k in keys else sharded(labels.index(heads)) if heads in labels else REPLICATED
+        for k, labels in enumerate(rule.inputs)
+    )
+    outputs = [sharded(labels.index(heads)) if heads in labels else REPLICATED for labels in rule.outputs]
+    if backward:
+        outputs[1:3] = [SHARED_SUM if of_one else replace(at, adds=True)] * 2
+    fitting = zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True)
+    if all(spec is None or fits(place, spec.shape, given.size) for place, spec in fitting):
+        yield Choice(inputs, tuple(outputs))
+
+
+SHARED: dict[str, Rule] = {
+    "aten.expand.default": _repeated,
+    **dict.fromkeys((*ATTENTION, *ATTENTION_BACKWARD), _attention),
+}
