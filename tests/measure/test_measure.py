@@ -93,6 +93,7 @@ def test_running_ranks_agree_on_all_costs(tmp_path: Path) -> None:
             assert us > 0, "a wait has a call to return from, a view a line to run"
 
 
+@pytest.mark.slow
 @pytest.mark.quiet
 def test_one_process_measures_communication_between_others() -> None:
     plan = stretto.plan(comm_job(2, tp=2, rows=16, hidden=32), cluster="local")

@@ -34,6 +34,7 @@ from stretto.runtime.emulated_cuda import CudaTransport
 from stretto.runtime.emulated_transport import EmulatedTransport
 from stretto.runtime.rank import RankState
 from stretto.runtime.rehearse import made_up_batch, made_up_buffers, made_up_parameters, rehearse
+from tests.cells import slow
 from tests.runtime.equality import made_up_costs
 
 COLLECTIVE_US = 3000.0
@@ -65,7 +66,7 @@ def plan_of(**layout: Any) -> Plan:
 LAYOUTS = (
     {"tp": 2},
     {"pp": 2},
-    {"pp": 2, "tp": 2, "sequence_parallel": True},
+    slow({"pp": 2, "tp": 2, "sequence_parallel": True}),
     {"dp": 2},
 )
 
