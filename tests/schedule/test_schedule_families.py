@@ -99,7 +99,7 @@ def test_every_family_is_complete_ordered_and_progresses(family, ranks, microbat
 def test_a_memory_limit_is_kept_or_refused(family, ranks, microbatches, max_live, data):
     each = stages_each(data, family)
     free = make_schedule(family, ranks, microbatches, virtual_stages=each)
-    least = max(peak_live(free)) if family in ("gpipe", "looped-bfs", "dualpipev") else 1
+    least = 1 if FAMILIES[family].min_live else max(peak_live(free))
     if max_live < least:
         with pytest.raises(UsageError, match=rf"cannot keep max_live={max_live} .* its minimum is {least}\."):
             make_schedule(family, ranks, microbatches, virtual_stages=each, max_live=max_live)

@@ -215,7 +215,7 @@ POLICIES: dict[str, Policy] = {
 
 DEFAULT = "improve"
 
-OWN = frozenset(POLICIES)
+BUILT_IN = frozenset(POLICIES)
 """The policies of Stretto."""
 
 
@@ -228,7 +228,7 @@ def register(name: str, policy: Policy) -> None:
     """
     if not isinstance(name, str) or not name:
         raise UsageError(f"an ordering policy's name is a text, not {short(name)}: register(name, policy)")
-    if name in OWN:
+    if name in BUILT_IN:
         raise UsageError(f"Stretto has an ordering policy {name!r}: register yours under another name")
     if not callable(policy):
         raise UsageError(
@@ -281,7 +281,7 @@ def _given(name: str, graph: WindowGraph, where: str) -> list[object]:
         if isinstance(given, Iterable):
             return list(islice(given, len(graph.nodes) + 1))
     except Exception as error:
-        if name in OWN or isinstance(error, StrettoError):
+        if name in BUILT_IN or isinstance(error, StrettoError):
             raise  # of a policy with a message of its own, or of a defect here
         raise UsageError(
             f"{where}: the policy fails with {type(error).__name__}: {error}; correct it, for it has to "

@@ -1,8 +1,8 @@
 """The schedule families: functions from (ranks, microbatches, limits) to an order of actions a rank.
 
-A family knows nothing of ops or devices. On every stage the
-forwards, the input gradients and the weight gradients each go through the microbatches in ascending order, so
-that gradients are summed in one order whatever the family.
+A family knows nothing of ops or devices. In one that is built in, the forwards, the input gradients and the
+weight gradients of every stage each go through the microbatches in ascending order, so that gradients are
+summed in one order whatever the family. One that a user registers may take any order that progresses.
 
 A microbatch is *live* on a stage from the end of its forward to the end of its last backward action (W where
 the backward is split, else B).
@@ -27,16 +27,22 @@ from stretto.ir.stage_maps import (
     virtual_stages_of,
 )
 from stretto.schedule.family import Family, ScheduleShape
-from stretto.schedule.loops import INTERLEAVED, ONE_STAGE
+from stretto.schedule.loops import LOOPS
 from stretto.schedule.timing import peak_live, time_schedule
 from stretto.schedule.v_shaped import V_SHAPED
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*ONE_STAGE, *INTERLEAVED, *V_SHAPED)}
-"""Every family by its name; the order is the one in which they are listed to users."""
+_ROWS = {row.name: row for row in (*LOOPS, *V_SHAPED)}
+_APART = sorted(_ROWS.keys() ^ STAGE_MAPS.keys())
+assert not _APART, f"{_APART}: a family has its row in schedule/, and its name in ir/stage_maps.STAGE_MAPS"
 
+FAMILIES: dict[str, Family] = {name: _ROWS[name] for name in STAGE_MAPS}
+"""Every family by its name, in the order of `STAGE_MAPS`."""
 
-OWN = frozenset(FAMILIES)
+BUILT_IN = frozenset(FAMILIES)
 """The families of Stretto."""
+
+PLAIN, PLAIN_OF_SEVERAL = "1f1b", "interleaved-1f1b"
+"""The family where only the layout matters, with one stage a rank and with any number of them."""
 
 
 def register(
@@ -59,7 +65,7 @@ def register(
     """
     if not isinstance(name, str) or not name or name == AUTO or name.endswith(".csv"):
         raise UsageError(f"{name!r} is no name of a schedule family: register(name, build)")
-    if name in OWN:
+    if name in BUILT_IN:
         raise UsageError(f"Stretto has a schedule family {name!r}: register yours under another name")
     if not callable(build):
         raise UsageError(
@@ -67,8 +73,7 @@ def register(
         )
     STAGE_MAPS[name] = places
     made = partial(_checked, name, build)
-    least = min_live or (lambda wanted: max(peak_live(made(wanted))))
-    FAMILIES[name] = Family(name, made, description, "your own", least)
+    FAMILIES[name] = Family(name, made, description, "your own", min_live)
 
 
 def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: ScheduleShape) -> Schedule:
@@ -153,7 +158,8 @@ def check_count(stages: int, microbatches: int) -> None:
 
 
 def _check_limit(family: Family, wanted: ScheduleShape, max_live: int) -> None:
-    least = family.min_live(replace(wanted, max_live=None))
+    free = replace(wanted, max_live=None)
+    least = family.min_live(free) if family.min_live else max(peak_live(family.build(free)))
     if max_live < least:
         raise UsageError(
             f"family {family.name!r} cannot keep max_live={max_live} with {wanted.stages} stages and "

@@ -34,15 +34,17 @@ class Family:
     """A named way to order actions.
 
     build: makes the schedule (call `make_schedule`, which checks the arguments). min_live: the smallest limit
-    of live microbatches that it can keep. groups: whether it goes by groups of microbatches.
+    of live microbatches that it can keep; None where it takes none below what it has without one. groups:
+    whether it goes by groups of microbatches. eager: the family that sends its forwards earlier.
     """
 
     name: str
     build: Callable[[ScheduleShape], Schedule]
     description: str
     source: str
-    min_live: Callable[[ScheduleShape], int] = lambda wanted: 1
+    min_live: Callable[[ScheduleShape], int] | None = lambda wanted: 1
     groups: bool = False
+    eager: str | None = None
 
     @property
     def places(self) -> StageMap:

@@ -8,8 +8,8 @@ many microbatches its weight gradients lag behind its input gradients.
 3. run the weight gradients that are left.
 
 At most warm-up + delay microbatches are live. The pattern cannot deadlock as long as the warm-up does not
-grow from one stage to the next. A memory limit cuts the warm-up first to the limit, and the delay to what is
-left.
+grow from one stage to the next. A memory limit, or else the number of microbatches, cuts the warm-up first to
+the limit, and the delay to what is left: this pattern has no order of all F, all I, all W.
 
 Several stages a rank: stage s is on rank s modulo ranks.
 
@@ -74,13 +74,14 @@ def _pattern(
     return build
 
 
-ONE_STAGE = (
+_ONE_STAGE = (
     Family(
         "gpipe",
         _pattern("gpipe", lambda n, i, m: m),
         "all forwards, then all backwards; every microbatch is live",
         "GPipe, NeurIPS 2019, arXiv 1811.06965",
-        lambda wanted: wanted.microbatches,
+        min_live=None,
+        eager="eager-1f1b",
     ),
     # Live: min(m, n - i) on stage i of n.
     Family(
@@ -88,6 +89,7 @@ ONE_STAGE = (
         _pattern("1f1b", _one_each_to_the_end),
         "one forward, one backward in turn; least memory",
         "PipeDream-Flush, ICML 2021, arXiv 2006.09503",
+        eager="eager-1f1b",
     ),
     # Each message has a slot's time to travel. Live: min(m, 2(n - i) - 1).
     Family(
@@ -96,11 +98,11 @@ ONE_STAGE = (
         "1F1B with forwards sent early, so that messages hide; up to twice the memory",
         "Alpa pull request #773; arXiv 2211.05322",
     ),
-    # What the backward sends leaves before the weight gradient. Live: as in eager-1f1b.
+    # Live: as in eager-1f1b.
     Family(
         "eager-1f1b-split",
         _pattern("eager-1f1b-split", _a_round_trip, lambda n, i, m: 0),
-        "eager-1f1b, backward split in I and W: messages leave before W; the same memory",
+        "eager-1f1b, backward split in I and W, W right after its I; the same memory",
         "weight delay of Alpa pull request #773; arXiv 2211.05322",
     ),
     # Fills what 1F1B leaves empty on the late stages and makes every stage as full as 1F1B's first: live
@@ -120,7 +122,6 @@ ONE_STAGE = (
         "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
     ),
 )
-"""In the order in which they are listed to users."""
 
 
 def groups_of(microbatches: int, least: int, group: int | None = None) -> list[int]:
@@ -183,13 +184,15 @@ def _breadth_first(wanted: ScheduleShape) -> Schedule:
     return _schedule("looped-bfs", wanted, [wanted.microbatches], lambda rank: everything)
 
 
-INTERLEAVED = (
+LOOPS = (
+    *_ONE_STAGE,
     Family(
         "interleaved-1f1b",
         _interleaved("interleaved-1f1b", 1, 2),
         "1F1B over several stages a rank: a bubble as many times smaller, and more messages",
         "Megatron-LM, SC 2021, arXiv 2104.04473",
         groups=True,
+        eager="eager-interleaved-1f1b",
     ),
     # With twice as many microbatches in a group, one that went round has half a group's time to arrive; with
     # a longer warm-up, a gradient has one more slot at every rank. Messages of up to two slots hide.
@@ -205,7 +208,6 @@ INTERLEAVED = (
         _breadth_first,
         "each stage of a rank takes all microbatches before its next one; every microbatch is live",
         "Breadth-First Pipeline Parallelism, MLSys 2023, arXiv 2211.05953",
-        lambda wanted: wanted.microbatches,
+        min_live=None,
     ),
 )
-"""In the order in which they are listed to users."""

@@ -18,7 +18,6 @@ from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.stage_maps import v
 from stretto.schedule.family import Family, ScheduleShape, first_microbatches
 from stretto.schedule.list_schedule import ActionWalk, Room, limited
-from stretto.schedule.timing import peak_live
 
 ACTIONS_OF_A_MICROBATCH = 6
 """F, I and W of two stages: the slots that a building block takes on every rank."""
@@ -205,7 +204,6 @@ V_SHAPED = (
         _dualpipev,
         "two stages a rank in a V, forwards overlapped with backwards; about twice 1F1B's memory",
         "DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half by its authors' repository",
-        lambda wanted: max(peak_live(_dualpipev(wanted))),
+        min_live=None,
     ),
 )
-"""In the order in which they are listed to users."""
