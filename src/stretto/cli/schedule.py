@@ -106,8 +106,10 @@ def schedule(
         "--max-live": max_live,
         "--group": group,
     }
-    if settings is not None:
-        _register(settings)
+    if settings is not None and (run := load_settings(settings)).task is not None:
+        from stretto.train.task import own_task
+
+        own_task(run.task, run.training.seed)
     if list_families:
         others = (*numbers.values(), family, csv, times, form, output, *_of_auto(memory, weight_share))
         if blocking or any(other is not None for other in others):
@@ -155,16 +157,6 @@ def schedule(
     else:
         echo_file(text)
         typer.echo(summary, nl=False, err=True)
-
-
-def _register(settings: Path) -> None:
-    """Run the file of the settings' task. Raises UsageError where they name none."""
-    from stretto.train.task import own_task
-
-    run = load_settings(settings)
-    if run.task is None:
-        raise UsageError(f"--settings {settings}: it names no task.file, which registers families: drop it")
-    own_task(run.task, run.training.seed)
 
 
 def _choose(

@@ -148,7 +148,7 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
         )
     family = FAMILIES.get(schedule.family)
     if family is not None and family.eager:
-        yield f'parallel.schedule = "{family.eager}" (now "{family.name}"), which is further ahead'
+        yield f'parallel.schedule = "{family.eager}" (now "{family.name}"), whose forwards run further ahead'
     elif not plan.schedule_why:
         yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
     if plan.job.max_live is not None:

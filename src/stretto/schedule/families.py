@@ -87,15 +87,12 @@ def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: Sche
         raise UsageError(f"{where}: it fails with {type(error).__name__}: {error}") from error
     if not isinstance(made, Schedule):
         raise UsageError(f"{where}: it gives {made!r:.60}; give a stretto.schedule.Schedule")
+    places = stage_map_of(name).stage_ranks(wanted.ranks, wanted.virtual_stages)
     for what, has, wants in (
         ("ranks", made.ranks, wanted.ranks),
         ("stages", made.stages, wanted.stages),
         ("microbatches", made.microbatches, wanted.microbatches),
-        (
-            "stage_ranks",
-            made.stage_ranks,
-            stage_map_of(name).stage_ranks(wanted.ranks, wanted.virtual_stages),
-        ),
+        ("stage_ranks", made.stage_ranks, places),
     ):
         if has != wants:
             raise UsageError(f"{where}: its schedule has {what} = {has}, and {wants} is wanted")

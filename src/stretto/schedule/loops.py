@@ -74,56 +74,6 @@ def _pattern(
     return build
 
 
-_ONE_STAGE = (
-    Family(
-        "gpipe",
-        _pattern("gpipe", lambda n, i, m: m),
-        "all forwards, then all backwards; every microbatch is live",
-        "GPipe, NeurIPS 2019, arXiv 1811.06965",
-        min_live=None,
-        eager="eager-1f1b",
-    ),
-    # Live: min(m, n - i) on stage i of n.
-    Family(
-        "1f1b",
-        _pattern("1f1b", _one_each_to_the_end),
-        "one forward, one backward in turn; least memory",
-        "PipeDream-Flush, ICML 2021, arXiv 2006.09503",
-        eager="eager-1f1b",
-    ),
-    # Each message has a slot's time to travel. Live: min(m, 2(n - i) - 1).
-    Family(
-        "eager-1f1b",
-        _pattern("eager-1f1b", _a_round_trip),
-        "1F1B with forwards sent early, so that messages hide; up to twice the memory",
-        "Alpa pull request #773; arXiv 2211.05322",
-    ),
-    # Live: as in eager-1f1b.
-    Family(
-        "eager-1f1b-split",
-        _pattern("eager-1f1b-split", _a_round_trip, lambda n, i, m: 0),
-        "eager-1f1b, backward split in I and W, W right after its I; the same memory",
-        "weight delay of Alpa pull request #773; arXiv 2211.05322",
-    ),
-    # Fills what 1F1B leaves empty on the late stages and makes every stage as full as 1F1B's first: live
-    # is min(m, n) everywhere. Without message time the bubble shrinks from (n-1)(F+I+W) to (n-1)(F+I-W).
-    Family(
-        "zb-h1",
-        _pattern("zb-h1", _one_each_to_the_end, lambda n, i, m: i),
-        "backward split in I and W, W fills the bubble; 1F1B's memory",
-        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
-    ),
-    # Once started, a stage need not be idle. Live is min(m, 2n - 1) everywhere. Without message time and
-    # with m of at least 2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal.
-    Family(
-        "zb-h2",
-        _pattern("zb-h2", _a_round_trip, lambda n, i, m: 2 * i),
-        "backward split, longer warm-up; no bubble when F, I and W are equal; about twice the memory",
-        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
-    ),
-)
-
-
 def groups_of(microbatches: int, least: int, group: int | None = None) -> list[int]:
     """Sizes of the groups of microbatches: `group` and what is left, or equal shares of at least `least`."""
     if group is not None:
@@ -185,7 +135,52 @@ def _breadth_first(wanted: ScheduleShape) -> Schedule:
 
 
 LOOPS = (
-    *_ONE_STAGE,
+    Family(
+        "gpipe",
+        _pattern("gpipe", lambda n, i, m: m),
+        "all forwards, then all backwards; every microbatch is live",
+        "GPipe, NeurIPS 2019, arXiv 1811.06965",
+        min_live=None,
+        eager="eager-1f1b",
+    ),
+    # Live: min(m, n - i) on stage i of n.
+    Family(
+        "1f1b",
+        _pattern("1f1b", _one_each_to_the_end),
+        "one forward, one backward in turn; least memory",
+        "PipeDream-Flush, ICML 2021, arXiv 2006.09503",
+        eager="eager-1f1b",
+    ),
+    # Each message has a slot's time to travel. Live: min(m, 2(n - i) - 1).
+    Family(
+        "eager-1f1b",
+        _pattern("eager-1f1b", _a_round_trip),
+        "1F1B with forwards sent early, so that messages hide; up to twice the memory",
+        "Alpa pull request #773; arXiv 2211.05322",
+    ),
+    # Live: as in eager-1f1b.
+    Family(
+        "eager-1f1b-split",
+        _pattern("eager-1f1b-split", _a_round_trip, lambda n, i, m: 0),
+        "eager-1f1b, backward split in I and W, W right after its I; the same memory",
+        "weight delay of Alpa pull request #773; arXiv 2211.05322",
+    ),
+    # Fills what 1F1B leaves empty on the late stages and makes every stage as full as 1F1B's first: live
+    # is min(m, n) everywhere. Without message time the bubble shrinks from (n-1)(F+I+W) to (n-1)(F+I-W).
+    Family(
+        "zb-h1",
+        _pattern("zb-h1", _one_each_to_the_end, lambda n, i, m: i),
+        "backward split in I and W, W fills the bubble; 1F1B's memory",
+        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
+    ),
+    # Once started, a stage need not be idle. Live is min(m, 2n - 1) everywhere. Without message time and
+    # with m of at least 2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal.
+    Family(
+        "zb-h2",
+        _pattern("zb-h2", _a_round_trip, lambda n, i, m: 2 * i),
+        "backward split, longer warm-up; no bubble when F, I and W are equal; about twice the memory",
+        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
+    ),
     Family(
         "interleaved-1f1b",
         _interleaved("interleaved-1f1b", 1, 2),
