@@ -349,7 +349,7 @@ def waits_at_once(job: Job, window: Window) -> Window:
     """The window in its captured order, but every collective is waited for directly after its start, and
     every send comes directly after the item that makes what it sends."""
     ops = [
-        {op.name: op for sub in phase.parts for op in job.stages[stage].ops[sub]}
+        {op.name: op for sub in phase.programs for op in job.stages[stage].ops[sub]}
         for stage, phase in window.parts
     ]
     here = {(item.part, item.ref) for item in window.items if item.kind is ItemKind.OP}
