@@ -56,9 +56,9 @@ def register(
     """Make a family of your own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
     tuning, and the search of "auto".
 
-    build: makes the schedule, from the numbers that it is given alone. places: where its stages are, and how
-    many a rank can have; one by default. min_live: the smallest limit of live microbatches that it can keep;
-    without it, what it has without a limit.
+    build: makes the schedule, from the numbers that it is given alone, in any order that progresses. places:
+    where its stages are, and how many a rank can have; one by default. min_live: the smallest limit of live
+    microbatches that it can keep; without it, what it has without a limit.
 
     Raises UsageError when Stretto has a family of that name (a user's own is replaced), for a name that no
     family can have, and for what cannot be called.
