@@ -1,6 +1,6 @@
 """The schedule families: functions from (ranks, microbatches, limits) to an order of actions a rank.
 
-A family knows nothing of ops or devices. In one that is built in, the forwards, the input gradients and the
+A family knows nothing of ops or devices. In those of Stretto, the forwards, the input gradients and the
 weight gradients of every stage each go through the microbatches in ascending order, so that gradients are
 summed in one order whatever the family. One that a user registers may take any order that progresses.
 

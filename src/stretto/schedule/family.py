@@ -31,7 +31,7 @@ class ScheduleShape:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A named way to order actions; in one that is built in, F, I and W of each stage ascend.
+    """A named way to order actions. In those of Stretto, F, I and W of each stage ascend.
 
     build: makes the schedule (call `make_schedule`, which checks the arguments). min_live: the smallest limit
     of live microbatches that it can keep; None where it takes none below what it has without one. groups:
