@@ -100,7 +100,7 @@ def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: Sche
         time_schedule(made)
     except PlanError as error:
         raise UsageError(f"{where}: {error}") from None
-    return replace(made, family=name)
+    return made
 
 
 def make_schedule(
@@ -142,7 +142,7 @@ def make_schedule(
         _check_limit(result, wanted, max_live)
     if group is not None:
         _check_group(result, wanted, group)
-    return result.build(wanted)
+    return replace(result.build(wanted), family=family)
 
 
 def check_count(stages: int, microbatches: int) -> None:

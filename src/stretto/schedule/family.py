@@ -33,9 +33,9 @@ class ScheduleShape:
 class Family:
     """A named way to order actions. In those of Stretto, F, I and W of each stage ascend.
 
-    build: makes the schedule (call `make_schedule`, which checks the arguments). min_live: the smallest limit
-    of live microbatches that it can keep; None where it takes none below what it has without one. groups:
-    whether it goes by groups of microbatches. eager: the family that sends its forwards earlier.
+    build: makes the schedule (call `make_schedule`, which checks the arguments and names it). min_live: the
+    smallest limit of live microbatches that it can keep; None where it takes none below what it has without
+    one. groups: whether it goes by groups of microbatches. eager: the family that sends forwards earlier.
     """
 
     name: str
