@@ -43,8 +43,6 @@ UNIT_US = 100.0
 
 CHUNK_US = UNITS * UNIT_US
 
-FAMILIES = ("interleaved-1f1b", "zb-v", "dualpipev")
-
 WORK = "made_up.work.default"
 """An op of no library."""
 

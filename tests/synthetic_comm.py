@@ -183,7 +183,7 @@ def _shuffled(plan: Plan, window: Window, draw: random.Random) -> Window:
     ops = {
         (part, op.name): op
         for part, (stage, phase) in enumerate(window.parts)
-        for sub in phase.parts
+        for sub in phase.programs
         for op in job.stages[stage].ops[sub]
     }
     needs: dict[int, set[int]] = defaultdict(set)

@@ -26,9 +26,9 @@ from stretto.ir.program import Job
 from stretto.ir.serialize import load_plan
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
+from tests.families import ONE_STAGE
 from tests.random_stages import SPECIAL, Anywhere, all_kinds, batch_of, draw_model, loss_of, one_read_late
 from tests.runtime.equality import (
-    FAMILIES,
     assert_equal,
     assert_same_bits,
     gather,
@@ -57,8 +57,8 @@ def drawn(seed: int) -> tuple[Anywhere, Job, tuple[Schedule | str, ...]]:
     job = cut(found, place(found, stages, sorted(draw.sample(at, stages - 1))), stages, microbatches)
     walk = random_schedule(draw, stages, microbatches, draw.randint(2, stages))
     if seed < FAST:
-        return model, job, (walk if seed % 2 else draw.choice(FAMILIES),)
-    return model, job, (*FAMILIES, walk)
+        return model, job, (walk if seed % 2 else draw.choice(ONE_STAGE),)
+    return model, job, (*ONE_STAGE, walk)
 
 
 def crossing(plan: Plan) -> list[str]:

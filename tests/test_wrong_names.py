@@ -12,17 +12,11 @@ import stretto
 from stretto.capturing import torch_adapter
 from stretto.config import load_settings
 from stretto.errors import UsageError
-from stretto.ir.stage_maps import families
 from stretto.planning import make_plan
 from stretto.price.cluster import describe
-from stretto.schedule.families import FAMILIES
 from stretto.train import launch
 from stretto.tune.choices import read_fixed
 from tests.capturing.zoo import Chain, mean_square, rows
-
-
-def test_the_names_of_schedules_are_those_of_the_families() -> None:
-    assert families() == tuple(FAMILIES)
 
 
 @pytest.mark.parametrize(

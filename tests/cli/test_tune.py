@@ -79,6 +79,11 @@ def test_a_family_that_the_tasks_file_registers_is_chosen_from(tmp_path: Path) -
     try:
         result = CliRunner().invoke(app, [*given, "--processes", "1", "-o", str(out)])
         assert result.exit_code == 0, f"{result.output}{result.exception}"
+        sizes = ("--ranks", "2", "--microbatches", "2")
+        drawn = CliRunner().invoke(
+            app, ["schedule", "--settings", str(config), "--family", "of-this-task", *sizes]
+        )
+        assert drawn.stdout.startswith("Timeline, of-this-task"), f"{drawn.output}{drawn.exception}"
     finally:
         FAMILIES.pop("of-this-task", None)
         STAGE_MAPS.pop("of-this-task", None)

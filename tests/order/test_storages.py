@@ -31,7 +31,7 @@ def graph_of(job: Job, phase: Phase) -> WindowGraph:
 
 @pytest.mark.parametrize("phase", [Phase.F, Phase.B])
 def test_what_ops_allocate_is_counted_once(job: Job, phase: Phase) -> None:
-    ops = [op for sub in phase.parts for op in job.stages[0].ops[sub]]
+    ops = [op for sub in phase.programs for op in job.stages[0].ops[sub]]
     assert phase is Phase.B or any(len(makes(op)) > 1 for op in ops), "else the test shows nothing"
     graph = graph_of(job, phase)
     allocated = sorted(storage.nbytes for storage in graph.storages if storage.maker >= 0)

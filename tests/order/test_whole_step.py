@@ -135,7 +135,7 @@ def test_a_forward_and_a_backward_of_one_microbatch_are_one_window() -> None:
     assert (window.name, window.shares) == ("0F+0B=0,0", (0, 0))
     graph = make_graph(job, costs, window, (0,))
     made = {node.item.ref: at for at, node in enumerate(graph.nodes) if node.item.part == 0}
-    backward = {op.name: op for sub in Phase.B.parts for op in job.stages[0].ops[sub]}
+    backward = {op.name: op for sub in Phase.B.programs for op in job.stages[0].ops[sub]}
     reads = [
         (at, made[name])
         for at, node in enumerate(graph.nodes)

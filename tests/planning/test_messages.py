@@ -18,13 +18,11 @@ from stretto.ir.program import Edge, Job, Op, Parameter, Ref, Stage, TensorSpec
 from stretto.planning import finish as waiting
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
-from stretto.schedule.families import FAMILIES, make_schedule
+from stretto.schedule.families import make_schedule
 from stretto.verifying import plan_faults
 from stretto.verifying.memory import peak_bytes
+from tests.families import ONE_STAGE
 from tests.synthetic import ACTIVATION, WEIGHT, WORK, make_costs, make_job
-
-ONE_STAGE = [family for family in FAMILIES if make_schedule(family, 2, 4).stages == 2]
-"""The jobs here have one stage a rank."""
 
 VALUES = 6
 MESSAGES = 1.5

@@ -18,9 +18,9 @@ from stretto.models.moe import moe_token_sum
 from stretto.planning.lower import lower
 from stretto.planning.make_plan import make_plan
 from tests.clusters import cores
+from tests.families import ONE_STAGE
 from tests.parallelize.mixtures import FEW, batch, model_of
 from tests.runtime.equality import (
-    FAMILIES,
     assert_equal,
     evenly,
     job_of,
@@ -46,7 +46,7 @@ def waits_for_sends(plan: Plan, rank: int) -> tuple[int, int]:
     return len(sent), sum(at > last_run for at in sent)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_STAGE)
 def test_sends_are_waited_for_soon_after_they_have_left(family: str) -> None:
     """So that their buffers go: what piles up does not grow with the microbatches."""
     for rank in (0, 1):
@@ -74,7 +74,7 @@ def test_a_wait_for_a_send_never_stands_in_the_way() -> None:
         assert stretto.simulate(plan).step_us <= stretto.simulate(late).step_us * 1.0001
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_STAGE)
 @pytest.mark.parametrize("op_us", [0.0, 10.0])
 def test_runs_that_take_no_time_are_planned(family: str, op_us: float) -> None:
     """Stages without weight gradients have W runs without ops; costs of your own may be zero."""

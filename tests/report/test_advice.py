@@ -62,6 +62,16 @@ def test_help_differs_between_axes() -> None:
         assert len(set(said.values())) == len(AXES)
 
 
+@pytest.mark.parametrize(
+    ("family", "advised"),
+    [("gpipe", "eager-1f1b"), ("interleaved-1f1b", "eager-interleaved-1f1b"), ("zb-h1", "auto")],
+)
+def test_a_family_that_sends_earlier_is_advised(family: str, advised: str) -> None:
+    traffic = Traffic("pp", "all", 1, 1, 100.0, 50.0)
+    said = " ".join(help_for(Reason.ORDER, "pp", plan_of(family), 50.0, traffic))
+    assert f'parallel.schedule = "{advised}" (now "{family}")' in said
+
+
 def test_sequence_parallelism_is_told_apart_from_tp() -> None:
     spans = (*waited("tp all_gather x", 40, 50), *waited("tp all_reduce y", 50, 60))
     said = told(timeline_of(compute(0, 40), *spans, compute(60, 100)))

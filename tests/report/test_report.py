@@ -164,8 +164,8 @@ def test_the_terminal_report_fits_100_columns(run_dir: Path) -> None:
         "What binds the bound: rank",
         "Communication, measured",
         "Costliest ops",
-        "Predicted timeline",
-        "Measured timeline",
+        "Timeline, predicted",
+        "Timeline, measured",
         "// exposed",
     ):
         assert words in result.output

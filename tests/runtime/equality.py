@@ -35,7 +35,6 @@ from stretto.runtime.transport import ThreadTransport
 torch.set_num_threads(1)
 """Ranks are threads of one process here, and machines that test are small."""
 
-FAMILIES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2")
 VOCAB = 61
 SEQUENCE = 7
 """Tokens that a tiny model reads; odd, so that no dim is a multiple of another by accident."""

@@ -21,12 +21,13 @@ from stretto.ir.plan import Plan
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from tests.capturing.zoo import Chain, mean_square, rows
-from tests.runtime.equality import FAMILIES, evenly, gpt, made_up_costs, plan_of, tokens
+from tests.families import ONE_STAGE
+from tests.runtime.equality import evenly, gpt, made_up_costs, plan_of, tokens
 from tests.synthetic_comm import make_comm_costs
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in ("1f1b", "zb-h2") else pytest.mark.slow) for f in FAMILIES]
+    "family", [pytest.param(f, marks=() if f in ("1f1b", "zb-h2") else pytest.mark.slow) for f in ONE_STAGE]
 )
 def test_nothing_of_a_step_outlives_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every value that is sent or received or kept for a later window is gone when the step is."""

@@ -21,7 +21,8 @@ from stretto.runtime.record import DeviceClock, HostClock, Marks, build_timeline
 from stretto.runtime.torch_transport import TorchTransport
 from tests.capturing.zoo import Chain, mean_square, rows
 from tests.clusters import cores
-from tests.runtime.equality import FAMILIES, gpt, job_of, lowered, plan_of, tokens
+from tests.families import ONE_STAGE
+from tests.runtime.equality import gpt, job_of, lowered, plan_of, tokens
 from tests.verifying.plans import hand_schedule
 
 
@@ -43,7 +44,7 @@ def gpt_plan(family: str, stages: int = 2) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in ("1f1b", "zb-h2") else pytest.mark.slow) for f in FAMILIES]
+    "family", [pytest.param(f, marks=() if f in ("1f1b", "zb-h2") else pytest.mark.slow) for f in ONE_STAGE]
 )
 def test_accounts_add_up_on_every_rank(family: str) -> None:
     plan = gpt_plan(family, 4)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from stretto.cli.schedule import schedule
 from stretto.errors import PlanError, UsageError
 from stretto.schedule.csv import read_csv, to_csv
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import FAMILIES, make_schedule
 
 NAMED = ["--family", "eager-1f1b", "--stages", "4", "--microbatches", "8"]
 TIMES = ["--times", "F=2,I=2,W=1,message=0.5"]
@@ -41,7 +41,7 @@ def test_csv_is_for_pipes():
 def test_ascii_is_the_default_and_carries_the_figures():
     result = run(*NAMED, *TIMES)
     assert result.exit_code == 0
-    assert result.stdout.startswith("Eager-1f1b timeline")
+    assert result.stdout.startswith("Timeline, eager-1f1b")
     assert "\nrank 3 " in result.stdout
     assert "live microbatches, by stage  7 5 3 1" in result.stdout
     assert result.stderr == ""
@@ -110,7 +110,7 @@ def test_the_fastest_is_found_and_says_how_far_it_is_from_the_bound():
             ["--family", "1f1b", "--stages", "2"],
             "--family 1f1b needs --ranks N (or --stages N) and --microbatches M",
         ),
-        (["--family", "2f2b"], "choose one of: gpipe, 1f1b, eager-1f1b, eager-1f1b-split, zb-h1, zb-h2"),
+        (["--family", "no-family"], f"choose one of: {', '.join(FAMILIES)}, auto"),
         (["--family", "1f1b", "--stages", "0", "--microbatches", "1"], "--stages is 0"),
         ([*NAMED, "--max-live", "0"], "its minimum is 1"),
         ([*NAMED, "--times", "F=1"], "I, W missing"),

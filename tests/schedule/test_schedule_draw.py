@@ -9,16 +9,15 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.families import ONE_STAGE
 
 from stretto.report.svg import draw_schedule
 from stretto.report.text import LABEL_CELLS, schedule_text
 from stretto.schedule.csv import read_csv
 from stretto.schedule.draw import to_json
 from stretto.schedule.families import make_schedule
-from stretto.schedule.loops import ONE_STAGE
 from stretto.schedule.timing import PhaseTimes, time_schedule
 
-FAMILIES = [family.name for family in ONE_STAGE]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -40,7 +39,7 @@ def test_overlapped_actions_are_one_box():
     assert re.fullmatch(r"rank 0 +0F0-+0F1\+0B0-+0B1-+", row)
 
 
-@given(st.sampled_from(FAMILIES), st.integers(1, 4), st.integers(1, 12), st.floats(0.3, 3))
+@given(st.sampled_from(ONE_STAGE), st.integers(1, 4), st.integers(1, 12), st.floats(0.3, 3))
 @example("eager-1f1b", 2, 5, 1.0)  # boxes that begin and end on half columns
 @settings(max_examples=40, deadline=None)
 def test_text_shows_every_action_in_its_columns(family, stages, microbatches, f):
@@ -55,7 +54,7 @@ def test_text_shows_every_action_in_its_columns(family, stages, microbatches, f)
             assert at == pytest.approx(timing.start[action] * len(chart) / timing.makespan, abs=2)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_STAGE)
 def test_the_picture_has_one_box_for_each_action_at_its_time(family):
     schedule = make_schedule(family, 3, 5)
     timing = time_schedule(schedule, PhaseTimes(3.0, 2.0, 1.0, 0.5))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +17,6 @@ from stretto.schedule.loops import groups_of, visits
 from stretto.schedule.timing import PhaseTimes, peak_live, time_schedule
 from stretto.verifying import schedule_faults
 
-SPLIT = ("zb-v", "v-half", "v-min")
 LIVE = {
     "gpipe": lambda n, i: 10**9,
     "1f1b": lambda n, i: n - i,
@@ -99,7 +101,7 @@ def test_every_family_is_complete_ordered_and_progresses(family, ranks, microbat
 def test_a_memory_limit_is_kept_or_refused(family, ranks, microbatches, max_live, data):
     each = stages_each(data, family)
     free = make_schedule(family, ranks, microbatches, virtual_stages=each)
-    least = max(peak_live(free)) if family in ("gpipe", "looped-bfs", "dualpipev") else 1
+    least = 1 if FAMILIES[family].min_live else max(peak_live(free))
     if max_live < least:
         with pytest.raises(UsageError, match=rf"cannot keep max_live={max_live} .* its minimum is {least}\."):
             make_schedule(family, ranks, microbatches, virtual_stages=each, max_live=max_live)
@@ -111,6 +113,15 @@ def test_a_memory_limit_is_kept_or_refused(family, ranks, microbatches, max_live
         assert peak_live(schedule) == tuple(min(max_live, live) for live in peak_live(free))
     if max_live >= max(peak_live(free)):
         assert schedule == free
+
+
+def test_the_page_says_of_every_family_what_its_row_says() -> None:
+    page = (Path(__file__).parents[2] / "docs/schedules.md").read_text(encoding="utf-8")
+    tables = page.split("## Families")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `([^`]+)` \|", tables, re.MULTILINE) == [*FAMILIES]
+    [unlimited] = re.findall(r"(?<=bubble grows\. ).*(?= take no limit)", tables)
+    assert re.findall(r"`([^`]+)`", unlimited) == [name for name, one in FAMILIES.items() if not one.min_live]
+    assert {one.eager for one in FAMILIES.values()} - {None} <= FAMILIES.keys()
 
 
 # --- published orders --------------------------------------------------------------------------------

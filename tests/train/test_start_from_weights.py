@@ -18,7 +18,7 @@ from tests.saving.pretrained import write_pretrained
 from tests.train.tiny import steps_of, train, write_settings, write_text
 
 from stretto.config import HuggingFaceSettings, MoESettings, load_settings
-from stretto.config.pretrained import OWN
+from stretto.config.pretrained import BUILT_IN
 from stretto.errors import UsageError
 from stretto.files.say import silent
 from stretto.models.gpt import next_token_loss
@@ -143,7 +143,7 @@ def test_an_own_mixture_that_was_exported_is_trained_on(tmp_path: Path) -> None:
 
 
 def test_settings_get_the_shape_from_the_folder(llama: Path, tmp_path: Path) -> None:
-    assert OWN.keys() == KINDS.keys()
+    assert BUILT_IN.keys() == KINDS.keys()
     model = load_settings(write(tmp_path, llama, model="config = { attention_dropout = 0.1 }")).model
     assert isinstance(model, HuggingFaceSettings)
     assert model.architecture == "LlamaForCausalLM"

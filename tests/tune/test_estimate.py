@@ -15,6 +15,7 @@ from stretto.tune.block import BlockWork, Exposure, TuneBlock
 from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import bound_us, estimate, fastest_us
 from stretto.tune.work import Asked, Planned, Work
+from tests.families import ONE_STAGE
 from tests.tune.small import CLUSTER, settings
 
 EVEN = TuneBlock(1, 0.0, {"none": BlockWork((1e3, 1e3, 1e3), 8e6)}, 16e6, 0.0, 0.0)
@@ -57,7 +58,7 @@ def test_a_split_backward_exposes_what_a_whole_one_hides() -> None:
     assert steady_us("zb-v", 2) > steady_us("1f1b", 1)
 
 
-@pytest.mark.parametrize("family", ["1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("family", ONE_STAGE)
 def test_the_bound_of_one_stage_a_rank_is_below_every_family(family: str) -> None:
     for p in (1, 2, 4, 8):
         for m in (1, 2, 8, 32):

@@ -45,7 +45,7 @@ def parts_of(plan: Plan, owner: Holder) -> Sequence[Any]:
 
 def op_at(plan: Plan, window: str, item: Item) -> Op:
     stage, phase = plan.windows[window].parts[item.part]
-    return next(op for sub in phase.parts for op in plan.job.stages[stage].ops[sub] if op.name == item.ref)
+    return next(op for sub in phase.programs for op in plan.job.stages[stage].ops[sub] if op.name == item.ref)
 
 
 def items(*kinds: ItemKind, targets: Sequence[str] = ()) -> Positions:

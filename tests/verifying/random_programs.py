@@ -99,7 +99,7 @@ def random_schedule(draw: Random, stages: int, microbatches: int, places: int) -
         orders[rank].append(taken[0] if len(taken) == 1 else Overlap(tuple(taken)))
         for action in taken:
             left.remove(action)
-            done.update((action.stage, sub, action.microbatch) for sub in action.phase.parts)
+            done.update((action.stage, sub, action.microbatch) for sub in action.phase.programs)
     return Schedule("drawn", stages, microbatches, tuple(home), tuple(map(tuple, orders)))
 
 

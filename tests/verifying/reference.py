@@ -108,7 +108,7 @@ class _World(Machine):
                 self.send(rank, (edge.index, microbatch), value)
             return
         name = str(item.ref)
-        own = {op.name for sub in phase.parts for op in self.job.stages[stage].ops[sub]}
+        own = {op.name for sub in phase.programs for op in self.job.stages[stage].ops[sub]}
         if name not in own:
             raise WrongPlanError(f"stage {stage} has no op {name} in {phase}")
         op = self.programs[stage, group][name]

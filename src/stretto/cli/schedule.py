@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from stretto.cli.common import check_output, command, echo_file
+from stretto.config import load_settings
 from stretto.errors import UsageError
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Schedule
@@ -91,6 +92,9 @@ def schedule(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write to this file, not to the terminal.")
     ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(help="Settings of a run whose task registers families: they are known too.")
+    ] = None,
     list_families: Annotated[bool, typer.Option("--list", help="List the families and end.")] = False,
 ) -> None:
     """Print, draw or time a schedule."""
@@ -102,6 +106,10 @@ def schedule(
         "--max-live": max_live,
         "--group": group,
     }
+    if settings is not None and (run := load_settings(settings)).task is not None:
+        from stretto.train.task import own_task
+
+        own_task(run.task, run.training.seed)
     if list_families:
         others = (*numbers.values(), family, csv, times, form, output, *_of_auto(memory, weight_share))
         if blocking or any(other is not None for other in others):

@@ -16,7 +16,7 @@ from stretto.errors import UsageError, near_path
 from stretto.files.parse import parse_json
 from stretto.files.say import Say, silent
 
-OWN = {"stretto-gpt": "gpt", "stretto-moe": "moe"}
+BUILT_IN = {"stretto-gpt": "gpt", "stretto-moe": "moe"}
 """What config.json calls models that `stretto export` writes -> their kind in settings."""
 CONFIG = "config.json"
 FREE = frozenset({"dropout", "capacity_factor", "aux_weight", "z_weight"})
@@ -82,7 +82,7 @@ def _own_name(source: str, what: str) -> str | None:
         return None
     data = _read(path)
     kind = data.get("model_type") if isinstance(data, Mapping) else None
-    return str(kind) if kind in OWN else None
+    return str(kind) if kind in BUILT_IN else None
 
 
 def _own(folder: Path, name: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _own(folder: Path, name: str) -> dict[str, Any]:
         raise UsageError(
             f"{folder / CONFIG} lacks {unknown[0]}: take another folder that `stretto export` wrote"
         )
-    return {"kind": OWN[name], **data}
+    return {"kind": BUILT_IN[name], **data}
 
 
 def _read(folder: Path) -> Any:

@@ -30,7 +30,7 @@ class Phase(StrEnum):
         return _MEANINGS[self]
 
     @property
-    def parts(self) -> tuple[Phase, ...]:
+    def programs(self) -> tuple[Phase, ...]:
         """The programs that the phase runs, in order: B is I and then W."""
         return (Phase.I, Phase.W) if self is Phase.B else (self,)
 

@@ -35,7 +35,7 @@ def defined(ops: Sequence[Op]) -> set[str]:
 def ops_of_stage(stage: Stage, phase: Phase) -> dict[str, tuple[Op, Phase]]:
     """All ops of a stage by name, with the phase of each, for a part of a window: a wait may be in another
     phase than what it waits for. Where phases use one name, that of `phase` counts."""
-    order = sorted(stage.ops, key=lambda made: made in phase.parts)
+    order = sorted(stage.ops, key=lambda made: made in phase.programs)
     return {op.name: (op, made) for made in order for op in stage.ops[made]}
 
 

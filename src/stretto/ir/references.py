@@ -278,7 +278,8 @@ def _window(found: _Broken, plan: Plan, name: str, window: Window) -> None:
         what = "names, for each part, the first part of its stage and microbatch"
         found.unless(_sound_shares(window), f"{path}.shares", what)
     made = [
-        {op.name for sub in phase.parts for op in job.stages[s].ops.get(sub, ())} for s, phase in window.parts
+        {op.name for sub in phase.programs for op in job.stages[s].ops.get(sub, ())}
+        for s, phase in window.parts
     ]
     for at, item in enumerate(window.items):
         here = f"{path}.items[{at}]"

@@ -58,10 +58,8 @@ ONE_EACH = StageMap()
 _LOOPED = StageMap("loop", usual=2, most=None)
 _V = StageMap("v", usual=2, least=2, most=2)
 
-ONE_STAGE = ("gpipe", "1f1b", "eager-1f1b", "eager-1f1b-split", "zb-h1", "zb-h2")
-"""Families with stage i on rank i."""
-
 STAGE_MAPS: dict[str, StageMap] = {
+    **dict.fromkeys(("gpipe", "1f1b", "eager-1f1b", "eager-1f1b-split", "zb-h1", "zb-h2"), ONE_EACH),
     "interleaved-1f1b": _LOOPED,
     "eager-interleaved-1f1b": _LOOPED,
     "looped-bfs": _LOOPED,
@@ -70,17 +68,13 @@ STAGE_MAPS: dict[str, StageMap] = {
     "v-min": _V,
     "dualpipev": _V,
 }
-"""The other families, and what users register (`stretto.schedule.register`)."""
-
-
-def families() -> tuple[str, ...]:
-    """The names of all families."""
-    return (*ONE_STAGE, *STAGE_MAPS)
+"""The names of all families, in the order in which they are listed to users. Each of Stretto's has a row in
+`schedule/loops.py` or `schedule/v_shaped.py`; users add theirs (`stretto.schedule.register`)."""
 
 
 def unknown_schedule(name: str | Schedule) -> str:
     """What to say of a name that is no schedule's; "" for a family's, `AUTO`, and for orders of your own."""
-    known = (*families(), AUTO)
+    known = (*STAGE_MAPS, AUTO)
     if is_own(name) or name in known:
         return ""
     return f"unknown schedule family {name!r}; {meant(name, known)}choose one of: {', '.join(known)}"
@@ -93,7 +87,7 @@ def stage_map_of(family: str) -> StageMap:
     """
     if fault := unknown_schedule(family):
         raise UsageError(fault)
-    return StageMap(most=None) if family == AUTO else STAGE_MAPS.get(family, ONE_EACH)
+    return StageMap(most=None) if family == AUTO else STAGE_MAPS[family]
 
 
 def is_own(schedule: str | Schedule) -> bool:

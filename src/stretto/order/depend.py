@@ -253,7 +253,7 @@ class _GraphMaker:
         for index, parameter in enumerate(self.job.parameters):
             for stage, phase, value in parameter.grads:
                 for part, (at, runs) in enumerate(self.window.parts):
-                    if at == stage and phase in runs.parts:
+                    if at == stage and phase in runs.programs:
                         adds.setdefault((part, value), []).append(index)
         return adds
 
@@ -312,13 +312,13 @@ class _GraphMaker:
         kept: set[tuple[int, str]] = set()
         for part in self.window.actions:
             stage, phase = self.window.parts[part]
-            here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].parts}
-            for sub in PHASES[PHASES.index(phase.parts[-1]) + 1 :]:
+            here = {sub for k in (part, *self.window.mates(part)) for sub in self.window.parts[k][1].programs}
+            for sub in PHASES[PHASES.index(phase.programs[-1]) + 1 :]:
                 if sub not in here:
                     kept.update(
                         self._root(part, name) for op in self.job.stages[stage].ops[sub] for name in reads(op)
                     )
-            leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.parts)
+            leaves = (e.value for e in self.job.edges if e.source == stage and e.phase in phase.programs)
             kept.update(self._root(part, value) for value in leaves)
         return kept
 

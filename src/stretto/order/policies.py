@@ -215,7 +215,7 @@ POLICIES: dict[str, Policy] = {
 
 DEFAULT = "improve"
 
-OWN = frozenset(POLICIES)
+BUILT_IN = frozenset(POLICIES)
 """The policies of Stretto."""
 
 
@@ -228,7 +228,7 @@ def register(name: str, policy: Policy) -> None:
     """
     if not isinstance(name, str) or not name:
         raise UsageError(f"an ordering policy's name is a text, not {short(name)}: register(name, policy)")
-    if name in OWN:
+    if name in BUILT_IN:
         raise UsageError(f"Stretto has an ordering policy {name!r}: register yours under another name")
     if not callable(policy):
         raise UsageError(
@@ -281,7 +281,7 @@ def _given(name: str, graph: WindowGraph, where: str) -> list[object]:
         if isinstance(given, Iterable):
             return list(islice(given, len(graph.nodes) + 1))
     except Exception as error:
-        if name in OWN or isinstance(error, StrettoError):
+        if name in BUILT_IN or isinstance(error, StrettoError):
             raise  # of a policy with a message of its own, or of a defect here
         raise UsageError(
             f"{where}: the policy fails with {type(error).__name__}: {error}; correct it, for it has to "
@@ -349,7 +349,7 @@ def waits_at_once(job: Job, window: Window) -> Window:
     """The window in its captured order, but every collective is waited for directly after its start, and
     every send comes directly after the item that makes what it sends."""
     ops = [
-        {op.name: op for sub in phase.parts for op in job.stages[stage].ops[sub]}
+        {op.name: op for sub in phase.programs for op in job.stages[stage].ops[sub]}
         for stage, phase in window.parts
     ]
     here = {(item.part, item.ref) for item in window.items if item.kind is ItemKind.OP}

@@ -109,14 +109,14 @@ def _sent_before(plan: Plan, timeline: Timeline) -> Mapping[Message, int]:
         for order in plan.schedule.orders
         for at, slot in enumerate(order)
         for action in slot.actions
-        for phase in action.phase.parts
+        for phase in action.phase.programs
     }
     starts = [[inf] * len(order) for order in plan.schedule.orders]
     for span in timeline.spans:
         if span.kind is SpanKind.COMPUTE and span.phase is not None:
             assert span.stage is not None
             assert span.microbatch is not None
-            at = runs[span.stage, span.phase.parts[0], span.microbatch]
+            at = runs[span.stage, span.phase.programs[0], span.microbatch]
             starts[span.rank][at] = min(starts[span.rank][at], span.start_us)
     for times in starts:
         # A run without ops takes no time and has no span: it begins when the one after it does.

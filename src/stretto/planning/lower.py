@@ -229,7 +229,7 @@ def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
             (action.stage, phase): at
             for at, slot in enumerate(order)
             for action in slot.actions
-            for phase in action.phase.parts
+            for phase in action.phase.programs
         }
         touched: set[str] = set()
         for op in program:

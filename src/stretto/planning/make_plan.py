@@ -31,7 +31,7 @@ from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import Measuring, device_of, memory_here
 from stretto.measure.running import running
-from stretto.order.policies import DEFAULT, OWN, policy_of
+from stretto.order.policies import BUILT_IN, DEFAULT, policy_of
 from stretto.passes.messages import scattered
 from stretto.passes.step import Context, Effort, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
@@ -54,8 +54,8 @@ from stretto.planning.windows import at_once, lowered
 from stretto.price.alike import ListedPricer
 from stretto.price.cluster import Cluster, Description, describe, described
 from stretto.price.cluster_file import Hardware
+from stretto.schedule.families import BUILT_IN as BUILT_IN_FAMILIES
 from stretto.schedule.families import FAMILIES
-from stretto.schedule.families import OWN as OWN_FAMILIES
 from stretto.schedule.sums import without_reductions
 from stretto.simulating import predict, simulate
 from stretto.verifying import verify
@@ -301,7 +301,7 @@ def _planned_here(
     ]
     wishes |= {"costs": key_of(*map(to_line, costs)), "memory": str(limits)}
     # Nothing shows whether a policy of the user's has changed, nor a family among which "auto" chooses.
-    own = wished.order not in OWN or (wished.auto and FAMILIES.keys() > OWN_FAMILIES)
+    own = wished.order not in BUILT_IN or (wished.auto and FAMILIES.keys() > BUILT_IN_FAMILIES)
     return plan_on_first(ranks, wishes, partial(_fastest, begun, wished), None if own else kept, wished.watch)
 
 

@@ -24,12 +24,9 @@ from stretto.ir.stage_maps import AUTO, shared
 from stretto.passes.step import Context, LeftOutError, Step
 from stretto.planning.pair import apart, equal_groups, full, of_stages, pair
 from stretto.schedule.csv import read_csv
-from stretto.schedule.families import forward_schedule, make_schedule
+from stretto.schedule.families import PLAIN_OF_SEVERAL, forward_schedule, make_schedule
 from stretto.schedule.family import first_microbatches
 from stretto.schedule.timing import peak_live
-
-ANY = "interleaved-1f1b"
-"""A family with which a search begins: it has any number of stages a rank."""
 
 MOST_ACTIONS = 100_000
 """Forwards and backwards that a plan may have, each of which it lists, walks and proves: some ten seconds of
@@ -67,11 +64,11 @@ def choose_schedule(job: Job, *, schedule: str | Schedule | None = None) -> Sche
             wish = read_csv(Path(wish))
         else:
             if wish == AUTO and job.pp is not None and len(job.stages) % job.pp:
-                each_one = make_schedule(ANY, job.pp, job.microbatches, virtual_stages=1)
+                each_one = make_schedule(PLAIN_OF_SEVERAL, job.pp, job.microbatches, virtual_stages=1)
                 return of_stages(each_one, equal_groups(len(job.stages), job.pp))
             ranks, each = shared(len(job.stages), job.pp, wish)
             return make_schedule(
-                ANY if wish == AUTO else wish,
+                PLAIN_OF_SEVERAL if wish == AUTO else wish,
                 ranks,
                 job.microbatches,
                 virtual_stages=each,

@@ -20,6 +20,7 @@ from stretto.ir.transfers import SUM, message_us
 from stretto.report.findings import LEAST_SHARE
 from stretto.report.grid import Grid, format_bytes, format_share, format_us
 from stretto.report.tables import Traffic, communication_of, traffic_among
+from stretto.schedule.families import FAMILIES
 
 SEQUENCE = "sequence parallelism"
 """Instead of an axis: what tp ranks gather and scatter, as they share the sequence."""
@@ -145,9 +146,9 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
             f"one stage a pipeline rank: with {schedule.stages} stages each microbatch crosses "
             f"{schedule.stages - 1} borders each way, with {plan.ranks} it crosses {plan.ranks - 1}"
         )
-    if schedule.family in ("gpipe", "1f1b"):
-        now = f'(now "{schedule.family}")'
-        yield f'parallel.schedule = "eager-1f1b" {now}, which is a microbatch further ahead'
+    family = FAMILIES.get(schedule.family)
+    if family is not None and family.eager:
+        yield f'parallel.schedule = "{family.eager}" (now "{family.name}"), whose forwards run further ahead'
     elif not plan.schedule_why:
         yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
     if plan.job.max_live is not None:

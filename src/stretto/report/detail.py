@@ -90,7 +90,7 @@ def window_ops(plan: Plan) -> dict[str, tuple[OpRow, ...]]:
             (part, op.name): (op, sub)
             for part in window.actions
             for stage, phase in (window.parts[part],)
-            for sub in phase.parts
+            for sub in phase.programs
             for op in plan.job.stages[stage].ops[sub]
         }
         rows = []

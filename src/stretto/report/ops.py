@@ -104,12 +104,12 @@ def _ordered(plan: Plan, stage: int, phase: Phase) -> list[OpRow]:
     """The phase's ops in the order of the first window that runs it; of the job where none does."""
     for name, window in plan.windows.items():
         for part, (of, runs) in enumerate(window.parts):
-            if of == stage and set(phase.parts) <= set(runs.parts):
+            if of == stage and set(phase.programs) <= set(runs.programs):
                 rows = window_ops(plan)[name]
-                return [row for row in rows if row.part == part and row.phase in phase.parts]
+                return [row for row in rows if row.part == part and row.phase in phase.programs]
     ops = plan.job.stages[stage].ops
     return [
-        OpRow(op, stage, sub, 0, time_of(plan.costs, stage, op)) for sub in phase.parts for op in ops[sub]
+        OpRow(op, stage, sub, 0, time_of(plan.costs, stage, op)) for sub in phase.programs for op in ops[sub]
     ]
 
 

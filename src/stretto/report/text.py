@@ -57,7 +57,7 @@ def timeline_text(
     """The timeline as lines of `width` columns, with a title, a scale and a legend."""
     label_cells = max(LABEL_CELLS, 1 + len(timeline.who(timeline.ranks - 1)))
     cells = max(1, width - label_cells)
-    text = Text(f"{source_word(timeline.source).capitalize()} timeline\n", style="bold")
+    text = Text(f"Timeline, {source_word(timeline.source)}\n", style="bold")
     lanes = rows_of(timeline, with_reductions_together)
     drawn = _drawn_ranks(timeline.ranks)
     for before, rank in zip([-1, *drawn], drawn):

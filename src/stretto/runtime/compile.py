@@ -351,7 +351,7 @@ class CompiledWriter(Writer):
             if self.is_product(op, stage):
                 products.add(key)
                 continue
-            result = any(op.name in self.results[stage, sub] for sub in phase.parts)
+            result = any(op.name in self.results[stage, sub] for sub in phase.programs)
             # What has no last use becomes a buffer when the window ends.
             if (
                 result

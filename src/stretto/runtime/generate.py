@@ -180,7 +180,7 @@ class Writer:
         for part in self.window.actions:
             stage, phase = self.window.parts[part]
             # Buffers are written when the window ends; what they become lives until then.
-            for sub in phase.parts:
+            for sub in phase.programs:
                 for value, uses in self.results[stage, sub].items():
                     if any(use.startswith("update ") for use in uses):
                         last.pop((part, value), None)
@@ -197,7 +197,7 @@ class Writer:
 
     def later(self, stage: int, phase: Phase, name: str) -> bool:
         """Whether a window after this one reads the value in this stage."""
-        after = PHASES[PHASES.index(phase.parts[-1]) + 1 :]
+        after = PHASES[PHASES.index(phase.programs[-1]) + 1 :]
         return any(name in self.reads[stage, sub] for sub in after)
 
     # Lines.
@@ -232,7 +232,7 @@ class Writer:
         if name.startswith("batch/"):
             self.line(f"{variable} = batch{part}[{name.removeprefix('batch/')!r}]")
         elif name in self.externals.written and not any(
-            name in self.reads[stage, sub] for sub in PHASES[: PHASES.index(phase.parts[0])]
+            name in self.reads[stage, sub] for sub in PHASES[: PHASES.index(phase.programs[0])]
         ):
             buffer = self.bind("x", name, self.externals.fixed[name])
             self.line(f"{variable} = {buffer}.clone()" if later else f"{variable} = {buffer}")
@@ -247,9 +247,9 @@ class Writer:
         """Whether the store must keep a value when this part has read it. Parts of one microbatch may come in
         any order: W may read before I what F has left."""
         stage, phase = self.window.parts[part]
-        mates = {mate: self.window.parts[mate][1].parts for mate in self.window.mates(part)}
+        mates = {mate: self.window.parts[mate][1].programs for mate in self.window.mates(part)}
         here = {sub for subs in mates.values() for sub in subs}
-        after = PHASES[PHASES.index(phase.parts[-1]) + 1 :]
+        after = PHASES[PHASES.index(phase.programs[-1]) + 1 :]
         if any(name in self.reads[stage, sub] for sub in after if sub not in here):
             return True
         return any(
@@ -288,7 +288,7 @@ class Writer:
         """
         stage, phase = self.window.parts[part]
         for sub, op in self.takers[stage, built]:
-            here = sub in phase.parts
+            here = sub in phase.programs
             value = self.name(part, op.name) if here else f"store{part}[{op.name!r}]"
             self.line(f"{value} = {parts[op.args[1]]}")
         self.line(f"del {full}")
@@ -354,7 +354,7 @@ class Writer:
         if (stage, op.name) in self.takers:
             return  # a tuple is its parts
         value = self.name(part, op.name)
-        uses = [use for sub in phase.parts for use in self.results[stage, sub].get(op.name, ())]
+        uses = [use for sub in phase.programs for use in self.results[stage, sub].get(op.name, ())]
         owned = may_own and not any(
             partial_sum.copied for partial_sum in self.partial_sums[stage].get(op.name, ())
         )
@@ -383,7 +383,7 @@ class Writer:
     def _updates(self) -> None:
         for part in self.window.actions:
             stage, phase = self.window.parts[part]
-            for sub in phase.parts:
+            for sub in phase.programs:
                 for value, uses in self.results[stage, sub].items():
                     for use in uses:
                         kind, _, name = use.partition(" ")

@@ -222,6 +222,7 @@ class RankState:
         self.grads[adding[0]] = total = total.contiguous()
         return total
 
+    # The `hooks` of a window's generated function (`stretto.runtime.generate`):
     # What windows call beside ops. Microbatches are numbers, edges and parameters places in the job.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:

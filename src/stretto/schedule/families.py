@@ -1,8 +1,8 @@
 """The schedule families: functions from (ranks, microbatches, limits) to an order of actions a rank.
 
-A family knows nothing of ops or devices. On every stage the
-forwards, the input gradients and the weight gradients each go through the microbatches in ascending order, so
-that gradients are summed in one order whatever the family.
+A family knows nothing of ops or devices. In those of Stretto, the forwards, the input gradients and the
+weight gradients of every stage each go through the microbatches in ascending order, so that gradients are
+summed in one order whatever the family. One that a user registers may take any order that progresses.
 
 A microbatch is *live* on a stage from the end of its forward to the end of its last backward action (W where
 the backward is split, else B).
@@ -27,16 +27,22 @@ from stretto.ir.stage_maps import (
     virtual_stages_of,
 )
 from stretto.schedule.family import Family, ScheduleShape
-from stretto.schedule.loops import INTERLEAVED, ONE_STAGE
+from stretto.schedule.loops import LOOPS
 from stretto.schedule.timing import peak_live, time_schedule
 from stretto.schedule.v_shaped import V_SHAPED
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*ONE_STAGE, *INTERLEAVED, *V_SHAPED)}
-"""Every family by its name; the order is the one in which they are listed to users."""
+_ROWS = {row.name: row for row in (*LOOPS, *V_SHAPED)}
+_APART = sorted(_ROWS.keys() ^ STAGE_MAPS.keys())
+assert not _APART, f"{_APART}: a family has its row in schedule/, and its name in ir/stage_maps.STAGE_MAPS"
 
+FAMILIES: dict[str, Family] = {name: _ROWS[name] for name in STAGE_MAPS}
+"""Every family by its name, in the order of `STAGE_MAPS`."""
 
-OWN = frozenset(FAMILIES)
+BUILT_IN = frozenset(FAMILIES)
 """The families of Stretto."""
+
+PLAIN, PLAIN_OF_SEVERAL = "1f1b", "interleaved-1f1b"
+"""The family where only the layout matters, with one stage a rank and with any number of them."""
 
 
 def register(
@@ -50,16 +56,16 @@ def register(
     """Make a family of your own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
     tuning, and the search of "auto".
 
-    build: makes the schedule, from the numbers that it is given alone. places: where its stages are, and how
-    many a rank can have; one by default. min_live: the smallest limit of live microbatches that it can keep;
-    without it, what it has without a limit.
+    build: makes the schedule, from the numbers that it is given alone, in any order that progresses. places:
+    where its stages are, and how many a rank can have; one by default. min_live: the smallest limit of live
+    microbatches that it can keep; without it, what it has without a limit.
 
     Raises UsageError when Stretto has a family of that name (a user's own is replaced), for a name that no
     family can have, and for what cannot be called.
     """
     if not isinstance(name, str) or not name or name == AUTO or name.endswith(".csv"):
         raise UsageError(f"{name!r} is no name of a schedule family: register(name, build)")
-    if name in OWN:
+    if name in BUILT_IN:
         raise UsageError(f"Stretto has a schedule family {name!r}: register yours under another name")
     if not callable(build):
         raise UsageError(
@@ -67,8 +73,7 @@ def register(
         )
     STAGE_MAPS[name] = places
     made = partial(_checked, name, build)
-    least = min_live or (lambda wanted: max(peak_live(made(wanted))))
-    FAMILIES[name] = Family(name, made, description, "your own", least)
+    FAMILIES[name] = Family(name, made, description, "your own", min_live)
 
 
 def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: ScheduleShape) -> Schedule:
@@ -82,15 +87,12 @@ def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: Sche
         raise UsageError(f"{where}: it fails with {type(error).__name__}: {error}") from error
     if not isinstance(made, Schedule):
         raise UsageError(f"{where}: it gives {made!r:.60}; give a stretto.schedule.Schedule")
+    places = stage_map_of(name).stage_ranks(wanted.ranks, wanted.virtual_stages)
     for what, has, wants in (
         ("ranks", made.ranks, wanted.ranks),
         ("stages", made.stages, wanted.stages),
         ("microbatches", made.microbatches, wanted.microbatches),
-        (
-            "stage_ranks",
-            made.stage_ranks,
-            stage_map_of(name).stage_ranks(wanted.ranks, wanted.virtual_stages),
-        ),
+        ("stage_ranks", made.stage_ranks, places),
     ):
         if has != wants:
             raise UsageError(f"{where}: its schedule has {what} = {has}, and {wants} is wanted")
@@ -98,7 +100,7 @@ def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: Sche
         time_schedule(made)
     except PlanError as error:
         raise UsageError(f"{where}: {error}") from None
-    return replace(made, family=name)
+    return made
 
 
 def make_schedule(
@@ -140,7 +142,7 @@ def make_schedule(
         _check_limit(result, wanted, max_live)
     if group is not None:
         _check_group(result, wanted, group)
-    return result.build(wanted)
+    return replace(result.build(wanted), family=family)
 
 
 def check_count(stages: int, microbatches: int) -> None:
@@ -153,7 +155,8 @@ def check_count(stages: int, microbatches: int) -> None:
 
 
 def _check_limit(family: Family, wanted: ScheduleShape, max_live: int) -> None:
-    least = family.min_live(replace(wanted, max_live=None))
+    free = replace(wanted, max_live=None)
+    least = family.min_live(free) if family.min_live else max(peak_live(family.build(free)))
     if max_live < least:
         raise UsageError(
             f"family {family.name!r} cannot keep max_live={max_live} with {wanted.stages} stages and "

@@ -31,18 +31,20 @@ class ScheduleShape:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A named way to order actions.
+    """A named way to order actions. In those of Stretto, F, I and W of each stage ascend.
 
-    build: makes the schedule (call `make_schedule`, which checks the arguments). min_live: the smallest limit
-    of live microbatches that it can keep. groups: whether it goes by groups of microbatches.
+    build: makes the schedule (call `make_schedule`, which checks the arguments and names it). min_live: the
+    smallest limit of live microbatches that it can keep; None where it takes none below what it has without
+    one. groups: whether it goes by groups of microbatches. eager: the family that sends forwards earlier.
     """
 
     name: str
     build: Callable[[ScheduleShape], Schedule]
     description: str
     source: str
-    min_live: Callable[[ScheduleShape], int] = lambda wanted: 1
+    min_live: Callable[[ScheduleShape], int] | None = lambda wanted: 1
     groups: bool = False
+    eager: str | None = None
 
     @property
     def places(self) -> StageMap:

@@ -8,8 +8,8 @@ many microbatches its weight gradients lag behind its input gradients.
 3. run the weight gradients that are left.
 
 At most warm-up + delay microbatches are live. The pattern cannot deadlock as long as the warm-up does not
-grow from one stage to the next. A memory limit cuts the warm-up first to the limit, and the delay to what is
-left.
+grow from one stage to the next. A memory limit, or else the number of microbatches, cuts the warm-up first to
+the limit, and the delay to what is left: this pattern has no order of all F, all I, all W.
 
 Several stages a rank: stage s is on rank s modulo ranks.
 
@@ -47,9 +47,7 @@ def _a_round_trip(stages: int, stage: int, microbatches: int) -> int:
     return 2 * (stages - stage) - 1
 
 
-def _pattern(
-    name: str, warm_up_of: PerStage, delay_of: PerStage | None = None
-) -> Callable[[ScheduleShape], Schedule]:
+def _pattern(warm_up_of: PerStage, delay_of: PerStage | None = None) -> Callable[[ScheduleShape], Schedule]:
     """The pattern of the module's docstring."""
 
     def build(wanted: ScheduleShape) -> Schedule:
@@ -69,58 +67,9 @@ def _pattern(
             if delay is not None:
                 order += [Action(stage, Phase.W, k) for k in range(microbatches - delay, microbatches)]
             orders.append(tuple(order))
-        return Schedule(name, stages, microbatches, tuple(range(stages)), tuple(orders))
+        return Schedule("", stages, microbatches, tuple(range(stages)), tuple(orders))
 
     return build
-
-
-ONE_STAGE = (
-    Family(
-        "gpipe",
-        _pattern("gpipe", lambda n, i, m: m),
-        "all forwards, then all backwards; every microbatch is live",
-        "GPipe, NeurIPS 2019, arXiv 1811.06965",
-        lambda wanted: wanted.microbatches,
-    ),
-    # Live: min(m, n - i) on stage i of n.
-    Family(
-        "1f1b",
-        _pattern("1f1b", _one_each_to_the_end),
-        "one forward, one backward in turn; least memory",
-        "PipeDream-Flush, ICML 2021, arXiv 2006.09503",
-    ),
-    # Each message has a slot's time to travel. Live: min(m, 2(n - i) - 1).
-    Family(
-        "eager-1f1b",
-        _pattern("eager-1f1b", _a_round_trip),
-        "1F1B with forwards sent early, so that messages hide; up to twice the memory",
-        "Alpa pull request #773; arXiv 2211.05322",
-    ),
-    # What the backward sends leaves before the weight gradient. Live: as in eager-1f1b.
-    Family(
-        "eager-1f1b-split",
-        _pattern("eager-1f1b-split", _a_round_trip, lambda n, i, m: 0),
-        "eager-1f1b, backward split in I and W: messages leave before W; the same memory",
-        "weight delay of Alpa pull request #773; arXiv 2211.05322",
-    ),
-    # Fills what 1F1B leaves empty on the late stages and makes every stage as full as 1F1B's first: live
-    # is min(m, n) everywhere. Without message time the bubble shrinks from (n-1)(F+I+W) to (n-1)(F+I-W).
-    Family(
-        "zb-h1",
-        _pattern("zb-h1", _one_each_to_the_end, lambda n, i, m: i),
-        "backward split in I and W, W fills the bubble; 1F1B's memory",
-        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
-    ),
-    # Once started, a stage need not be idle. Live is min(m, 2n - 1) everywhere. Without message time and
-    # with m of at least 2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal.
-    Family(
-        "zb-h2",
-        _pattern("zb-h2", _a_round_trip, lambda n, i, m: 2 * i),
-        "backward split, longer warm-up; no bubble when F, I and W are equal; about twice the memory",
-        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
-    ),
-)
-"""In the order in which they are listed to users."""
 
 
 def groups_of(microbatches: int, least: int, group: int | None = None) -> list[int]:
@@ -142,7 +91,6 @@ def visits(groups: Sequence[int], virtual_stages: int) -> list[tuple[int, int]]:
 
 
 def _schedule(
-    name: str,
     wanted: ScheduleShape,
     groups: Sequence[int],
     warm_up_of: Callable[[int], int],
@@ -160,11 +108,11 @@ def _schedule(
             order += forwards[warm_up + at : warm_up + at + 1]
             order.append(backward)
         orders.append(tuple(order))
-    made = Schedule(name, wanted.stages, wanted.microbatches, loop(ranks, each), tuple(orders))
+    made = Schedule("", wanted.stages, wanted.microbatches, loop(ranks, each), tuple(orders))
     return limited(made, wanted.max_live)
 
 
-def _interleaved(name: str, groups_in_turn: int, per_rank: int) -> Callable[[ScheduleShape], Schedule]:
+def _interleaved(groups_in_turn: int, per_rank: int) -> Callable[[ScheduleShape], Schedule]:
     """groups_in_turn: a group has at least so many times as many microbatches as there are ranks. per_rank:
     what each rank on the way to the last adds to the warm-up."""
 
@@ -172,7 +120,7 @@ def _interleaved(name: str, groups_in_turn: int, per_rank: int) -> Callable[[Sch
         groups = groups_of(wanted.microbatches, groups_in_turn * wanted.ranks, wanted.group)
         first = (wanted.virtual_stages - 1) * (wanted.group or groups[0])
         last = wanted.ranks - 1
-        return _schedule(name, wanted, groups, lambda rank: first + per_rank * (last - rank))
+        return _schedule(wanted, groups, lambda rank: first + per_rank * (last - rank))
 
     return build
 
@@ -180,22 +128,69 @@ def _interleaved(name: str, groups_in_turn: int, per_rank: int) -> Callable[[Sch
 def _breadth_first(wanted: ScheduleShape) -> Schedule:
     """All microbatches are one group, and all forwards are before the backwards."""
     everything = wanted.microbatches * wanted.virtual_stages
-    return _schedule("looped-bfs", wanted, [wanted.microbatches], lambda rank: everything)
+    return _schedule(wanted, [wanted.microbatches], lambda rank: everything)
 
 
-INTERLEAVED = (
+LOOPS = (
+    Family(
+        "gpipe",
+        _pattern(lambda n, i, m: m),
+        "all forwards, then all backwards; every microbatch is live",
+        "GPipe, NeurIPS 2019, arXiv 1811.06965",
+        min_live=None,
+        eager="eager-1f1b",
+    ),
+    # Live: min(m, n - i) on stage i of n.
+    Family(
+        "1f1b",
+        _pattern(_one_each_to_the_end),
+        "one forward, one backward in turn; least memory",
+        "PipeDream-Flush, ICML 2021, arXiv 2006.09503",
+        eager="eager-1f1b",
+    ),
+    # Each message has a slot's time to travel. Live: min(m, 2(n - i) - 1).
+    Family(
+        "eager-1f1b",
+        _pattern(_a_round_trip),
+        "1F1B with forwards sent early, so that messages hide; up to twice the memory",
+        "Alpa pull request #773; arXiv 2211.05322",
+    ),
+    # Live: as in eager-1f1b.
+    Family(
+        "eager-1f1b-split",
+        _pattern(_a_round_trip, lambda n, i, m: 0),
+        "eager-1f1b, backward split in I and W, W right after its I; the same memory",
+        "weight delay of Alpa pull request #773; arXiv 2211.05322",
+    ),
+    # Fills what 1F1B leaves empty on the late stages and makes every stage as full as 1F1B's first: live
+    # is min(m, n) everywhere. Without message time the bubble shrinks from (n-1)(F+I+W) to (n-1)(F+I-W).
+    Family(
+        "zb-h1",
+        _pattern(_one_each_to_the_end, lambda n, i, m: i),
+        "backward split in I and W, W fills the bubble; 1F1B's memory",
+        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
+    ),
+    # Once started, a stage need not be idle. Live is min(m, 2n - 1) everywhere. Without message time and
+    # with m of at least 2n - 1 the bubble is (n-1)(F+I-2W): nothing when the phases are equal.
+    Family(
+        "zb-h2",
+        _pattern(_a_round_trip, lambda n, i, m: 2 * i),
+        "backward split, longer warm-up; no bubble when F, I and W are equal; about twice the memory",
+        "Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv 2401.10241",
+    ),
     Family(
         "interleaved-1f1b",
-        _interleaved("interleaved-1f1b", 1, 2),
+        _interleaved(1, 2),
         "1F1B over several stages a rank: a bubble as many times smaller, and more messages",
         "Megatron-LM, SC 2021, arXiv 2104.04473",
         groups=True,
+        eager="eager-interleaved-1f1b",
     ),
     # With twice as many microbatches in a group, one that went round has half a group's time to arrive; with
     # a longer warm-up, a gradient has one more slot at every rank. Messages of up to two slots hide.
     Family(
         "eager-interleaved-1f1b",
-        _interleaved("eager-interleaved-1f1b", 2, 3),
+        _interleaved(2, 3),
         "interleaved 1F1B with larger groups and a longer warm-up, so that messages hide; more memory",
         "eager warm-up of arXiv 2211.05322 on the order of arXiv 2104.04473",
         groups=True,
@@ -205,7 +200,6 @@ INTERLEAVED = (
         _breadth_first,
         "each stage of a rank takes all microbatches before its next one; every microbatch is live",
         "Breadth-First Pipeline Parallelism, MLSys 2023, arXiv 2211.05953",
-        lambda wanted: wanted.microbatches,
+        min_live=None,
     ),
 )
-"""In the order in which they are listed to users."""

@@ -57,7 +57,7 @@ class PhaseTimes:
 
     def of(self, action: Action) -> float:
         """The action's duration."""
-        return sum(self._phase(phase, action.stage) for phase in action.phase.parts)
+        return sum(self._phase(phase, action.stage) for phase in action.phase.programs)
 
     def hop(self, border: int) -> float:
         """What a message takes over a border between stages that are on different ranks."""

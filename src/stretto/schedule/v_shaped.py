@@ -18,7 +18,6 @@ from stretto.ir.action import Action, Overlap, Phase, Schedule, Slot
 from stretto.ir.stage_maps import v
 from stretto.schedule.family import Family, ScheduleShape, first_microbatches
 from stretto.schedule.list_schedule import ActionWalk, Room, limited
-from stretto.schedule.timing import peak_live
 
 ACTIONS_OF_A_MICROBATCH = 6
 """F, I and W of two stages: the slots that a building block takes on every rank."""
@@ -40,7 +39,7 @@ def _v_half(ranks: int, rank: int) -> Slots:
 
 
 def _repeated(
-    name: str, slots_of: Callable[[int, int], Slots], shares: Callable[[int], int]
+    slots_of: Callable[[int, int], Slots], shares: Callable[[int], int]
 ) -> Callable[[ScheduleShape], Schedule]:
     """shares(ranks): the most microbatches that are live on a rank, where each is on both of its stages."""
 
@@ -58,7 +57,7 @@ def _repeated(
         room = Room.even(ranks, wanted.stages, shares(ranks))
         orders = ActionWalk(stage_ranks, wanted.microbatches, urgency, room=room, in_turn=True).orders()
         assert orders is not None, "a block's slots keep its memory"
-        made = Schedule(name, wanted.stages, wanted.microbatches, stage_ranks, orders)
+        made = Schedule("", wanted.stages, wanted.microbatches, stage_ranks, orders)
         return limited(made, wanted.max_live)
 
     return build
@@ -77,7 +76,7 @@ def _zb_v(wanted: ScheduleShape) -> Schedule:
     """
     microbatches = max(wanted.microbatches, 2 * wanted.ranks - 1)
     orders = tuple(_zb_v_order(wanted.ranks, rank, microbatches) for rank in range(wanted.ranks))
-    made = Schedule("zb-v", wanted.stages, microbatches, v(wanted.ranks, 2), orders)
+    made = Schedule("", wanted.stages, microbatches, v(wanted.ranks, 2), orders)
     return limited(first_microbatches(made, wanted.microbatches), wanted.max_live)
 
 
@@ -133,7 +132,7 @@ def _dualpipev(wanted: ScheduleShape) -> Schedule:
     """
     microbatches = max(wanted.microbatches, wanted.stages)
     orders = tuple(_dualpipev_order(wanted.ranks, rank, microbatches) for rank in range(wanted.ranks))
-    made = Schedule("dualpipev", wanted.stages, microbatches, v(wanted.ranks, 2), orders)
+    made = Schedule("", wanted.stages, microbatches, v(wanted.ranks, 2), orders)
     return first_microbatches(made, wanted.microbatches)
 
 
@@ -189,14 +188,14 @@ V_SHAPED = (
     # Live on a rank: (p + 2) // 2 microbatches, where 1F1B's first rank has p.
     Family(
         "v-half",
-        _repeated("v-half", _v_half, lambda ranks: (ranks + 2) // 2),
+        _repeated(_v_half, lambda ranks: (ranks + 2) // 2),
         "two stages a rank in a V, backward split; half of 1F1B's memory, half of its bubble",
         "Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362",
     ),
     # Live on a rank: (p + 4) // 3 microbatches.
     Family(
         "v-min",
-        _repeated("v-min", _v_min, lambda ranks: (ranks + 4) // 3),
+        _repeated(_v_min, lambda ranks: (ranks + 4) // 3),
         "two stages a rank in a V, backward split; a third of 1F1B's memory, two thirds of its bubble",
         "Pipeline Parallelism with Controllable Memory, NeurIPS 2024, arXiv 2405.15362",
     ),
@@ -205,7 +204,6 @@ V_SHAPED = (
         _dualpipev,
         "two stages a rank in a V, forwards overlapped with backwards; about twice 1F1B's memory",
         "DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half by its authors' repository",
-        lambda wanted: max(peak_live(_dualpipev(wanted))),
+        min_live=None,
     ),
 )
-"""In the order in which they are listed to users."""

@@ -39,13 +39,13 @@ def make_window(job: Job, slot: Slot) -> Window:
         arriving = {
             edge.value: edge.index
             for edge in job.edges
-            if edge.target == stage and edge.user_phase in phase.parts
+            if edge.target == stage and edge.user_phase in phase.programs
         }
         leaving: dict[str, list[int]] = defaultdict(list)
         for edge in job.edges:
-            if edge.source == stage and edge.phase in phase.parts:
+            if edge.source == stage and edge.phase in phase.programs:
                 leaving[edge.value].append(edge.index)
-        captured = [op for sub in phase.parts for op in job.stages[stage].ops[sub]]
+        captured = [op for sub in phase.programs for op in job.stages[stage].ops[sub]]
         for op in _memory_order(job, stage, phase) if _least_memory(job) else captured:
             for name in op.uses:
                 if name in arriving:
@@ -86,7 +86,7 @@ def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
     """Tied group -> the window's items that add to its gradient, ascending."""
     parts: dict[tuple[int, Phase], list[int]] = defaultdict(list)
     for part, (stage, runs) in enumerate(window.parts):
-        for phase in runs.parts:
+        for phase in runs.programs:
             parts[stage, phase].append(part)
     adds: dict[tuple[int, str], list[str]] = defaultdict(list)
     for parameter in job.parameters:

@@ -230,7 +230,7 @@ class RankMemory:
         programs: list[tuple[Program, int]] = [
             ((stage, sub), microbatch)
             for (stage, phase), microbatch in zip(window.parts, microbatches, strict=True)
-            for sub in phase.parts
+            for sub in phase.programs
         ]
         for program, microbatch in programs:
             for group in self._groups_of_program[program]:

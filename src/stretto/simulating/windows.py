@@ -98,7 +98,7 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
         if item.kind is ItemKind.OP:
             stage, phase = window.parts[item.part]
             op, sub = programs[item.part].get(str(item.ref), (None, phase))
-            if op is None or sub not in phase.parts:
+            if op is None or sub not in phase.programs:
                 faults.append(f"window {name}: op {item.ref} is not in stage {stage}'s programs")
                 op = None
             else:

@@ -30,7 +30,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import CODEC, job_text
 from stretto.measure.profile import profile
 from stretto.measure.running import costs_again, running
-from stretto.order.policies import DEFAULT, OWN
+from stretto.order.policies import BUILT_IN, DEFAULT
 from stretto.parallelize.layout import Layout, layout_of
 from stretto.planning.here import plan_on_first
 from stretto.planning.make_plan import make_plan
@@ -103,7 +103,7 @@ class Evaluation:
         of = {"job": job_text(job), "schedule": to_line(schedule, CODEC)}
         costs = costs_again(ranks, runner.device, lambda: (*of.values(), to_line(rest)), measured, kept)
         of |= {"costs": to_line(costs), "order": order, "search": f"{steps} {search_s}"}
-        plan = plan_on_first(ranks, of, planned, kept if order in OWN else None)
+        plan = plan_on_first(ranks, of, planned, kept if order in BUILT_IN else None)
         self._trained = runner
         self._runner = Runner(plan, model, transport=runner.transport, shares=runner)
 

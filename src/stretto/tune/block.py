@@ -30,9 +30,8 @@ from stretto.order.walk import replay
 from stretto.passes.recompute import storages
 from stretto.passes.recompute_choice import recompute
 from stretto.price.cluster import Description, described
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.windows import make_window
-from stretto.tune.choices import PLAIN_OF_SEVERAL
 
 LAYERS = 4
 """Layers of a stage at least, of which the middle one is looked at: what they share at their borders shows

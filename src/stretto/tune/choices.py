@@ -15,7 +15,7 @@ from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
 from stretto.errors import UsageError, meant
 from stretto.files.settings_file import faults_of
 from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
-from stretto.schedule.families import FAMILIES
+from stretto.schedule.families import FAMILIES, PLAIN, PLAIN_OF_SEVERAL
 
 LAYOUT = ("pp", "dp", "ep", "tp", "sequence_parallel", "microbatches", "ampipe_degree")
 """The keys of `parallel` that make a `LayoutChoice`, in its order."""
@@ -25,9 +25,6 @@ KEYS = (*LAYOUT, "recompute", "schedule", "virtual_stages")
 
 DEGREES = (1, 2, 4)
 """AMPipe's numbers of chunks, as `ampipe_degree = "auto"` has them."""
-
-PLAIN, PLAIN_OF_SEVERAL = "1f1b", "interleaved-1f1b"
-"""The family of a layout of which only the layout matters, with one stage a rank and with several."""
 
 VIRTUAL = (2, 3, 4, 6, 8, 12, 16)
 """Stages a rank that are tried in families with any number of them."""

@@ -26,7 +26,7 @@ from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
 from stretto.price.cluster import Cluster, Description, pp_link, sum_cost
 from stretto.price.cluster_file import Hardware
-from stretto.schedule.families import make_schedule
+from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
 from stretto.tune.block import BlockWork, TuneBlock
 from stretto.tune.choices import Candidate, LayoutChoice
@@ -42,7 +42,7 @@ LEAST_FILL = 4
 """Of the forwards that a pipeline's last rank waits for, one in so many is counted where only layouts are
 put in order: more stages a rank divide them. Assumed."""
 
-LIKE_AUTO = ("zb-h1", "interleaved-1f1b")
+LIKE_AUTO = ("zb-h1", PLAIN_OF_SEVERAL)
 """The family by which "auto" is estimated, with one stage a rank and with several. Assumed: it is as fast."""
 
 TF32 = 2.0

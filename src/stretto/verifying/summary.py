@@ -49,7 +49,7 @@ def _collectives(plan: Plan) -> int:
         name: sum(
             op.target in STARTS
             for part in window.actions
-            for sub in window.parts[part][1].parts
+            for sub in window.parts[part][1].programs
             for op in plan.job.stages[window.parts[part][0]].ops[sub]
         )
         for name, window in plan.windows.items()

@@ -275,7 +275,7 @@ def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:
         at = last.get((stage, phase), -1)
         if at >= 0:
             window = plan.windows[str(plan.orders[rank][at].ref)]
-            parts = [k for k, (s, runs) in enumerate(window.parts) if s == stage and phase in runs.parts]
+            parts = [k for k, (s, runs) in enumerate(window.parts) if s == stage and phase in runs.programs]
             adds = [
                 k
                 for k, item in enumerate(window.items)

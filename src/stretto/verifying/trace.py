@@ -86,7 +86,7 @@ def last_runs(plan: Plan, rank: int) -> dict[tuple[int, Phase], int]:
     """(stage, F | I | W) -> the index of the rank's last instruction that runs that program."""
     result: dict[tuple[int, Phase], int] = {}
     programs = {
-        name: [(stage, sub) for stage, phase in window.parts for sub in phase.parts]
+        name: [(stage, sub) for stage, phase in window.parts for sub in phase.programs]
         for name, window in plan.windows.items()
     }
     for at, instruction in enumerate(plan.orders[rank]):

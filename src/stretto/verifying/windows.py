@@ -37,7 +37,7 @@ def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
     for buffer in plan.job.buffers:
         for stage, phase, _ in buffer.updates:
             parts = [
-                k for k, (where, made) in enumerate(window.parts) if where == stage and phase in made.parts
+                k for k, (where, made) in enumerate(window.parts) if where == stage and phase in made.programs
             ]
             if len(parts) > 1:
                 what = (
@@ -69,14 +69,14 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
         return Fault(rank, f"{where}, {item}", what, fix)
 
     # 1. Where everything is; the first place counts, a second is a fault.
-    ops = {op.name: op for sub in phase.parts for op in job.stages[stage].ops[sub]}
+    ops = {op.name: op for sub in phase.programs for op in job.stages[stage].ops[sub]}
     arriving = {
         edge.index: edge.value
         for edge in job.edges
-        if edge.target == stage and edge.user_phase in phase.parts
+        if edge.target == stage and edge.user_phase in phase.programs
     }
     leaving = {
-        edge.index: edge.value for edge in job.edges if edge.source == stage and edge.phase in phase.parts
+        edge.index: edge.value for edge in job.edges if edge.source == stage and edge.phase in phase.programs
     }
     at: dict[ItemKind, dict[str | int, int]] = {kind: {} for kind in ItemKind}
     for position, item in enumerate(window.items):
@@ -111,7 +111,7 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
 
     # 4. Every read after what it reads.
     brings = {value: edge for edge, value in arriving.items()}
-    earlier = earlier_values(job, stage, phase.parts[0])
+    earlier = earlier_values(job, stage, phase.programs[0])
     beside = _made_beside(plan, window, part)
     missing_waits: set[int] = set()
     for name, position in at[ItemKind.OP].items():
@@ -189,7 +189,7 @@ def _kept(
             return
         for (stage, phase), m in zip(window.parts, instruction.microbatches, strict=True):
             before = done[stage, m]
-            for sub in phase.parts:
+            for sub in phase.programs:
                 for value, made, last in reads.get((stage, sub), ()):
                     if made not in before:
                         first = f"{stage}{made}{m}"
