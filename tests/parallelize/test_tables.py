@@ -77,7 +77,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def shared_gain(model: Net, batch: dict[str, Tensor]) -> Tensor:
-    """The table's own parameter is used beside the table, too."""
+    """The table's own parameter is used besides the table, too."""
     return (model(batch) * model.table.gain).square().mean()  # type: ignore[no-any-return]
 
 

@@ -68,7 +68,7 @@ def instructions(*kinds: InstructionKind) -> Positions:
 
 
 def sums(plan: Plan) -> list[tuple[Holder, int]]:
-    """Starts of sums and waits for them; those beside actions, where there are any."""
+    """Starts of sums and waits for them; those besides actions, where there are any."""
     found = [
         (name, at)
         for name, window in plan.windows.items()

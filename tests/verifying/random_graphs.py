@@ -40,7 +40,7 @@ def activation(rows: int) -> TensorSpec:
 
 
 def random_axes(draw: Random, most: int) -> tuple[tuple[str, int], ...]:
-    """Axes beside pp, of at most `most` ranks together."""
+    """Axes other than pp, of at most `most` ranks together."""
     found: list[tuple[str, int]] = []
     for axis in AXES:
         size = draw.choice((1, 1, 2, 2, 3, 4)) if axis in ("dp", "tp") else draw.choice((1, 1, 1, 2))

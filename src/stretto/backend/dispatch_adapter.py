@@ -68,7 +68,7 @@ def op_key(name: str) -> int:
 
 NUMBERS = ("int", "float", "bool", "number")
 DATA = (*NUMBERS, "complex", "str", "Tensor", "Device")
-"""Types of arguments that a plan can name, beside lists of them, and none. Dtypes and layouts are "int"."""
+"""Types of arguments that a plan can name, besides lists of them, and none. Dtypes and layouts are "int"."""
 
 GROUP = "group_name"
 

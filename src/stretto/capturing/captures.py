@@ -29,6 +29,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize.layout import Layout, layout_of
+from stretto.parallelize.unseen import AXES, now
 from stretto.passes import on_job
 
 TRACED_BY = (
@@ -46,7 +47,7 @@ TRACED_BY = (
     "pipe_experts_multi_data",
     "skip_passes",
 )
-"""The settings that a trace depends on, beside the number of microbatches of all copies."""
+"""The settings that a trace depends on, besides the number of microbatches of all copies."""
 
 KEPT = 4
 """Traces that are kept, the ones used last. Assumed: one of 96 layers takes about 100 MB."""
@@ -152,18 +153,19 @@ class Captures:
         return laid_out(self._traced[key][0], layout, parallel.skip_passes)
 
     def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
-        return trace(
-            self.model,
-            self.batch,
-            self.loss,
-            microbatches=parallel.microbatches * parallel.dp,
-            param_dtype=self.dtype,
-            device=self.device,
-            layout=layout,
-            equal_layers=self.equal_layers,
-            skip_passes=parallel.skip_passes,
-            meshes=meshes,
-        )
+        with now(AXES, parallel.axes):
+            return trace(
+                self.model,
+                self.batch,
+                self.loss,
+                microbatches=parallel.microbatches * parallel.dp,
+                param_dtype=self.dtype,
+                device=self.device,
+                layout=layout,
+                equal_layers=self.equal_layers,
+                skip_passes=parallel.skip_passes,
+                meshes=meshes,
+            )
 
 
 def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Small tensors that a step makes for users to see, beside its loss: what they are, and what came of them.
+"""Small tensors that a step makes for users to see, besides its loss: what they are, and what came of them.
 
 A model's code names them (`stretto.backend.observe_adapter`); nothing in a step depends on them.
 """
@@ -26,7 +26,7 @@ NO_ROOM = "no_room"
 class Metric:
     """A value of a stage's forward.
 
-    module: the module whose code names it, and may name several so: they become one. partial: axes, beside
+    module: the module whose code names it, and may name several so: they become one. partial: axes, besides
     those over which the loss is summed, along which each rank has its own; along others they are equal.
     """
 

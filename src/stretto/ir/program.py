@@ -269,7 +269,7 @@ class Job:
     read: path -> text of Python values below the model that its code has read: constants of the step.
     watch: looks at all others that model and loss have read, in the process that has captured.
     optimizer: whose state a rank's memory has.
-    axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
+    axes: (axis, size) of the mesh's axes other than pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
     """
@@ -306,7 +306,7 @@ class Job:
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:
-        """The size of an axis beside pp."""
+        """The size of an axis other than pp."""
         return dict(self.axes).get(axis, 1)
 
     def mesh(self, places: int) -> Mesh:

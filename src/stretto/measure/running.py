@@ -112,7 +112,7 @@ def costs_again(
     measure: Callable[[], Costs],
     kept: Kept | None,
 ) -> Costs:
-    """Step 2; every rank must call it. parts: what beside the machines the costs belong to. measure: called
+    """Step 2; every rank must call it. parts: what besides the machines the costs belong to. measure: called
     on all ranks or on none."""
     if not ranks.broadcast(kept is not None):
         return measure()

@@ -25,7 +25,7 @@ from stretto.ir.collectives import (
     Kind,
 )
 from stretto.parallelize.chunked import Chunked
-from stretto.parallelize.unseen import ALONE, is_now, unseen
+from stretto.parallelize.unseen import ALONE, AXES, is_now, unseen, value_now
 
 NAMESPACE = "stretto"
 
@@ -71,13 +71,26 @@ _calls = getattr(torch.ops, NAMESPACE)
 @unseen
 def index(like: Tensor, axis: str, size: int) -> Tensor:
     """This rank's coordinate on the axis: a 0-d int64 tensor on the device of `like`."""
+    _check_axis("the rank's coordinate", axis, size)
     made: Tensor = _calls.axis_index(like, axis, size)
     return made
 
 
 @unseen
 def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Tensor:
-    """Any collective, start and wait; no gradient."""
+    """Any collective, start and wait; no gradient. Raises ValueError for a shape or an axis that it cannot be
+    of."""
+    _check_axis(kind.name, axis, size)
+    if kind.shape(x.shape, size, op) is None:
+        shaped = f"{kind.name} of a tensor of shape {list(x.shape)} over {axis} = {size}"
+        if not x.dim():
+            raise ValueError(
+                f"{shaped}: it sends rows (dim 0), and the tensor has none; write x.unsqueeze(0)"
+            )
+        raise ValueError(
+            f"{shaped}: ranks do not get equal parts of its {x.shape[0]} rows (dim 0), which is not a "
+            "multiple of the size; change the one or the other"
+        )
     how = (op,) if kind.has_how else ()
     made: Tensor = _calls.wait(getattr(_calls, kind.name)(x.contiguous(), *how, axis, size))
     return made
@@ -93,7 +106,7 @@ def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
 def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` put together, in the order of ranks; no gradient. Collectives work along the first
     dim: with something before `dim`, the parts are put into their places by a copy."""
-    dim %= x.dim()
+    dim = _dim_of(x, dim)
     made = communicate(ALL_GATHER, x, axis, size)
     if dim == 0:
         return made
@@ -106,7 +119,7 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 @unseen
 def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """The sum over the axis, of which each rank keeps its slice along `dim`; no gradient."""
-    x, dim = x.contiguous(), dim % x.dim()
+    x, dim = x.contiguous(), _dim_of(x, dim)
     check_divides(x.shape[dim], size, axis, f"dim {dim} of a tensor of shape {list(x.shape)}")
     part = x.shape[dim] // size
     shape = [part if d == dim else n for d, n in enumerate(x.shape)]
@@ -119,7 +132,8 @@ def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 @unseen
 def own_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """This rank's slice along `dim`; no gradient."""
-    dim %= x.dim()
+    _check_axis("a rank's slice", axis, size)
+    dim = _dim_of(x, dim)
     check_divides(x.shape[dim], size, axis, f"dim {dim} of a tensor of shape {list(x.shape)}")
     made: Tensor = _calls.axis_chunk(x, dim, axis, size)
     return made
@@ -131,6 +145,22 @@ def check_divides(n: int, size: int, axis: str, what: str) -> None:
         raise ValueError(
             f"{what} cannot be sharded equally over {axis} = {size}: {n} is not a multiple of it; change the "
             "one or the other"
+        )
+
+
+def _dim_of(x: Tensor, dim: int) -> int:
+    if not x.dim():
+        raise ValueError("ranks share a tensor along a dim, and this one has none; write x.unsqueeze(0)")
+    return dim % x.dim()
+
+
+def _check_axis(what: str, axis: str, size: int) -> None:
+    axes = value_now(AXES)
+    if axes is not None and (axis, size) not in axes:
+        has = ", ".join(f"{name} = {n}" for name, n in axes) or "none"
+        raise ValueError(
+            f"{what} is over {axis} = {size}, and the axes (other than pp) are: {has}; name one of these with "
+            "its size, or give another to Parallel"
         )
 
 
@@ -179,8 +209,6 @@ def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
     """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so. kind:
     another that sums nothing."""
-    if kind.splits:
-        check_divides(x.shape[0], size, axis, f"dim 0 of a tensor of shape {list(x.shape)}")
     back = KINDS[kind.gradient]
     return _pair(
         x, lambda t: communicate(kind, t, axis, size), lambda grad: communicate(back, grad, axis, size)

@@ -294,7 +294,7 @@ class Writer:
         self.line(f"del {full}")
 
     def _key(self, op: Op) -> int:
-        """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""
+        """What the op's draws depend on besides step and microbatch: what is computed again draws the same."""
         drawn = op.repeats or op.name
         if op.name in self.externals.differing:
             return op_key(f"{drawn} {TENSOR} {self.externals.coordinates.get(TENSOR, 0)}")
@@ -350,7 +350,7 @@ class Writer:
         return repr(arg)
 
     def keep_results(self, part: int, op: Op, stage: int, phase: Phase, may_own: bool = True) -> None:
-        """Steps 4 and 5 for one op. may_own: False where another value may are in the result's storage."""
+        """Steps 4 and 5 for one op. may_own: False where another value may be in the result's storage."""
         if (stage, op.name) in self.takers:
             return  # a tuple is its parts
         value = self.name(part, op.name)

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside checkpoints, and what is printed at its end; by rank 0.
+"""What a run leaves in its folder besides checkpoints, and what is printed at its end; by rank 0.
 
 The files: settings.json, plan.json, figures.json, simulated.json, metrics.jsonl (a line a step, which
 TensorBoard gets too), measured.json, observed.json, trace.perfetto-trace, summary.json, report.html.

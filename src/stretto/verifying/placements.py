@@ -57,7 +57,7 @@ def _shards(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
     for shard in parameter.shards:
         if shard.axis not in axes:
             what = f"is sharded over {shard.axis!r}, which is no axis of the job"
-            yield what, f"The job has {', '.join(axes) or 'none'} beside pp"
+            yield what, f"The job has {', '.join(axes) or 'none'} other than pp"
         if not 0 <= shard.dim < len(shape):
             yield f"is sharded along dim {shard.dim}, but is {parameter.spec}", "Name a dim it has"
         elif shard.blocks < 1 or shape[shard.dim] % shard.blocks:
