@@ -1,4 +1,4 @@
-"""How ranks keep one value, and where a slice lies among its elements (`stretto.ir.placements`)."""
+"""How one value is placed on ranks, and where a slice lies among its elements (`stretto.ir.placements`)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def part(dim: int, blocks: int = 1) -> Placement:
 
 
 class RefusedError(Exception):
-    """The op's result represents nothing. The message says what is wrong; `names`: the values it is about."""
+    """The op has no placement for its result. The message says what is wrong; names: of the values."""
 
     def __init__(self, what: str, names: Sequence[str] = ()) -> None:
         super().__init__(what)

@@ -12,8 +12,8 @@ value in every stage. Names of things that no op defines carry a prefix:
     tangent          d(step's loss) / d(this microbatch's loss): 1 / (microbatches * dp) where it is a mean,
                      1 / (the step's count) where it is a sum
 
-An op is one call of the framework's dispatcher, or one of these, which represent communication and for the
-rank's place on an axis of the mesh (`axis` and its `size` are the last arguments of each):
+An op is one call of the framework's dispatcher, or one of these, which communicate or give the rank's
+coordinate on an axis of the mesh (`axis` and its `size` are the last arguments of each):
 
     comm.all_reduce(x, "sum" | "max", axis, size)        start; of the shape of x
     comm.all_gather(x, axis, size)                       start; gathered along dim 0
@@ -26,7 +26,8 @@ rank's place on an axis of the mesh (`axis` and its `size` are the last argument
 
 The program REDUCE_GRAD sums gradients, once a step: `comm.all_reduce((grad/a, grad/b), "sum", lane, size)`
 sums several at once, side by side in one flat tensor (one alone where it is), and its wait writes them. The
-lane is an axis, or the communicator that joins the places of a tied gradient. The loss is summed so too.
+lane is an axis, or the communicator that joins the ranks with copies of a tied parameter. The loss is
+summed so too.
 
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
@@ -189,7 +190,7 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order. In a plan, the
-    first stage of each place has REDUCE_GRAD as well, the sums of all that the place has.
+    first stage of each place has REDUCE_GRAD as well, the reductions of that pipeline rank.
 
     Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
     """

@@ -1,7 +1,7 @@
 """The ranks that run, their machines, and costs that were measured on them before.
 
 1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, how
-   products are computed, what libraries are reported by the environment, and which ranks share a host; where
+   products are computed, what the environment sets for libraries, and which ranks share a host; where
    there are several hosts, also which they are, as their network counts.
 2. Rank 0 looks among what its host has kept; what it finds all ranks take. Else all measure, and rank 0
    keeps it.

@@ -159,7 +159,7 @@ def _check_axis(what: str, axis: str, size: int) -> None:
     if axes is not None and (axis, size) not in axes:
         has = ", ".join(f"{name} = {n}" for name, n in axes) or "none"
         raise ValueError(
-            f"{what} is over {axis} = {size}, and the axes (other than pp) are: {has}; name one of these with "
+            f"{what} is over {axis} = {size}, and the job has {has} (and pp); name one of these with "
             "its size, or give another to Parallel"
         )
 

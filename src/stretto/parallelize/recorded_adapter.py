@@ -154,7 +154,7 @@ def _like(value: Any) -> Any:
 def _fitting(
     placement: Placement, chunk: Sequence[int], full: Sequence[int], ratio: Fraction
 ) -> Placement | None:
-    """The placement with the cuts that make a full of that shape of chunks of this; None where none does."""
+    """The placement with the cuts by which chunks of this make a full tensor of that shape, or None."""
     if len(chunk) != len(full):
         return None
     unlike = [dim for dim, (n, m) in enumerate(zip(chunk, full, strict=True)) if n != m]

@@ -142,7 +142,7 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
         how = f"Give styles to modules in it with one ({', '.join(inner)})" if inner else "Leave it out"
         raise UsageError(
             f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`. {how}, or keep "
-            f"it full with {{{name!r}: 'replicated'}} in tp_plan"
+            f"it replicated with {{{name!r}: 'replicated'}} in tp_plan"
         )
     if isinstance(module, nn.Embedding) and kind != "vocabulary":
         raise UsageError(

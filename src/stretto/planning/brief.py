@@ -1,4 +1,4 @@
-"""What a plan would about take, for a small part of its time: one variant over few microbatches, not proved.
+"""About how long a plan's step takes, found in little time: one variant over few microbatches, not proved.
 
     1. The step of fewer microbatches (`Step.short`) is simulated in one way: in pairs with so long a warm-up
        as is asked for, or without pairs. Another way takes its place where that cannot be, or where a rank

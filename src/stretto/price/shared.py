@@ -59,9 +59,9 @@ def scaled(cost: CollectiveCost, kind: str, members: int, wish: int) -> Collecti
 
 
 def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -> tuple[str, ...]:
-    """Those of `axes` (other than pp) whose collectives share a network card with something. leaving: the axes
-    whose groups span hosts, `pp` among them if messages do; pipelined: whether there are messages. One axis
-    alone has the card to itself. With messages that stay inside a host nothing shares: cards carry all
+    """Those of `axes` (other than pp) whose collectives share a network card with something. leaving: the
+    axes whose groups span hosts, `pp` among them if messages do; pipelined: whether there are messages. One
+    axis alone has the card to itself. With messages that stay inside a host nothing shares: cards carry all
     messages or none (`stretto.simulating.cards`)."""
     if pipelined and PIPELINE not in leaving:
         return ()

@@ -1,6 +1,7 @@
 """One rank's walk through its instructions: the values it has, the buffers it lends, the grads it adds up.
 
-Knows nothing of optimizers or files; `stretto.runtime.runner` is the public face.
+Generated windows (`stretto.runtime.generate`) call a `RankState` as `hooks`. Knows nothing of optimizers or
+files; `stretto.runtime.runner` is the public face.
 """
 
 from __future__ import annotations
@@ -222,7 +223,8 @@ class RankState:
         self.grads[adding[0]] = total = total.contiguous()
         return total
 
-    # What windows call beside ops. Microbatches are numbers, edges and parameters places in the job.
+    # What generated windows call besides ops. Microbatches are numbers; edges and parameters are indices in
+    # the job's lists.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
         key = (edge, microbatch)

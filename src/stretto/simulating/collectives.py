@@ -6,7 +6,7 @@ Knows communicators and their times; nothing of windows or memory. The contract:
    collective that each member starts there is one, and it is ready when the last has. A communicator of
    another axis has a lane at every pipeline rank, whose ranks walk one order and start together.
 2. A lane carries one collective at a time, in the order of their starts.
-3. A collective of an axis that shares network cards with messages uses both directions of its place's card
+3. A collective of an axis that shares network cards with messages uses both directions of its rank's card
    for its time less its latency (`simulating.cards`); the latency follows. All others have links of
    their own; those over pipeline ranks are small, and come once a step.
 """

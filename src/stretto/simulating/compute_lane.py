@@ -112,7 +112,7 @@ class Accounts:
         self._spans.append(span)
 
     def keep(self, time_us: float, kept: int) -> None:
-        """So many bytes are kept from now on."""
+        """So many bytes are in use from now on."""
         if kept > self.peak_bytes:
             self.peak_bytes = kept
         if self.steps[-1][1] != kept:

@@ -80,7 +80,7 @@ class _StageProof:
         return [place for place in places if place is not None and self.ops[place].target in STARTS]
 
     def spec(self, phase: Phase, name: str) -> TensorSpec | None:
-        """The tensor that a name represents; None if it is none."""
+        """The tensor with that name; None if the value is no tensor."""
         place = self.place(phase, name)
         if place is None:
             return self.given.get(name)

@@ -134,7 +134,7 @@ def placement_faults(plan: Plan) -> list[Fault]:
 
 
 def _reductions(plan: Plan) -> Iterator[Fault]:
-    """Addends are summed, and of ranks' highest elements the highest is taken."""
+    """Partial sums are summed, and of the ranks' highest elements the highest is taken."""
     made = {op.name: op for stage in plan.job.stages for ops in stage.ops.values() for op in ops}
     for stage, op in ((s, op) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]):
         if op.kind is None or not op.kind.reductions or op.lane != TENSOR:
@@ -195,7 +195,7 @@ def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) 
                     yield Fault(rank, where, what, f"Name {TENSOR} in `partial`")
                 elif own.kind != "part" and partial and full:
                     size = plan.job.size(TENSOR)
-                    what = f"{its} is the full on every {TENSOR} rank, and would be counted {size} times"
+                    what = f"{its} is full on every {TENSOR} rank, and would be counted {size} times"
                     yield Fault(rank, where, what, f"Take {TENSOR} out of `partial`")
                 elif own.kind != "part" and partial and kept.kind == "part" and not thin:
                     what = f"{its} is {kept}, but the parameter is {own} with partial_sums of its gradient"
