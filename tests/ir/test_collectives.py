@@ -1,4 +1,4 @@
-"""The table of collectives: every row is full, and says the same in each of its columns."""
+"""The table of collectives: every row is complete, and says the same in each of its columns."""
 
 from __future__ import annotations
 

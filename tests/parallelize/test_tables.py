@@ -138,7 +138,7 @@ def test_a_table_that_is_read_as_a_whole_is_refused() -> None:
 
 @pytest.mark.parametrize("way", ["before", "scales features"])
 def test_a_table_is_computed_again(way: str) -> None:
-    """The number that represents tokens out of the vocabulary is no number, which is not equal to itself."""
+    """The number for tokens out of the vocabulary is no number, which is not equal to itself."""
     check(net(way), tp=2, recompute="full")
 
 

@@ -1,4 +1,4 @@
-"""One engine of mutations: ways to break a plan, each with the names of which the refusal must keep one.
+"""One engine of mutations: ways to break a plan, each with the names of which the refusal must name one.
 
 A place is an item of a window or an instruction of a rank's order. Most mutations are an edit (drop, double,
 move, replace) of a place that is drawn among those of a kind; others change an op, a communicator or the job.
