@@ -100,8 +100,8 @@ def with_count(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def keyword(model: nn.Module, batch: Any) -> Tensor:
-    """The step's number of tokens, another in every step, is given in full to every microbatch, and the step is
-    the mean over microbatches."""
+    """The step's number of tokens, another in every step, is given in full to every microbatch, and the step
+    is the mean over microbatches."""
     return own_mean(model, batch) * (SPREAD.microbatches * SPREAD.dp)
 
 

@@ -287,15 +287,15 @@ def test_shapes_that_do_not_fit_name_what_is_sharded(
 STARTED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "an axis that is not there": (
         lambda x: ops.exchange(x, "cp", 2),
-        r"cp = 2, and the job has dp = 2 \(and pp\); name one",
+        r"cp = 2, and the job has dp = 2 \(and pp\): name one",
     ),
     "a size of no axis": (lambda x: ops.exchange(x, "dp", 4), r"dp = 4, and the job has dp = 2"),
     "a slice along another axis": (lambda x: ops.chunk(x, 1, "tp", 2), r"slice is over tp = 2"),
     "parts that are not equal": (
         lambda x: ops.exchange(x[:3], "dp", 2),
-        r"all_to_all of a tensor of shape \[3, 4\] over dp = 2: ranks do not get equal parts of its 3 rows",
+        r"all_to_all over dp = 2: a tensor of shape \[3, 4\] needs a dim 0 that is a multiple of 2",
     ),
-    "no dims to exchange": (lambda x: ops.exchange(x.sum(), "dp", 2), r"the tensor has none; write x.unsq"),
+    "no dims to exchange": (lambda x: ops.exchange(x.sum(), "dp", 2), r"needs a dim 0: write x.unsq"),
     "no dims to gather": (lambda x: ops.gather(x.sum(), 0, "dp", 2), r"this one has none; write x.unsqueeze"),
 }
 
@@ -315,7 +315,7 @@ def test_rows_of_a_kind_with_unequal_parts_need_not_divide(monkeypatch: pytest.M
     monkeypatch.setattr(ops, "_calls", SimpleNamespace(all_to_all=lambda x, *_: x, wait=lambda x: x))
     x = torch.ones(3, 5)
     assert torch.equal(ops.exchange(x, "dp", 2, permute), x)
-    with pytest.raises(ValueError, match="do not get equal parts of its 3 rows"):
+    with pytest.raises(ValueError, match="needs a dim 0 that is a multiple of 2"):
         ops.exchange(x, "dp", 2)
 
 

@@ -12,15 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.ir.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    KINDS,
-    REDUCE_SCATTER,
-    How,
-    Kind,
-)
+from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, How, Kind
 
 # PyTorch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

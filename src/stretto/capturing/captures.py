@@ -75,7 +75,7 @@ class Captures:
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
         `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
-        with explained(self.model):
+        with explained(self.model), now(AXES, parallel.axes):
             return self._job(parallel, stages, degree)
 
     def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:
@@ -153,19 +153,18 @@ class Captures:
         return laid_out(self._traced[key][0], layout, parallel.skip_passes)
 
     def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
-        with now(AXES, parallel.axes):
-            return trace(
-                self.model,
-                self.batch,
-                self.loss,
-                microbatches=parallel.microbatches * parallel.dp,
-                param_dtype=self.dtype,
-                device=self.device,
-                layout=layout,
-                equal_layers=self.equal_layers,
-                skip_passes=parallel.skip_passes,
-                meshes=meshes,
-            )
+        return trace(
+            self.model,
+            self.batch,
+            self.loss,
+            microbatches=parallel.microbatches * parallel.dp,
+            param_dtype=self.dtype,
+            device=self.device,
+            layout=layout,
+            equal_layers=self.equal_layers,
+            skip_passes=parallel.skip_passes,
+            meshes=meshes,
+        )
 
 
 def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:

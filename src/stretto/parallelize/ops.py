@@ -78,19 +78,11 @@ def index(like: Tensor, axis: str, size: int) -> Tensor:
 
 @unseen
 def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Tensor:
-    """Any collective, start and wait; no gradient. Raises ValueError for a shape or an axis that it cannot be
-    of."""
+    """Any collective, start and wait; no gradient. Raises ValueError for a shape or an axis that is wrong."""
     _check_axis(kind.name, axis, size)
     if kind.shape(x.shape, size, op) is None:
-        shaped = f"{kind.name} of a tensor of shape {list(x.shape)} over {axis} = {size}"
-        if not x.dim():
-            raise ValueError(
-                f"{shaped}: it sends rows (dim 0), and the tensor has none; write x.unsqueeze(0)"
-            )
-        raise ValueError(
-            f"{shaped}: ranks do not get equal parts of its {x.shape[0]} rows (dim 0), which is not a "
-            "multiple of the size; change the one or the other"
-        )
+        needs = f"a dim 0 that is a multiple of {size}" if x.dim() else "a dim 0: write x.unsqueeze(0)"
+        raise ValueError(f"{kind.name} over {axis} = {size}: a tensor of shape {list(x.shape)} needs {needs}")
     how = (op,) if kind.has_how else ()
     made: Tensor = _calls.wait(getattr(_calls, kind.name)(x.contiguous(), *how, axis, size))
     return made
@@ -157,11 +149,8 @@ def _dim_of(x: Tensor, dim: int) -> int:
 def _check_axis(what: str, axis: str, size: int) -> None:
     axes = value_now(AXES)
     if axes is not None and (axis, size) not in axes:
-        has = ", ".join(f"{name} = {n}" for name, n in axes) or "none"
-        raise ValueError(
-            f"{what} is over {axis} = {size}, and the job has {has} (and pp); name one of these with "
-            "its size, or give another to Parallel"
-        )
+        has = ", ".join(f"{name} = {n}" for name, n in axes) or "no axis"
+        raise ValueError(f"{what} is over {axis} = {size}, and the job has {has} (and pp): name one of these")
 
 
 class _OneToOnePair(torch.autograd.Function):

@@ -44,9 +44,8 @@ def scaled(cost: CollectiveCost, kind: str, members: int, wish: int) -> Collecti
     what each member sends (n - 1 and (n - 1) / n of a ring)."""
     if members == wish:
         return cost
-    row = KINDS[kind]
-    steps = row.steps(wish) / row.steps(members)
-    part = row.moved(wish) / row.moved(members)
+    steps = KINDS[kind].steps(wish) / KINDS[kind].steps(members)
+    part = KINDS[kind].moved(wish) / KINDS[kind].moved(members)
     latency = cost.curve.points[0][1]
     points = [(nbytes, latency * steps + (us - latency) * part) for nbytes, us in cost.curve.points]
     return replace(

@@ -1,7 +1,6 @@
 """One rank's walk through its instructions: the values it has, the buffers it lends, the grads it adds up.
 
-Generated windows (`stretto.runtime.generate`) call a `RankState` as `hooks`. Knows nothing of optimizers or
-files; `stretto.runtime.runner` is the public face.
+Generated windows call a `RankState` as `hooks`. Knows no optimizers; `stretto.runtime.runner` is the face.
 """
 
 from __future__ import annotations
@@ -223,8 +222,7 @@ class RankState:
         self.grads[adding[0]] = total = total.contiguous()
         return total
 
-    # What generated windows call besides ops. Microbatches are numbers; edges and parameters are indices in
-    # the job's lists.
+    # What generated windows call besides ops. Edges and parameters are indices in the job's lists.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
         key = (edge, microbatch)

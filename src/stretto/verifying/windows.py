@@ -84,7 +84,7 @@ def _part_faults(plan: Plan, window: Window, part: int) -> Iterator[Fault]:
             continue
         first = at[item.kind].setdefault(item.ref, position)
         if first != position:
-            yield fault(item, f"occurs twice, at items {first} and {position}", "Remove one of them")
+            yield fault(item, f"is there twice, at items {first} and {position}", "Remove one of them")
         elif item.kind is ItemKind.WAIT and item.ref not in arriving:
             yield fault(item, f"the edge brings nothing to stage {stage} in phase {phase}", "Remove it")
         elif item.kind is ItemKind.SEND and item.ref not in leaving:
