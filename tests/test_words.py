@@ -66,7 +66,7 @@ SCARS = (
     (r"(?:is|are) kept against\b", "is compared with, is checked against"),
     (r"in all (?:batch|sequence)\b", "on the full batch, on the full sequence"),
     (
-        r"the full(?= one(?:'s)? tensor| of (?:it|them|slices|a tensor)\b|[,;:]| \||\.(?:\s|\")|\n\n)",
+        r"the full(?= one(?:'s)? tensor| of (?:it|them|slices|a tensor)\b|[,;:]| \||\.\s|\n\n)|The full\n",
         "full tensor, full batch",
     ),
     (r"an? (?:full|unsharded)(?=[,;:)]| of that)", "a full tensor, a full value"),

@@ -26,7 +26,7 @@ class Sums(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """splits: what its ranks have different parts of; other things they have full, and equal."""
+    """splits: what its ranks have different parts of; of all else they have equal copies."""
 
     name: str
     splits: Literal["stages", "batch", "sequence", "experts", "parameters"]

@@ -40,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A metric of the full run's ranks over some steps: of each of its elements the mean of the steps, the
+    """A metric of all ranks of the run over some steps: of each of its elements the mean of the steps, the
     least and the most."""
 
     module: str
@@ -78,7 +78,7 @@ def one_after_another(stretches: Iterable[tuple[Observed, ...]]) -> tuple[Observ
 
 @dataclass(frozen=True, slots=True)
 class ObservedRun:
-    """What a run let see: in the steps `first` to `last` of its end, in all since it was started or resumed,
+    """What a run shows: in the steps `first` to `last` of its end, in all since it was started or resumed,
     and in its last evaluation."""
 
     first: int

@@ -64,7 +64,7 @@ def with_local(
 
 
 def _apart(rule: Dims | None, given: Sequence[Placement]) -> list[int]:
-    """Addends that an op with a rank's own operands does not only add up."""
+    """Operands that an op with a rank's own operands does not only add up."""
     partial_sums = {at for at, kept in enumerate(given) if kept.kind == "sum"}
     own = {at for at, kept in enumerate(given) if kept.kind == "local"}
     fits = rule is not None and any(partial_sums | own <= together for together in rule.linear)

@@ -112,7 +112,7 @@ def differing(
     axis: str,
     size: int,
 ) -> set[str]:
-    """Names of values of which ranks along an axis do not all have in full. Arguments: as above."""
+    """Names of values that ranks along an axis do not all have in full. Arguments: as above."""
     placers = placers_of(axis, size, shards, exact=False)
     for _ in place_all(programs, placers, specs):
         pass  # who proves programs says so

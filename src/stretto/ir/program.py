@@ -190,7 +190,7 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order. In a plan, the
-    first stage of each place has REDUCE_GRAD as well, the reductions of that pipeline rank.
+    first stage of each rank has REDUCE_GRAD as well, the reductions of that pipeline rank.
 
     Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
     """
@@ -260,7 +260,7 @@ class Job:
     microbatch_group: microbatches that go through one of a rank's stages before its next begins, where the
         user names a number (`stretto.schedule.loops`).
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
-    message_parts: whether planning may cut messages that are full on all tensor-parallel ranks
+    message_parts: whether planning may cut messages that are replicated on all tensor-parallel ranks
         (`stretto.passes.messages_in_parts`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
@@ -269,7 +269,7 @@ class Job:
     metrics: what the model's code lets users see of its forward.
     read: path -> text of Python values below the model that its code has read: constants of the step.
     watch: looks at all others that model and loss have read, in the process that has captured.
-    optimizer: whose state a rank's memory has.
+    optimizer: whose state counts in a rank's memory.
     axes: (axis, size) of the mesh's axes other than pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.

@@ -96,7 +96,7 @@ def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> N
 def _vocabulary_fits(
     model: nn.Module, styles: dict[str, Style], modules: Mapping[str, nn.Module], size: int
 ) -> dict[str, Style]:
-    """An output head that is gathered anyway is sharded along the vocabulary; what cannot be stays full."""
+    """An output head that is gathered anyway is sharded along the vocabulary; else it is replicated."""
     result = dict(styles)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, style in styles.items():

@@ -46,7 +46,7 @@ class Brief:
 def brief(
     job: Job, cluster: Description, order: str, ahead: int | None, fits: Callable[[Sequence[int]], bool]
 ) -> Brief:
-    """What a plan of the job would about take, with the schedule that it wishes, which is not "auto". order:
+    """About what a plan of the job would take, with the schedule that it wishes, which is not "auto". order:
     of ops. ahead: of pairs (`AHEAD`), that are simulated first; None for no pairs. fits: whether so many
     bytes a rank are allowed; where no way fits, the one that needs least comes out.
 

@@ -63,7 +63,7 @@ def last_name(name: str) -> str:
 
 def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window:
     """The window's last run: each sum starts after the last item that adds to one of its gradients, at its
-    end where none does, as on a place that has a copy and adds nothing to it.
+    end where none does, as on a rank that has a copy and adds nothing to it.
 
     stage: that has the sums. Those that can start after the same item do so in the order given."""
     adding = adding_items(job, window)

@@ -70,7 +70,7 @@ class Collectives:
         self._started: Counter[tuple[str, int]] = Counter()
 
     def start(self, call: Call, pp_rank: int, microbatch: int) -> RunningCollective:
-        """An op of a window starts a collective, or its place's part of one, now."""
+        """An op of a window starts a collective, or its rank's part of one, now."""
         number = self._started[call.axis, pp_rank]
         self._started[call.axis, pp_rank] += 1
         joined = self._joined[call.axis]

@@ -119,7 +119,7 @@ NORMS = names("linalg_vector_norm norm.ScalarOpt_dim norm.Scalar")
 
 
 def placement_faults(plan: Plan) -> list[Fault]:
-    """Every fault of what ranks along tp keep. The programs must have no other fault."""
+    """Every fault of what ranks along tp have. The programs must have no other fault."""
     job = plan.job
     size = job.size(TENSOR)
     if size == 1:

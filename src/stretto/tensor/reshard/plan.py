@@ -278,7 +278,7 @@ Demands = Mapping[frozenset[int], int]
 
 
 def bound_us(tasks: Iterable[UnitTask], hosts: Hosts) -> float:
-    """Microseconds that these tasks take at least, anyone who sends and in whichever order: of what must
+    """Microseconds that these tasks take at least, whichever rank sends, and in whichever order: of what must
     move, in any mode; of what one mode sends, in that mode. 0 if no link is used."""
     incoming: dict[int, int] = defaultdict(int)
     outgoing: dict[frozenset[int], int] = defaultdict(int)
