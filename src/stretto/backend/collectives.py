@@ -55,8 +55,7 @@ def start(
     row = KINDS[kind]
     if kind in CALLS and (row.in_place or value.device.type != "cpu"):
         return CALLS[kind](result, value, group, how)
-    exchanged = _exchanged if value.device.type == "cpu" else _by_all_to_all
-    return exchanged(row, result, value, group, how)
+    return (_exchanged if value.device.type == "cpu" else _by_all_to_all)(row, result, value, group, how)
 
 
 def arrived(kind: Kind, values: Sequence[torch.Tensor], me: int, how: How) -> list[torch.Tensor]:

@@ -357,6 +357,8 @@ class Proof:
         fix = (
             "Reshard it to [Replicate()] before"
             if self.on_meshes
+            else "Communicate what all ranks have in full: gather it before"
+            if item.op.target in STARTS
             else "Give the modules that make the two sides styles that agree in tp_plan (both 'colwise', or "
             "the sharded one 'colwise_gather_output'), or leave the sharded one out of it"
         )

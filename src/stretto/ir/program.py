@@ -26,8 +26,7 @@ coordinate on an axis of the mesh (`axis` and its `size` are the last arguments 
 
 The program REDUCE_GRAD sums gradients, once a step: `comm.all_reduce((grad/a, grad/b), "sum", lane, size)`
 sums several at once, side by side in one flat tensor (one alone where it is), and its wait writes them. The
-lane is an axis, or the communicator that joins the ranks with copies of a tied parameter. The loss is
-summed so too.
+lane is an axis, or the communicator of the ranks that have a tied parameter. The loss is summed so too.
 
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are

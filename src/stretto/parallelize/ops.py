@@ -149,8 +149,7 @@ def _dim_of(x: Tensor, dim: int) -> int:
 def _check_axis(what: str, axis: str, size: int) -> None:
     axes = value_now(AXES)
     if axes is not None and (axis, size) not in axes:
-        has = ", ".join(f"{name} = {n}" for name, n in axes) or "no axis"
-        raise ValueError(f"{what} is over {axis} = {size}, and the job has {has} (and pp): name one of these")
+        raise ValueError(f"{what} is over {axis} = {size}, and the job has {dict(axes)} besides pp: name one")
 
 
 class _OneToOnePair(torch.autograd.Function):

@@ -130,10 +130,8 @@ class _StageProof:
         if shape is None and kind.sized:
             yield f"{gives} none", "Each rank must send all of its rows, and get as many as the others"
         elif shape is None:
-            yield (
-                f"{gives} none",
-                f"Dim 0 must be a multiple of {size}" if source.shape else "Give it dim 0",
-            )
+            fix = f"Dim 0 must be a multiple of {size}" if source.shape else "Give it a dim 0"
+            yield f"{gives} none", fix
         elif (made.shape, made.dtype) != (shape, source.dtype):
             yield f"{gives} of shape {list(shape)} and dtype {source.dtype}", "Capture the job again"
 
