@@ -1,7 +1,7 @@
 """A window becomes one Python function: the plan's ops in order, with waits and sends in their places.
 
 The function's text is what it does, op by op; nothing is looked up while it runs. `Generated.source` has it.
-`hooks` is the rank's `RankState` (`runtime.rank`); views are called as `reshape` (`dispatch_adapter.INSTEAD`).
+`hooks` is the `RankState` of `runtime.rank`. Views are called as `reshape` (`dispatch_adapter.INSTEAD`).
 
     1. Values that other windows made are taken from the microbatch's store, for good when neither a later
        window nor another part of this one reads them there. Parameters, buffers and constants are bound once.
