@@ -95,7 +95,7 @@ SYSTEMS: Mapping[str, MoeSystem] = {
 """All but `AUTO`: of windows over `AUTO_CHUNKS` and over full sequences the fastest by prediction."""
 
 AUTO_CHUNKS = (2, 4)
-"""Beside full sequences: what `ampipe_degree = "auto"` tries."""
+"""Besides full sequences: what `ampipe_degree = "auto"` tries."""
 
 
 @dataclass(frozen=True, slots=True)

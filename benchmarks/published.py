@@ -33,7 +33,7 @@ from stretto.price.devices import GB_PER_S, device
 from stretto.price.efficiency import Roof
 
 STEP_DEVICE = "a100-80gb"
-"""vTrain says A100 and no more; its 39.1B rows with 16 stages of tp 1 keep 44 GB of parameters, gradients and
+"""vTrain says A100 and no more; its 39.1B rows with 16 stages of tp 1 need 44 GB of parameters, gradients and
 optimizer state on a device, which 40 GB do not."""
 
 MULTI_NIC_GBIT = 100.0

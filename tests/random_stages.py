@@ -73,7 +73,7 @@ STEPS: dict[str, Callable[[Any, Batch, Tensor, Tensor], Tensor]] = {
     "side": lambda s, batch, x, y: y + (x * x).mean(),
 }
 """Kind -> what a step makes of the batch and two values. The first five have a matrix and a bias; the last
-makes a loss beside the loss: one number, added to what it is given."""
+makes a loss besides the loss: one number, added to what it is given."""
 
 WEIGHTED = ("linear", "linear", "two", "stopped", "added", "embedded")
 PLAIN = tuple(kind for kind in STEPS if kind not in (*WEIGHTED, "side"))

@@ -22,7 +22,7 @@ from stretto.errors import UsageError
 
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size, type)
 FEW = 4096
-"""Elements of a tensor beside parameters and buffers whose values are compared."""
+"""Elements of a tensor besides parameters and buffers whose values are compared."""
 
 MOST = 100
 """Traces that are kept, a few hundred ops each."""

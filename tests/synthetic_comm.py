@@ -35,7 +35,7 @@ def make_comm_job(
     sequence: bool = False,
     tied: bool = False,
 ) -> Job:
-    """A chain of `stages`. axes: beside pp; without tp there are no collectives in programs.
+    """A chain of `stages`. axes: other than pp; without tp there are no collectives in programs.
 
     sequence: gather before and scatter after each multiplication instead of one all-reduce. tied: the
     first and the last stage's first weights are one tensor.

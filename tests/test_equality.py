@@ -1,6 +1,6 @@
 """A planned step is the plain model's, whatever its model, layout, schedule, microbatches, dtype and overlap.
 
-The loss and every gradient equal those of the plain model in one process in all batch, within the
+The loss and every gradient equal those of the plain model in one process on the full batch, within the
 tolerance of regrouped sums. Cells are drawn so that each pair of values that can meet does so in one. Ranks
 are threads; processes on Gloo run enough of the cells that each value is among them, and give the same bits.
 This file is also the program that the processes run.

@@ -62,7 +62,7 @@ def drawn(seed: int) -> tuple[Anywhere, Job, tuple[Schedule | str, ...]]:
 
 
 def crossing(plan: Plan) -> list[str]:
-    """Values that are sent from rank to rank and do not are in one piece."""
+    """Values that are sent from rank to rank and are not in one piece."""
     return [
         str(edge)
         for edge in plan.job.edges

@@ -29,7 +29,7 @@ CSVS = {
     "no actions": (3, 2, "0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n", "rank 1 of the schedule 'csv' has no stage"),
     "a deadlock": (2, None, "0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n", "1F1"),
 }
-"""Pipeline ranks, stages, the file, and what is stated of it."""
+"""Pipeline ranks, stages, the file, and what is said of it."""
 SETTINGS: list[tuple[dict[str, Any], int | None, str]] = [
     ({"schedule": "zb-v", "virtual_stages": 3}, None, "2 stages a rank, not virtual_stages = 3"),
     ({"schedule": "1f1b", "split": SPLIT}, None, "schedule '1f1b' has 1 stage a rank"),

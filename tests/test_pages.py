@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"^    (?:stretto|python -m benchmarks) .*", re.MULTILINE)
 LINK = re.compile(r"\]\((?!http)([^)#\s]*)(?:#([^)\s]+))?\)")
 STANDS_FOR = ("...", "CONFIG", "KEY=VALUE", "COMMAND", "RUN")
-"""Words that represent a user's own, in lines that show a command's form."""
+"""Words in the place of a user's own, in lines that show a command's form."""
 
 
 def commands() -> Iterator[tuple[Path, list[str]]]:

@@ -1,5 +1,5 @@
 """A step whose loss is a sum over a count is that of the full batch, however it is cut: microbatches,
-stages, copies and parts may count as unequally as they like. Kept against the plain model on one batch."""
+stages, copies and parts may count as unequally as they like. Compared with the plain model on one batch."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def with_count(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def keyword(model: nn.Module, batch: Any) -> Tensor:
-    """The step's number of tokens, another in every step, is given full to every microbatch, and the step is
-    the mean over microbatches."""
+    """The step's number of tokens, another in every step, is given in full to every microbatch, and the step
+    is the mean over microbatches."""
     return own_mean(model, batch) * (SPREAD.microbatches * SPREAD.dp)
 
 

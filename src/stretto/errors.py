@@ -14,7 +14,7 @@ from pathlib import Path
 
 def meant(name: object, known: Iterable[str], form: str = "{} ") -> str:
     """For a message that refuses a name: "did you mean 'zb-h1'?" with the nearest known one; nothing where
-    none is near. form: what is around it."""
+    none is near. form: the text around it."""
     near = nearest(name, known)
     return form.replace("{}", f"did you mean {near!r}?") if near is not None else ""
 

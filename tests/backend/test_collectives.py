@@ -152,6 +152,7 @@ def test_accelerators_call_the_library(kind: str, told: str, monkeypatch: pytest
     for name in ("_all_gather", "_reduce_scatter"):
         monkeypatch.setattr(collectives, name, note)
     monkeypatch.setattr(dist, "get_rank", lambda _: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 3)
     value, how = torch.empty(ROWS, 2, device="meta"), how_of(told, 3)
     result = result_of(kind, how, value, 3)
     collectives.start(kind, result, value, group, how)

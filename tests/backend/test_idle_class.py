@@ -37,11 +37,11 @@ def test_gives_way_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert classes() == os.SCHED_OTHER
         torch.set_num_threads(2)
         with lanes_first():
-            assert classes() == os.SCHED_OTHER, "the thread that others wait for would are behind them"
+            assert classes() == os.SCHED_OTHER, "the thread that others wait for would be behind them"
         torch.set_num_threads(1)
         monkeypatch.delenv(ALONE)
         with lanes_first():
-            assert classes() == os.SCHED_OTHER, "it would are behind the machine's other processes"
+            assert classes() == os.SCHED_OTHER, "it would be behind the machine's other processes"
         monkeypatch.setenv(ALONE, "1")
         assert gloo_adapter.move(0, os.SCHED_OTHER, os.SCHED_BATCH)
         with lanes_first():

@@ -1,4 +1,4 @@
-"""Leaves that every microbatch is given full."""
+"""Leaves that every microbatch is given in full."""
 
 from __future__ import annotations
 

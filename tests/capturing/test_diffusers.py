@@ -127,7 +127,7 @@ def test_captured_planned_and_proved_as_users_do(expected: Result, recompute: An
 
 @pytest.mark.slow
 def test_states_that_all_images_share() -> None:
-    """What is attended to may be one constant: every microbatch is given it full."""
+    """What is attended to may be one constant: every microbatch is given it in full."""
     batch = {**batch_of(4), "states": batch_of(1)["states"]}
     marked = {**batch, "states": stretto.replicated(batch["states"])}
     job = job_of(trace(tiny(), marked, loss, microbatches=2), 2, 2)

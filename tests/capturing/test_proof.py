@@ -35,7 +35,7 @@ def collectives(job: Job) -> list[str]:
 
 
 class Attention(nn.Module):
-    """Queries of several heads, keys and values of one, which `code` makes of the full one."""
+    """Queries of several heads, keys and values of one, which `code` makes of the full tensor."""
 
     def __init__(self, hidden: int = 16, heads: int = 4) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Equal layers, traced twice and repeated, give the trace that all layers give; others are traced full."""
+"""Equal layers, traced twice and repeated, give the trace that all layers give; all others are traced."""
 
 from __future__ import annotations
 

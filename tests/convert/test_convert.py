@@ -202,7 +202,7 @@ TWO --noop-layers 4 => --noop-layers 4: expected numbers of some layers, from 0 
 --make-vocab-size-divisible-by 0 --vocab-size 300 => --make-vocab-size-divisible-by 0: expected 1
 --hidden-size $H => what $H is, the text does not say; give the command as the process got it
 """
-"""Flags behind SMALL => what is stated: the tree's own errors with the flags that made them, or what
+"""Flags behind SMALL => what is said: the tree's own errors with the flags that made them, or what
 Megatron's own check would say and what to append."""
 
 

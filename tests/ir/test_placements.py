@@ -1,5 +1,5 @@
 """Placements are what ranks keep: each op of a list, on parts and partial sums, against the same op on the
-full."""
+full values."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("aten.zeros_like.default", (A,)),
     ("aten.nll_loss_forward.default", (tensor(6, 4), indices(6), None, 0, -100)),
 ]
-"""Calls of ops, with all their operands full."""
+"""Calls of ops, with all their operands unsharded."""
 
 
 def op_of(target: str, args: Sequence[Any], result: Any) -> tuple[Op, dict[str, Tensor]]:

@@ -6,7 +6,10 @@ import json
 import re
 from pathlib import Path
 
+from stretto.ir import program
+from stretto.ir.collectives import IN_PROGRAMS
 from stretto.ir.plan import VERSION
+from stretto.ir.program import CHUNK, INDEX, WAIT
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.verifying import verify
 from stretto.verifying.messages import message_faults
@@ -36,6 +39,18 @@ def test_every_key_is_explained() -> None:
     assert f'`"stretto-plan"`, `{VERSION}`.' in table
     for key in json.loads(FULL):
         assert f"`{key}`" in table
+
+
+def test_every_key_of_the_job_is_explained() -> None:
+    table = PAGE.split("## The job")[1].split("```json")[0]
+    for key in json.loads(FULL)["job"]:
+        assert f"`{key}`" in table, key
+
+
+def test_every_op_that_communicates_is_explained() -> None:
+    for target in [kind.target for kind in IN_PROGRAMS] + [WAIT, INDEX, CHUNK]:
+        assert f"| `{target}(" in PAGE
+        assert f"    {target}(" in str(program.__doc__)
 
 
 def test_the_fault_that_is_shown() -> None:

@@ -22,6 +22,7 @@ from stretto.cli.report import cost as cost_app
 from stretto.errors import StrettoError
 from stretto.files.typed_file import from_text
 from stretto.ir.action import Phase
+from stretto.ir.collectives import BY_TARGET
 from stretto.ir.costs import CollectiveCost, Costs, Link, Processor
 from stretto.ir.curve import Curve
 from stretto.ir.mesh import Mesh
@@ -204,8 +205,8 @@ def test_large_axes_are_measured_small() -> None:
     assert fitting(Mesh((("tp", 4),))).sizes == (("tp", 4),)
     assert fitting(Mesh((("dp", 64), ("tp", 2)))).sizes == (("dp", 4), ("tp", 2))
     cost = CollectiveCost(Curve(((0.0, 10.0), (100.0, 30.0))), 8.0, 0.0, "x")
-    assert scaled(cost, 2, 2) is cost
-    wide = scaled(cost, 2, 4)
+    assert scaled(cost, "all_gather", 2, 2) is cost
+    wide = scaled(cost, "all_gather", 2, 4)
     assert wide.curve.points == ((0.0, 30.0), (100.0, 60.0)), "3 steps for 1; 3/4 of the bytes for 1/2"
     assert wide.processor_us_per_mb == 12.0
 
@@ -213,15 +214,10 @@ def test_large_axes_are_measured_small() -> None:
 @pytest.mark.parametrize("target", STARTS)
 def test_starts_make_the_buffer_of_their_result(target: str) -> None:
     x = torch.randn(4, 3)
-    rows, *how = {
-        "comm.all_reduce": (4, "sum"),
-        "comm.all_gather": (8,),
-        "comm.reduce_scatter": (2, "sum"),
-        "comm.all_to_all": (4,),
-        "comm.all_to_all_sized": (4, ((1, 3), (3, 1))),
-    }[target]
-    made = function_of(target, CPU)(x, *how, "tp", 2)
-    assert made.shape == (rows, 3)
+    kind = BY_TARGET[target]
+    how = ((1, 3), (3, 1)) if kind.sized else (*kind.reductions, "")[0]
+    made = function_of(target, CPU)(x, *((how,) if kind.has_how else ()), "tp", 2)
+    assert made.shape == kind.shape(x.shape, 2, how)
     assert made.data_ptr() != x.data_ptr()
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NAMES: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "math": math}
-"""What the lines may use, beside `self` and what they are given."""
+"""What the lines may use, besides `self` and what they are given."""
 
 
 def _rows(text: str) -> tuple[str, ...]:

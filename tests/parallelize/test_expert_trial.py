@@ -82,7 +82,7 @@ def divided(self: Any, x: Tensor, w: Tensor, on: Tensor, e: int) -> Tensor:
 
 
 class Tabled(Base):
-    """A table beside the parameters."""
+    """A table besides the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ REFUSED = (
     # Each expert takes twelve rows, the first.
     (kind("Limited", lambda self, x, w, on, e: w * (on.cumsum(0) <= 12) * self.mlp(x, e)), OTHERS),
     (kind("Named", lambda self, x, w, on, e: w * (x if e == 0 else self.mlp(x, e))), "does it know them by"),
-    (Tabled, "something beside its own parameters"),
+    (Tabled, "something besides its own parameters"),
     (Counted, "with a rank's experts alone it fails: IndexError"),
     (kind("Divided", divided), "rows of zeros, with which buffers are filled, give numbers"),
     (kind("Drawn", lambda self, x, w, on, e: w * F.dropout(self.mlp(x, e), 0.5)), "it draws at random"),

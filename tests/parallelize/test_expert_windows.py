@@ -23,7 +23,7 @@ from tests.parallelize.mixtures import DROPLESS, FEW, batch, captured, model_of,
 from tests.runtime.equality import made_up_costs
 
 ALL_TO_ALL_US = 400.0
-"""About what is between two of them takes: a few ops of attention or of experts alone hide a part of it."""
+"""About as long as the ops between two of them: a few of attention or of experts hide a part of it."""
 
 
 def costs_of(job: Job) -> Costs:

@@ -1,4 +1,4 @@
-"""Fewer heads of keys than ranks: each rank has one full, and ranks that share it train it as one."""
+"""Fewer heads of keys than ranks: each rank has a full one, and ranks that share it train it as one."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 ROUNDED = {"gemma2": 1e-6, "llama, eager attention": 1e-6}
-"""Tolerances where norms, or the softmax, compute in float32, so that sums in another order show."""
+"""Tolerances where norms, or the softmax, compute in float32, so that the order of sums shows."""
 
 LEAN = (
     ("llama", 1, {"tp": 2}),

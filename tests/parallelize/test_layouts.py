@@ -1,4 +1,4 @@
-"""Layouts by passes: one trace of the plain model serves all, with all that a step has beside a loss."""
+"""Layouts by passes: one trace of the plain model serves all, with all that a step has besides a loss."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.action import Phase
+from stretto.ir.collectives import ALL_TO_ALL
+from stretto.parallelize import ops
 from stretto.parallelize.styles import Style, parse_style, plan_of
 from stretto.parallelize.tensor import tensor_parallel
 from stretto.runtime import Runner
@@ -276,6 +280,43 @@ def test_shapes_that_do_not_fit_name_what_is_sharded(
     with pytest.raises(CaptureError) as caught:
         captured(Headed(attends), plan, torch.zeros(4, 6, dtype=torch.int64), loss)
     assert all(words in str(caught.value) for words in keys), str(caught.value)
+
+
+# Communication that the model's own code starts.
+
+STARTED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "an axis that is not there": (
+        lambda x: ops.exchange(x, "cp", 2),
+        r"cp = 2, and the job has {'dp': 2} besides pp: name one",
+    ),
+    "a size of no axis": (lambda x: ops.exchange(x, "dp", 4), r"dp = 4, and the job has {'dp': 2}"),
+    "a slice along another axis": (lambda x: ops.chunk(x, 1, "tp", 2), r"slice is over tp = 2"),
+    "parts that are not equal": (
+        lambda x: ops.exchange(x[:3], "dp", 2),
+        r"all_to_all over dp = 2: a tensor of shape \[3, 4\] needs a dim 0 that is a multiple of 2",
+    ),
+    "no dims to exchange": (lambda x: ops.exchange(x.sum(), "dp", 2), r"needs a dim 0: write x.unsq"),
+    "no dims to gather": (lambda x: ops.gather(x.sum(), 0, "dp", 2), r"this one has none; write x.unsqueeze"),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_communication_that_does_not_fit_is_refused_with_its_line(name: str) -> None:
+    start, what = STARTED[name]
+    model = Own(lambda model, x: model.down(model.up(x)) + start(x).sum())
+    with pytest.raises(CaptureError, match=what) as error:
+        capture(model, torch.randn(8, 4), loss=mean, parallel=Parallel(dp=2))
+    assert f"{__file__}:" in str(error.value)
+
+
+def test_rows_of_a_kind_with_unequal_parts_need_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permutation, where all rows go to the next rank."""
+    permute = replace(ALL_TO_ALL, sent=lambda rows, a, b, size, _: (0, rows if b == (a + 1) % size else 0))
+    monkeypatch.setattr(ops, "_calls", SimpleNamespace(all_to_all=lambda x, *_: x, wait=lambda x: x))
+    x = torch.ones(3, 5)
+    assert torch.equal(ops.exchange(x, "dp", 2, permute), x)
+    with pytest.raises(ValueError, match="needs a dim 0 that is a multiple of 2"):
+        ops.exchange(x, "dp", 2)
 
 
 # Words and objects of PyTorch.

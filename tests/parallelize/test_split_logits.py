@@ -57,7 +57,7 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "ignored": lambda x, t: F.cross_entropy(*flat(x, t.masked_fill(t == 3, 2)), ignore_index=2),
     "shifted": lambda x, t: F.cross_entropy(*flat(x[..., :-1, :].contiguous(), t[:, 1:])),
     "scaled": lambda x, t: F.cross_entropy(*flat(2.0 * torch.tanh(x / 2.0), t)),
-    # What parts cannot do is done in all.
+    # What parts cannot do is done on the full logits.
     "smoothed": lambda x, t: F.cross_entropy(*flat(x, t), label_smoothing=0.1),
     "weighted": lambda x, t: F.cross_entropy(*flat(x, t), weight=torch.arange(1.0, VOCAB + 1).double()),
     "probabilities": lambda x, t: F.cross_entropy(x.view(-1, VOCAB), F.one_hot(t.flatten(), VOCAB).double()),

@@ -77,7 +77,7 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def shared_gain(model: Net, batch: dict[str, Tensor]) -> Tensor:
-    """The table's own parameter is used beside the table, too."""
+    """The table's own parameter is used besides the table, too."""
     return (model(batch) * model.table.gain).square().mean()  # type: ignore[no-any-return]
 
 
@@ -138,7 +138,7 @@ def test_a_table_that_is_read_as_a_whole_is_refused() -> None:
 
 @pytest.mark.parametrize("way", ["before", "scales features"])
 def test_a_table_is_computed_again(way: str) -> None:
-    """The number that represents tokens out of the vocabulary is no number, which is not equal to itself."""
+    """The number for tokens out of the vocabulary is no number, which is not equal to itself."""
     check(net(way), tp=2, recompute="full")
 
 

@@ -1,4 +1,4 @@
-"""Memory falls as it is stated to: predicted and measured peaks, limits, and what users are reported."""
+"""Memory falls as is promised: predicted and measured peaks, limits, and what users are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank plans, and shows the others: what they keep, what is found again, and how it goes wrong."""
+"""One rank plans, and sends the others its plan: what is kept, what is found again, and how it goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of collectives: laws that have on every fabric, and rates on the fabrics of the catalogue."""
+"""The model of collectives: laws that are true of every fabric, and rates on the fabrics of the catalogue."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.ir import collectives
+from stretto.ir.costs import Link
 from stretto.ir.curve import Curve
 from stretto.price.collectives import CollectiveModel, Fabric, Group, Topology, axis_group, collective_curve
 from stretto.price.devices import device, devices
+from stretto.price.shared import ring_cost, scaled
 
 KINDS = st.sampled_from([name for name, kind in collectives.KINDS.items() if kind.benchmark])
 REGULAR = [key for key, found in devices().items() if found.topology is not Topology.CUBE_MESH]
@@ -75,6 +77,15 @@ def test_no_bytes_take_the_latency_whatever_the_rates(kind: str, fabric: Fabric,
         nic_bytes_per_us=fabric.nic_bytes_per_us / 10,
     )
     assert collective_us(kind, 0, Group(*at), fabric) == collective_us(kind, 0, Group(*at), slow) > 0
+
+
+@given(st.sampled_from(sorted(collectives.KINDS)), st.sampled_from([2, 3, 8]), st.integers(2, 512))
+def test_a_measured_ring_is_scaled_as_its_row_says(kind: str, members: int, wish: int) -> None:
+    link = Link(20.0, 1_000.0, processor_us_per_mb=3_000.0)
+    found, want = scaled(ring_cost(link, kind, members), kind, members, wish), ring_cost(link, kind, wish)
+    for nbytes in (0.0, 1e3, 1e6):
+        assert found.curve.us(nbytes) == pytest.approx(want.curve.us(nbytes))
+    assert found.processor_us_per_mb == pytest.approx(want.processor_us_per_mb)
 
 
 def test_a_group_of_one_takes_no_time() -> None:

@@ -48,7 +48,7 @@ def ends(processor: Processor | None, *steps: float | tuple[float, float]) -> li
 
 
 def test_a_lane_that_never_stands_takes_what_its_work_takes() -> None:
-    # 100 us of work are 50 us at full speed; then the period's time is spent, and it represents as long.
+    # 100 us of work are 50 us at full speed; then the period's time is spent, and it is stopped as long.
     assert ends(HALF, 100.0) == [50.0]
     assert ends(HALF, 110.0) == [105.0]
     assert ends(HALF, *[10.0] * 100)[-1] == 950.0
@@ -129,7 +129,7 @@ def test_a_quota_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
     group = mounts / "job"
     group.mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("0::/job\n")
-    assert processor_quota(proc, mounts) is None, "nothing is stated"
+    assert processor_quota(proc, mounts) is None, "no quota is set"
     assert own_share(1, proc, mounts) == 1.0
     (group / "cpu.max").write_text("5000 10000\n")
     assert processor_quota(proc, mounts) == (10_000.0, 5_000.0)

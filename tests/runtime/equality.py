@@ -1,4 +1,4 @@
-"""Shared by the tests that have a plan's numbers against the plain model: tiny models, cases, comparison.
+"""Shared by the tests that compare a plan's numbers with the plain model's: tiny models, cases, comparison.
 
 A model is traced once for a dtype and reused for all stages, microbatches and schedules: the trace depends
 on one microbatch's shape alone. Costs are made up: only the order of work depends on them.
@@ -205,7 +205,7 @@ class Result:
 
 
 def plain(model: nn.Module, batch: Any, loss: Loss) -> Result:
-    """Loss and gradients of the model in all batch, by PyTorch alone."""
+    """Loss and gradients of the model on the full batch, by PyTorch alone."""
     own = copy.deepcopy(model)
     value = loss(own, batch)
     value.backward()

@@ -1,4 +1,4 @@
-"""A plan with all-to-alls, in equal and in unequal parts: proved, simulated, run, rehearsed."""
+"""A plan with all-to-alls, in equal and in unequal parts: proved, simulated and run."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_ranks_that_seed_by_rank_or_load_on_one_alone() -> None:
 
 
 def test_equal_copies_train_and_parts_that_come_apart_are_refused() -> None:
-    """The second Runner shares the first one's parts, whose full_values no one has any more."""
+    """The second Runner shares the first one's parts, of which no rank has the full tensors any more."""
     plan = plan_for(dp=2, tp=2, microbatches=1)
     models = [model_of() for _ in range(plan.world)]
 

@@ -60,7 +60,7 @@ def plan_for(loss: Any, **parallel: Any) -> Plan:
 
 
 def steps(plan: Plan, *batches: Any) -> list[str]:
-    """Steps with these batches; what is stated in them."""
+    """Steps with these batches; the warnings in them."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_threads(plan, lambda _: copy.deepcopy(MODEL), lambda r: [float(r.step(b)) for b in batches])

@@ -36,7 +36,7 @@ def plain_step(model: nn.Module) -> None:
 
 
 def normed(model: nn.Module) -> None:
-    """No two parts of a gradient give this of the full one."""
+    """No two parts of a gradient give this of the full gradient."""
     for parameter in model.parameters():
         parameter.register_hook(lambda grad: grad / (1 + grad.norm()))
         parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))

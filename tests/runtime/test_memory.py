@@ -82,7 +82,7 @@ def test_resident_memory_is_flat_over_two_hundred_steps() -> None:
 
 
 def peaks_with_adamw(plan: Plan, model: torch.nn.Module, batch: Tensor) -> tuple[int, ...]:
-    """What ranks resident at most, by place, after a step of AdamW."""
+    """What ranks need at most, by pipeline rank, after a step of AdamW."""
 
     def work(runner: stretto.Runner) -> tuple[int, ...]:
         runner.step(batch)

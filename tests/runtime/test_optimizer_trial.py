@@ -48,7 +48,7 @@ def stepped(
 
 
 class _OfEach(Optimizer):
-    """Gradient descent, with a rule for how far each tensor goes; an attribute beside the options."""
+    """Gradient descent, with a rule for how far each tensor goes; an attribute besides the options."""
 
     def __init__(self, params: Any, rule: Callable[[Any, Any], Any], lr: float = 0.0) -> None:
         super().__init__(params, {"lr": lr})

@@ -91,7 +91,7 @@ def test_values_that_do_not_fit_are_refused_on_all_ranks() -> None:
     wrong = {
         "it lacks 'norm.weight'": {k: v for k, v in values.items() if k != "norm.weight"},
         "the model has no 'more'": {**values, "more": torch.zeros(1)},
-        f"'{SPREAD}' has the shape [48, 32], and the full in the model [96, 32]": {**values, SPREAD: part},
+        f"'{SPREAD}' has the shape [48, 32], and the model's full tensor [96, 32]": {**values, SPREAD: part},
         "are one tensor in the model, and are given two values": {
             **values,
             "head.weight": values["head.weight"] + 1,

@@ -1,4 +1,4 @@
-"""Weights of a folder come to the ranks that have them, and what does not fit is told before any does."""
+"""Weights of a folder come to the ranks that have them, and what does not fit is reported before any does."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def test_a_sum_of_one_place_does_not_wait_for_the_others() -> None:
 
 
 def levels(plan: Plan, until: float) -> list[tuple[float, float]]:
-    """(time, activations kept beside parameters) up to a time; a step between communications shows its
+    """(time, activations kept besides parameters) up to a time; a step between communications shows its
     highest and its last level."""
     (steps,) = simulate(plan).memory
     fixed = WEIGHT.nbytes + NORM.nbytes

@@ -132,7 +132,7 @@ def _placed(x: torch.Tensor, placements: tuple[Placement, ...], mesh: DeviceMesh
 
 
 def _results(op: Callable[..., Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What an op gives; gradients of a sum of it that shows all places apart."""
+    """What an op gives; gradients of a sum of it that distinguishes all places."""
     results = [x for x in tree_leaves(op(*tensors)) if isinstance(x, torch.Tensor)]
     sums = [(x * ranged(*x.shape, phase=0.7)).sum() for x in results if x.requires_grad]
     if sums:

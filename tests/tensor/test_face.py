@@ -223,7 +223,7 @@ def three_meshes() -> None:
 
 
 def narrow_memory() -> None:
-    """What a rank allocates in a reshard is its own parts, and pieces: not the full one."""
+    """What a rank allocates in a reshard is its own parts, and pieces: not the full tensor."""
     a, b = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
     rows = 4096
     full_bytes = rows * 256 * 8

@@ -28,7 +28,7 @@ def meshes() -> tuple[DeviceMesh, DeviceMesh]:
 
 
 def everywhere(x: Any, everyone: DeviceMesh) -> torch.Tensor:
-    """The full of a tensor, on every rank."""
+    """The full tensor, on every rank."""
     found = stretto.local(stretto.reshard(x.detach(), everyone, [R]))
     assert found is not None
     return found
@@ -144,7 +144,7 @@ def test_an_op_of_rows_gathers_nothing(placement: Shard) -> None:
 
 
 def test_in_inference_mode() -> None:
-    """Composite ops come full there, and tensors count no writes."""
+    """Composite ops come undivided there, and tensors count no writes."""
     with single_rank(0, 2), torch.inference_mode():
         mesh = DeviceMesh("cpu", [0, 1])
         x = stretto.shard(ranged(5, 4), mesh, [S0])

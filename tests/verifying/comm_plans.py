@@ -1,4 +1,4 @@
-"""Plans with axes beside pp, to prove and to damage: made-up jobs whose ranks stay equal where they must."""
+"""Plans with axes other than pp, to prove and to damage: jobs whose ranks stay equal where they must."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ DATA = ("dp", "cp", "ep")
 
 
 def mixed(*parts: object) -> int:
-    """A number that represents these parts."""
+    """A number for these parts."""
     return hash(parts) % PRIME
 
 

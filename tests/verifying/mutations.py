@@ -1,4 +1,4 @@
-"""One engine of mutations: ways to break a plan, each with the names of which the refusal must keep one.
+"""One engine of mutations: ways to break a plan, each with the names of which the refusal must name one.
 
 A place is an item of a window or an instruction of a rank's order. Most mutations are an edit (drop, double,
 move, replace) of a place that is drawn among those of a kind; others change an op, a communicator or the job.
@@ -68,7 +68,7 @@ def instructions(*kinds: InstructionKind) -> Positions:
 
 
 def sums(plan: Plan) -> list[tuple[Holder, int]]:
-    """Starts of sums and waits for them; those beside actions, where there are any."""
+    """Starts of sums and waits for them; those besides actions, where there are any."""
     found = [
         (name, at)
         for name, window in plan.windows.items()

@@ -40,7 +40,7 @@ def activation(rows: int) -> TensorSpec:
 
 
 def random_axes(draw: Random, most: int) -> tuple[tuple[str, int], ...]:
-    """Axes beside pp, of at most `most` ranks together."""
+    """Axes other than pp, of at most `most` ranks together."""
     found: list[tuple[str, int]] = []
     for axis in AXES:
         size = draw.choice((1, 1, 2, 2, 3, 4)) if axis in ("dp", "tp") else draw.choice((1, 1, 1, 2))
@@ -213,7 +213,7 @@ class _Graph:
 
     def _start(self, stage: int, phase: Phase, axis: str, kind: str) -> list[str]:
         """The name of a collective that has started; none where the value has no fitting shape."""
-        # What was summed or gathered is full on all ranks: that is summed by no one.
+        # What was summed or gathered is full on all ranks: no one sums that.
         made = (op for sub in PHASES for op in self.ops[stage][sub])
         own = [op.name for op in made if not op.collective and op.target != WAIT]
         if not own:

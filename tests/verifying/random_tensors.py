@@ -35,7 +35,7 @@ class Tensor:
 
 
 def random_tensors(draw: Random, stages: int, sizes: Mapping[str, int]) -> list[Tensor]:
-    """One to three parameters a stage. sizes: of the axes beside pp that have more than one rank."""
+    """One to three parameters a stage. sizes: of the axes other than pp that have more than one rank."""
     found: list[Tensor] = []
     for stage in range(stages):
         for k in range(draw.randint(1, 3)):

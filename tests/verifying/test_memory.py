@@ -1,4 +1,4 @@
-"""The proof of memory: counted by hand, resident against the simulation, and refused by its message."""
+"""The proof of memory: counted by hand, compared with the simulation, and refused by its message."""
 
 from __future__ import annotations
 

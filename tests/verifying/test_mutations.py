@@ -84,7 +84,7 @@ def test_what_arrives_for_weight_gradients_alone_is_gathered_there() -> None:
 
 
 def test_programs_are_of_all_kinds() -> None:
-    """What the fast ones have among them: else less is proved than is stated."""
+    """What the fast ones have among them: else less is proved than is said."""
     seen: Counter[str] = Counter()
     for seed in FAST:
         program, plan = random_program(seed), random_plan(seed)
@@ -165,7 +165,7 @@ def test_a_limit_below_what_a_rank_holds_is_refused(seeds: range) -> None:
 
 
 def test_the_reference_tells_right_from_wrong() -> None:
-    """By hand: a plan that is full, one whose order is harmless to change, and one that waits forever."""
+    """By hand: a plan that is right, one whose order is harmless to change, and one that waits forever."""
     seed = next(s for s in FAST if random_plan(s).ranks > 1)
     plan, results = random_plan(seed), meant(seed)
     assert wrong(plan, results) == ""

@@ -12,16 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.ir.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    ALL_TO_ALL_SIZED,
-    KINDS,
-    REDUCE_SCATTER,
-    How,
-    Kind,
-)
+from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, REDUCE_SCATTER, How, Kind
 
 # PyTorch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -36,35 +27,35 @@ def _all_reduce(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGr
     return dist.all_reduce(result, reduction, group=group, async_op=True)
 
 
-def _all_to_all(result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How) -> Any:
-    received = sent = None
-    if isinstance(how, tuple):
-        me = dist.get_rank(group)
-        received, sent = [row[me] for row in how], list(how[me])
-    return dist.all_to_all_single(result, value, received, sent, group=group, async_op=True)
-
-
 CALLS: dict[str, Call] = {
     ALL_REDUCE.name: _all_reduce,
     ALL_GATHER.name: lambda result, value, group, _: _all_gather(result, value, group=group, async_op=True),
     REDUCE_SCATTER.name: lambda result, value, group, _: _reduce_scatter(
         result, value, group=group, async_op=True
     ),
-    ALL_TO_ALL.name: _all_to_all,
-    ALL_TO_ALL_SIZED.name: _all_to_all,
 }
-"""The library's own call of each kind that programs have."""
+"""The library's own call, on accelerators, of each kind that gathers or sums. Others are `_by_all_to_all`."""
+
+
+def _by_all_to_all(
+    kind: Kind, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How
+) -> Any:
+    received = sent = None
+    if kind is not ALL_TO_ALL:  # whose parts are equal
+        at = (value.shape[0], dist.get_rank(group), dist.get_world_size(group), how)
+        received, sent = ([b - a for a, b in rows] for rows in (kind.gets(*at), kind.gives(*at)))
+    return dist.all_to_all_single(result, value, received, sent, group=group, async_op=True)
 
 
 def start(
     kind: str, result: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, how: How = ""
 ) -> Any:
     """Start a collective of a kind; all members of the group call it. Where it works in place, value is the
-    result. On processors all but these are made of messages, see `_exchange`."""
+    result. On processors kinds that do not work in place are made of messages (`_exchange`)."""
     row = KINDS[kind]
-    if row.in_place or value.device.type != "cpu":
+    if kind in CALLS and (row.in_place or value.device.type != "cpu"):
         return CALLS[kind](result, value, group, how)
-    return _exchanged(row, result, value, group, how)
+    return (_exchanged if value.device.type == "cpu" else _by_all_to_all)(row, result, value, group, how)
 
 
 def arrived(kind: Kind, values: Sequence[torch.Tensor], me: int, how: How) -> list[torch.Tensor]:

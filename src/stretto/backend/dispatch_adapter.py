@@ -1,13 +1,13 @@
 """PyTorch's operators, as a program's ops call them: by name, and what their schemas state of them.
 
-A program's ops compute tensors from their arguments, and nothing else: a plan file may be anybody's. So a
+A program's ops compute tensors from their arguments, and nothing else: a plan file may come from anyone. So a
 function is an op only if, by its schema,
 
     1. it writes into none of its arguments;
-    2. it returns tensors (numbers may be beside them);
+    2. it returns tensors, and maybe numbers;
     3. it takes tensors, numbers, texts and devices alone, or has defaults for all else;
-    4. it takes text only beside tensors, as a mode of their computation. A text alone names something outside
-       of the program: a file to read, a record to begin;
+    4. it takes text only together with tensors, as a mode of their computation. A text alone names something
+       outside of the program: a file to read, a record to begin;
     5. no argument of it names a group of processes: what communicates has ops of its own in programs.
 
 Uses a private name, the `_schema` of an overload.
@@ -68,7 +68,7 @@ def op_key(name: str) -> int:
 
 NUMBERS = ("int", "float", "bool", "number")
 DATA = (*NUMBERS, "complex", "str", "Tensor", "Device")
-"""Types of arguments that a plan can name, beside lists of them, and none. Dtypes and layouts are "int"."""
+"""Types of arguments that a plan can name, besides lists of them, and none. Dtypes and layouts are "int"."""
 
 GROUP = "group_name"
 

@@ -3,7 +3,7 @@
     stretto.observe("rows", counts)
 
 In a step that is captured it is an op, which capture takes out again (`stretto.capturing.outputs`): what is
-left is that the value is needed. Anywhere else it does nothing. Used beside public names of PyTorch:
+left is that the value is needed. Anywhere else it does nothing. Used besides public names of PyTorch:
 torch.fx.node.has_side_effect, without which the exporter drops an op that nothing reads.
 """
 

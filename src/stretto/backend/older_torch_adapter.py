@@ -3,8 +3,8 @@
     a subclass of DTensor   2.11 computes its ops as DTensor's, and never calls its `__torch_dispatch__`
     attention on CPUs       up to 2.12, without values, what it keeps of float64 is described as float32
 
-What it uses beside public names of PyTorch: torch._library.simple_registry.GenericTorchDispatchRuleHolder, in
-which `torch.library.register_torch_dispatch` keeps its rules, one for an op and a class.
+What it uses besides public names of PyTorch: torch._library.simple_registry.GenericTorchDispatchRuleHolder,
+in which `torch.library.register_torch_dispatch` keeps its rules, one for an op and a class.
 """
 
 from __future__ import annotations

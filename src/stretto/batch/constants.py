@@ -35,7 +35,7 @@ VALUE_ROOMS = ("datetime", "pathlib", "decimal", "fractions", "uuid", "ipaddress
 """Modules of Python whose objects are values, and are written in full by repr."""
 
 LONG = 1 << 64
-"""Full numbers from here on are written in hexadecimal, which Python does at any length."""
+"""Integers from here on are written in hexadecimal, which Python does at any length."""
 
 Path = tuple[str, ...]
 """Steps from an object to a value: ".name" of an attribute, "[key" of an item, as Python writes the key."""

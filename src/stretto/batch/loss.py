@@ -48,7 +48,7 @@ def _count(value: Any, what: str) -> Tensor | float:
         if value.numel() != 1 or value.is_complex():
             raise UsageError(
                 f"{what} returned {_named(value)} as the count of (sum, count): give one number, as "
-                "(labels != -100).sum(); to return a loss that is a mean, return nothing beside it"
+                "(labels != -100).sum(); to return a loss that is a mean, return nothing besides it"
             )
         if value.requires_grad:
             raise UsageError(

@@ -1,7 +1,7 @@
 """Batches as trees: named leaves, and the tree again from leaves.
 
 A batch is a tensor, or dicts, lists and tuples of tensors; other leaves (numbers, strings, None) are
-constants of the step. The first dim of every tensor is the batch, unless it is marked with `full`.
+constants of the step. The first dim of every tensor is the batch, unless it is marked with `replicated`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBERS = (numbers.Real, np.number, np.bool_, np.ndarray)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicatedLeaf:
-    """A leaf of the batch that every microbatch takes in full; `full` makes it."""
+    """A leaf of the batch that every microbatch takes in full; `replicated` makes it."""
 
     tensor: torch.Tensor
 
@@ -97,7 +97,7 @@ def check_no_gradient(name: str, leaf: torch.Tensor) -> None:
 
 
 def replicated_leaves(batch: Any) -> tuple[str, ...]:
-    """Names of the leaves that are marked with `full`, in the order of `flatten`."""
+    """Names of the leaves that are marked with `replicated`, in the order of `flatten`."""
     return tuple(path for path, item in _leaves(batch) if isinstance(item, ReplicatedLeaf))
 
 

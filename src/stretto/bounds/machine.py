@@ -50,7 +50,7 @@ class MachineWork:
 
     other: work of which what cannot fit before the head and after the tail is added; its shares are at most 1
         together.
-    before_us: time of the jobs that may are before their head.
+    before_us: time of the jobs that may be before their head.
     ahead_us: by how much the jobs that are done in any stretch of time may exceed it.
     """
 

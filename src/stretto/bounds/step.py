@@ -143,7 +143,7 @@ class _Machines:
         self.axes = tuple(dict.fromkeys([*lanes, *(of.axis for of, _, _ in self._reductions)]))
 
     def _find_reductions(self) -> list[tuple[ReductionTime, float, float]]:
-        """Gradient reductions along axes beside pp, each with its head and tail."""
+        """Gradient reductions along axes other than pp, each with its head and tail."""
         largest: dict[str, tuple[ReductionTime, float, float]] = {}
         for stage in self._stages:
             for end, before in zip(

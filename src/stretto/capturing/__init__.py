@@ -20,7 +20,7 @@ from stretto.ir.program import Job
 DEVICES = ("cpu", "cuda")
 
 DEGREES = (2, 4)
-"""Numbers of chunks that `ampipe_degree = "auto"` captures beside 1. MindSpeed's are 2 to 4; more make
+"""Numbers of chunks that `ampipe_degree = "auto"` captures besides 1. MindSpeed's are 2 to 4; more make
 products that are too small."""
 
 DTYPES = {"float32": None, "bf16": torch.bfloat16}

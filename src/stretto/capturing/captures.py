@@ -29,6 +29,7 @@ from stretto.errors import UsageError
 from stretto.ir.program import Job
 from stretto.ir.stage_maps import stage_ranks_of, virtual_stages_of
 from stretto.parallelize.layout import Layout, layout_of
+from stretto.parallelize.unseen import AXES, now
 from stretto.passes import on_job
 
 TRACED_BY = (
@@ -46,7 +47,7 @@ TRACED_BY = (
     "pipe_experts_multi_data",
     "skip_passes",
 )
-"""The settings that a trace depends on, beside the number of microbatches of all copies."""
+"""The settings that a trace depends on, besides the number of microbatches of all copies."""
 
 KEPT = 4
 """Traces that are kept, the ones used last. Assumed: one of 96 layers takes about 100 MB."""
@@ -74,7 +75,7 @@ class Captures:
     def job(self, parallel: ParallelSettings, stages: int | None = None, degree: int | None = None) -> Job:
         """The job of these settings. stages: those of `split`, or `pp` times
         `virtual_stages`; degree: chunks, where `ampipe_degree` is "auto". Raises as `stretto.capture`."""
-        with explained(self.model):
+        with explained(self.model), now(AXES, parallel.axes):
             return self._job(parallel, stages, degree)
 
     def stages(self, parallel: ParallelSettings) -> tuple[int, ...]:

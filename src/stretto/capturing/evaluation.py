@@ -1,6 +1,6 @@
 """Capture for evaluation: the forward of a model in `eval()` mode, cut where its training is cut.
 
-    1. Trace the model with dropout and the same switched off, and experts' rows without room dropped
+    1. Trace the model with dropout and the like switched off, and experts' rows without room dropped
        (`Layout.evaluating`).
     2. Find the cuts of the training job again. Their places are known by what reads parameters: both
        forwards read the same parameters in the same order, and the first such op of a stage begins it.

@@ -59,7 +59,7 @@ REDUCTIONS = {"sum": "sum", "avg": "sum", "max": "max", "min": "max"}
 @dataclass(frozen=True, slots=True)
 class OnMeshes:
     """Where a model lies. meshes: of each stage, all of one size; places, placements: parameter or buffer
-    name -> its stage, and how it is on that stage's mesh."""
+    name -> its stage, and how it is placed on that stage's mesh."""
 
     meshes: tuple[DeviceMesh, ...]
     places: Mapping[str, int]

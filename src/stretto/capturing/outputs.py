@@ -1,4 +1,4 @@
-"""What a traced step gives beside gradients: how many its loss counts, and values that its code observes.
+"""What a traced step gives besides gradients: how many its loss counts, and values that its code observes.
 
 1. The ops from which the count follows become a program of their own. They read the microbatch alone, so
    every rank computes them for all microbatches before the step, and no count is communicated. A count
@@ -61,7 +61,7 @@ def count_of(
 def _no_count(name: str, full: Collection[str]) -> CaptureError:
     """The refusal of a count that reads the value `name`, or ("") another thing than the microbatch."""
     kind, _, key = name.partition("/")
-    start = "the count that loss(model, microbatch) returned beside its sum "
+    start = "the count that loss(model, microbatch) returned besides its sum "
     if kind == "batch" and key in full:
         return CaptureError(
             f"{start}is the same for all microbatches, by batch leaf {key!r}, which is marked "
@@ -73,7 +73,7 @@ def _no_count(name: str, full: Collection[str]) -> CaptureError:
     )
     return CaptureError(
         f"{start}{what}: it is known before the step begins, from plain tensors of the batch; what it needs "
-        "beside the microbatch goes into the batch, marked stretto.replicated"
+        "besides the microbatch goes into the batch, marked stretto.replicated"
     )
 
 

@@ -1,6 +1,6 @@
 """Proves that a sharded step computes what the model alone computes, and sums what must be summed for it.
 
-    1. Parameters are resident as their shards say, the batch and buffers full.
+    1. Parameters are placed as their shards say, the batch and buffers are full.
     2. Every op is placed, in order (`stretto.ir.placements`). Where the shape is known that a result has in
        the model alone, the rank's shape and the placement must come to it.
     3. An op that would be right if a partial sum were summed before gets the sum. What is added to a sum over
@@ -142,7 +142,7 @@ class Proof:
             self._compare(item)
 
     def _without_sum(self, item: TracedOp) -> None:
-        """A sum over ranks of what all have full is that; scattered, it is a slice."""
+        """A sum over ranks of what all have in full is that value; scattered, it is a slice."""
         op = item.op
         source = op.args[0].name
         if any(placer.of(source).kind != "equal" for _, placer in self.placers):
@@ -357,6 +357,8 @@ class Proof:
         fix = (
             "Reshard it to [Replicate()] before"
             if self.on_meshes
+            else "Communicate what all ranks have in full: gather it before"
+            if item.op.target in STARTS
             else "Give the modules that make the two sides styles that agree in tp_plan (both 'colwise', or "
             "the sharded one 'colwise_gather_output'), or leave the sharded one out of it"
         )

@@ -240,7 +240,7 @@ def _marked(x: Tensor, word: str, call: int, at: int) -> Tensor:
 
 
 def _key(leaf: Any, tensors: Sequence[Tensor], kept: list[Any]) -> Any:
-    """What distinguishes an argument from others beside the elements of tensors, hashable. kept: gets what is
+    """What distinguishes an argument from others besides tensors' elements, hashable. kept: gets what is
     known by its identity alone, which must not pass to another object meanwhile."""
     if isinstance(leaf, Tensor):
         first = next(at for at, x in enumerate(tensors) if x is leaf)

@@ -168,7 +168,7 @@ class PythonState:
         return PythonState(*self._roots)
 
     def tensors(self) -> dict[int, Tensor]:
-        """All tensors beside parameters and buffers, by id."""
+        """All tensors besides parameters and buffers, by id."""
         own = {id(value) for kept in self._kept if kept.table for _, value in kept.content}
         return {key: item for key, item in self._seen.items() if isinstance(item, Tensor) and key not in own}
 

@@ -38,7 +38,7 @@ SINGLE_RANK = {
 def bisect_layout(
     model: nn.Module, parallel: ParallelSettings, tp_plan: Mapping[str, Any] | None, right: Trial
 ) -> list[str]:
-    """Lines that name the of the layout that is wrong, and what to do."""
+    """Lines that name the part of the layout that is wrong, and what to do."""
     if parallel.tp == 1:
         return _without_tp(parallel, right)
     if parallel.sequence_parallel:

@@ -85,7 +85,7 @@ class MoESettings(DecoderSettings):
     """Tokens that an expert takes of a microbatch, over its even share; those beyond it are dropped. 0 is
     dropless: every token is served."""
     shared_experts: int = Field(default=0, ge=0, le=MOST_LAYERS)
-    """Experts that every token goes to, beside those that its router chooses."""
+    """Experts that every token goes to, besides those that its router chooses."""
     dense_every: int = Field(default=0, ge=0)
     """One block in so many has a plain MLP, the first block first; 0 for none."""
     aux_weight: float = Field(default=0.01, ge=0)

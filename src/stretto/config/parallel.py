@@ -171,7 +171,7 @@ class ParallelSettings(Settings):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """(axis, size) beside pp of the axes that are used, outermost first."""
+        """(axis, size) other than pp of the axes that are used, outermost first."""
         sizes = (("dp", self.dp // self.ep), ("ep", self.ep), ("tp", self.tp))
         return tuple((axis, size) for axis, size in sizes if size > 1)
 

@@ -137,7 +137,7 @@ def _expected(row: Flag) -> str:
 @dataclass(slots=True)
 class Tally:
     """values: by dotted key. culprits: the flags of each key, as written. made_of: the same as a text; of a
-    key that no flag made, why it is there. fates: of each flag that was decided, and what is stated of it.
+    key that no flag made, why it is there. fates: of each flag that was decided, and what is said of it.
     absent: what Megatron does where a flag is not given, and Stretto cannot. refused: why nothing can be
     written."""
 
@@ -176,7 +176,7 @@ class Tally:
                 self.fates[name] = ("taken", f"{before}, {said}" if before and fate == "taken" else said)
 
     def lack(self, why: str, *names: str) -> None:
-        """Flags without which the settings are written, where nothing is stated of them yet."""
+        """Flags without which the settings are written, where nothing is said of them yet."""
         for name in names:
             if self.is_given(name):
                 self.fates.setdefault(name, ("lacking", why))

@@ -36,7 +36,7 @@ OTHER_NAMES = {
 }
 """Arguments -> their flags, where these are called otherwise."""
 INVERTED = {"add_bias_linear": "--disable-bias-linear", "add_position_embedding": "--no-position-embedding"}
-"""Arguments -> the flags that switch them off, beside --no-X and --disable-X."""
+"""Arguments -> the flags that switch them off, besides --no-X and --disable-X."""
 RESOLVED = {
     "adlr_autoresume_interval",
     "cuda_graph_scope",

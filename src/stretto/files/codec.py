@@ -92,7 +92,7 @@ Amount = Annotated[float, Fits(lambda value: 0.0 <= value <= MOST, f"a number fr
 """A time, a size, or a share of one."""
 
 Finite = Annotated[float, Fits(lambda value: -MOST <= value <= MOST, f"a number up to {MOST:.0e}")]
-"""A time that may are before another, or what is computed of times."""
+"""A time that may be before another, or what is computed of times."""
 
 Share = Annotated[float, Fits(lambda value: 0.0 <= value <= 1.0, "a share from 0 to 1")]
 Natural = Annotated[int, Fits(lambda value: value >= 1, "an integer from 1")]

@@ -26,7 +26,7 @@ class Sums(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """splits: what its ranks have different parts of; other things they have full, and equal."""
+    """splits: what its ranks have different parts of; of all else they have equal copies."""
 
     name: str
     splits: Literal["stages", "batch", "sequence", "experts", "parameters"]
@@ -45,7 +45,7 @@ AXES = tuple(BY_NAME)
 """All names, outermost first."""
 
 OtherAxis = Annotated[str, Fits(lambda axis: axis in AXES[1:], f"an axis of {', '.join(AXES[1:])}")]
-"""The name of one beside pp."""
+"""The name of one other than pp."""
 
 PIPELINE = PP.name
 """Its coordinate is a rank's pipeline rank: other ranks of a pipeline rank do equal work on other data."""

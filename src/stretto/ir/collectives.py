@@ -1,13 +1,13 @@
 """One row a kind of communication. What is done with it, wherever that is, is read off its row.
 
-Each of a group's `size` members gives a tensor of the same shape, and gets rows (dim 0) of what all gave:
-`sent` says which of a sender's rows a receiver gets, and `sums` whether these are added up or are one behind
+Each of a group's `size` members gives a tensor of the same shape, and receives rows (dim 0) of all of them:
+`sent` says which of a sender's rows a receiver gets, and `sums` whether these are added up or put one behind
 another, in the order of the group. Shapes, bytes, messages between processors, what ranks that are threads
-hand each other and what a single rank makes up follow from the two.
+give each other and what a single rank makes up follow from the two.
 
-A program starts a kind by `comm.<name>(value, [how,] axis, size)`. A row's name is also the key to the call
-on `torch.distributed` (`stretto.backend.collectives.CALLS`), and its `cost` that to its curve in `Costs`. To
-add a kind: a row here, and that call.
+A program starts a kind by `comm.<name>(value, [how,] axis, size)`. `cost` is the key to its curve in `Costs`.
+To add a kind: a row here. One that gathers or sums also needs its call on `torch.distributed`
+(`stretto.backend.collectives.CALLS`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 """Rows that each member (first index) sends to each (second)."""
 
 How: TypeAlias = str | Sizes
-"""What a start says beside value and axis: a reduction, or sizes; "" for kinds that need neither."""
+"""The argument of a start between value and axis: a reduction, or sizes; "" for kinds that have neither."""
 
 Rows: TypeAlias = tuple[int, int]
 """Where some rows of a tensor begin and end."""
@@ -54,15 +54,15 @@ class Kind:
     """A kind of communication.
 
     name: in targets, costs, timelines. sent, sums: what it does (see the module).
-    splits: whether each of a sender's rows goes to one receiver alone.
+    splits: whether each of a sender's rows goes to exactly one receiver; the parts need not be equal.
     reductions: those that a start may name; none where nothing is reduced. sized: whether it names sizes.
     in_place: it works on a copy of what is given. Otherwise the given tensor is in flight: it must stay as it
         is until the wait.
     differs: whether what members get differs: never, always, or where what they gave does.
     gradient: the kind that the gradient goes back by; the transposed sizes, where there are sizes. A sum's is
         itself: where the result is used in parts, the parts' gradients are summed.
-    turns: how often all goes around the group; route: how.
-    cost: the kind by whose curve it is priced, itself by default.
+    turns: how many times the full tensor goes around the group; route: how.
+    priced_as: the kind by whose curve it is priced (`cost`), itself by default.
     in_programs: whether ops start it; others are the runtime's own.
     benchmark: what nccl-tests call it.
     """
@@ -93,11 +93,11 @@ class Kind:
 
     @property
     def has_how(self) -> bool:
-        """Whether a start has an argument beside value, axis and size."""
+        """Whether a start has an argument besides value, axis and size."""
         return bool(self.reductions) or self.sized
 
     def knows(self, how: object, size: int) -> bool:
-        """Whether a start over `size` members may say this."""
+        """Whether a start over `size` members accepts this argument."""
         if not self.sized:
             return how in self.reductions if self.reductions else how == ""
         return (

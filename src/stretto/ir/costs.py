@@ -23,7 +23,7 @@ class Processor:
 
     speed: what it has of a processor while that lasts, from `share` to 1: other ranks may compute on the same
         cores.
-    skew: like `Costs.skew`, and beside it: how much longer the slowest of the ranks that share a pipeline
+    skew: like `Costs.skew`, and besides it: how much longer the slowest of the ranks that share a pipeline
         rank takes than they do on average because they are stopped at different times. Of ranks that never
         wait; one that has waited is stopped less.
     """
@@ -92,7 +92,7 @@ class CollectiveCost:
     curve: time by bytes of the full tensor (see `ir.program.Collective`), from the call that starts it.
     processor_us_per_mb: processor time that every member loses, per 10**6 bytes of the full tensor (a CPU
         transport copies and adds on the cores that compute).
-    processor_us: what it loses beside that, whatever the size (threads that wake up, headers).
+    processor_us: what it loses besides that, whatever the size (threads that wake up, headers).
     slowdown: share of the compute lane's speed that is lost while it is in flight, whatever its size (an
         accelerator gives multiprocessors to it).
     """
@@ -124,7 +124,7 @@ class Peak:
 class Costs:
     """Predicted times. op_us[(stage, op name)] on the compute lane: for the start of a communication that is
     what starting costs. links[(sender rank, receiver rank)]; `default_link` serves pairs that are not named.
-    action_us is what a window costs beside its ops (launch, loop).
+    action_us is what a window costs besides its ops (launch, loop).
 
     collectives[(communicator, kind)]; a communicator that is not named goes by links.
     shared: axes whose collectives use one network card, as do pipeline messages, and so slow each other down

@@ -81,7 +81,7 @@ def broadcast(spec: TensorSpec, shape: Sequence[int]) -> Labels:
 
 
 def norm(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    """native_layer_norm, _fused_rms_norm: the last dims are unsharded, each row is by itself."""
+    """native_layer_norm, _fused_rms_norm: the last dims must be unsharded, each row is by itself."""
     count = len(specs[0].shape)
     normed = len(op.args[1])
     labels = labels_of(count)
@@ -181,8 +181,8 @@ def _rows(labels: Sequence[int]) -> Labels:
 
 
 def nll(op: Op, specs: Sequence[TensorSpec]) -> Dims:
-    """Classes are unsharded. Rows are by themselves where each keeps its loss, and added up in a sum; of a
-    mean, every dim is unsharded."""
+    """Classes must be unsharded. Rows are by themselves where each keeps its loss, and added up in a sum; of
+    a mean, every dim must be unsharded."""
     labels = labels_of(len(specs[0].shape))
     rows, reduction = _rows(labels), op.args[3]
     inputs = (labels, rows, labels[-1:] if len(labels) == 1 else (1,))
@@ -296,7 +296,7 @@ def index_select(op: Op, specs: Sequence[TensorSpec]) -> Dims:
 
 
 def index(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
-    """x[indices]: dims that are indexed are unsharded; so are the indices' own."""
+    """x[indices]: dims that are indexed must be unsharded; so must the indices' own."""
     count = len(specs[0].shape)
     given = tuple(op.args[1])
     named = [d for d, arg in enumerate(given) if isinstance(arg, Ref)]

@@ -1,5 +1,5 @@
 """What an integer tensor says to the op that reads it: which rows of another operand, or where groups of rows
-end. What is made up in its place must say the same, else the op does other work than in a step. And which
+end. What is made up in its place must do the same, else the op does other work than in a step. And which
 leaves of a batch name rows of an embedding.
 """
 

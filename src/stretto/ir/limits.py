@@ -1,4 +1,4 @@
-"""The most of what is counted: numbers of files and options are kept to these before they are used.
+"""The most of what is counted: numbers of files and options are checked against these before they are used.
 
 All are above what exists, and small enough that what is made of them fits a laptop's memory.
 """

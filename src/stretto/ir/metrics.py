@@ -1,4 +1,4 @@
-"""Small tensors that a step makes for users to see, beside its loss: what they are, and what came of them.
+"""Small tensors that a step makes for users to see, besides its loss: what they are, and what came of them.
 
 A model's code names them (`stretto.backend.observe_adapter`); nothing in a step depends on them.
 """
@@ -26,7 +26,7 @@ NO_ROOM = "no_room"
 class Metric:
     """A value of a stage's forward.
 
-    module: the module whose code names it, and may name several so: they become one. partial: axes, beside
+    module: the module whose code names it, and may name several so: they become one. partial: axes, besides
     those over which the loss is summed, along which each rank has its own; along others they are equal.
     """
 
@@ -40,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """A metric of the full run's ranks over some steps: of each of its elements the mean of the steps, the
+    """A metric of all ranks of the run over some steps: of each of its elements the mean of the steps, the
     least and the most."""
 
     module: str
@@ -78,7 +78,7 @@ def one_after_another(stretches: Iterable[tuple[Observed, ...]]) -> tuple[Observ
 
 @dataclass(frozen=True, slots=True)
 class ObservedRun:
-    """What a run let see: in the steps `first` to `last` of its end, in all since it was started or resumed,
+    """What a run shows: in the steps `first` to `last` of its end, in all since it was started or resumed,
     and in its last evaluation."""
 
     first: int

@@ -69,8 +69,8 @@ REDUCTIONS = names(
     std.correction linalg_vector_norm nansum median.dim mode kthvalue count_nonzero.dim_IntList
     norm.ScalarOpt_dim norm.Scalar nanmedian.dim"""
 )
-"""Some dims, or all, are reduced. Those that are sums make partial sums from parts; others need the dim
-full."""
+"""Some dims, or all, are reduced. Those that are sums make partial sums from parts; others need the full
+dim."""
 
 DIM_THIRD = names("linalg_vector_norm norm.ScalarOpt_dim kthvalue")
 """Which of them take the dim as the third argument, not the second."""

@@ -111,7 +111,7 @@ class Parameter:
     tied_to: the first name of a group of names for one tensor (its own name when it has only one).
     own_dtype: the dtype of the model's parameter where ops read a copy of `spec`'s dtype, else None.
     shards: how it is sharded over axes; a rank along any other axis has the same values.
-    partial: axes along which every rank's gradient is a partial sum of the sum (a norm that sees a slice of
+    partial: axes along which every rank's gradient is a partial sum (a norm that sees a slice of
         the sequence); the partial sums are summed once a step. Along an axis over which the parameter is
         sharded, those of the ranks that have the same part.
     frozen: it required no gradient when the step was captured; without `grads` and not frozen, it is one

@@ -64,7 +64,7 @@ def with_local(
 
 
 def _apart(rule: Dims | None, given: Sequence[Placement]) -> list[int]:
-    """Addends that an op with a rank's own operands does not only add up."""
+    """Operands that an op with a rank's own operands does not only add up."""
     partial_sums = {at for at, kept in enumerate(given) if kept.kind == "sum"}
     own = {at for at, kept in enumerate(given) if kept.kind == "local"}
     fits = rule is not None and any(partial_sums | own <= together for together in rule.linear)
@@ -133,7 +133,7 @@ def with_parts(
 def _counted_by_each(
     rule: Dims, names: Sequence[str], given: Sequence[Placement], specs: Sequence[TensorSpec]
 ) -> str | None:
-    """A full that is added to what may be partial_sums: it is added to their sum, and not by every rank."""
+    """A full value added to what may be partial sums: it is added to their sum, not by every rank."""
     thin = {at for at, p in enumerate(given) if p.kind == "part" and is_thin(p, specs[at].shape)}
     for together in rule.linear:
         full = [at for at in together if given[at].kind == "equal" and not given[at].zero]
@@ -159,7 +159,7 @@ def _beside(
         elif kept.zero or (kept.kind == "equal" and all(d in kept.uniform for d in dims)):
             continue
         elif dims and any(specs[at].shape[d] != blocks for d in dims):
-            # Where a slice is one element of each block, the full one is repeated beside it.
+            # Where a slice is one element of each block, the full value beside it is repeated.
             return f"{names[at]} is {kept} on every rank, beside values that are sharded"
         elif dims and kept.kind == "sum":
             return f"{names[at]} is {kept}, beside values that are sharded"
@@ -169,7 +169,7 @@ def _beside(
 def full(
     op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec], exact: bool
 ) -> tuple[Placement, ...]:
-    """All is full: along which dims results are uniform."""
+    """All operands are full: along which dims results are uniform."""
     if op.random or (not exact and op.target != EXPAND and not any(
         p.uniform for p in given
     )):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Places the ops of full programs: what ranks along an axis have of every value (`stretto.ir.placements`).
+"""Places the ops of all programs: what ranks along an axis have of every value (`stretto.ir.placements`).
 
 Values cross stages either way, so each op is placed when its operands are known. An op that has no placement
 is reported, and what it makes counts as the rank's own.
@@ -112,7 +112,7 @@ def differing(
     axis: str,
     size: int,
 ) -> set[str]:
-    """Names of values of which ranks along an axis do not all have the full one. Arguments: as above."""
+    """Names of values that ranks along an axis do not all have in full. Arguments: as above."""
     placers = placers_of(axis, size, shards, exact=False)
     for _ in place_all(programs, placers, specs):
         pass  # who proves programs says so

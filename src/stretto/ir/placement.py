@@ -1,4 +1,4 @@
-"""How ranks keep one value, and where a slice lies among its elements (`stretto.ir.placements`)."""
+"""How one value is placed on ranks, and where a slice lies among its elements (`stretto.ir.placements`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Factor = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How ranks have one value.
+    """How one value is placed on ranks.
 
     at: of a part, (dim, blocks); several where they are the same slice of the elements.
     uniform: dims along which an equal value is the same everywhere: any slice of it is like any other.
@@ -52,7 +52,7 @@ UNKNOWN = Placement("local", free=True)
 
 
 def of_whom(given: Sequence[Placement]) -> Placement:
-    """What an op makes of which no one knows whether ranks make slices of it or the full one."""
+    """What an op makes, where no one knows whether ranks make slices of it or the full value."""
     return UNKNOWN if all(p.kind == "equal" or p == UNKNOWN for p in given) else LOCAL
 
 
@@ -61,7 +61,7 @@ def part(dim: int, blocks: int = 1) -> Placement:
 
 
 class RefusedError(Exception):
-    """The op's result represents nothing. The message says what is wrong; `names`: the values it is about."""
+    """The op has no placement for its result. The message says what is wrong; names: of the values."""
 
     def __init__(self, what: str, names: Sequence[str] = ()) -> None:
         super().__init__(what)

@@ -1,6 +1,6 @@
-"""Which part of a value a rank keeps: what follows for an op's result from what it reads.
+"""Which part of a value a rank has: what follows for an op's result from what it reads.
 
-Ranks along an axis walk one program. Of the value that the program represents, each rank has along the axis:
+Ranks along an axis walk one program. Of the value that the program names, each rank has along the axis:
 
     equal      all of it
     part       an equal slice along a dim, or of each of `blocks` equal blocks along it
@@ -9,9 +9,9 @@ Ranks along an axis walk one program. Of the value that the program represents, 
     local      something of its own. Only what reads the rank's coordinate makes such: the lookups in a
                sharded vocabulary, and the cross-entropy over one, whose collectives make values of it again
 
-An op computes on what its rank has, and its result must be kept so that it represents what the op would
-have made of the values themselves. Where it is not (a nonlinear function of partial sums, a sum of a partial
-sum and a full, a slice beside another slice) the op is refused. Collectives change how a value is kept,
+An op computes on what its rank has, and its result must be placed so that it is what the op would
+have made of the values themselves. Where it is not (a nonlinear function of partial sums, a partial sum plus
+a full value, a slice beside another slice) the op is refused. Collectives change how a value is placed,
 never the value. So a program of which every op is placed computes what it would compute without the axis.
 
 A slice is known by its place in the order of a tensor's elements, which views keep. Where dims of one element
@@ -137,8 +137,8 @@ class Placer:
         try:
             result = self._placed(op, specs, own, scaled)
         except RefusedError:
-            # A full of one element was used beside parts of one element: where the model alone repeats it,
-            # and sums its gradient over the repetitions, a rank does neither. That gradient is a partial sum.
+            # A full value of one element was used beside parts of one: where the model alone repeats it, and
+            # sums its gradient over the repetitions, a rank does neither. That gradient is a partial sum.
             thin = {name: self.of(name) for name in operands(op) if is_thin(self.of(name), specs[name].shape)}
             if not backward or not thin:
                 raise

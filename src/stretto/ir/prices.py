@@ -139,7 +139,7 @@ def specs_of(job: Job) -> dict[str, TensorSpec]:
 def signature(op: Op, specs: Specs) -> str:
     """What an op is, as the key of its price: `aten.mm.default(float32[64,128], float32[128,512]{1,128})`.
 
-    specs: value name -> shape; a value that is no single tensor is as `?`.
+    specs: value name -> shape; a value that is no single tensor is written `?`.
     """
 
     def text(arg: Arg) -> str:

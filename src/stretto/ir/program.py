@@ -12,8 +12,8 @@ value in every stage. Names of things that no op defines carry a prefix:
     tangent          d(step's loss) / d(this microbatch's loss): 1 / (microbatches * dp) where it is a mean,
                      1 / (the step's count) where it is a sum
 
-An op is one call of the framework's dispatcher, or one of these, which represent communication and for the
-rank's place on an axis of the mesh (`axis` and its `size` are the last arguments of each):
+An op is one call of the framework's dispatcher, or one of these, which communicate or give the rank's
+coordinate on an axis of the mesh (`axis` and its `size` are the last arguments of each):
 
     comm.all_reduce(x, "sum" | "max", axis, size)        start; of the shape of x
     comm.all_gather(x, axis, size)                       start; gathered along dim 0
@@ -26,7 +26,7 @@ rank's place on an axis of the mesh (`axis` and its `size` are the last argument
 
 The program REDUCE_GRAD sums gradients, once a step: `comm.all_reduce((grad/a, grad/b), "sum", lane, size)`
 sums several at once, side by side in one flat tensor (one alone where it is), and its wait writes them. The
-lane is an axis, or the communicator that joins the places of a tied gradient. The loss is summed so too.
+lane is an axis, or the communicator of the ranks that have a tied parameter. The loss is summed so too.
 
 A communication is always a start and a wait, so that an order of ops can put work between them; it runs
 on the lane of its axis. Shapes are those of one rank. Text forms are short and readable, because plans are
@@ -189,7 +189,7 @@ class Op:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One stage's ops by phase: F forward, I input gradient, W weight gradient; each in order. In a plan, the
-    first stage of each place has REDUCE_GRAD as well, the sums of all that the place has.
+    first stage of each rank has REDUCE_GRAD as well, the reductions of that pipeline rank.
 
     Which values are received, sent and saved follows from the names alone; `stretto.ir.flow` says.
     """
@@ -259,7 +259,7 @@ class Job:
     microbatch_group: microbatches that go through one of a rank's stages before its next begins, where the
         user names a number (`stretto.schedule.loops`).
     split_ops: whether planning may cut products and their collectives (`stretto.passes.split_ops`).
-    message_parts: whether planning may cut messages that are full on all tensor-parallel ranks
+    message_parts: whether planning may cut messages that are replicated on all tensor-parallel ranks
         (`stretto.passes.messages_in_parts`).
     device: the kind of device that the ops were captured for; attention kernels differ between kinds.
     fixed: leaf path -> text of the batch's leaves that are no tensors; they are constants of the step.
@@ -268,8 +268,8 @@ class Job:
     metrics: what the model's code lets users see of its forward.
     read: path -> text of Python values below the model that its code has read: constants of the step.
     watch: looks at all others that model and loss have read, in the process that has captured.
-    optimizer: whose state a rank's memory has.
-    axes: (axis, size) of the mesh's axes beside pp, outermost first (`stretto.ir.mesh`). Programs and
+    optimizer: whose state counts in a rank's memory.
+    axes: (axis, size) of the mesh's axes other than pp, outermost first (`stretto.ir.mesh`). Programs and
         `batch` are those of one rank. The step's loss is the mean over microbatches and over dp; with a
         `count`, the sum over both, over the count.
     """
@@ -306,7 +306,7 @@ class Job:
     watch: Watched | None = field(default=None, compare=False, repr=False, metadata=UNWRITTEN)
 
     def size(self, axis: str) -> int:
-        """The size of an axis beside pp."""
+        """The size of an axis other than pp."""
         return dict(self.axes).get(axis, 1)
 
     def mesh(self, places: int) -> Mesh:

@@ -13,7 +13,7 @@ keeps what differs from its default: alias, random, flops, module, repeats. Argu
     'text            a string
     @dtype:float32   a constant of the framework
     inf, -inf, nan   floats that JSON has no number for
-    [...]            a tuple; numbers, true, false and null represent themselves
+    [...]            a tuple; numbers, true, false and null are written as in JSON
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _read_spec(word: str) -> TensorSpec:
 
 
 FORMS: dict[Any, Form] = {Arg: Form(_read_arg, _write_arg), TensorSpec: text(_read_spec)}
-"""Of what ops keep; an `Op` is then a row of its first five fields."""
+"""The forms of what ops contain; an `Op` is then a row of its first five fields."""
 
 
 CODEC = Codec(
@@ -143,12 +143,12 @@ FILE = TypedFile(Plan, "stretto-plan", VERSION, "plan", "Make one with `stretto 
 
 
 def plan_to_text(plan: Plan) -> str:
-    """The text of the plan's file. Raises StrettoError for what files cannot keep."""
+    """The text of the plan's file. Raises StrettoError for what files cannot express."""
     return FILE.to_text(plan, plan.edited)
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the file full or not at all. Raises StrettoError and UsageError as `TypedFile.save`."""
+    """Write the file in full or not at all. Raises StrettoError and UsageError as `TypedFile.save`."""
     FILE.save_text(plan_to_text(plan), path)
 
 

@@ -1,7 +1,7 @@
 """Where stages are: the maps from stages to ranks, and which map and how many stages a rank a family has.
 
 A rank may have several stages, *virtual stages* (Megatron-LM calls them model chunks). Capturing needs their
-number and schedules their places, so the table is here, below both.
+number, and schedules need their ranks, so the table is here, below both.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Timeline:
     """Spans by rank and lane, with the step's accounts. source: `simulated` or `measured`.
 
     memory[rank]: (time, bytes kept) steps, ascending in time; empty where it was not recorded.
-    members: how many ranks of the run each rank here represents, those of one pipeline rank, which do equal
+    members: how many ranks of the run each rank here is, those of one pipeline rank, which do equal
     work.
     busy_us: of each rank of the run, how long its compute lane ran ops; empty where that was not measured.
     stalls: who waits for whom, by axis and pair of ranks, likewise.

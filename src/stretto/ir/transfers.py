@@ -26,7 +26,7 @@ class CollectiveTime:
 
     us: from the call that starts it to its end; latency_us: the part of it that keeps no network card busy.
     processor: share of every member's processor that it takes; slowdown: share of the compute lane's speed
-        that is lost beside that, however long it takes. Both are 0 or more.
+        that is lost besides that, however long it takes. Both are 0 or more.
     """
 
     us: float
@@ -40,7 +40,7 @@ class CollectiveTime:
         return self.processor + self.slowdown
 
     def __add__(self, after: CollectiveTime) -> CollectiveTime:
-        """One collective after the other, as one: processor time is sharded over both."""
+        """One collective after the other, as one: processor time is spread over both."""
         us = self.us + after.us
         if not us:
             return self
@@ -88,8 +88,8 @@ def slowest_link(costs: Costs, ranks: Sequence[int]) -> Link:
 
 
 def axis_time(costs: Costs, axis: str, kind: str, nbytes: int) -> CollectiveTime:
-    """A collective of an axis beside pp, of `nbytes` (of the full tensor). Raises PlanError when the costs
-    have none."""
+    """A collective of an axis other than pp, of `nbytes` (of the full tensor). Raises PlanError when the
+    costs have none."""
     result = costs.collectives.get((axis, kind))
     if result is None:
         fault = f"{kind} on {axis!r} has no cost: links join pipeline ranks and say nothing of {axis}"

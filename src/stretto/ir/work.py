@@ -1,7 +1,7 @@
 """How much a rank computes in a step, and what part of its device's peak that is: MFU and HFU.
 
-FLOPs are counted on the captured graph by PyTorch's formulas (products, convolutions, attention, which counts
-full under a causal mask too). MFU leaves out what the backward computes again, HFU counts it (Chowdhery et
+FLOPs are counted on the captured graph by PyTorch's formulas (products, convolutions, attention, in which a
+causal mask saves nothing). MFU leaves out what the backward computes again, HFU counts it (Chowdhery et
 al. 2022, "PaLM", arXiv 2204.02311, appendix B). That is recomputation of a plan's, and the scores of fused
 attention: one of its backward's five products, which its forward made and did not keep. Numbers only.
 """

@@ -97,7 +97,7 @@ def ending_by_exit() -> Iterator[None]:
 
 @contextlib.contextmanager
 def blocked() -> Iterator[None]:
-    """Keep the stop signals of this thread back until the block is done, so that cleaning up is full."""
+    """Keep the stop signals of this thread back until the block is done, so that all is cleaned up."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
     try:
         yield

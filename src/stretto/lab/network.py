@@ -75,7 +75,7 @@ def start_ticks(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in parentheses and may keep blanks and parentheses itself.
+    # The second field is the program's name in parentheses and may contain blanks and parentheses itself.
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
@@ -138,8 +138,8 @@ MTU_BYTES = 9000
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _RATE = re.compile(r"^\s*(\d{1,12}(?:\.\d{1,12})?)\s*([a-zA-Z]+)\s*$")
 
-# A sender's packets must fit the bucket full, else the kernel cuts each; and the bucket must be small: what
-# it has crosses an idle link at once. Kernel time for 128 MiB each way at 1 Gbit/s, on Linux 6.18: 0.3 s
+# A sender's packets must fit the bucket as they are, else the kernel cuts each; and the bucket must be small:
+# what it has crosses an idle link at once. Kernel time for 128 MiB each way at 1 Gbit/s, on Linux 6.18: 0.3 s
 # so, 0.5 s with packets of 64 KiB that are cut, 4.4 s without segmentation offload and frames of 1500 B.
 # Two segments of a 9000 B link with the 320 B and a little that Linux keeps free for headers.
 _GSO_MIN_BYTES = 2 * MTU_BYTES + 512

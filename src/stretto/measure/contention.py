@@ -43,7 +43,7 @@ REPEATS = 4
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """processor_us: what one collective takes from each member's compute, beside start_us: the call that
+    """processor_us: what one collective takes from each member's compute, besides start_us: the call that
     begins it, as its thread computes (0 on an accelerator); slowdown as in `ir.costs.CollectiveCost`."""
 
     processor_us: float

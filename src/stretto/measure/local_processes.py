@@ -45,8 +45,8 @@ def measure_between(
     mesh: Mesh, wanted: Sequence[WantedCollective], link: bool, timeout_s: float = TIMEOUT_S
 ) -> Between:
     """Messages between two processes (if `link`), and the collectives that are wanted, between processes.
-    mesh: axes beside pp; when it has more than `MOST_PROCESSES` ranks, its largest axes are halved until it
-    fits, and times are scaled as a ring's are; their source says so. Raises StrettoError when the processes
+    mesh: axes other than pp; when it has more than `MOST_PROCESSES` ranks, its largest axes are halved until
+    it fits, and times are scaled by their kinds; their source says so. Raises StrettoError when the processes
     cannot be started or fail."""
     small = fitting(mesh)
     world = max(small.world, 2 if link else 1)
@@ -58,7 +58,7 @@ def measure_between(
     collectives = {}
     for (axis, kind), one in result.collectives.items():
         cost = replace(one.cost, source=f"{one.cost.source}, loopback")
-        cost = scaled(cost, small.size(axis), mesh.size(axis))
+        cost = scaled(cost, kind, small.size(axis), mesh.size(axis))
         collectives[axis, kind] = replace(one, cost=cost)
     if result.link is None:
         return Between(None, collectives)

@@ -142,7 +142,7 @@ def timed(
 
 
 def counted(members: Sequence[Sequence[tuple[float, float]]]) -> tuple[float, float, float]:
-    """(full, start, spread) of one group from its members' (full, start) of each round: the full one is that
+    """(full, start, spread) of one group from its members' (full, start) of each round: the full time is that
     of the member that comes last and has not waited for others, the start a mean; over the fastest rounds."""
     rounds = sorted(
         (min(full for full, _ in each), statistics.fmean(start for _, start in each))
@@ -219,7 +219,7 @@ def collective_call(
     row = KINDS[kind]
     count = elements(nbytes, dtype, members)
     how = row.reductions[0] if row.reductions else ""
-    # Of the full tensor, or of a part of it that becomes the full one.
+    # Of the full tensor, or of a part of it that becomes the full tensor.
     ways = [(given, row.shape((given,), members, how)) for given in (count, count // members)]
     given, made = next((given, made) for given, made in ways if made and max(given, *made) == count)
     value = torch.zeros(given, dtype=getattr(torch, dtype), device=device)

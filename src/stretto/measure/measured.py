@@ -1,6 +1,6 @@
 """Costs of a job measured where it will run, in "local" planning.
 
-When the ranks of the plan are running (`torch.distributed` has as many), each measures its place's stages
+When the ranks of the plan are running (`torch.distributed` has as many), each measures its own stages
 while all others measure theirs, as they will compute; then messages of every pair of pipeline ranks, at all
 other coordinates at once; then the collectives of every axis, all groups at once. What ranks that do equal
 work found is merged by the median, so all have equal costs. Ops are measured before communication and once

@@ -84,8 +84,8 @@ def measure_links(
     pairs: Sequence[tuple[int, int]], device: torch.device, mesh: Mesh | None = None
 ) -> dict[tuple[int, int], ProbedLink]:
     """Links of (sender, receiver) pairs of pipeline ranks; every rank must call it with the same pairs. mesh:
-    how ranks are laid out, when there are axes beside pp; a pair is then measured between all its ranks at
-    once. Returns what this rank measured as a sender. Both directions take the same from the processor."""
+    how ranks are laid out, when there are axes other than pp; a pair is then measured between all its ranks
+    at once. Returns what this rank measured as a sender. Both directions take the same from the processor."""
     rank = dist.get_rank()
     mesh = mesh or Mesh(((PIPELINE, dist.get_world_size()),))
     here = mesh.coordinates(rank)

@@ -44,7 +44,7 @@ from stretto.price.shared import FREE
 
 
 def function_of(target: str, device: torch.device) -> Callable[..., Any]:
-    """The function that represents an op: the dispatcher's own, or one of these."""
+    """The function that computes an op: the dispatcher's own, or one of these."""
     if target in BY_TARGET:
         return partial(_started, BY_TARGET[target])
     result: dict[str, Callable[..., Any]] = {
@@ -226,7 +226,7 @@ def _is_weight(name: str) -> bool:
 def made_up_tensor(
     spec: TensorSpec, generator: torch.Generator, device: torch.device, says: Says | None = None
 ) -> torch.Tensor:
-    """A made-up value: small random numbers; integers that say the same of what they say in a step, zeros
+    """A made-up value: small random numbers; integers that say what they say in a step, zeros
     where nothing is known of them."""
     dtype = getattr(torch, spec.dtype)
     if dtype.is_floating_point:

@@ -1,7 +1,7 @@
 """The ranks that run, their machines, and costs that were measured on them before.
 
 1. Costs belong to the machines of all ranks: devices, release of PyTorch, threads, cores and quotas, how
-   products are computed, what libraries are reported by the environment, and which ranks share a host; where
+   products are computed, what the environment sets for libraries, and which ranks share a host; where
    there are several hosts, also which they are, as their network counts.
 2. Rank 0 looks among what its host has kept; what it finds all ranks take. Else all measure, and rank 0
    keeps it.
@@ -112,7 +112,7 @@ def costs_again(
     measure: Callable[[], Costs],
     kept: Kept | None,
 ) -> Costs:
-    """Step 2; every rank must call it. parts: what beside the machines the costs belong to. measure: called
+    """Step 2; every rank must call it. parts: what besides the machines the costs belong to. measure: called
     on all ranks or on none."""
     if not ranks.broadcast(kept is not None):
         return measure()

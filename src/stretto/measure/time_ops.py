@@ -2,7 +2,7 @@
 
 1. Which: those of jobs, or a sweep over sizes, from which others are interpolated: products (square, and of
    linear layers, forward and backward), fused attention, ops that only move memory.
-2. Inputs are made up from their specs, in as many sets as keep the processor's caches from keeping them
+2. Inputs are made up from their specs, in so many sets that the processor's caches cannot keep them
    all: in a step, an op's weights were last touched a stage ago.
 3. Rounds of calls; a round is long enough for the clock. The mean of the faster half counts, and the
    half's range shows the noise.

@@ -40,7 +40,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""What safetensors calls them. Others (F8_E4M3 and the same) are of quantised weights, with scales."""
+"""What safetensors calls them. Others (F8_E4M3 and the like) are of quantised weights, with scales."""
 
 NEEDED = (
     "model*.safetensors",

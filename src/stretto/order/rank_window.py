@@ -1,4 +1,4 @@
-"""What one rank orders, a window or its full tensor step, prepared to be walked many times.
+"""What one rank orders, a window or its full step, prepared to be walked many times.
 
 Waits, views and ops that take little are not placed by themselves: they come directly before their first
 user, so that what arrives later than predicted stops the lane as late as possible.

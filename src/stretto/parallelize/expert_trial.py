@@ -180,7 +180,7 @@ class ExpertTrial:
             return "what it makes of a token is no sum over the token's experts, as with an added input"
         return (
             "a rank's experts compute something else by themselves (does it know them by number, or does "
-            "something beside its own parameters, or are there no gradients for rows of zeros?)"
+            "something besides its own parameters, or are there no gradients for rows of zeros?)"
         )
 
     def _call(self, parameters: Mapping[str, Tensor], *args: Tensor) -> Tensor:

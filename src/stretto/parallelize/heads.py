@@ -59,7 +59,7 @@ KEYS = re.compile(r"(^|_)w?(k|v|kv|keys?|values?|key_value)(_|$)", re.IGNORECASE
 
 
 class _HeadsOfAttention:
-    """A module with a colwise matrix in it, and what is stated about its heads."""
+    """A module with a colwise matrix in it, and what is known about its heads."""
 
     def __init__(self, model: nn.Module, name: str, module: nn.Module, widest: int) -> None:
         """widest: output features of the widest of its colwise matrices."""

@@ -1,7 +1,7 @@
 """Causal attention of a sequence's last queries: each sees the keys up to its own place, counted from the
 end.
 
-What it uses of PyTorch beside public names, with a test: aten._scaled_dot_product_flash_attention, whose
+What it uses of PyTorch besides public names, with a test: aten._scaled_dot_product_flash_attention, whose
 `is_causal` means that on CUDA (FlashAttention 2.1 and later). `torch.nn.attention.bias.causal_lower_right`
 calls the same, and cannot be made while a graph is captured. Elsewhere there is a mask.
 """

@@ -25,7 +25,7 @@ from stretto.ir.collectives import (
     Kind,
 )
 from stretto.parallelize.chunked import Chunked
-from stretto.parallelize.unseen import ALONE, is_now, unseen
+from stretto.parallelize.unseen import ALONE, AXES, is_now, unseen, value_now
 
 NAMESPACE = "stretto"
 
@@ -71,13 +71,18 @@ _calls = getattr(torch.ops, NAMESPACE)
 @unseen
 def index(like: Tensor, axis: str, size: int) -> Tensor:
     """This rank's coordinate on the axis: a 0-d int64 tensor on the device of `like`."""
+    _check_axis("the rank's coordinate", axis, size)
     made: Tensor = _calls.axis_index(like, axis, size)
     return made
 
 
 @unseen
 def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Tensor:
-    """Any collective, start and wait; no gradient."""
+    """Any collective, start and wait; no gradient. Raises ValueError for a shape or an axis that is wrong."""
+    _check_axis(kind.name, axis, size)
+    if kind.shape(x.shape, size, op) is None:
+        needs = f"a dim 0 that is a multiple of {size}" if x.dim() else "a dim 0: write x.unsqueeze(0)"
+        raise ValueError(f"{kind.name} over {axis} = {size}: a tensor of shape {list(x.shape)} needs {needs}")
     how = (op,) if kind.has_how else ()
     made: Tensor = _calls.wait(getattr(_calls, kind.name)(x.contiguous(), *how, axis, size))
     return made
@@ -93,7 +98,7 @@ def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
 def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` put together, in the order of ranks; no gradient. Collectives work along the first
     dim: with something before `dim`, the parts are put into their places by a copy."""
-    dim %= x.dim()
+    dim = _dim_of(x, dim)
     made = communicate(ALL_GATHER, x, axis, size)
     if dim == 0:
         return made
@@ -106,7 +111,7 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 @unseen
 def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """The sum over the axis, of which each rank keeps its slice along `dim`; no gradient."""
-    x, dim = x.contiguous(), dim % x.dim()
+    x, dim = x.contiguous(), _dim_of(x, dim)
     check_divides(x.shape[dim], size, axis, f"dim {dim} of a tensor of shape {list(x.shape)}")
     part = x.shape[dim] // size
     shape = [part if d == dim else n for d, n in enumerate(x.shape)]
@@ -119,7 +124,8 @@ def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 @unseen
 def own_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """This rank's slice along `dim`; no gradient."""
-    dim %= x.dim()
+    _check_axis("a rank's slice", axis, size)
+    dim = _dim_of(x, dim)
     check_divides(x.shape[dim], size, axis, f"dim {dim} of a tensor of shape {list(x.shape)}")
     made: Tensor = _calls.axis_chunk(x, dim, axis, size)
     return made
@@ -132,6 +138,18 @@ def check_divides(n: int, size: int, axis: str, what: str) -> None:
             f"{what} cannot be sharded equally over {axis} = {size}: {n} is not a multiple of it; change the "
             "one or the other"
         )
+
+
+def _dim_of(x: Tensor, dim: int) -> int:
+    if not x.dim():
+        raise ValueError("ranks share a tensor along a dim, and this one has none; write x.unsqueeze(0)")
+    return dim % x.dim()
+
+
+def _check_axis(what: str, axis: str, size: int) -> None:
+    axes = value_now(AXES)
+    if axes is not None and (axis, size) not in axes:
+        raise ValueError(f"{what} is over {axis} = {size}, and the job has {dict(axes)} besides pp: name one")
 
 
 class _OneToOnePair(torch.autograd.Function):
@@ -179,8 +197,6 @@ def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
     """Part k of dim 0 goes to rank k; what comes is in the order of ranks. Its gradient goes back so. kind:
     another that sums nothing."""
-    if kind.splits:
-        check_divides(x.shape[0], size, axis, f"dim 0 of a tensor of shape {list(x.shape)}")
     back = KINDS[kind.gradient]
     return _pair(
         x, lambda t: communicate(kind, t, axis, size), lambda grad: communicate(back, grad, axis, size)

@@ -37,7 +37,7 @@ def full_of(parts: list[Tensor], shard: Shard) -> Tensor:
 
 
 def bounds(full: int, parts: int) -> list[int]:
-    """Where parts of a full begin and end, as equal as can be; at most `full` parts."""
+    """Where parts of `full` items begin and end, as equal as can be; at most as many parts."""
     return list(dict.fromkeys(-(-full * k // parts) for k in range(parts + 1)))
 
 

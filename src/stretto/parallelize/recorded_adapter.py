@@ -4,7 +4,7 @@ The call is made on the first chunk and on the full tensor, without values. Both
 are placed in order (`stretto.ir.placements`). Of the cuts that a view of a chunk may be, those stay that make
 the shape of the full tensor.
 
-What it uses of PyTorch beside public names, with a test: torch.utils._python_dispatch.TorchDispatchMode, the
+What it uses of PyTorch besides public names, with a test: torch.utils._python_dispatch.TorchDispatchMode, the
 trees of torch.utils._pytree, schemas of ops, and torch.Tensor._make_wrapper_subclass.
 """
 
@@ -154,7 +154,7 @@ def _like(value: Any) -> Any:
 def _fitting(
     placement: Placement, chunk: Sequence[int], full: Sequence[int], ratio: Fraction
 ) -> Placement | None:
-    """The placement with the cuts that make a full of that shape of chunks of this; None where none does."""
+    """The placement with the cuts by which chunks of this make a full tensor of that shape, or None."""
     if len(chunk) != len(full):
         return None
     unlike = [dim for dim, (n, m) in enumerate(zip(chunk, full, strict=True)) if n != m]

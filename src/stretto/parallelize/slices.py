@@ -83,7 +83,7 @@ class Slices:
         return ops.scatter(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
 
     def collect(self, x: Tensor) -> Tensor:
-        """The full tensor of slices, for what all ranks do the same."""
+        """The full tensor of slices, for what all ranks do alike."""
         return ops.collect(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
 
     def block(self, name: str, module: nn.Module) -> Callable[..., Any]:

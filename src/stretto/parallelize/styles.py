@@ -196,7 +196,7 @@ def _dim_of(given: Any, where: str, parameter: Tensor) -> tuple[int, int]:
 
 def plan_of(model: nn.Module, given: Mapping[str, Any] | None) -> dict[str, Style]:
     """Module name -> style, for the modules that have one; given: as for `given_plan`. Patterns that name
-    parameters are about those of experts; a model's own plan may name others, which stay full. Raises
+    parameters are about those of experts; a model's own plan may name others, which stay replicated. Raises
     UsageError for a model without a plan, a pattern that no module has, and for unknown styles."""
     plan = given_plan(model, given)
     result: dict[str, Style] = {}

@@ -96,7 +96,7 @@ def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> N
 def _vocabulary_fits(
     model: nn.Module, styles: dict[str, Style], modules: Mapping[str, nn.Module], size: int
 ) -> dict[str, Style]:
-    """An output head that is gathered anyway is sharded along the vocabulary; what cannot be stays full."""
+    """An output head that is gathered anyway is sharded along the vocabulary; else it is replicated."""
     result = dict(styles)
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, style in styles.items():
@@ -142,7 +142,7 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
         how = f"Give styles to modules in it with one ({', '.join(inner)})" if inner else "Leave it out"
         raise UsageError(
             f"{name} ({type(module).__name__}): the style {kind!r} needs a matrix `weight`. {how}, or keep "
-            f"it full with {{{name!r}: 'replicated'}} in tp_plan"
+            f"it replicated with {{{name!r}: 'replicated'}} in tp_plan"
         )
     if isinstance(module, nn.Embedding) and kind != "vocabulary":
         raise UsageError(

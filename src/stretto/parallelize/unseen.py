@@ -27,9 +27,9 @@ CHUNK = "stretto_chunk"
 _state = threading.local()
 
 
-HIDDEN, ALONE, ON_CUDA = "hidden", "alone", "on_cuda"
+HIDDEN, ALONE, ON_CUDA, AXES = "hidden", "alone", "on_cuda", "axes"
 """What is called is the library's own; the model runs alone, and what communicates gives what it is given;
-what is called will run on CUDA, wherever its tensors are."""
+what is called will run on CUDA, wherever its tensors are; the (axis, size) that the capture has."""
 
 
 def is_now(kind: str) -> bool:
@@ -37,11 +37,16 @@ def is_now(kind: str) -> bool:
     return bool(getattr(_state, kind, False))
 
 
+def value_now(kind: str) -> Any:
+    """What the innermost open context of this kind was given; None without one."""
+    return getattr(_state, kind, None)
+
+
 @contextmanager
-def now(kind: str) -> Iterator[None]:
+def now(kind: str, value: object = True) -> Iterator[None]:
     """The kind of what is called while the context lasts, in this thread."""
-    before = is_now(kind)
-    setattr(_state, kind, True)
+    before = value_now(kind)
+    setattr(_state, kind, value)
     try:
         yield
     finally:

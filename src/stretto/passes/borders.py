@@ -202,7 +202,7 @@ class _Border:
         return self._add(f"{op.name}_part", GETITEM, (Ref(made.name), 0), part, None)
 
     def _cut(self, name: str, rows: TensorSpec) -> str:
-        """This rank's part of the rows of what is unsharded."""
+        """This rank's part of the rows of a full value."""
         part = f"{self._value}_of_{name.replace('/', '_')}_part"
         module = self._ops[self._value].module
         self.made += cut_rows(name, part, self._specs[name], rows, self._size, module)

@@ -184,7 +184,7 @@ class _Spread:
         return True
 
     def _of_view(self, name: str, other: str) -> bool:
-        """Whether both are full pieces with rows first, of which one is a view of the other."""
+        """Whether both are in one piece with rows first, of which one is a view of the other."""
         contiguous = all(self._specs[one].stride is None for one in (name, other) if one in self._specs)
         return contiguous and other in self._specs and self.leading(other)
 

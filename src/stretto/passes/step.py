@@ -136,7 +136,7 @@ class Step:
     that a rank may use.
     windows: by name, in the order of their items. sent_before: message (edge, microbatch) -> the sender's run
     before which its send is waited for; others are waited for at the end. ahead: microbatches before that
-    which needs it a receive is posted at the latest, beside what lowering does anyway.
+    which needs it a receive is posted at the latest, besides what lowering does anyway.
     """
 
     job: Job

@@ -1,4 +1,4 @@
-"""What a plan would about take, for a small part of its time: one variant over few microbatches, not proved.
+"""About how long a plan's step takes, found in little time: one variant over few microbatches, not proved.
 
     1. The step of fewer microbatches (`Step.short`) is simulated in one way: in pairs with so long a warm-up
        as is asked for, or without pairs. Another way takes its place where that cannot be, or where a rank
@@ -46,7 +46,7 @@ class Brief:
 def brief(
     job: Job, cluster: Description, order: str, ahead: int | None, fits: Callable[[Sequence[int]], bool]
 ) -> Brief:
-    """What a plan of the job would about take, with the schedule that it wishes, which is not "auto". order:
+    """About what a plan of the job would take, with the schedule that it wishes, which is not "auto". order:
     of ops. ahead: of pairs (`AHEAD`), that are simulated first; None for no pairs. fits: whether so many
     bytes a rank are allowed; where no way fits, the one that needs least comes out.
 

@@ -71,7 +71,7 @@ memory for a larger model or batch gains more by it."""
 @dataclass(frozen=True, slots=True)
 class Tried:
     """A variant with the step over few microbatches that it takes, and the most bytes of any rank; step_us is
-    0 for one that has no other beside it, infinite for one that is there in case that all others are refused.
+    0 for one that has no alternative, infinite for one that is there in case that all others are refused.
     begin: how many of its passes change the job."""
 
     variant: Variant

@@ -89,7 +89,7 @@ def make_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Wished:
-    """What a plan is to be, beside its job and its schedule: arguments of `plan`."""
+    """What a plan is to be, besides its job and its schedule: arguments of `plan`."""
 
     overlap: OverlapMode
     order: str

@@ -38,7 +38,7 @@ Groups = tuple[tuple[int, ...], ...]
 def pair(schedule: Schedule, *, ahead: int = 0) -> Schedule | None:
     """The schedule in pairs; None when there is nothing to join, or when its slots are overlapped already.
 
-    ahead: forwards that each rank runs earlier for every rank behind it, beside the one that joins.
+    ahead: forwards that each rank runs earlier for every rank behind it, besides the one that joins.
     """
     if any(isinstance(slot, Overlap) for order in schedule.orders for slot in order):
         return None

@@ -22,7 +22,7 @@ BRIEF = 20
 """Steps walked to see whether one window a rank fits at all, where memory has a limit. Assumed."""
 
 MOST_ITEMS = 100_000
-"""Items of a step beyond which it is not searched as a full value. Measured on a Llama of 70 billion
+"""Items of a step beyond which its windows are not searched together. Measured on a Llama of 70 billion
 parameters over 512 devices with 32 microbatches: its search took 12 GB, and longer than ten minutes."""
 
 MORE_LIVE = (2, 1)

@@ -249,7 +249,7 @@ def pp_link(found: Description, mesh: Mesh) -> Link:
 
 
 def sum_cost(found: Description, mesh: Mesh, axis: str) -> CollectiveCost:
-    """What gradient reductions along an axis cost. Raises UsageError for a calibration that has none."""
+    """What gradient reductions along an axis cost. Raises UsageError for a calibration without one."""
     kind = ALL_REDUCE.name
     if isinstance(found, Cluster):
         return ring_cost(flat_link(found), kind, mesh.size(axis))
@@ -259,7 +259,7 @@ def sum_cost(found: Description, mesh: Mesh, axis: str) -> CollectiveCost:
 
 
 def describe(cluster: str | Description) -> Description | None:
-    """The description that a name or a file represents; None for "local".
+    """The description that a name or a file gives; None for "local".
 
     A name is a device of the catalogue and a count, `h100x1024`. A file is a calibration (.json, made by
     `stretto calibrate`), a cluster file (.toml with the key `device`), or `stretto.Cluster`'s fields (.toml).

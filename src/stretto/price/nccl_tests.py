@@ -155,7 +155,7 @@ def _json_runs(path: Path, text: str) -> Iterator[_Run]:
     devices = config.get("devices", [])
     run = _Run(1, ranks=max((int(d["rank"]) + 1 for d in devices if "rank" in d), default=0))
     if run.ranks < 2:
-        # Without MPI one entry represents all devices of the process.
+        # Without MPI one entry covers all devices of the process.
         run.ranks = int(config.get("nthreads", 1)) * int(config.get("ngpus", 1))
     for argument in full.get("args", []):
         named = _PROGRAM.search(str(argument))

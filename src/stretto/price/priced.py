@@ -1,6 +1,6 @@
 """Costs of a job from a calibration: looked up where measured, else by what is alike, else by a roofline.
 
-Ops: as `stretto.price.alike` says; beside those that were measured there are those of a profiler's trace, by
+Ops: as `stretto.price.alike` says; besides those that were measured there are those of a profiler's trace, by
 name and shapes (`traced`).
 
 Collectives: those of groups as large and as far apart; else of groups as large; else a ring's, scaled from
@@ -150,7 +150,7 @@ def find_group(calibration: Calibration, mesh: Mesh, axis: str, kind: str) -> Gr
         return abs(math.log2(group.members / members)), abs(math.log2(group.stride / stride))
 
     best = min(known, key=distance)
-    cost = scaled(best.cost, best.members, members)
+    cost = scaled(best.cost, kind, best.members, members)
     if best.stride != stride:
         cost = replace(cost, source=f"{cost.source}; ranks {best.stride} apart for {stride}")
     return GroupTiming(kind, members, stride, best.hosts, cost, best.calls, best.spread)

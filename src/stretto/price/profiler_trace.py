@@ -2,7 +2,7 @@
 
 The trace is what `torch.profiler.profile(record_shapes=True)` exports (`export_chrome_trace`, .json or
 .json.gz). An event of category `cpu_op` is one call of the dispatcher, with the dims and types of its inputs;
-nested events are calls that it made, so each represents itself.
+nested events are calls that it made, so each event counts for itself.
 
     on a processor     an op's time is its event's duration
     on an accelerator  it is the time of the kernels launched within the event, which carry the innermost

@@ -18,7 +18,7 @@ from stretto.ir.program import DTYPE_BYTES, GETITEM, WAIT, Job
 from stretto.ir.transfers import message_us, reduced_bytes
 
 ACTION_US = 8.0
-"""Time of a window's run beside its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
+"""Time of a window's run besides its ops: its call, its clock readings. Measured on a 2.6 GHz core."""
 
 FREE = (GETITEM, WAIT)
 """Ops that take no time of their own: the tuple has paid, the communication has a lane of its own."""
@@ -39,13 +39,13 @@ def ring_cost(link: Link, kind: str, members: int) -> CollectiveCost:
     )
 
 
-def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
-    """The cost of a ring of `wish` members from that of one of `members`: latency goes with the steps, n - 1,
-    and bytes with (n - 1) / n."""
+def scaled(cost: CollectiveCost, kind: str, members: int, wish: int) -> CollectiveCost:
+    """The cost for `wish` members from that for `members`: latency goes with the kind's steps, and bytes with
+    what each member sends (n - 1 and (n - 1) / n of a ring)."""
     if members == wish:
         return cost
-    steps = (wish - 1) / (members - 1)
-    part = steps * members / wish
+    steps = KINDS[kind].steps(wish) / KINDS[kind].steps(members)
+    part = KINDS[kind].moved(wish) / KINDS[kind].moved(members)
     latency = cost.curve.points[0][1]
     points = [(nbytes, latency * steps + (us - latency) * part) for nbytes, us in cost.curve.points]
     return replace(
@@ -53,14 +53,14 @@ def scaled(cost: CollectiveCost, members: int, wish: int) -> CollectiveCost:
         curve=Curve(tuple(points)),
         processor_us_per_mb=cost.processor_us_per_mb * part,
         processor_us=cost.processor_us * steps,
-        source=f"{cost.source}; scaled to {wish} ranks as a ring",
+        source=f"{cost.source}; scaled to {wish} ranks",
     )
 
 
 def sharing(axes: Iterable[str], leaving: Collection[str], *, pipelined: bool) -> tuple[str, ...]:
-    """Those of `axes` (beside pp) whose collectives share a network card with something. leaving: the axes
-    whose groups span hosts, `pp` among them if messages do; pipelined: whether there are messages. One axis
-    alone has the card to itself. With messages that stay inside a host nothing shares: cards carry all
+    """Those of `axes` (other than pp) whose collectives share a network card with something. leaving: the
+    axes whose groups span hosts, `pp` among them if messages do; pipelined: whether there are messages. One
+    axis alone has the card to itself. With messages that stay inside a host nothing shares: cards carry all
     messages or none (`stretto.simulating.cards`)."""
     if pipelined and PIPELINE not in leaving:
         return ()

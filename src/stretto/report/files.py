@@ -2,7 +2,7 @@
 
 A timeline is written so that users can read and other tools can load it: a span is a row (rank, lane, kind,
 name, start_us, end_us, and an object of what else is known of it), one a line. Times are microseconds, memory
-is bytes. Figures are what a report has of a plan beside its timelines: with them a run can be reported when
+is bytes. Figures are what a report has of a plan besides its timelines: with them a run can be reported when
 its plan file is of another version.
 """
 

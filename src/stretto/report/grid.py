@@ -47,7 +47,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def format_share(share: float) -> str:
-    """A share of a full value: `6.5%`."""
+    """A share of all: `6.5%`."""
     return f"{100 * share:.1f}%"
 
 

@@ -1,4 +1,4 @@
-"""What a model let see of its steps, in tables and sentences: loads by expert, and whatever else it observes.
+"""What a model shows of its steps, in tables and sentences: loads by expert, and whatever else it observes.
 
 Of a layer with experts (a module that observes `rows`) tables show shares, of any other metric its numbers. A
 cell of the table of all experts is as strong in colour as the expert is from its even share: orange above it

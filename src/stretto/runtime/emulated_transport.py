@@ -5,8 +5,8 @@
    simulation, given when this rank really started what the peer waits for.
 2. The k-th start on a lane is the k-th that the plan's order has there.
 3. What is received is made up: messages are small random numbers; other members of a collective have what
-   this rank has, and an all-reduce leaves its value as it is. Writing it is no work of the rank, which a
-   transport's own threads or a device's copy engine would do: the step's clock is stopped meanwhile.
+   this rank has, and an all-reduce leaves its value as it is. A transport's own threads or a device's
+   copy engine would write it, not the rank: so the step's clock is stopped meanwhile.
 4. A wait that finds its transfer unfinished sleeps until the end that is predicted, and is recorded.
 """
 

@@ -79,7 +79,7 @@ def fit_batch(
         full = name in job.replicated
         want = spec.shape if full else (spec.shape[0] * job.pieces, *spec.shape[1:])
         if tuple(leaf.shape) != want:
-            how = "the full one for each" if full else f"{job.pieces} microbatches of {spec.shape[0]}"
+            how = "in full for each microbatch" if full else f"{job.pieces} microbatches of {spec.shape[0]}"
             raise UsageError(
                 f"batch leaf {name!r} has shape {list(leaf.shape)}; the plan was made for {list(want)} "
                 f"({how}): every batch must have that shape"

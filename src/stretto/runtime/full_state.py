@@ -263,7 +263,7 @@ def _check(job: Job, entries: Mapping[str, Entry], values: Mapping[str, Any], st
         want = shapes[name or ""] if unused is None else tuple(unused.shape)
         if tuple(value.shape) != want:
             raise UsageError(
-                f"load_state_dict: {key!r} has the shape {list(value.shape)}, and the full in the model "
+                f"load_state_dict: {key!r} has the shape {list(value.shape)}, and the model's full tensor "
                 f"{list(want)}: give full tensors, on every rank"
             )
     for keys in ties.values():

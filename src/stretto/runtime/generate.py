@@ -1,7 +1,7 @@
 """A window becomes one Python function: the plan's ops in order, with waits and sends in their places.
 
-The function's text is what it does, op by op; nothing is looked up while it runs. It may be read with
-`Generated.source`.
+The function's text is what it does, op by op; nothing is looked up while it runs. `Generated.source` has it.
+`hooks` is the `RankState` of `runtime.rank`. Views are called as `reshape` (`dispatch_adapter.INSTEAD`).
 
     1. Values that other windows made are taken from the microbatch's store, for good when neither a later
        window nor another part of this one reads them there. Parameters, buffers and constants are bound once.
@@ -66,8 +66,8 @@ class Externals:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`. hooks: what a
-    window calls beside ops; `stretto.runtime.rank.RankState` has them."""
+    """`run(hooks, batch leaves of each part, store of each part, microbatch of each part)`. hooks: the
+    rank's `stretto.runtime.rank.RankState`, whose methods a window calls besides ops."""
 
     run: Callable[..., None]
     source: str
@@ -294,7 +294,7 @@ class Writer:
         self.line(f"del {full}")
 
     def _key(self, op: Op) -> int:
-        """What the op's draws depend on beside step and microbatch: what is computed again draws the same."""
+        """What draws depend on besides step and microbatch: what is computed again draws the same."""
         drawn = op.repeats or op.name
         if op.name in self.externals.differing:
             return op_key(f"{drawn} {TENSOR} {self.externals.coordinates.get(TENSOR, 0)}")
@@ -350,7 +350,7 @@ class Writer:
         return repr(arg)
 
     def keep_results(self, part: int, op: Op, stage: int, phase: Phase, may_own: bool = True) -> None:
-        """Steps 4 and 5 for one op. may_own: False where another value may are in the result's storage."""
+        """Steps 4 and 5 for one op. may_own: False where another value may be in the result's storage."""
         if (stage, op.name) in self.takers:
             return  # a tuple is its parts
         value = self.name(part, op.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Lock
 from typing import Literal, TypeVar
 
 import torch
@@ -29,7 +30,8 @@ def run_threads(
 
     model_of: rank -> the model whose parameters that rank uses; one model for all ranks is right as long
     as no two ranks have the same parameter in full (tied across stages, or copied along dp or tp): each rank
-    must then have its own copy. seed, empty, compile: as for `Runner`.
+    must then have its own copy. It is called for one rank at a time; threads share PyTorch's generator, so
+    seed that in it. seed, empty, compile: as for `Runner`.
 
     Raises the first error of any rank; the other ranks are woken and end, as all do when the caller is
     interrupted.
@@ -37,6 +39,7 @@ def run_threads(
     ends = ThreadTransport.group(plan.world)
     processors = torch.get_num_threads()
     errors: list[BaseException] = []
+    making = Lock()
 
     def body(end: ThreadTransport) -> T:
         try:
@@ -44,7 +47,9 @@ def run_threads(
             # matrix product before that would use all cores, and round in another way than the same one
             # after it.
             torch.set_num_threads(processors)
-            runner = Runner(plan, model_of(end.rank), transport=end, seed=seed, empty=empty, compile=compile)
+            with making:
+                model = model_of(end.rank)
+            runner = Runner(plan, model, transport=end, seed=seed, empty=empty, compile=compile)
             return work(runner)
         except BaseException as error:
             errors.append(error)
@@ -56,7 +61,7 @@ def run_threads(
         try:
             wait(results)
         except BaseException:
-            # Ctrl-C is heard here alone: ranks that wait for each other would go on.
+            # Only this thread gets Ctrl-C: ranks that wait for each other would go on.
             ends[0].fail("the run was interrupted")
             raise
     if errors:

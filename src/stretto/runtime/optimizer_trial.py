@@ -167,7 +167,7 @@ def _difference(
     cut: Callable[[Tensors], list[Tensors]],
 ) -> float:
     """The largest difference between updates of a tensor and of its pieces, relative to the largest; 0 for
-    rounding makes. Raises _UntriedError."""
+    what rounding makes. Raises _UntriedError."""
     try:
         together = _updates(optimizer, options, full)
         apart = [_updates(optimizer, options, piece) for piece in cut(full)]

@@ -1,6 +1,6 @@
 """One rank's walk through its instructions: the values it has, the buffers it lends, the grads it adds up.
 
-Knows nothing of optimizers or files; `stretto.runtime.runner` is the public face.
+Generated windows call a `RankState` as `hooks`. Knows no optimizers; `stretto.runtime.runner` is the face.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ class RankState:
         self.grads[adding[0]] = total = total.contiguous()
         return total
 
-    # The `hooks` of a window's generated function (`stretto.runtime.generate`):
-    # What windows call beside ops. Microbatches are numbers, edges and parameters places in the job.
+    # The `hooks` of a window's generated function (`stretto.runtime.generate`): what windows call besides ops.
+    # Edges and parameters are indices in the job's lists.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
         key = (edge, microbatch)

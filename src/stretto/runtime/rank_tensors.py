@@ -100,7 +100,7 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
     copy.
 
     spec: of the part that the plan has. at: the rank's number among those that share the stage. Raises
-    UsageError where the tensor is on the mesh of other ranks, or is on it otherwise than at the capture.
+    UsageError where the tensor is on the mesh of other ranks, or is placed otherwise than at the capture.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -109,7 +109,7 @@ def part_here(name: str, tensor: torch.Tensor, spec: TensorSpec, rank: int, at: 
     if part is None:
         raise UsageError(
             f"the plan has {name!r} on rank {rank}, but it is on mesh {mesh}, "
-            "which does not keep the rank: capture this model again"
+            "which does not have the rank: capture this model again"
         )
     if tuple(part.shape) != spec.shape or tensor.device_mesh.get_coordinate() != (at,):
         raise UsageError(

@@ -228,7 +228,7 @@ class Runner:
         self.unfit = None
 
     def _unfit(self) -> str | None:
-        """Why what this one has, or shares, is no full model; None where it is."""
+        """Why what this one has, or shares, is no complete model; None where it is."""
         return self.unfit or (None if self._shares is None else self._shares.unfit)
 
     def check_copies(self) -> None:
@@ -333,7 +333,7 @@ class Runner:
         return build_timeline(self.plan, [m for m, _ in gathered], [offset for _, offset in gathered])
 
     def observed(self) -> tuple[Observed, ...]:
-        """What the model's code let see (`stretto.observe`) in the steps since this was last called, at most
+        """What the model's code showed (`stretto.observe`) in the steps since this was last called, at most
         256, over all ranks; every rank must call it. No step waits for it: this call does."""
         return observed(self.plan, self.transport, self.state.watch)
 

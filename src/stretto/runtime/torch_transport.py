@@ -10,9 +10,8 @@ A rank whose connection breaks or stays silent is named, except in a collective,
    that are made in different orders would wait for each other forever. An accelerator's communicators are
    used once then, because they connect on first use.
 3. What starts on a lane that was not opened is refused.
-4. Gloo's threads of lanes do not take the core of a thread that has what they need
-   (`stretto.backend.gloo_adapter`); during a step the thread that computes gives way to them
-   (`stretto.backend.gloo_adapter`).
+4. Gloo's threads of lanes do not take the core of a thread that has a lock that they need; during a step the
+   thread that computes gives way to them (`stretto.backend.gloo_adapter` does both).
 5. A buffer that a transfer reads or writes is kept by its handle until it was waited for.
 """
 

@@ -2,7 +2,7 @@
 
 One row a rank, one token a cell (`0F0`, `1I3`, `1W3`, `2B0`, `(2F5;5B1)OVERLAP_F_B`); empty cells are idle
 time steps and carry no meaning here. PyTorch's readers and writers of the format are private
-(`torch.distributed.pipelining`), so this file has its own, and a test has the two together. Reading checks
+(`torch.distributed.pipelining`), so this file has its own, and a test compares the two. Reading checks
 that a schedule can be read, not that it is legal: that is for `stretto.verify`.
 """
 

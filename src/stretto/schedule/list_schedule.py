@@ -86,7 +86,7 @@ def limited(schedule: Schedule, max_live: int | None) -> Schedule:
 
 
 def places_in(schedule: Schedule) -> dict[Action, int]:
-    """Where each action of a schedule is in its rank's order."""
+    """The index of each action of a schedule in its rank's order."""
     return {action: at for rank in range(schedule.ranks) for at, action in enumerate(schedule.actions(rank))}
 
 
@@ -96,7 +96,7 @@ class ActionWalk:
 
     split: whether the backward is I and W, or B. stage_limit: the most live microbatches of a stage. room:
     memory of each rank's stages together. in_turn: see step 3. spare_last: whether W waits where it would
-    keep up a rank's last input gradient that another stage needs.
+    delay a rank's last input gradient that another stage needs.
     """
 
     stage_ranks: Sequence[int]

@@ -63,7 +63,7 @@ def last_name(name: str) -> str:
 
 def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window:
     """The window's last run: each sum starts after the last item that adds to one of its gradients, at its
-    end where none does, as on a place that has a copy and adds nothing to it.
+    end where none does, as on a rank that has a copy and adds nothing to it.
 
     stage: that has the sums. Those that can start after the same item do so in the order given."""
     adding = adding_items(job, window)
@@ -72,7 +72,7 @@ def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window
     for op in sums:
         added = (at for group in op.sums for at in adding.get(group, ()))
         starts[max(added, default=len(window.items) - 1)].append(Item(ItemKind.OP, part, op.name))
-    # A stage may keep nothing: its window is empty, and what is to start at its end is all there is.
+    # A stage may be empty: its window is empty, and what is to start at its end is all there is.
     items = [*starts[-1], *(each for at, item in enumerate(window.items) for each in (item, *starts[at]))]
     return Window(
         last_name(window.name),

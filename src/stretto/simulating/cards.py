@@ -30,7 +30,7 @@ class Clock:
         self._count = 0
 
     def at(self, time_us: float, event: Callable[[], None]) -> None:
-        """Let `event` happen at `time_us`, which must not are in the past."""
+        """Let `event` happen at `time_us`, which must not be in the past."""
         heapq.heappush(self._events, (time_us, False, self._count, event))
         self._count += 1
 

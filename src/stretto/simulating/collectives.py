@@ -6,7 +6,7 @@ Knows communicators and their times; nothing of windows or memory. The contract:
    collective that each member starts there is one, and it is ready when the last has. A communicator of
    another axis has a lane at every pipeline rank, whose ranks walk one order and start together.
 2. A lane carries one collective at a time, in the order of their starts.
-3. A collective of an axis that shares network cards with messages uses both directions of its place's card
+3. A collective of an axis that shares network cards with messages uses both directions of its rank's card
    for its time less its latency (`simulating.cards`); the latency follows. All others have links of
    their own; those over pipeline ranks are small, and come once a step.
 """
@@ -70,7 +70,7 @@ class Collectives:
         self._started: Counter[tuple[str, int]] = Counter()
 
     def start(self, call: Call, pp_rank: int, microbatch: int) -> RunningCollective:
-        """An op of a window starts a collective, or its place's part of one, now."""
+        """An op of a window starts a collective, or its rank's part of one, now."""
         number = self._started[call.axis, pp_rank]
         self._started[call.axis, pp_rank] += 1
         joined = self._joined[call.axis]

@@ -32,7 +32,7 @@ class Straggler:
         self._behind_us = 0.0
 
     def work(self, work_us: float, behind_us: float = 0.0) -> None:
-        """The pipeline rank has worked for so long. behind_us: what brings the slowest rank behind beside
+        """The pipeline rank has worked for so long. behind_us: what brings the slowest rank behind besides
         that."""
         self._behind_us += self._skew * work_us + behind_us
 
@@ -112,7 +112,7 @@ class Accounts:
         self._spans.append(span)
 
     def keep(self, time_us: float, kept: int) -> None:
-        """So many bytes are kept from now on."""
+        """So many bytes are in use from now on."""
         if kept > self.peak_bytes:
             self.peak_bytes = kept
         if self.steps[-1][1] != kept:
@@ -131,7 +131,7 @@ class Steady:
         return now_us + work_us / (1.0 - load) if load < 1.0 else None
 
     def behind_us(self) -> float:
-        """What brings the slowest rank behind beside `Costs.skew` of the work, since the last call."""
+        """What brings the slowest rank behind besides `Costs.skew` of the work, since the last call."""
         return 0.0
 
 

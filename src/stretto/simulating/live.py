@@ -1,12 +1,12 @@
 """A step in which one rank is real: its peers and all lanes are simulated, and answer to what it does when
 it does it. So one rank of a plan can be tried alone (`stretto.runtime.rehearse`).
 
-The caller shows the time, in microseconds from the step's start, with everything that it does; no time may be
+The caller gives the time, in microseconds from the step's start, with everything that it does; no time may be
 before an earlier one. The contract:
 
 1. Before the real rank does anything, all events up to its time happen.
 2. What it starts, sends, posts or joins enters lanes and network cards as in `stretto.simulating.engine`.
-3. When it waits, events happen until what it waits for does; it is reported when that is. Nothing that it
+3. When it waits, events happen until what it waits for does; it learns when that is. Nothing that it
    could do is missed: it waits.
 """
 

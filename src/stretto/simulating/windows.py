@@ -31,9 +31,9 @@ class Control(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline; pipeline
-    ranks: of the pipeline that it joins, () for the ranks of one; op: that starts it; sums: whether it sums
-    gradients or the loss, once a step."""
+    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline;
+    pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it; sums: whether it
+    sums gradients or the loss, once a step."""
 
     key: tuple[int, Phase, str]
     axis: str

@@ -1,4 +1,4 @@
-"""What is stated when tensors on meshes are misused: which tensor, which meshes, and the line to write.
+"""What is said when tensors on meshes are misused: which tensor, which meshes, and the line to write.
 
 Every function returns an error to be raised. A tensor is named by its full shape, dtype, placements and
 mesh, for that is how the user knows it; it has no other name.

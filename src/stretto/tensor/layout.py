@@ -35,7 +35,7 @@ replicated."""
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A mesh and how a tensor is on it.
+    """A mesh and how a tensor is placed on it.
 
     mesh_ranks: global ranks as nested tuples (lists are taken too); its shape is the mesh's shape.
     placements: one for each mesh axis: `Shard(dim)`, `Replicate()` or `Partial(reduction)`.

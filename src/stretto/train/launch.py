@@ -216,7 +216,7 @@ def explain(
 
 @contextmanager
 def _environment(settings: TrainSettings, records: Path, started_at_s: float) -> Iterator[None]:
-    """What ranks find in their environment beside what the launcher gives them."""
+    """What ranks find in their environment besides what the launcher gives them."""
     added = {
         RECORDS_DIR: str(records),
         LAUNCHER_PID: str(os.getpid()),

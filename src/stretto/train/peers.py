@@ -1,4 +1,4 @@
-"""What ranks send each other beside their steps, through the job's store: signs of life, and who was lost
+"""What ranks send each other besides their steps, through the job's store: signs of life, and who was lost
 first.
 
 A process that is stopped keeps its connections open, and a rank may miss one that only followed another. Our

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder beside checkpoints, and what is printed at its end; by rank 0.
+"""What a run leaves in its folder besides checkpoints, and what is printed at its end; by rank 0.
 
 The files: settings.json, plan.json, figures.json, simulated.json, metrics.jsonl (a line a step, which
 TensorBoard gets too), measured.json, observed.json, trace.perfetto-trace, summary.json, report.html.
@@ -286,7 +286,7 @@ def observed_line(seen: Sequence[Observed]) -> dict[str, dict[str, list[float]]]
 
 
 def speed_line(unit: str, count: int, step_s: float, world: int, work: Work) -> dict[str, float]:
-    """How fast a step of `count` tokens, samples or the same (`unit`) was on `world` devices, the optimizer
+    """How fast a step of `count` tokens, samples or the like (`unit`) was on `world` devices, the optimizer
     included: in all, by device, and as MFU where the device's peak is known (`stretto.ir.work`)."""
     per_s = count / step_s
     line = {"step_s": step_s, f"{unit}_per_s": per_s, f"{unit}_per_s_per_device": per_s / world}

@@ -54,7 +54,7 @@ Batches = Callable[[int, int], Any]
 follow from the two alone, noise included, so that a resumed run goes on with the same."""
 
 Report = Callable[[nn.Module, Path, Say], Mapping[str, Any]]
-"""(model, folder, say) -> what the run's summary is to have beside its own. At the end rank 0 calls it with
+"""(model, folder, say) -> what the run's summary is to have besides its own. At the end rank 0 calls it with
 the trained model on the CPU, in eval() mode, without gradients; it may write files (samples, pictures) into
 the run's folder."""
 
@@ -82,7 +82,7 @@ class Task:
     held_out_words: tuple[str, str] = ("", "")
     """What is printed at the end after the held-out loss: its unit, and what to compare it with."""
     summary: Mapping[str, Any] = field(default_factory=dict)
-    """What the run's summary has beside its own."""
+    """What the run's summary has besides its own."""
     where: str = ""
     """Where the data is."""
     kept: tuple[str, str] = ("", "")

@@ -359,7 +359,7 @@ def _own(source: str, what: str) -> GivenTokenizer:
 
 
 def _of_transformers(source: str, what: str) -> GivenTokenizer:
-    """That which `AutoTokenizer` finds, as it is: texts that have its special tokens have them."""
+    """The tokenizer that `AutoTokenizer` finds, as it is: texts that have its special tokens have them."""
     auto: Any = transformers_for(what).AutoTokenizer
     try:
         loaded = auto.from_pretrained(source, trust_remote_code=False)

@@ -225,7 +225,7 @@ def _live(
     family: str, ranks: int, virtual_stages: int, microbatches: int, short: int, ahead: int | None
 ) -> int:
     """The most microbatches' stages that are live on a rank. Those of a family that keeps all microbatches of
-    a short step grow with the full one."""
+    a short step grow with the full step."""
     schedule = _short(family, ranks, virtual_stages, short, ahead)
     assert schedule is not None
     live = peak_live(schedule)

@@ -40,7 +40,7 @@ LEAST = 6
 
 FULL_TIMES, FULL_SHARE = 6.0, 0.5
 """Of the time, what is kept for the plans in full: so many times what a quick one takes, since each takes
-about three times as long and they come in two rounds; and this part of the full at most. Assumed."""
+about three times as long and they come in two rounds; and this part of all at most. Assumed."""
 
 FINALISTS = 3
 """Candidates that are planned in full. Assumed."""

@@ -73,7 +73,7 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class ShortStepResult:
-    """What a candidate's plan would about take and need, by a step of few microbatches."""
+    """About what a candidate's plan would take and need, by a step of few microbatches."""
 
     candidate: Candidate
     step_us: float

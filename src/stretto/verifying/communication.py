@@ -1,4 +1,4 @@
-"""Proves the communications of a job's programs: collectives over axes of the mesh beside pp.
+"""Proves the communications of a job's programs: collectives over axes of the mesh other than pp.
 
 Ranks along an axis walk one program, so they start its collectives in one order whatever that order is; what
 can be wrong is a start without its one wait, a group that is not there, or a shape that does not fit. Proved
@@ -80,7 +80,7 @@ class _StageProof:
         return [place for place in places if place is not None and self.ops[place].target in STARTS]
 
     def spec(self, phase: Phase, name: str) -> TensorSpec | None:
-        """The tensor that a name represents; None if it is none."""
+        """The tensor with that name; None if the value is no tensor."""
         place = self.place(phase, name)
         if place is None:
             return self.given.get(name)
@@ -130,7 +130,8 @@ class _StageProof:
         if shape is None and kind.sized:
             yield f"{gives} none", "Each rank must send all of its rows, and get as many as the others"
         elif shape is None:
-            yield f"{gives} none", f"Dim 0 must be a multiple of {size}"
+            fix = f"Dim 0 must be a multiple of {size}" if source.shape else "Give it a dim 0"
+            yield f"{gives} none", fix
         elif (made.shape, made.dtype) != (shape, source.dtype):
             yield f"{gives} of shape {list(shape)} and dtype {source.dtype}", "Capture the job again"
 
@@ -178,7 +179,7 @@ class _StageProof:
         """Axis and size, the last two arguments, are the job's."""
         axis, size = op.args[-2:]
         if axis not in self.axes:
-            yield f"the job has no axis {axis!r} beside pp", f"It has {', '.join(self.axes) or 'none'}"
+            yield f"the job has no axis {axis!r} other than pp", f"It has {', '.join(self.axes) or 'none'}"
         elif size != self.axes[axis]:
             what = f"is for {size} ranks along {axis}, but the job has {self.axes[axis]}"
             yield what, f"Capture the job for {axis} = {self.axes[axis]}"

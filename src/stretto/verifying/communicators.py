@@ -4,7 +4,7 @@ and ranks.
 Each communicator that is needed is there once, along the right axes, with the right members. Every rank
 creates them in the order of the plan's one list, so creation cannot differ between ranks. Needed are one for
 each pair of pipeline ranks and direction with messages, `loss` where ranks do not have all of it, one for
-each tied gradient, and one for each axis beside pp, whose groups are all the ranks that differ in that
+each tied gradient, and one for each axis other than pp, whose groups are all the ranks that differ in that
 coordinate alone.
 """
 
@@ -89,7 +89,7 @@ def cost_faults(plan: Plan) -> Iterator[Fault]:
             yield Fault(None, where, f"there is no collective {kind}", f"Known are {', '.join(PRICED)}")
     for axis in plan.costs.shared:
         if axis not in axes:
-            yield Fault(None, "costs.shared", f"there is no axis {axis!r} beside pp", "Remove it")
+            yield Fault(None, "costs.shared", f"there is no axis {axis!r} other than pp", "Remove it")
     if plan.prediction is not None:
         for key in ("exposed_axis_us", "comm_axis_us"):
             for axis, times in getattr(plan.prediction, key).items():

@@ -1,4 +1,4 @@
-"""Proves that a rank's memory suffices: an upper bound that has whatever the times are.
+"""Proves that a rank's memory suffices: an upper bound that is true whatever the times are.
 
 What a rank keeps follows from the order of its program alone: receives and sends have their buffers from the
 instruction that starts them to the one that says that they are done. Counted, in bytes:
@@ -13,7 +13,7 @@ instruction that starts them to the one that says that they are done. Counted, i
    to the wait, as the result of any op; those of tied parameters become one before.
 
 Not counted: batch, constants, workspaces and the allocator's waste. `stretto.simulate`
-counts the same things with its own code, and a test has the two together.
+counts the same things with its own code, and a test compares the two.
 """
 
 from __future__ import annotations

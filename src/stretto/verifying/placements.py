@@ -57,7 +57,7 @@ def _shards(job: Job, parameter: Parameter) -> Iterator[tuple[str, str]]:
     for shard in parameter.shards:
         if shard.axis not in axes:
             what = f"is sharded over {shard.axis!r}, which is no axis of the job"
-            yield what, f"The job has {', '.join(axes) or 'none'} beside pp"
+            yield what, f"The job has {', '.join(axes) or 'none'} other than pp"
         if not 0 <= shard.dim < len(shape):
             yield f"is sharded along dim {shard.dim}, but is {parameter.spec}", "Name a dim it has"
         elif shard.blocks < 1 or shape[shard.dim] % shard.blocks:
@@ -119,7 +119,7 @@ NORMS = names("linalg_vector_norm norm.ScalarOpt_dim norm.Scalar")
 
 
 def placement_faults(plan: Plan) -> list[Fault]:
-    """Every fault of what ranks along tp keep. The programs must have no other fault."""
+    """Every fault of what ranks along tp have. The programs must have no other fault."""
     job = plan.job
     size = job.size(TENSOR)
     if size == 1:
@@ -134,7 +134,7 @@ def placement_faults(plan: Plan) -> list[Fault]:
 
 
 def _reductions(plan: Plan) -> Iterator[Fault]:
-    """Addends are summed, and of ranks' highest elements the highest is taken."""
+    """Partial sums are summed, and of the ranks' highest elements the highest is taken."""
     made = {op.name: op for stage in plan.job.stages for ops in stage.ops.values() for op in ops}
     for stage, op in ((s, op) for s in plan.job.stages for phase in PHASES for op in s.ops[phase]):
         if op.kind is None or not op.kind.reductions or op.lane != TENSOR:
@@ -195,7 +195,7 @@ def _gradients(plan: Plan, placers: list[Placer], specs: dict[str, TensorSpec]) 
                     yield Fault(rank, where, what, f"Name {TENSOR} in `partial`")
                 elif own.kind != "part" and partial and full:
                     size = plan.job.size(TENSOR)
-                    what = f"{its} is the full on every {TENSOR} rank, and would be counted {size} times"
+                    what = f"{its} is full on every {TENSOR} rank, and would be counted {size} times"
                     yield Fault(rank, where, what, f"Take {TENSOR} out of `partial`")
                 elif own.kind != "part" and partial and kept.kind == "part" and not thin:
                     what = f"{its} is {kept}, but the parameter is {own} with partial_sums of its gradient"

@@ -7,7 +7,7 @@ and no elements, and what it gives is compared with what the plan says.
     1. Equal calls (op, shapes, dtypes and strides of inputs, all else) are made once in a process.
     2. Called are ops of `torch.ops.aten` that compute, by their schemas.
        What PyTorch cannot say without elements, or has no rule for, is left alone, and so is attention on
-       accelerators, of which results beside the first depend on the device.
+       accelerators, of which results other than the first depend on the device.
     3. A part of a tuple, and a gradient, are of the shape of what they are taken from, or belong to.
     4. A view has the strides that its source gives it. Of other values kernels choose them, but none has
        several elements in one place, which could not be added to.

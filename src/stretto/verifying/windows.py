@@ -48,7 +48,7 @@ def _buffer_faults(plan: Plan, window: Window) -> Iterator[Fault]:
 
 
 def earlier_values(job: Job, stage: int, phase: Phase) -> dict[str, Phase]:
-    """Values that the stage may keep when `phase` (F, I or W) begins: name -> the phase that brought it."""
+    """Values that the stage may have when `phase` (F, I or W) begins: name -> the phase that brought it."""
     result: dict[str, Phase] = {}
     for before in PHASES[: PHASES.index(phase)]:
         for name in defined(job.stages[stage].ops[before]):

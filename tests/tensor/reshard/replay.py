@@ -1,4 +1,4 @@
-"""Do what a plan says on arrays in this process, and have it to what a plan must be. For tests.
+"""Do what a plan says on arrays in this process, and check it against what a plan must be. For tests.
 
 Written without the planner's rooms, from the types alone: what a rank sends it must keep, what it receives it
 must lack, and each element arrives once. The links are counted again, from the transfers' own times.

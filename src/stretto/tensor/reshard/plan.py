@@ -57,7 +57,7 @@ PIECE_BYTES = 1 << 20
 """Pieces of a box along a chain, bytes: assumed. Small beside a box, large beside a message's own cost."""
 
 MOST_PARTS = 4
-"""Into how many parts boxes are cut at most, where full ones leave links idle. Each is a message more."""
+"""Into how many parts boxes are cut at most, where uncut ones leave links idle. Each is a message more."""
 
 PARTS_MUST_SAVE = 0.01
 """Of the makespan, by which more parts must be better to be worth their messages. Assumed."""
@@ -154,7 +154,7 @@ def plan_reshards(
 def _cut_if_better(
     arranger: SendArranger, found: Arrangement, needs: Needs, mode: Mode, bound: float
 ) -> tuple[SendArranger, Arrangement]:
-    """Try boxes in parts, which several owners may send and which fill links that full boxes leave idle.
+    """Try boxes in parts, which several owners may send and which fill links that uncut boxes leave idle.
 
     No part is smaller than a piece: along a chain it would win nothing but a shorter first piece.
     """
@@ -278,7 +278,7 @@ Demands = Mapping[frozenset[int], int]
 
 
 def bound_us(tasks: Iterable[UnitTask], hosts: Hosts) -> float:
-    """Microseconds that these tasks take at least, anyone who sends and in whichever order: of what must
+    """Microseconds that these tasks take at least, whichever rank sends, and in whichever order: of what must
     move, in any mode; of what one mode sends, in that mode. 0 if no link is used."""
     incoming: dict[int, int] = defaultdict(int)
     outgoing: dict[frozenset[int], int] = defaultdict(int)

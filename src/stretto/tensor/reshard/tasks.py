@@ -150,7 +150,7 @@ class Tensor:
     shape, itemsize_bytes: of the full tensor.
     source: the layout that it is in.
     target: the layout that it goes to. A Partial("sum") axis of it has the value on its first ranks only.
-        Several layouts, none of them Partial, when the same values are to are in each of them.
+        Several layouts, none of them Partial, when the same values are wanted in each of them.
     """
 
     shape: tuple[int, ...]
