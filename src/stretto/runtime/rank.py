@@ -222,7 +222,7 @@ class RankState:
         self.grads[adding[0]] = total = total.contiguous()
         return total
 
-    # The `hooks` of a window's generated function (`stretto.runtime.generate`): what windows call besides ops.
+    # The `hooks` of a window's generated function (`stretto.runtime.generate`): what it calls besides ops.
     # Edges and parameters are indices in the job's lists.
 
     def wait(self, edge: int, microbatch: int) -> torch.Tensor:
