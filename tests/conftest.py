@@ -30,17 +30,17 @@ from tests.remembered import Remembered, remembering, remembering_exports
 LONG = (
     "train/test_kill.py",
     "parallelize/test_mixtures.py",
-    "train/test_own_task.py",
-    "check/test_check.py",
+    "train/test_first_step.py",
+    "cli/test_tune.py",
+    "parallelize/test_layouts.py",
+    "parallelize/test_tensor_equality.py",
+    "test_equality.py",
     "runtime/test_compile.py",
     "train/test_trainer.py",
-    "train/test_first_step.py",
-    "test_equality.py",
-    "order/test_order_equality.py",
-    "capturing/test_masks.py",
-    "capturing/test_huggingface.py",
-    "parallelize/test_experts.py",
+    "checking/test_check.py",
     "train/test_evaluation.py",
+    "test_public_face.py",
+    "parallelize/test_experts.py",
 )
 """Files that take longest, 15 to 60 s each. They come first: a worker that begins one last would leave the
 others with nothing to do."""
