@@ -54,6 +54,7 @@ def test_a_block_is_not_asked_for_again() -> None:
     assert int(found["faults"]) < 100
 
 
+@pytest.mark.slow
 @glibc
 def test_what_the_user_says_of_malloc_counts() -> None:
     found = blocks("keep", MALLOC_MMAP_THRESHOLD_="131072")

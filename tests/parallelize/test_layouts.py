@@ -19,6 +19,7 @@ from stretto.models.build import huggingface_sum
 from stretto.models.gpt import next_token_loss
 from stretto.parallelize.layout import layout_of
 from stretto.runtime.local import run_threads
+from tests.cells import slow
 from tests.clusters import cores
 from tests.parallelize.equality import (
     MODELS,
@@ -39,8 +40,19 @@ def by_passes(**given: Any) -> Parallel:
     return Parallel(**{"microbatches": 2, **given}, layouts="passes")
 
 
-@pytest.mark.parametrize("name", ["gpt", "gpt tied, learned positions", "llama", "gpt2"])
-@pytest.mark.parametrize("layout", [TP, SP, {**SP, "pp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gpt2", TP),
+        ("llama", SP),
+        ("gpt tied, learned positions", {**SP, "pp": 2}),
+        slow("gpt", TP),
+        *(slow(name, SP) for name in ("gpt", "gpt tied, learned positions", "gpt2")),
+        *(slow(name, {**SP, "pp": 2}) for name in ("gpt", "llama", "gpt2")),
+        *(slow(name, TP) for name in ("gpt tied, learned positions", "llama")),
+    ],
+    ids=str,
+)
 def test_plans_are_verified_and_equal_the_plain_model(name: str, layout: dict[str, Any]) -> None:
     model = MODELS[name]().double()
     plan = stretto.plan(capture(model, batch_of(), loss_of(name), by_passes(**layout)), cores(), order="list")
@@ -72,7 +84,7 @@ def test_experts_that_tensor_parallel_ranks_share_equal_the_plain_model(sequence
     assert_plan_is_plain(stretto.plan(job, cores(), order="list"), model, huggingface_loss, batch_of())
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [slow("cpu"), "cuda"])
 def test_half_precision_is_planned_with_the_collectives_of_patched_modules(device: str) -> None:
     """For a CUDA that need not be here."""
     found = [
@@ -84,7 +96,7 @@ def test_half_precision_is_planned_with_the_collectives_of_patched_modules(devic
     stretto.plan(found[1], cores(), order="list")
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("heads", [1, slow(2)])
 def test_plans_of_shared_heads_are_verified(heads: int) -> None:
     model = small("LlamaForCausalLM", num_key_value_heads=heads).double()
     job = capture(model, batch_of(), huggingface_loss, by_passes(tp=4, sequence_parallel=True))
@@ -106,7 +118,7 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:the tensor-parallel plan of:UserWarning")
-@pytest.mark.parametrize("layout", [TP, {"tp": 4, "pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [TP, slow({"tp": 4, "pp": 2})], ids=str)
 def test_an_encoder_with_a_mask_equals_the_plain_model(layout: dict[str, Any]) -> None:
     """Its norms are behind the residuals, and its head is tied to its table. A bias of keys has no gradient:
     a softmax does not see what all scores have alike."""
@@ -121,7 +133,7 @@ def test_an_encoder_with_a_mask_equals_the_plain_model(layout: dict[str, Any]) -
     assert_plan_is_plain(plan, model, own_loss, batch, least=1e-3)
 
 
-@pytest.mark.parametrize("layout", [TP, {**SP, "dp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [slow(TP), {**SP, "dp": 2}], ids=str)
 def test_a_sum_is_divided_by_the_count_of_all_tokens(layout: dict[str, Any]) -> None:
     model, batch = small("LlamaForCausalLM").double(), batch_of(8)
     batch["labels"][0] = -100
@@ -131,7 +143,7 @@ def test_a_sum_is_divided_by_the_count_of_all_tokens(layout: dict[str, Any]) -> 
     assert_plan_is_plain(plan, model, huggingface_sum, batch)
 
 
-@pytest.mark.parametrize("layout", [TP, {**SP, "pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [slow(TP), {**SP, "pp": 2}], ids=str)
 def test_an_evaluation_is_laid_out_as_its_training(layout: dict[str, Any]) -> None:
     model = gpt().double()
     parallel = by_passes(**layout)

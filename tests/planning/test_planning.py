@@ -110,7 +110,8 @@ def test_what_is_wished_for() -> None:
         stretto.plan(job, cluster="here")
 
 
-@pytest.mark.parametrize("takes", [{2: 2}, pytest.param({1: 1, 4: 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("takes", [{2: 2}, {1: 1, 4: 2}])
 def test_auto_takes_a_number_of_chunks_that_fits(takes: dict[int, int]) -> None:
     """takes: how many, in the memory that so many alone need."""
     job = stretto.capture(model_of(FEW), batch(), moe_token_sum, stretto.Parallel(ampipe_degree="auto"))

@@ -60,6 +60,7 @@ def test_two_ranks_refuse_what_differs_between_them(
     assert all(word in err for word in words), err
 
 
+@pytest.mark.slow
 def test_ranks_with_disks_of_their_own_are_refused(folder: Path) -> None:
     config = write_settings(folder, pp=2, steps=4, every=2, run="apart")
     ended = run_ranks(["train", config], ["train", config, "--set", f"output.run_dir={folder / 'apart-1'}"])

@@ -65,7 +65,8 @@ def test_the_first_step_comes_soon_and_is_not_silent(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_second_run_takes_costs_and_plan_of_the_first(ranks: int, tmp_path: Path) -> None:
     command = ["train", write_settings(tmp_path, pp=ranks, steps=1), "--no-resume"]
     runs = []

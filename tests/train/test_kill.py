@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.runtime.launch import launch
 from tests.train.tiny import ranks_of, run_ranks, start, steps_of, write_settings
 
 STEPS, EVERY = 90, 18
@@ -32,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(folder: Path) -> Path:
     """The folder of a run of two ranks from beginning to end, without a launcher."""
     config = write_settings(folder, pp=2, steps=STEPS, every=EVERY, run="straight")
-    launch(2, "stretto", "train", str(config))
+    for status, _, err in run_ranks(*[["train", config]] * 2):
+        assert (status, err) == (0, "")
     return folder / "straight"
 
 
