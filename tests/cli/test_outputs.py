@@ -121,7 +121,7 @@ def test_a_full_disk_leaves_the_old_file_and_the_table(
 
 
 @needs_full
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("command", [("schedule", "--list"), ("simulate", "PLAN"), ("--help",)])
 def test_standard_output_on_a_full_disk(command: tuple[str, ...], unbuffered: str, saved: Path) -> None:
     with FULL.open("w") as full:

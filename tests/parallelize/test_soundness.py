@@ -24,7 +24,7 @@ from tests.parallelize.random_drawing import Network
 from tests.parallelize.random_networks import draw_network
 from tests.parallelize.unproved import without_proof
 
-FEW, LEAN, MANY = range(6), range(60), range(6, 660)
+FEW, LEAN, MANY = range(4), range(60), range(4, 660)
 TOLERANCE = 1e-9
 ACCEPTED = {"patched": 0.35, "passes": 0.75}
 """The least share of networks that are captured. By passes only plans are refused."""

@@ -81,6 +81,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return walks
 
 
+@pytest.mark.slow
 def test_longer_runs_are_planned_for_longer_and_alike_each_time(
     allowed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

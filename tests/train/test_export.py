@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("export")
 
 
+@pytest.mark.slow
 def test_a_gpt_with_tied_weights_comes_back(folder: Path) -> None:
     path = write_settings(folder, steps=3, run="gpt", model="tie_embeddings = true")
     train(path)
