@@ -47,6 +47,7 @@ def blocks(*words: str, **environment: str) -> dict[str, str]:
 
 
 @glibc
+@pytest.mark.slow
 def test_a_block_is_not_asked_for_again() -> None:
     assert int(blocks("plain")["faults"]) > 4 * 10_000, "else nothing needs to be kept"
     found = blocks("keep")

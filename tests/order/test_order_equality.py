@@ -125,7 +125,8 @@ VIRTUAL = (
     [
         pytest.param("virtual", 4, False, marks=pytest.mark.slow),
         pytest.param("virtual", 4, True, marks=pytest.mark.slow),
-        ("zb-h1", 4, False),
+        pytest.param("zb-h1", 4, False, marks=pytest.mark.slow),
+        ("1f1b", 2, False),
         pytest.param("1f1b", 32, False, marks=pytest.mark.slow),
         pytest.param("1f1b", 8, False, marks=pytest.mark.slow),
     ],

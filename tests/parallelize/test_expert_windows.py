@@ -48,11 +48,12 @@ SPARSE, MIXED, FIRST_DENSE = (2, 0), (2, 2), (3, 3)
 """Layers, and which of them are dense."""
 
 CASES = [
-    (MIXED, FEW, {"pp": 2, "recompute": "full"}),
+    (MIXED, FEW, {"recompute": "selective"}),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
             (SPARSE, FEW, {}),
+            (MIXED, FEW, {"pp": 2, "recompute": "full"}),
             (MIXED, FEW, {}),
             (FIRST_DENSE, FEW, {"pp": 2, "recompute": "full"}),
             (SPARSE, DROPLESS, {"recompute": "selective"}),

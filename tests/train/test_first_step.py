@@ -83,6 +83,7 @@ def test_a_second_run_takes_costs_and_plan_of_the_first(ranks: int, tmp_path: Pa
     assert "  the first step" in runs[0]
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_the_first_step_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
     config = write_settings(tmp_path, steps=3)
     # Planning for an hour: however late the signal comes, the first step is not made.
