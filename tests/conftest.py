@@ -30,7 +30,6 @@ from tests.remembered import Remembered, remembering, remembering_exports
 LONG = (
     "train/test_kill.py",
     "parallelize/test_mixtures.py",
-    "train/test_first_step.py",
     "cli/test_tune.py",
     "parallelize/test_layouts.py",
     "parallelize/test_tensor_equality.py",
