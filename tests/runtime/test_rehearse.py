@@ -31,9 +31,10 @@ from stretto.ir.timeline import COMPUTE_LANE, SpanKind
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.runtime.emulated_cuda import CudaTransport
-from stretto.runtime.emulated_transport import EmulatedTransport
+from stretto.runtime.emulated_transport import SPIN_US, EmulatedTransport
 from stretto.runtime.rank import RankState
 from stretto.runtime.rehearse import made_up_batch, made_up_buffers, made_up_parameters, rehearse
+from stretto.simulating.cards import Moment
 from tests.cells import slow
 from tests.runtime.equality import made_up_costs
 
@@ -159,6 +160,19 @@ def test_a_model_and_a_batch_may_be_given() -> None:
     assert "exposed tp" in str(given)
     with pytest.raises(UsageError, match="shape"):
         rehearse(plan, 1, batch=batch()[:, :9], steps=1)
+
+
+def test_a_wait_whose_end_comes_while_it_looks_at_the_clock_does_not_sleep_for_less_than_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transport = EmulatedTransport(plan_of(tp=2), 0)
+    transport.begin()
+    # The second look comes shortly before the end; each later one is a second on.
+    looks = iter((0.0, 1000.0 - SPIN_US - 1.0, *(1e6 * k for k in range(1, 9))))
+    monkeypatch.setattr(transport, "now_us", lambda: next(looks))
+    monkeypatch.setattr(transport._live, "advance", lambda _: None)
+    monkeypatch.setattr(transport._live, "until", lambda *_: 1000.0)
+    transport._wait_for(Moment(), "a wait", None)
 
 
 # Refusals.

@@ -24,13 +24,13 @@ from stretto.passes.layout.placement import (
     sharded,
     viewed,
 )
-from stretto.passes.layout.rules import RULES, Choice, Given, full, rule_of
+from stretto.passes.layout.rules import RULES, Choice, OpGiven, full, rule_of
 from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 from stretto.passes.layout.values import Values
 
 
 @dataclass(slots=True)
-class Choices:
+class OpChoices:
     """asked: wishes, value -> placement; wanted: placements of gradients, and of what they are made of;
     summed_later: gradients that may stay partial, and what they are views and copies of."""
 
@@ -47,7 +47,7 @@ class Choices:
         if not names:
             return
         placed, spec = self.values.placed, self.values.spec
-        given = Given(
+        given = OpGiven(
             tuple(placed[name] for name in names),
             tuple(spec[name] for name in names),
             self.size,
@@ -92,7 +92,7 @@ class Choices:
             if after is not None:
                 yield Choice((at,), (after,))
 
-    def _partial(self, op: Op, rule: Dims, given: Given) -> Iterator[Choice]:
+    def _partial(self, op: Op, rule: Dims, given: OpGiven) -> Iterator[Choice]:
         """Partial sums of operands in which the op is linear make partial sums."""
         same = all(spec is None or spec.dtype == given.specs[0].dtype for spec in op.outputs)
         # Sums are taken in the dtype of what is added.
@@ -108,7 +108,7 @@ class Choices:
                 made = SHARED_SUM if shared and not op.flops else PARTIAL
                 yield Choice(inputs, (made,) * len(op.outputs))
 
-    def _along(self, op: Op, rule: Dims, given: Given, label: int, blocks: int) -> Iterator[Choice]:
+    def _along(self, op: Op, rule: Dims, given: OpGiven, label: int, blocks: int) -> Iterator[Choice]:
         """Slices along one label of the op's rule."""
         made = results_along(rule, label)
         if label in rule.full or (label in rule.summed and rule.added) or made is None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from stretto.ir.program import INDEX, Const, Op, Ref
 from stretto.passes.layout.emit import Emitter
 from stretto.passes.layout.placement import PARTIAL, REPLICATED, sharded
-from stretto.passes.layout.rules import Choice, Given, Rule
+from stretto.passes.layout.rules import Choice, OpGiven, Rule
 
 
 def own_rows(out: Emitter, index: str, rows: int) -> tuple[str, str]:
@@ -38,7 +38,7 @@ def _wide(out: Emitter, mask: str) -> str:
     return out.emit("aten.unsqueeze.default", Ref(mask), -1, name=f"{mask}_wide")
 
 
-def _embedding(op: Op, given: Given) -> Iterator[Choice]:
+def _embedding(op: Op, given: OpGiven) -> Iterator[Choice]:
     """NaN for tokens that are not in the vocabulary, which the full table would refuse."""
     if given.first != sharded(0):
         return
@@ -59,7 +59,7 @@ def _embedding(op: Op, given: Given) -> Iterator[Choice]:
     yield Choice((sharded(0), REPLICATED), (PARTIAL,), emit, at_once=True)
 
 
-def _embedding_backward(op: Op, given: Given) -> Iterator[Choice]:
+def _embedding_backward(op: Op, given: OpGiven) -> Iterator[Choice]:
     """Each rank adds up the gradients of its own rows; the padding token's row never learns."""
     made = op.outputs[0]
     by_frequency = len(op.args) > 4 and op.args[4]
@@ -82,7 +82,7 @@ def _embedding_backward(op: Op, given: Given) -> Iterator[Choice]:
     yield Choice((REPLICATED, REPLICATED), (sharded(0),), emit)
 
 
-def _gather(op: Op, given: Given) -> Iterator[Choice]:
+def _gather(op: Op, given: OpGiven) -> Iterator[Choice]:
     dim = op.args[1] % max(len(given.specs[0].shape), 1)
     if given.first != sharded(dim):
         return
@@ -95,7 +95,7 @@ def _gather(op: Op, given: Given) -> Iterator[Choice]:
     yield Choice((sharded(dim), REPLICATED), (PARTIAL,), emit, at_once=True)
 
 
-def _scatter_add(op: Op, given: Given) -> Iterator[Choice]:
+def _scatter_add(op: Op, given: OpGiven) -> Iterator[Choice]:
     dim = op.args[1] % max(len(given.specs[0].shape), 1)
     if given.first != sharded(dim):
         return

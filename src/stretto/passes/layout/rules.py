@@ -42,7 +42,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class OpGiven:
     """What is known of an op. placements, specs: of its operands, as they are now; size: of the axis; wanted:
     how its result is, where that is a gradient or becomes one."""
 
@@ -56,7 +56,7 @@ class Given:
         return self.placements[0]
 
 
-Rule = Callable[[Op, Given], Iterator[Choice]]
+Rule = Callable[[Op, OpGiven], Iterator[Choice]]
 
 
 def rule_of(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
@@ -105,14 +105,14 @@ def emit_op(choice: Choice, size: int) -> Emit:
 # --- rules ------------------------------------------------------------------------------------------------
 
 
-def _highest(op: Op, given: Given) -> Iterator[Choice]:
+def _highest(op: Op, given: OpGiven) -> Iterator[Choice]:
     """The greatest along a sharded dim is the greatest of what ranks find."""
     dims: tuple[int, ...] = tuple(op.args[1]) if len(op.args) > 1 else ()
     if given.first.is_sharded and [dim % len(given.specs[0].shape) for dim in dims] == [given.first.dim]:
         yield Choice((given.first,), (HIGHEST,), at_once=True)
 
 
-def _pieces(op: Op, given: Given) -> Iterator[Choice]:
+def _pieces(op: Op, given: OpGiven) -> Iterator[Choice]:
     """Along another dim every piece is sharded; along the dim that is split, pieces of full blocks are."""
     at, shape = given.first, given.specs[0].shape
     if at.is_partial:
@@ -139,7 +139,7 @@ def _pieces(op: Op, given: Given) -> Iterator[Choice]:
     yield Choice((at,), tuple(made), emit)
 
 
-def _joined(op: Op, given: Given) -> Iterator[Choice]:
+def _joined(op: Op, given: OpGiven) -> Iterator[Choice]:
     """Slices along the dim itself, one behind another: blocks."""
     count = max(len(given.specs[0].shape), 1)
     dim = (op.args[1] if len(op.args) > 1 else dict(op.kwargs).get("dim", 0)) % count
@@ -149,12 +149,12 @@ def _joined(op: Op, given: Given) -> Iterator[Choice]:
             yield Choice(given.placements, (sharded(dim, sum(p.blocks for p in given.placements)),))
 
 
-def _like(op: Op, given: Given) -> Iterator[Choice]:
+def _like(op: Op, given: OpGiven) -> Iterator[Choice]:
     if given.first.is_sharded:
         yield Choice((given.first,), (given.first,))
 
 
-def _new(op: Op, given: Given) -> Iterator[Choice]:
+def _new(op: Op, given: OpGiven) -> Iterator[Choice]:
     """Of the operand only dtype and device count."""
     yield Choice((given.first,), (REPLICATED,))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from stretto.ir.dims import operands
 from stretto.ir.program import GETITEM, Arg, Op, Ref
 from stretto.passes.layout.ahead import Ahead
-from stretto.passes.layout.choices import Choices
+from stretto.passes.layout.choices import OpChoices
 from stretto.passes.layout.decomposed import DECOMPOSED, Sub
 from stretto.passes.layout.emit import Emitter, MisfitError
 from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, SplitLoss, TokenLoss, token_losses
@@ -98,7 +98,7 @@ class _Walk:
         self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded})
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
-        self.choices = Choices(self.values, ahead, self.asked, self.wanted, later, size)
+        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size)
         self.losses = token_losses((op for op, _ in program.ops), ahead.uses)
         self.split: dict[str, SplitLoss] = {}
         self.parts: dict[str, list[str]] = {}

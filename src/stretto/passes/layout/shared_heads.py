@@ -21,10 +21,12 @@ from stretto.passes.layout.placement import (
     fits,
     sharded,
 )
-from stretto.passes.layout.rules import Choice, Given, Rule, rule_of
+from stretto.passes.layout.rules import Choice, OpGiven, Rule, rule_of
 
 
-def along_shared(op: Op, rule: Dims, given: Given, label: int, blocks: int, copies: int) -> Iterator[Choice]:
+def along_shared(
+    op: Op, rule: Dims, given: OpGiven, label: int, blocks: int, copies: int
+) -> Iterator[Choice]:
     """Slices along a label that ranks share."""
     made = results_along(rule, label)
     adding = frozenset(k for k, at in enumerate(given.placements) if at.adds and at.is_sharded)
@@ -48,7 +50,7 @@ def along_shared(op: Op, rule: Dims, given: Given, label: int, blocks: int, copi
         yield Choice(inputs, outputs)
 
 
-def along_two(op: Op, rule: Dims, given: Given) -> Iterator[Choice]:
+def along_two(op: Op, rule: Dims, given: OpGiven) -> Iterator[Choice]:
     """An op of one operand that is sharded along two dims."""
     at = given.first
     if at.within is None or len(given.specs) != 1 or len(rule.outputs) != 1:
@@ -63,7 +65,7 @@ def along_two(op: Op, rule: Dims, given: Given) -> Iterator[Choice]:
         yield Choice((at,), (replace(at, dim=out.index(outer), within=None, adds=True),))
 
 
-def _repeated(op: Op, given: Given) -> Iterator[Choice]:
+def _repeated(op: Op, given: OpGiven) -> Iterator[Choice]:
     """Repetitions of a head that ranks share: each has those of its own queries."""
     at, made, behind = given.first, op.outputs[0], given.first.dim + 1
     if at.copies == 1 or at.adds or at.within is not None or made is None:
@@ -73,7 +75,7 @@ def _repeated(op: Op, given: Given) -> Iterator[Choice]:
         yield Choice((at,), (replace(at, within=behind),))
 
 
-def _attention(op: Op, given: Given) -> Iterator[Choice]:
+def _attention(op: Op, given: OpGiven) -> Iterator[Choice]:
     """Queries are sharded by heads, of which each rank's read the one head of keys that it has."""
     backward = op.target in ATTENTION_BACKWARD
     keys = (2, 3) if backward else (1, 2)
