@@ -23,7 +23,7 @@ from stretto.capturing.meshes import on_meshes, place_on_meshes
 from stretto.capturing.split import check_split, layer_names, split
 from stretto.capturing.stages import cut
 from stretto.capturing.substitutes import check_synchronised
-from stretto.capturing.trace import PLAIN, trace
+from stretto.capturing.trace import trace
 from stretto.config import ParallelSettings
 from stretto.errors import UsageError
 from stretto.ir.program import Job
@@ -48,6 +48,9 @@ TRACED_BY = (
     "skip_passes",
 )
 """The settings that a trace depends on, besides the number of microbatches of all copies."""
+
+OF_EXPERTS = ("ep", "ep_plan", "ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data")
+"""The settings on which depends how experts are traced."""
 
 KEPT = 4
 """Traces that are kept, the ones used last. Assumed: one of 96 layers takes about 100 MB."""
@@ -146,9 +149,10 @@ class Captures:
         """By passes, every layout is made of one trace of the plain model."""
         if layout.by == "patched":
             return self._traced_now(parallel, layout)
-        key = plain_traced_by(parallel)
+        key = plain_traced_by(parallel, layout.before_passes)
         if key not in self._traced:
-            self._keep(key, self._traced_now(parallel, PLAIN), PLAIN)
+            plain = layout.before_passes
+            self._keep(key, self._traced_now(parallel, plain), plain)
         self._traced.move_to_end(key)
         return laid_out(self._traced[key][0], layout, parallel.skip_passes)
 
@@ -173,6 +177,7 @@ def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:
     return repr((given, parallel.microbatches * parallel.dp, degree))
 
 
-def plain_traced_by(parallel: ParallelSettings) -> str:
-    """Equal for settings whose layouts are passes over one trace of the plain model."""
-    return repr(("plain", parallel.skip_passes, parallel.microbatches * parallel.dp))
+def plain_traced_by(parallel: ParallelSettings, layout: Layout) -> str:
+    """Equal for settings whose layouts are passes over one trace."""
+    given = [(name, getattr(parallel, name)) for name in OF_EXPERTS]
+    return repr(("plain", given, layout.chunks, parallel.skip_passes, parallel.microbatches * parallel.dp))

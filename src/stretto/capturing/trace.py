@@ -135,6 +135,7 @@ def trace(
             microbatches=microbatches,
             param_dtype=param_dtype,
             device=device,
+            layout=layout.before_passes,
             equal_layers=equal_layers,
             skip_passes=skip_passes,
         )

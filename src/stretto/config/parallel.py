@@ -107,7 +107,7 @@ class ParallelSettings(Settings):
     """Which modules are sharded over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is
     one part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
     "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
-    layouts: Literal["patched", "passes"] = "patched"
+    layouts: Literal["patched", "passes"] = "passes"
     """How tensor-parallel ranks get their parts of the step: "patched" replaces forwards of modules and
     traces one rank's part; "passes" traces the plain model once and lays out what was traced. The latter is
     new, and has neither expert parallelism nor chunks of the sequence yet."""
@@ -212,13 +212,6 @@ class ParallelSettings(Settings):
             raise ValueError(
                 f"{what} shares the work of tensor-parallel ranks; give tp = 2 or more, or drop it"
             )
-        if self.layouts == "passes":
-            for key, idle in (("ep", self.ep == 1), ("ampipe_degree", uncut)):
-                if not idle:
-                    raise ValueError(
-                        f'{key} = {getattr(self, key)!r} is not laid out by layouts = "passes" yet; give '
-                        f'layouts = "patched", or drop {key}'
-                    )
         return self
 
     @model_validator(mode="after")

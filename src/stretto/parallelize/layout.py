@@ -59,6 +59,12 @@ class Layout:
         return of_tensor.union(() if self.experts is None else self.experts.modules)
 
     @property
+    def before_passes(self) -> Layout:
+        """What is laid out while the model is traced."""
+        chunks = None if self.chunks is None else replace(self.chunks, joins=True)
+        return replace(self, tensor=None, chunks=chunks, by="patched")
+
+    @property
     def evaluating(self) -> Layout:
         """The same, of an evaluation: a run does not end for text of which nothing is learned, so that what
         finds no room in `ep_buffer` is dropped, and can be seen."""

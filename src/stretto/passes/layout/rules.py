@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.dim_rules import Dims
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.placed_by_rule import joined
-from stretto.ir.program import Arg, Op, Ref, TensorSpec
-from stretto.passes.layout.emit import Emitter
+from stretto.ir.program import CHUNK, STARTS, WAIT, Arg, Op, Ref, TensorSpec
+from stretto.passes.layout.emit import GATHER, LAYOUT_OPS, REDUCE, SCATTER, SLICE, Emitter
 from stretto.passes.layout.op_groups import LIKE, NEW, SIZE_AT
 from stretto.passes.layout.placement import (
     HIGHEST,
@@ -159,7 +160,25 @@ def _new(op: Op, given: OpGiven) -> Iterator[Choice]:
     yield Choice((given.first,), (REPLICATED,))
 
 
+def _of_another_axis(op: Op, given: OpGiven) -> Iterator[Choice]:
+    """What communicates along another axis works along dim 0, or the dim that it says, and leaves others
+    alone. A sum passes through whatever adds, and whatever only moves values."""
+    at = given.first
+    if op.target == WAIT or op.target in SUMMING:
+        dims: tuple[int, ...] = ()
+    elif op.target in (CHUNK, GATHER, SCATTER, SLICE):
+        dims = (op.args[1],)
+    else:
+        dims = (0,)
+    is_largest = op.target in SUMMING and "max" in op.args
+    if (at.is_sharded and not {at.dim, at.within} & {*dims}) or (at.is_sum and not is_largest):
+        yield Choice((at,), (at,))
+
+
+SUMMING = (REDUCE, ALL_REDUCE.target)
+
 RULES: dict[str, Rule] = {
+    **dict.fromkeys((*STARTS, WAIT, CHUNK, *LAYOUT_OPS), _of_another_axis),
     "aten.amax.default": _highest,
     **dict.fromkeys(SPLITS, _pieces),
     CAT: _joined,
