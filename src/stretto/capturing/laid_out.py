@@ -1,8 +1,8 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. Placements of parameters come from the plan that is read for the patched way as well
-   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
-   the sequence.
+1. The sequence is cut in chunks (`stretto.passes.layout.chunks`). Placements of parameters come from the plan
+   that is read for the patched way as well (`stretto.parallelize.tensor`); with sequence parallelism, what
+   enters the first block is sharded along the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -22,13 +22,13 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.slices import SEQUENCE_DIM
 from stretto.parallelize.tensor import TensorParallel
+from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
-from stretto.passes.layout.shard import GRAD, PARAM, shard
+from stretto.passes.layout.shard import GRAD, PARAM, ShardedProgram, shard
 from stretto.passes.rewrite import rooted
 
 _log = logging.getLogger(__name__)
@@ -39,10 +39,53 @@ LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 
 def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
-    tensor = layout.tensor
-    if tensor is None:
+    if layout.tensor is None and layout.chunks is None:
         return traced
     program = with_equal_views_once(program_of(traced))
+    may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+    try:
+        wishes = {}
+        if layout.tensor is not None and layout.tensor.first is not None:
+            wishes = stream(program, layout.tensor)
+        if layout.chunks is not None:
+            chunked = _in_chunks(program, layout, may_be_partial)
+            program = chunked.program
+            if wishes:
+                wishes = dict.fromkeys(chunked.entering, sharded(SEQUENCE_DIM))
+                wishes |= dict.fromkeys(chunked.leaving, REPLICATED)
+        placed: Mapping[str, AxisPlacement] = {}
+        partial: frozenset[str] = frozenset()
+        if layout.tensor is not None:
+            made = _along_tensor(program, layout.tensor, wishes, may_be_partial)
+            program, placed, partial = made.program, made.placed, made.partial
+    except MisfitError as error:
+        raise CaptureError(
+            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
+            'give layouts = "patched"'
+        ) from None
+    return _as_traced(traced, layout, program, placed, partial, skip_passes)
+
+
+def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[str]) -> ChunkedProgram:
+    chunks, tensor = layout.chunks, layout.tensor
+    assert chunks is not None
+    sequence = tensor is not None and tensor.first is not None
+    return in_chunks(
+        program,
+        chunks.blocks,
+        chunks.degree,
+        tails=tensor.tails if tensor is not None and sequence else (),
+        multiple=tensor.size if tensor is not None and sequence else 1,
+        may_be_partial=may_be_partial,
+    )
+
+
+def _along_tensor(
+    program: StepProgram,
+    tensor: TensorParallel,
+    wishes: Mapping[str, AxisPlacement],
+    may_be_partial: frozenset[str],
+) -> ShardedProgram:
     size = tensor.size
     if len({of.copies for of in tensor.shards.values()} - {1, size}) > 1:
         raise CaptureError(
@@ -50,27 +93,32 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
             "heads of keys, or some the style 'replicated'"
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
-    may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
-    try:
-        made = shard(program, TENSOR, size, placed, stream(program, tensor), may_be_partial)
-    except MisfitError as error:
-        raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
-            'give layouts = "patched"'
-        ) from None
+    made = shard(program, TENSOR, size, placed, wishes, may_be_partial)
     for one in made.gathered:
         _log.debug("%s (%s) is computed in full: %d bytes", one.op.target, one.op.module, one.nbytes)
-    low = lower(made.program)
+    return made
+
+
+def _as_traced(
+    traced: Traced,
+    layout: Layout,
+    program: StepProgram,
+    placed: Mapping[str, AxisPlacement],
+    partial_roots: Collection[str],
+    skip_passes: Collection[str],
+) -> Traced:
+    """Steps 2 and 3."""
+    low = lower(program)
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)
     ops = [
         TracedOp(op, origin.segment, origin.backward) for op, (_, origin) in zip(owned, low.ops, strict=True)
     ]
-    first = frozenset(value for value, at in made.placed.items() if at.is_sharded and at.dim == 0)
+    first = frozenset(value for value, at in placed.items() if at.is_sharded and at.dim == 0)
     ops, now = passed(ops, set(low.roots.values()), low.given, first, skip_passes)
     roots = {root: now.get(value, value) for root, value in low.roots.items()}
-    partial = dict.fromkeys(made.partial, (TENSOR,))
+    partial = dict.fromkeys(partial_roots, (TENSOR,))
     gradients = {root.removeprefix(GRAD): axes for root, axes in partial.items() if root.startswith(GRAD)}
     return replace(
         traced,
@@ -81,7 +129,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         },
         buffers={name: (spec, roots.get(f"{UPDATE}{name}")) for name, (spec, _) in traced.buffers.items()},
         loss=roots[LOSS],
-        shards=_kept_shards(layout.shards, gradients, size),
+        shards=_kept_shards(layout, gradients),
         partial=gradients,
         seen=tuple(
             with_partial(one, partial.get(f"{SEEN}{k}", ()), roots[f"{SEEN}{k}"])
@@ -97,11 +145,13 @@ def _placement(shard: Shard, size: int) -> AxisPlacement:
 
 
 def _kept_shards(
-    shards: Mapping[str, tuple[Shard, ...]], partial: Collection[str], size: int
+    layout: Layout, partial: Collection[str]
 ) -> dict[str, tuple[Shard, ...]]:
     """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
+    size = 1 if layout.tensor is None else layout.tensor.size
     result = {
-        name: tuple(one for one in of if one.copies < size or name in partial) for name, of in shards.items()
+        name: tuple(one for one in of if one.axis != TENSOR or one.copies < size or name in partial)
+        for name, of in layout.shards.items()
     }
     return {name: of for name, of in result.items() if of}
 
@@ -133,28 +183,16 @@ def _spec_of(ops: Mapping[str, Op], name: str) -> TensorSpec:
 
 def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
     """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
-    sequence. It is the first activation that the block reads. Raises UsageError where there is none, and for
-    a sequence that ranks cannot share equally."""
-    if tensor.first is None:
-        return {}
-    made: dict[str, Op] = {}
-    of_parameters: set[str] = set()
-    for op, _ in program.ops:
-        inside = op.module == tensor.first or op.module.startswith(f"{tensor.first}.")
-        for name in op.uses if inside else ():
-            spec = made[name].outputs[0] if name in made and len(made[name].outputs) == 1 else None
-            if name in of_parameters and spec is not None and len(spec.shape) == 3:
-                length = spec.shape[SEQUENCE_DIM]
-                if length % tensor.size:
-                    raise UsageError(
-                        f"sequence_parallel: a sequence of {length} cannot be sharded equally over "
-                        f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
-                    )
-                return {name: sharded(SEQUENCE_DIM)}
-        if any(name.startswith(PARAM) or name in of_parameters for name in op.uses):
-            of_parameters.add(op.name)
-        made[op.name] = op
-    raise UsageError(
-        f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
-        'before it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
-    )
+    sequence. Raises UsageError where there is none, and for a sequence that ranks cannot share equally."""
+    entering = None if tensor.first is None else stream_into(program, tensor.first)
+    if entering is None:
+        raise UsageError(
+            f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
+            'before it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
+        )
+    if entering.length % tensor.size:
+        raise UsageError(
+            f"sequence_parallel: a sequence of {entering.length} cannot be sharded equally over "
+            f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
+        )
+    return {entering.name: sharded(SEQUENCE_DIM)}

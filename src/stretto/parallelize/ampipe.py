@@ -43,6 +43,7 @@ class Chunks:
     with sequence parallelism chunks are slices, and are gathered first."""
 
     degree: int
+    blocks: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     full: bool = False
     joins: bool = True

@@ -13,7 +13,7 @@ from torch import nn
 from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
 from stretto.parallelize.alone import leaves_of
-from stretto.parallelize.ampipe import Chunks, ampipe
+from stretto.parallelize.ampipe import Chunks, ampipe, blocks_of
 from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, sharded_experts
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import sharded
@@ -61,8 +61,7 @@ class Layout:
     @property
     def before_passes(self) -> Layout:
         """What is laid out while the model is traced."""
-        chunks = None if self.chunks is None else replace(self.chunks, joins=True)
-        return replace(self, tensor=None, chunks=chunks, by="patched")
+        return replace(self, tensor=None, chunks=None, by="patched")
 
     @property
     def evaluating(self) -> Layout:
@@ -106,4 +105,4 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     if degree == 1:
         return None
     experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
-    return Chunks(degree, experts, full, joins=not parallel.sequence_parallel)
+    return Chunks(degree, tuple(blocks_of(model)), experts, full, joins=not parallel.sequence_parallel)

@@ -28,7 +28,7 @@ from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, SplitLoss, TokenLoss,
 from stretto.passes.layout.op_groups import SAME_DATA
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, local_spec, sharded
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import Choice, emit_op
+from stretto.passes.layout.rules import Choice, Rule, emit_op
 from stretto.passes.layout.values import Values
 
 GRAD, PARAM = "grad/", "param/"
@@ -51,11 +51,14 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ShardedProgram:
-    """placed: of all values of the global program. gathered: what was computed in full for want of a rule.
+    """placed: of all values of the global program. local: of local values. forms: of a value, by placement the
+    local values that it is. gathered: what was computed in full for want of a rule.
     partial: roots that are partial sums still."""
 
     program: StepProgram
     placed: Mapping[str, AxisPlacement]
+    local: Mapping[str, AxisPlacement]
+    forms: Mapping[str, Mapping[AxisPlacement, str]]
     gathered: tuple[Gathered, ...]
     partial: frozenset[str]
 
@@ -67,10 +70,12 @@ def shard(
     placed: Mapping[str, AxisPlacement],
     wishes: Mapping[str, AxisPlacement],
     may_be_partial: frozenset[str] = frozenset(),
+    of_time: Mapping[str, Rule] | None = None,
 ) -> ShardedProgram:
-    """See the module. placed: of parameters and leaves that are sharded. wishes: value of the forward -> its
-    placement, as soon as it is made. may_be_partial: roots beside gradients. Raises MisfitError."""
-    return _Walk(program, axis, size, placed, wishes).run(may_be_partial)
+    """See the module. placed: of parameters and leaves that are sharded. wishes: value -> its placement, as
+    soon as it is made. may_be_partial: roots beside gradients. of_time: of an axis of time, rules that it has
+    besides; what draws draws in full there. Raises MisfitError."""
+    return _Walk(program, axis, size, placed, wishes, of_time).run(may_be_partial)
 
 
 class _Walk:
@@ -85,6 +90,7 @@ class _Walk:
         size: int,
         placed: Mapping[str, AxisPlacement],
         wishes: Mapping[str, AxisPlacement],
+        of_time: Mapping[str, Rule] | None,
     ) -> None:
         self.program, self.size, self.asked = program, size, dict(wishes)
         self.stored = {name: placed.get(name, REPLICATED) for name in program.given}
@@ -98,7 +104,7 @@ class _Walk:
         self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded})
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
-        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size)
+        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size, of_time)
         self.losses = token_losses((op for op, _ in program.ops), ahead.uses)
         self.split: dict[str, SplitLoss] = {}
         self.parts: dict[str, list[str]] = {}
@@ -116,7 +122,10 @@ class _Walk:
         roots, partial = self._roots(may_be_partial)
         given = {name: self.out.specs[name] for name in self.program.given}
         made = replace(self.program, ops=tuple(self.out.ops), given=given, roots=roots)
-        return ShardedProgram(made, dict(self.values.placed), tuple(self.gathered), partial)
+        values = self.values
+        return ShardedProgram(
+            *(made, dict(values.placed), values.local, values.forms, tuple(self.gathered), partial)
+        )
 
     # --- step 1 -------------------------------------------------------------------------------------------
 
@@ -188,12 +197,16 @@ class _Walk:
         values.add(op.name, op.outputs[0], made[0], choice.outputs[0])
         if op.target in SAME_DATA and names[0] in values.fixed:
             values.fixed[op.name] = None
-        wish = self.asked.get(op.name)
-        if wish is not None and not choice.outputs[0].is_partial:
-            values.place(op.name, wish, only=True)  # what reads a stream reads its slices
-        elif choice.at_once and choice.outputs[0].is_partial:
-            scattered = self.choices.wish(op.name) if choice.outputs[0].is_sum else None
-            values.place(op.name, scattered or REPLICATED)
+        self._as_asked(op.name, choice.at_once)
+
+    def _as_asked(self, name: str, at_once: bool) -> None:
+        values, at = self.values, self.values.placed[name]
+        wish = self.asked.get(name)
+        if wish is not None and not at.is_partial:
+            values.place(name, wish, only=True)  # what reads a stream reads its slices
+        elif at_once and at.is_partial:
+            scattered = self.choices.wish(name) if at.is_sum else None
+            values.place(name, scattered or REPLICATED)
 
     def _note_gathered(self, op: Op, names: Sequence[str]) -> None:
         activations = [name for name in names if not name.startswith(PARAM)]
@@ -207,6 +220,7 @@ class _Walk:
             name = self.taken.get((op.name, k), "")
             if name and spec is not None:
                 self.values.add(name, spec, self.out.emit(GETITEM, Ref(made), k, name=name), at)
+                self._as_asked(name, False)
             self.parts[op.name].append(name)
 
     def _decomposed(self, op: Op, names: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ STAYS = 1e6
 @dataclass(slots=True)
 class Values:
     """out: where local ops go. made: value -> the global op that makes it. spec: global ones. placed: as the
-    next op finds values; forms: placement -> the local value. fixed: parameters that are sharded, and views
+    next op finds values; forms: placement -> the local value. local: of local values. fixed: parameters that are sharded, and views
     of them."""
 
     out: Emitter
@@ -33,6 +33,7 @@ class Values:
     placed: dict[str, AxisPlacement]
     fixed: dict[str, None]
     forms: dict[str, dict[AxisPlacement, str]] = field(init=False)
+    local: dict[str, AxisPlacement] = field(default_factory=dict)
     origins: dict[str, tuple[Origin, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -44,6 +45,7 @@ class Values:
         if self.out.specs[local].shape != local_shape(at, spec.shape, self.out.size):
             raise MisfitError(f"{value} is {self.out.specs[local]}, where {spec} is {at}")
         self.spec[value], self.placed[value], self.forms[value] = spec, at, {at: local}
+        self.local[local] = at
         self.origins[value] = self.out.origin, self.out.module
 
     def same(self, name: str, value: str) -> None:
@@ -66,6 +68,7 @@ class Values:
                 op = self.made[name]
                 (forms[at],) = emit_op(full(op), self.out.size)(self.out, op, [self.form(base, REPLICATED)])
             self.out.origin, self.out.module = now
+            self.local[forms[at]] = at
         return forms[at]
 
     def place(self, name: str, at: AxisPlacement, *, only: bool = False) -> None:
