@@ -40,6 +40,9 @@ MAX_HEAD_DIM = 256
 ALIGNED_BYTES = 16
 """To which rows of a mask, and heads, are aligned for CUDA's kernels (sdp_utils.cpp, attention.cpp)."""
 
+ROWS_ALIGNED = 32
+"""To which the efficient kernel's statistics of rows are padded (kernel_forward.h)."""
+
 DRAWS = {ON_CPU: (), FLASH: (6, 7), EFFICIENT: (2, 3), CUDNN: (6, 7)}
 """Where results of a kernel say what it has drawn."""
 
@@ -88,24 +91,37 @@ def _attention(op: Op, given: OpGiven) -> Iterator[Choice]:
     query, key = (rule.inputs[at][SEQUENCE], rule.inputs[at + 1][SEQUENCE])
     for of_keys in (sharded(SEQUENCE), REPLICATED):
         inputs = tuple(
-            sharded(labels.index(query)) if query in labels else of_keys if at < n <= at + 2 else REPLICATED
-            for n, labels in enumerate(rule.inputs)
+            sharded(labels.index(query))
+            if query in labels and not _is_padded(op, spec, queries, given.size)
+            else of_keys
+            if at < n <= at + 2
+            else REPLICATED
+            for n, (labels, spec) in enumerate(zip(rule.inputs, given.specs, strict=True))
         )
         outputs = tuple(
             sharded(labels.index(query))
-            if query in labels
+            if query in labels and not _is_padded(op, spec, queries, given.size)
             else REPLICATED
             if key not in labels
             else of_keys
             if of_keys.is_sharded
             else PARTIAL
-            for labels in rule.outputs
+            for labels, spec in zip(rule.outputs, op.outputs, strict=True)
         )
         if all(
             spec is None or fits(place, spec.shape, given.size)
             for place, spec in zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True)
         ):
             yield Choice(inputs, outputs, _one_member)
+
+
+def _is_padded(op: Op, spec: TensorSpec | None, queries: TensorSpec, size: int) -> bool:
+    """Whether statistics of rows are in steps in which those of a chunk are as many as of all rows."""
+    efficient = OF_BACKWARD.get(op.target, op.target) == EFFICIENT
+    if not efficient or spec is None or len(spec.shape) != 3:
+        return False
+    rows = queries.shape[SEQUENCE] // size
+    return spec.shape[SEQUENCE] == -(-rows // ROWS_ALIGNED) * ROWS_ALIGNED
 
 
 def _one_member(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
