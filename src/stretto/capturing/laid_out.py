@@ -1,6 +1,7 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. The sequence is cut in chunks (`stretto.passes.layout.chunks`). Placements of parameters come from the plan
+1. The sequence is cut in chunks (`stretto.passes.layout.chunks`), and a rank's ops come in the place of
+   modules of experts (`stretto.capturing.experts`). Placements of parameters come from the plan
    that is read for the patched way as well (`stretto.parallelize.tensor`); with sequence parallelism, what
    enters the first block is sharded along the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
@@ -14,7 +15,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from stretto.capturing.experts import by_chunk, with_experts
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
@@ -37,26 +40,28 @@ LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
 
 
-def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) -> Traced:
+def laid_out(
+    traced: Traced, layout: Layout, model: nn.Module, skip_passes: Collection[str] = ()
+) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
-    if layout.tensor is None and layout.chunks is None:
+    if layout.tensor is None and layout.chunks is None and not layout.mixtures:
         return traced
     program = with_equal_views_once(program_of(traced))
-    may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
     try:
         wishes = {}
         if layout.tensor is not None and layout.tensor.first is not None:
             wishes = stream(program, layout.tensor)
         if layout.chunks is not None:
-            chunked = _in_chunks(program, layout, may_be_partial)
+            chunked = _in_chunks(program, layout, _may_be_partial(traced))
             program = chunked.program
             if wishes:
                 wishes = dict.fromkeys(chunked.entering, sharded(SEQUENCE_DIM))
                 wishes |= dict.fromkeys(chunked.leaving, REPLICATED)
+        program, traced = with_experts(program, model, layout, traced)
         placed: Mapping[str, AxisPlacement] = {}
         partial: frozenset[str] = frozenset()
         if layout.tensor is not None:
-            made = _along_tensor(program, layout.tensor, wishes, may_be_partial)
+            made = _along_tensor(program, layout.tensor, wishes, _may_be_partial(traced))
             program, placed, partial = made.program, made.placed, made.partial
     except MisfitError as error:
         raise CaptureError(
@@ -66,12 +71,16 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
     return _as_traced(traced, layout, program, placed, partial, skip_passes)
 
 
+def _may_be_partial(traced: Traced) -> frozenset[str]:
+    return frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+
+
 def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[str]) -> ChunkedProgram:
     chunks, tensor = layout.chunks, layout.tensor
     assert chunks is not None
     sequence = tensor is not None and tensor.first is not None
     return in_chunks(
-        program,
+        program if chunks.full else by_chunk(program),
         chunks.blocks,
         chunks.degree,
         tails=tensor.tails if tensor is not None and sequence else (),

@@ -139,14 +139,14 @@ def trace(
             equal_layers=equal_layers,
             skip_passes=skip_passes,
         )
-        return laid_out(traced, layout, skip_passes)
+        return laid_out(traced, layout, model, skip_passes)
 
     def attempt(how: Layout) -> Traced:
         traced = partial(
             _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
         )
         # Layers that are repeated would number the borders of meshes again.
-        if equal_layers and meshes is None and layout.chunks is None:
+        if equal_layers and meshes is None:
             try:
                 return traced(repeats=True)
             except (NotRepeatedError, CaptureError) as reason:

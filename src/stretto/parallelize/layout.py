@@ -13,8 +13,9 @@ from torch import nn
 from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
 from stretto.parallelize.alone import leaves_of
-from stretto.parallelize.ampipe import Chunks, ampipe, blocks_of
-from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, sharded_experts
+from stretto.parallelize.chunks import Chunks, blocks_of
+from stretto.parallelize.expert_op import as_one_op
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, other_arguments
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.spread import sharded
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
@@ -59,9 +60,16 @@ class Layout:
         return of_tensor.union(() if self.experts is None else self.experts.modules)
 
     @property
+    def mixtures(self) -> tuple[str, ...]:
+        """Names of the modules of experts that are one op each while the model is traced."""
+        if self.experts is not None:
+            return self.experts.modules
+        return () if self.chunks is None else self.chunks.experts
+
+    @property
     def before_passes(self) -> Layout:
-        """What is laid out while the model is traced."""
-        return replace(self, tensor=None, chunks=None, by="patched")
+        """What is laid out while the model is traced: shapes of experts, and that they are one op."""
+        return replace(self, tensor=None, by="patched")
 
     @property
     def evaluating(self) -> Layout:
@@ -72,11 +80,10 @@ class Layout:
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
-        degree = 1 if self.chunks is None else self.chunks.degree
+        refused = None if self.experts is None else other_arguments
         with (
-            nullcontext() if self.experts is None else sharded_experts(model, self.experts),
-            nullcontext() if self.tensor is None else sharded(model, self.tensor, degree),
-            nullcontext() if self.chunks is None else ampipe(model, self.chunks),
+            as_one_op(model, self.mixtures, refused),
+            nullcontext() if self.tensor is None else sharded(model, self.tensor),
         ):
             yield
 
@@ -97,7 +104,9 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    return Layout(tensor, experts, chunks_of(model, parallel, degree), parallel.layouts)
+    chunks = chunks_of(model, parallel, degree)
+    plain = experts is None and chunks is None
+    return Layout(tensor, experts, chunks, parallel.layouts if plain else "passes")
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:
@@ -105,4 +114,4 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     if degree == 1:
         return None
     experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
-    return Chunks(degree, tuple(blocks_of(model)), experts, full, joins=not parallel.sequence_parallel)
+    return Chunks(degree, tuple(blocks_of(model)), experts, full)
