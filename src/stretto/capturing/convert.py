@@ -24,7 +24,6 @@ from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
 from stretto.parallelize.alone import Matched, Shape
 from stretto.parallelize.ops import NAMESPACE
-from stretto.parallelize.unseen import CHUNK as CHUNK_MARK
 from stretto.parallelize.unseen import OWN
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
@@ -67,7 +66,7 @@ def convert(
     constants: list[Constant] = []
     roots: dict[str, str] = {}
     backward = False
-    made_by: dict[tuple[int, int | None], list[int]] = {}
+    made_by: dict[int, list[int]] = {}
     tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
     for node in joint.module.graph.nodes:
         segment = mark_of(node, SEGMENT)
@@ -88,15 +87,12 @@ def convert(
         if matched and not backward:
             number = mark_of(node, CALL)
             if number is not None and number < len(matched):
-                chunk = mark_of(node, CHUNK_MARK) if matched[number].chunks else None
-                made_by.setdefault((number, chunk), []).append(len(ops))
+                made_by.setdefault(number, []).append(len(ops))
         own = bool(mark_of(node, OWN))
         ops.append(TracedOp(replace(op, module=module), segment, backward, own=own))
-    for (number, chunk), places in made_by.items():
+    for number, places in made_by.items():
         call = matched[number]
         results: Results = tuple(zip(call.local, call.full, strict=True))
-        if call.chunks:
-            results = () if chunk is None else call.chunks[chunk]
         _note_full(ops, places, results, call)
     return ops, constants
 

@@ -1,10 +1,10 @@
 """In the place of a module of experts, which is one op in what was traced, the ops of one rank.
 
-    1. The module's forward on one rank, and its backward, are traced for the shapes that the op has: of equal
-       modules and equal shapes once. With expert parallelism ranks send each other the rows
-       (`stretto.parallelize.experts`).
-    2. Each `mixture` becomes the ops of the forward, and its `mixture_backward` those of the backward, under
-       names of their own.
+1. The module's forward on one rank, and its backward, are traced for the shapes that the op has: of equal
+   modules and equal shapes once. With expert parallelism ranks send each other the rows
+   (`stretto.parallelize.experts`).
+2. Each `mixture` becomes the ops of the forward, and its `mixture_backward` those of the backward, under
+   names of their own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from stretto.passes.rewrite import strides_of, with_uses
 
 TOKENS, CHOSEN, WEIGHTS, TANGENT = "batch/0", "batch/1", "batch/2", "tangent"
 """Names of a call's inputs, besides those of parameters and buffers."""
+
+
+BUFFER = "buffer/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +79,13 @@ class ExpertCalls:
         dtype = None if traced.param_dtype is None else getattr(torch, traced.param_dtype)
         mode = torch_adapter.fake_mode()
         with mode:
-            leaves = [
-                torch.empty_strided(spec.shape, strides_of(spec), dtype=getattr(torch, spec.dtype), device=device)
-                for spec in specs
-            ]
+            leaves = [_empty(spec, device) for spec in specs]
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
         parts = self.layout.before_passes.part_shapes(self.model)
         with (
             torch_adapter.fake_state(module, mode, device, dtype, parts),
-            nullcontext() if experts is None else sharded_experts(self.model, replace(experts, modules=(name,))),
+            nullcontext() if experts is None else sharded_experts(self.model, experts, (name,)),
         ):
             joint = torch_adapter.export_call(module, leaves, mode)
         names = {
@@ -204,9 +204,11 @@ class _Walk:
         for item in call.ops:
             if item.backward is not (op.target == MIXTURE_BACKWARD):
                 continue
-            buffers = {n: f"buffer/{op.module}.{n[len('buffer/'):]}" for n in item.op.uses if n.startswith("buffer/")}
+            for used in item.op.uses:
+                if used.startswith(BUFFER):
+                    names[used] = f"{BUFFER}{op.module}.{used.removeprefix(BUFFER)}"
             fresh = self._fresh(item.op.name)
-            own = with_uses(item.op, lambda name: names.get(name) or buffers.get(name, name))
+            own = with_uses(item.op, lambda name: names.get(name, name))
             names[item.op.name] = fresh
             self.specs[fresh] = own.outputs[0] if len(own.outputs) == 1 else None
             self.ops.append((replace(own, name=fresh, module=op.module), origin))
@@ -218,6 +220,11 @@ class _Walk:
             name = f"{like}_{count}"
         self.taken.add(name)
         return name
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    return torch.empty_strided(spec.shape, strides_of(spec), dtype=dtype, device=device)
 
 
 def by_chunk(program: StepProgram) -> StepProgram:

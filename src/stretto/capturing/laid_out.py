@@ -40,9 +40,7 @@ LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
 
 
-def laid_out(
-    traced: Traced, layout: Layout, model: nn.Module, skip_passes: Collection[str] = ()
-) -> Traced:
+def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
     if layout.tensor is None and layout.chunks is None and not layout.mixtures:
         return traced
@@ -153,9 +151,7 @@ def _placement(shard: Shard, size: int) -> AxisPlacement:
     return replace(sharded(shard.dim, shard.blocks), copies=shard.copies)
 
 
-def _kept_shards(
-    layout: Layout, partial: Collection[str]
-) -> dict[str, tuple[Shard, ...]]:
+def _kept_shards(layout: Layout, partial: Collection[str]) -> dict[str, tuple[Shard, ...]]:
     """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
     size = 1 if layout.tensor is None else layout.tensor.size
     result = {

@@ -343,5 +343,5 @@ def _output(desc: Any) -> tuple[str, str]:
 
 def mark_of(node: torch.fx.Node, key: str) -> Any:
     """What the node, forward or backward, is marked with; None where it is not. key: `SEGMENT` (sums of
-    gradients have none), `CALL`, `CHUNK` of a sequence, or `OWN` of the library's own code."""
+    gradients have none), `CALL`, or `OWN` of the library's own code."""
     return (node.meta.get("custom") or {}).get(key)

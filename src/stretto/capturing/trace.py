@@ -43,6 +43,7 @@ from stretto.capturing.repeat import layers_of
 from stretto.capturing.split import layer_names
 from stretto.capturing.state import PythonState
 from stretto.capturing.substitutes import (
+    HALF,
     PyTorchCalls,
     attention_on_cuda,
     batch_norms_in_ops,
@@ -54,9 +55,8 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
 from stretto.parallelize.alone import Beside, Key, PlainCall, with_gathered_logits
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.lower_right_adapter import HALF
 from stretto.parallelize.split_logits import WrittenError
-from stretto.parallelize.unseen import ALONE, ON_CUDA, now
+from stretto.parallelize.unseen import ALONE, now
 from stretto.passes import check_names
 
 _log = logging.getLogger(__name__)
@@ -295,7 +295,6 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
     with (
         setup.fake_state(layout.part_shapes(model)),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
-        now(ON_CUDA) if setup.absent else nullcontext(),
         layout.applied(model),
     ):
         specs = {name: spec_of(p) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -23,7 +23,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.split_logits import SplitLogits
 from stretto.parallelize.styles import COLWISE, ROWWISE, Style
 from stretto.parallelize.tensor import TensorParallel
@@ -74,13 +73,12 @@ Key = tuple[str, int, int]
 class Matched:
     """A call of the sharded model. local, unsharded: shapes of its results on a rank, and in the model alone.
     scaled: its bounds count a rank's part. repeated: heads of keys were repeated before, which a rank left
-        out. chunks: of a sequence in chunks, each chunk's own (local, unsharded) of its results."""
+    out."""
 
     local: tuple[Shape, ...]
     full: tuple[Shape, ...]
     scaled: bool = False
     repeated: bool = False
-    chunks: tuple[tuple[tuple[Shape, Shape], ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -218,8 +216,7 @@ class Beside(TorchFunctionMode):
                 "out of tp_plan"
             )
         scaled = self._compare(function, numbers, full.numbers, where)
-        chunks = _in_chunks(output, full.shapes)
-        self.matched.append(Matched(shapes, full.shapes, scaled, frame.repeats, chunks))
+        self.matched.append(Matched(shapes, full.shapes, scaled, frame.repeats))
 
     def _repeats_left_out(self, key: Key) -> int:
         """Calls that repeat each head of keys in the model alone, and that a rank with as many heads of keys
@@ -279,19 +276,6 @@ def _shapes(output: Any) -> tuple[Shape, ...]:
     items = output if isinstance(output, (tuple, list)) else (output,)
     kept = (item.kept if isinstance(item, SplitLogits) else item for item in items)
     return tuple(tuple(int(n) for n in item.shape) for item in kept if isinstance(item, Tensor))
-
-
-def _in_chunks(output: Any, unsharded: Sequence[Shape]) -> tuple[tuple[tuple[Shape, Shape], ...], ...]:
-    """`Matched.chunks`: a chunk is as large a share of the full tensor there as here."""
-    items = [x for x in (output if isinstance(output, (tuple, list)) else (output,)) if isinstance(x, Tensor)]
-    columns = []
-    for x, single in zip(items, unsharded, strict=True):
-        if isinstance(x, Chunked):
-            dim, shapes = x.cut_dim, [tuple(chunk.shape) for chunk in x.parts]
-            lengths = [shape[dim] * single[dim] // max(x.shape[dim], 1) for shape in shapes]
-            full_values = [(*single[:dim], length, *single[dim + 1 :]) for length in lengths]
-            columns.append(zip(shapes, full_values, strict=True))
-    return tuple(zip(*columns, strict=True))
 
 
 def with_gathered_logits(model: nn.Module, how: TensorParallel) -> TensorParallel:

@@ -1,4 +1,5 @@
-"""In how many chunks the sequence of a model's blocks is cut (AMPipe; `stretto.passes.layout.chunks` does it)."""
+"""In how many chunks the sequence of a model's blocks is cut (AMPipe). `stretto.passes.layout.chunks` does
+it."""
 
 from __future__ import annotations
 

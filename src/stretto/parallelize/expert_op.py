@@ -3,9 +3,9 @@
     mixture(tokens, chosen, weights, parameters, each)              the weighed results of tokens' experts
     mixture_backward(grad, tokens, chosen, weights, ..., each)      gradients of tokens, weights, parameters
 
-each: whether what a token gets does not depend on others; else experts have a capacity, which all tokens share.
-So layouts see that tokens are by themselves (`stretto.ir.dims`), and nothing of how experts are reached:
-`stretto.capturing.experts` puts a rank's ops in the place of these.
+each: whether what a token gets does not depend on others; else experts have a capacity, which all tokens
+share. So layouts see that tokens are by themselves (`stretto.ir.dims`), and nothing of how experts are
+reached: `stretto.capturing.experts` puts a rank's ops in the place of these.
 """
 
 from __future__ import annotations

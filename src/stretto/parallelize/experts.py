@@ -140,11 +140,12 @@ def _states_how(module: nn.Module) -> bool:
 
 
 @contextmanager
-def sharded_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
-    """While the context lasts, the modules compute a rank's experts. Parameters must already be parts."""
+def sharded_experts(model: nn.Module, how: ExpertParallel, names: Sequence[str]) -> Iterator[None]:
+    """While the context lasts, modules of these names compute a rank's experts. Parameters must already be
+    parts."""
     modules = dict(model.named_modules(remove_duplicate=False))
     with ExitStack() as undo:
-        for module, name in {modules[name]: name for name in how.modules}.items():
+        for module, name in {modules[name]: name for name in names}.items():
             undo.enter_context(part_of_experts(module, how.size))
             undo.callback(put_forward(module, _forward(module, how, how.trials.get(name))))
         yield

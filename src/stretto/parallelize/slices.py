@@ -4,9 +4,6 @@
     2. Attention and MLPs gather their input (`sequence.full_inside`), and scatter their output.
     3. A norm beside the blocks that is given slices puts the sequence together again.
 
-Where the sequence is in chunks (`chunked`), each chunk is cut into slices by itself: of 8 tokens in 2 chunks,
-the first of 2 ranks has 0, 1, 4, 5 (MindSpeed's order too), and no token is moved.
-
 A tensor's length says whether it is a slice: that of the full tensor is known from the first cut.
 """
 
@@ -16,16 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from stretto.errors import UsageError
 from stretto.parallelize import ops
-from stretto.parallelize.chunked import Chunked, joined
-from stretto.parallelize.parts import lengths_of
 from stretto.parallelize.recorded_adapter import tree_flatten, tree_unflatten
 from stretto.parallelize.tensor import AXIS, TensorParallel
-from stretto.parallelize.unseen import unseen
 
 SEQUENCE_DIM = 1
 """The dim of the sequence in activations (batch, sequence, hidden)."""
@@ -38,11 +30,10 @@ OUT = (
 
 @dataclass(slots=True)
 class Slices:
-    """One forward. degree: chunks of the sequence. length: of the full sequence, once it was cut; sliced:
+    """One forward. length: of the full sequence, once it was cut; sliced:
     whether no norm has put slices together; inside: modules with a gathered input that run now."""
 
     how: TensorParallel
-    degree: int = 1
     length: int | None = None
     sliced: bool = False
     inside: list[str] = field(default_factory=list)
@@ -69,22 +60,13 @@ class Slices:
     def _length(self, x: Any) -> int:
         return int(x.shape[SEQUENCE_DIM]) if isinstance(x, Tensor) and x.dim() > SEQUENCE_DIM else -1
 
-    @unseen
-    def in_chunks(self, x: Tensor) -> Tensor:
-        """Slices, or the full tensor, in the chunks of the sequence."""
-        if self.degree == 1 or type(x) is Chunked:
-            return x
-        each = self.how.size if self._is_full(x) else 1
-        of_slices = lengths_of((self.length or 0) // self.how.size, self.degree)
-        return Chunked(torch.split(x, [each * n for n in of_slices], SEQUENCE_DIM), SEQUENCE_DIM)
-
     def scatter(self, x: Tensor) -> Tensor:
         """Slices of the sum of partials."""
-        return ops.scatter(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
+        return ops.scatter(x, SEQUENCE_DIM, AXIS, self.how.size)
 
     def collect(self, x: Tensor) -> Tensor:
         """The full tensor of slices, for what all ranks do alike."""
-        return ops.collect(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
+        return ops.collect(x, SEQUENCE_DIM, AXIS, self.how.size)
 
     def block(self, name: str, module: nn.Module) -> Callable[..., Any]:
         own = module.forward
@@ -104,13 +86,7 @@ class Slices:
                     f"before it had one of {self.length}: keep its length, or leave sequence_parallel out"
                 )
             self.length = self._length(x)
-            if self.length < self.degree * self.how.size:
-                raise UsageError(
-                    f"ampipe_degree = {self.degree} cuts a sequence of {self.length}, of which each of "
-                    f"{self.how.size} {AXIS} ranks has a slice, into chunks of less than a token for each: "
-                    f"give {max(self.length // self.how.size, 1)} or less"
-                )
-            return ops.chunk(self.in_chunks(x), SEQUENCE_DIM, AXIS, self.how.size)
+            return ops.chunk(x, SEQUENCE_DIM, AXIS, self.how.size)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             return own(*first_changed(args, kwargs, cut, name), **kwargs)
@@ -126,7 +102,7 @@ class Slices:
             if self.length is None or not self.is_slice(result):
                 return result
             self.sliced = False
-            return joined(self.collect(result))
+            return self.collect(result)
 
         return forward
 
@@ -151,7 +127,7 @@ class Slices:
         def gathered(x: Tensor) -> Tensor:
             if not self.is_slice(x) or x.dim() < 3:
                 raise ValueError(self._not_sliced(name))
-            return gather(self.in_chunks(x))
+            return gather(x)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             args = first_changed(args, kwargs, gathered, name)

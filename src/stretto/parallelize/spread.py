@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from stretto.errors import UsageError
 from stretto.parallelize import ops
-from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.slices import SEQUENCE_DIM, Slices
 from stretto.parallelize.split_logits import SplitLogits, full_of, gathered
 from stretto.parallelize.styles import COLWISE, ROWWISE
@@ -39,12 +38,11 @@ class _ShardedForward:
 
 
 @contextmanager
-def sharded(model: nn.Module, how: TensorParallel, degree: int = 1) -> Iterator[None]:
-    """While the context lasts, the model computes one rank's part. Parameters must already be parts. degree:
-    chunks into which blocks cut the sequence."""
+def sharded(model: nn.Module, how: TensorParallel) -> Iterator[None]:
+    """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
     modules = dict(model.named_modules(remove_duplicate=False))
     gathering = [] if how.first is None else full_inside(how.first.rpartition(".")[0], how.modules)
-    state = _ShardedForward(Slices(how, degree), gathering)
+    state = _ShardedForward(Slices(how), gathering)
     replaced: set[tuple[int, str]] = set()
 
     def begin(_module: nn.Module, _args: Any) -> None:
@@ -102,8 +100,6 @@ def _set(module: nn.Module, attribute: str, value: int, undo: ExitStack) -> None
 
 def _let_in(x: Tensor, how: TensorParallel, state: _ShardedForward, sliced: bool) -> Tensor:
     """Copy or gather the input of a colwise module, once for all that read it."""
-    if type(x) is Chunked:
-        return x.each(lambda chunk: _let_in(chunk, how, state, sliced))
     known = state.entered.get(id(x))
     if known is not None and known[0] is x:
         return known[1]

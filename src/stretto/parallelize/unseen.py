@@ -21,15 +21,12 @@ from torch import nn
 OWN = "stretto_own"
 """Annotation of nodes whose code looks at a rank's own part on purpose."""
 
-CHUNK = "stretto_chunk"
-"""Annotation of nodes of one chunk of a sequence: its number."""
-
 _state = threading.local()
 
 
-HIDDEN, ALONE, ON_CUDA, AXES = "hidden", "alone", "on_cuda", "axes"
+HIDDEN, ALONE, AXES = "hidden", "alone", "axes"
 """What is called is the library's own; the model runs alone, and what communicates gives what it is given;
-what is called will run on CUDA, wherever its tensors are; the (axis, size) that the capture has."""
+the (axis, size) that the capture has."""
 
 
 def is_now(kind: str) -> bool:
@@ -61,11 +58,6 @@ def own_code() -> AbstractContextManager[None]:
     """What is made while the context lasts looks at a rank's own part on purpose: the proof of placements
     takes it as the rank's own, until a collective makes a value of it."""
     return _annotated(OWN, True)
-
-
-def of_chunk(at: int) -> AbstractContextManager[None]:
-    """What is made while the context lasts is of a chunk of a sequence."""
-    return _annotated(CHUNK, at)
 
 
 @contextmanager

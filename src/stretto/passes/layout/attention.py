@@ -6,8 +6,8 @@
        behind the first chunk what is causal is so from the lower right. The gradients of keys and values are
        sums over the chunks that read them.
 
-CUDA's flash attention takes `is_causal` from the lower right (FlashAttention 2.1 and later); cuDNN's does not,
-and later chunks have flash attention in its place. Other kernels get a mask.
+CUDA's flash attention takes `is_causal` from the lower right (FlashAttention 2.1 and later); cuDNN's does
+not, and later chunks have flash attention in its place. Other kernels get a mask.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def check_draws(ops: Iterable[Op], what: str) -> None:
         if op.target in KERNELS and (p := arguments(op)["dropout_p"]):
             raise CaptureError(
                 f"attention drops with p = {p}, and its kernel on CUDA draws for each chunk of the sequence "
-                f"by itself, not what it draws in the uncut model: give attention no dropout, or leave {what} "
-                "out"
+                f"by itself, not what it draws in the uncut model: give attention no dropout, or leave "
+                f"{what} out"
             )
 
 
@@ -136,7 +136,12 @@ def _has_later(op: Op, queries: TensorSpec, keys: TensorSpec, values: TensorSpec
     if OF_BACKWARD.get(op.target, op.target) != CUDNN:
         return True
     sizes = {spec.shape[-1] for spec in (queries, keys, values)}
-    return len(sizes) == 1 and max(sizes) <= MAX_HEAD_DIM and max(sizes) % (ALIGNED_BYTES // 2) == 0
+    return len(sizes) == 1 and heads_fit(max(sizes))
+
+
+def heads_fit(size: int) -> bool:
+    """Whether CUDA's kernels of attention take heads of this size, of two-byte elements or wider."""
+    return size <= MAX_HEAD_DIM and size % (ALIGNED_BYTES // 2) == 0
 
 
 IN_CHUNKS: dict[str, Rule] = dict.fromkeys((*KERNELS, *OF_BACKWARD), _attention)
@@ -273,9 +278,7 @@ class AttentionChunks:
         result, start = [], 0
         for call in calls:
             end = start + self.out.specs[call["query"].name].shape[SEQUENCE]
-            own = [
-                self._part(part, start, end) for part, n in zip(parts, lengths, strict=True) if n >= end
-            ]
+            own = [self._part(part, start, end) for part, n in zip(parts, lengths, strict=True) if n >= end]
             result.append(total(self.out, own))
             start = end
         return result
@@ -306,4 +309,3 @@ def total(out: Emitter, addends: Sequence[str], largest: bool = False) -> str:
         target = "aten.maximum.default" if largest else "aten.add.Tensor"
         result = out.emit(target, Ref(result), Ref(other), name=f"{result}_sum")
     return result
-

@@ -55,7 +55,7 @@ class ChunkedProgram:
 
 
 def stream_into(program: StepProgram, block: str) -> Stream | None:
-    """The first activation (batch, sequence, hidden) that a block reads, which a module before it has made."""
+    """The first activation (batch, sequence, hidden) that a block reads and a module before it has made."""
     specs: dict[str, TensorSpec] = {}
     of_parameters: set[str] = set()
     for op, _ in program.ops:
@@ -78,13 +78,13 @@ def in_chunks(
     multiple: int = 1,
     may_be_partial: frozenset[str] = frozenset(),
 ) -> ChunkedProgram:
-    """See the module. tails: norms behind the last block, up to which chunks go. multiple: of which lengths of
-    chunks are multiples. Raises UsageError for a sequence that is too short, and MisfitError."""
+    """See the module. tails: norms behind the last block, up to which chunks go. multiple: of which lengths
+    of chunks are multiples. Raises UsageError for a sequence that is too short, and MisfitError."""
     stream = stream_into(program, blocks[0])
     if stream is None:
         raise UsageError(
-            f"ampipe_degree = {degree} cuts the sequence where it enters {blocks[0]}, which reads no activation "
-            "(batch, sequence, hidden) that a module before it has made: leave ampipe_degree out"
+            f"ampipe_degree = {degree} cuts the sequence where it enters {blocks[0]}, which reads no "
+            "activation (batch, sequence, hidden) that a module before it has made: leave ampipe_degree out"
         )
     least = max(2, multiple)
     if stream.length < least * degree:

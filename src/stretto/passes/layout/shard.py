@@ -51,8 +51,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ShardedProgram:
-    """placed: of all values of the global program. local: of local values. forms: of a value, by placement the
-    local values that it is. gathered: what was computed in full for want of a rule.
+    """placed: of all values of the global program. local: of local values. forms: of a value, by placement
+    the local values that it is. gathered: what was computed in full for want of a rule.
     partial: roots that are partial sums still."""
 
     program: StepProgram

@@ -5,12 +5,12 @@
     slice      a view
     scatter    a view of the sum
 
-So an axis need not be one of ranks: what `shard` makes for chunks of a sequence, unrolled, is the same step in
-chunks (AMPipe), whose collectives along other axes run under each other's compute. What does not depend on the
-chunk is computed once, and draws as in the uncut step.
+So an axis need not be one of ranks: what `shard` makes for chunks of a sequence, unrolled, is the same step
+in chunks (AMPipe), whose collectives along other axes run under each other's compute. What does not depend on
+the chunk is computed once, and draws as in the uncut step.
 
-Members are equal, and a chunk is several of them where chunks are not: sizes along what is sharded are as many
-times larger.
+Members are equal, and a chunk is several of them where chunks are not: sizes along what is sharded are as
+many times larger.
 """
 
 from __future__ import annotations
@@ -165,15 +165,16 @@ class _Walk:
         name = self.out.emit(
             op.target, *args, name=op.name, kwargs=kwargs, flops=op.flops * times, random=op.random
         )
-        made = op.outputs[0] if len(op.outputs) == 1 else None
-        if made is not None and placed is not None:
-            if self.out.specs[name].shape != _scaled(made.shape, placed, times):
-                raise MisfitError(f"{op.target} ({op.module}) makes {self.out.specs[name]} of a chunk")
+        made = op.outputs[0] if len(op.outputs) == 1 and placed is not None else None
+        if made is not None and self.out.specs[name].shape != _scaled(made.shape, placed, times):
+            raise MisfitError(f"{op.target} ({op.module}) makes {self.out.specs[name]} of a chunk")
         return name
 
 
-def _scaled(shape: Sequence[int], placement: AxisPlacement, times: int) -> tuple[int, ...]:
+def _scaled(shape: Sequence[int], placement: AxisPlacement | None, times: int) -> tuple[int, ...]:
     """The shape of so many members together."""
+    if placement is None:
+        return tuple(shape)
     if times > 1 and placement.is_sharded and placement.within is not None:
         raise MisfitError("chunks of unequal length share a dim of few elements")
     sharded = placement.is_sharded

@@ -24,8 +24,8 @@ STAYS = 1e6
 @dataclass(slots=True)
 class Values:
     """out: where local ops go. made: value -> the global op that makes it. spec: global ones. placed: as the
-    next op finds values; forms: placement -> the local value. local: of local values. fixed: parameters that are sharded, and views
-    of them."""
+    next op finds values; forms: placement -> the local value. local: how local values are placed. fixed:
+    parameters that are sharded, and views of them."""
 
     out: Emitter
     made: Mapping[str, Op]
