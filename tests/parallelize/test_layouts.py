@@ -201,7 +201,7 @@ def test_a_model_is_traced_once_for_all_layouts(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(captures, "trace", counted)
     kept = Captures(gpt(), batch_of(), next_token_loss)
-    for layout in (TP, SP, {"tp": 4}, {**SP, "pp": 2}):
+    for layout in (TP, SP, {"tp": 4}, {**SP, "pp": 2}, {"ampipe_degree": 2}, {**SP, "ampipe_degree": 3}):
         kept.job(by_passes(**layout))
     assert len(traces) == 1
 
@@ -210,11 +210,3 @@ def test_a_sequence_that_ranks_cannot_share_is_refused() -> None:
     model, batch = gpt(context=7), {key: value[:, :7] for key, value in batch_of().items()}
     with pytest.raises(UsageError, match="a sequence of 7 cannot be sharded equally over tp = 2"):
         capture(model, batch, next_token_loss, by_passes(**SP))
-
-
-@pytest.mark.parametrize("given", [{"ep": 2, "dp": 2}, {"ampipe_degree": 2}, {"ampipe_degree": "auto"}])
-def test_what_passes_do_not_lay_out_yet_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(
-        UsageError, match='is not laid out by layouts = "passes" yet; give layouts = "patched"'
-    ):
-        by_passes(**given)

@@ -44,7 +44,7 @@ SLOW: list[tuple[str, dict[str, Any]]] = [
 
 
 def by_passes(rows: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """The same by passes, which have no chunks yet."""
+    """The same by passes."""
     return [
         (name, {**layout, "layouts": "passes"})
         for name, layout in rows

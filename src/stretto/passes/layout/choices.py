@@ -91,7 +91,8 @@ class OpChoices:
         assert made is not None
         for at in dict.fromkeys((self.values.placed[name], *self._known(name))):
             after = viewed(at, self.values.spec[name].shape, made.shape, self.size)
-            if after is not None:
+            # Chunks may be of unequal length, and no even part of another dim.
+            if after is not None and (after.within is None or self.of_time is None):
                 yield Choice((at,), (after,))
 
     def _partial(self, op: Op, rule: Dims, given: OpGiven) -> Iterator[Choice]:

@@ -173,9 +173,6 @@ class _Walk:
 
 def _scaled(shape: Sequence[int], placement: AxisPlacement | None, times: int) -> tuple[int, ...]:
     """The shape of so many members together."""
-    if placement is None:
+    if placement is None or not placement.is_sharded:
         return tuple(shape)
-    if times > 1 and placement.is_sharded and placement.within is not None:
-        raise MisfitError("chunks of unequal length share a dim of few elements")
-    sharded = placement.is_sharded
-    return tuple(n * times if sharded and dim == placement.dim else n for dim, n in enumerate(shape))
+    return tuple(n * times if dim == placement.dim else n for dim, n in enumerate(shape))
