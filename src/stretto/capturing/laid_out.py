@@ -22,7 +22,6 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.slices import SEQUENCE_DIM
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
@@ -32,6 +31,9 @@ from stretto.passes.layout.shard import GRAD, PARAM, shard
 from stretto.passes.rewrite import rooted
 
 _log = logging.getLogger(__name__)
+
+SEQUENCE_DIM = 1
+"""The dim of the sequence in activations (batch, sequence, hidden)."""
 
 LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
@@ -55,8 +57,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         made = shard(program, TENSOR, size, placed, stream(program, tensor), may_be_partial)
     except MisfitError as error:
         raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
-            'give layouts = "patched"'
+            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
         ) from None
     for one in made.gathered:
         _log.debug("%s (%s) is computed in full: %d bytes", one.op.target, one.op.module, one.nbytes)
@@ -156,5 +157,5 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
         made[op.name] = op
     raise UsageError(
         f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
-        'before it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
+        "before it has made: give it one, or leave sequence_parallel out"
     )

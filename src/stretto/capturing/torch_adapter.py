@@ -38,13 +38,9 @@ from stretto.capturing.repeat import Layers
 from stretto.capturing.substitutes import PyTorchCalls, in_float32, losses_in_float32
 from stretto.capturing.torch_state_adapter import hooks_that_change, tracing_state
 from stretto.errors import CaptureError
-from stretto.parallelize.alone import Beside
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
-
-CALL = "stretto_call"
-"""Likewise, for the call that made a node (`stretto.parallelize.alone` numbers them)."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -150,14 +146,6 @@ class _Segments:
         fx_traceback.current_meta["custom"] = {SEGMENT: len(self.names) - 1}
 
 
-def mark_call(number: int | None) -> None:
-    """Nodes that are made from now on belong to this call; None: to no call."""
-    custom = fx_traceback.current_meta.get("custom")
-    if custom is not None:
-        kept = {key: value for key, value in custom.items() if key != CALL}
-        fx_traceback.current_meta["custom"] = kept if number is None else {**kept, CALL: number}
-
-
 Leaves = Sequence[torch.Tensor]
 
 
@@ -194,7 +182,6 @@ def export_joint(
     mode: FakeTensorMode,
     layers: Layers | None = None,
     meshes: OnMeshes | None = None,
-    beside: Beside | None = None,
     float32_losses: bool = False,
 ) -> tuple[JointGraph, Reads]:
     """Forward, loss and backward of one microbatch as one functional graph, and what of Python they read. All
@@ -202,8 +189,7 @@ def export_joint(
 
     layers: the equal layers that are not all traced; `stretto.capturing.expand` then gives the full graph.
     meshes: where a program on several meshes lies.
-    beside: compares the calls of a sharded model with those of the model alone. float32_losses: whether
-    losses of half precision are taken in float32 (`stretto.capturing.substitutes`).
+    float32_losses: whether losses of half precision are taken in float32 (`stretto.capturing.substitutes`).
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
@@ -221,7 +207,6 @@ def export_joint(
             segments.forward(),
             watched(),
             buffers_in_place(model),
-            nullcontext() if beside is None else beside.forward(),
             PyTorchCalls(losses_in_float32) if float32_losses else nullcontext(),
             masks_recognised(values, calls.substitutes(left)),
             OpsSeen() as seen,
@@ -258,7 +243,6 @@ def export_joint(
         tracing_state(),
         fx_traceback.preserve_node_meta(),
         segments.hooks(model),
-        nullcontext() if beside is None else beside.installed(),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
         hooks_that_change(model),
@@ -325,5 +309,5 @@ def _output(desc: Any) -> tuple[str, str]:
 
 def mark_of(node: torch.fx.Node, key: str) -> Any:
     """What the node, forward or backward, is marked with; None where it is not. key: `SEGMENT` (sums of
-    gradients have none), `CALL`, `CHUNK` of a sequence, or `OWN` of the library's own code."""
+    gradients have none), or `CHUNK` of a sequence."""
     return (node.meta.get("custom") or {}).get(key)

@@ -39,13 +39,11 @@ from stretto.parallelize.unseen import functions_given, put_forward
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """degree: chunks of a sequence. experts: names of modules with a row for each token. full: whether
-    experts with a capacity serve all chunks together. joins: whether what leaves the last block is joined;
-    with sequence parallelism chunks are slices, and are gathered first."""
+    experts with a capacity serve all chunks together."""
 
     degree: int
     experts: tuple[str, ...] = ()
     full: bool = False
-    joins: bool = True
 
 
 class _ChunkedAttention(TorchFunctionMode):
@@ -101,8 +99,7 @@ def ampipe(model: nn.Module, how: Chunks) -> Iterator[None]:
     with ExitStack() as undo:
         for name in blocks:
             module = model.get_submodule(name)
-            last = how.joins and name == blocks[-1]
-            undo.callback(put_forward(module, _block(module.forward, mode, last)))
+            undo.callback(put_forward(module, _block(module.forward, mode, name == blocks[-1])))
         for name in how.experts:
             module = model.get_submodule(name)
             each = not how.full or getattr(module, "slots", lambda tokens: None)(1) is None

@@ -36,7 +36,6 @@ from stretto.parallelize.recorded_adapter import (
     tree_unflatten,
     without_elements,
 )
-from stretto.parallelize.unseen import of_chunk, unseen
 from stretto.tensor.dtensor_adapter import same_memory
 
 Made = TypeVar("Made")
@@ -66,7 +65,6 @@ class Chunked(Tensor):
         """Of each chunk's slice of a block."""
         return [chunk.shape[self.cut_dim] // self.blocks for chunk in self.parts]
 
-    @unseen
     def joined(self) -> Tensor:
         """The full tensor."""
         if self.blocks == 1:
@@ -167,11 +165,7 @@ _UNKNOWN = (
 
 def by_chunk(call: Callable[[int], Made], count: int) -> list[Made]:
     """What a call makes of each chunk, by its number."""
-    made: list[Made] = []
-    for at in range(count):
-        with of_chunk(at):
-            made.append(call(at))
-    return made
+    return [call(at) for at in range(count)]
 
 
 def joined(value: Any) -> Any:

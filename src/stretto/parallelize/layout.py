@@ -6,28 +6,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
-from stretto.parallelize.alone import leaves_of
 from stretto.parallelize.ampipe import Chunks, ampipe
 from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, sharded_experts
 from stretto.parallelize.parts import local_shape
-from stretto.parallelize.spread import sharded
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind. by: as the setting `layouts`."""
+    """Each is None where there is nothing of the kind."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
-    by: Literal["patched", "passes"] = "patched"
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -53,16 +50,10 @@ class Layout:
             }
         return result
 
-    def leaves(self) -> frozenset[str]:
-        """Names of the modules whose inside is not the model's own code."""
-        of_tensor = frozenset() if self.tensor is None else leaves_of(self.tensor)
-        return of_tensor.union(() if self.experts is None else self.experts.modules)
-
     @property
-    def before_passes(self) -> Layout:
-        """What is laid out while the model is traced."""
-        chunks = None if self.chunks is None else replace(self.chunks, joins=True)
-        return replace(self, tensor=None, chunks=chunks, by="patched")
+    def traced(self) -> Layout:
+        """What the model is traced with: a trace is laid out over tensor-parallel ranks by passes."""
+        return replace(self, tensor=None)
 
     @property
     def evaluating(self) -> Layout:
@@ -72,11 +63,10 @@ class Layout:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
-        degree = 1 if self.chunks is None else self.chunks.degree
+        """While the context lasts, the model computes a rank's experts, and in chunks. Parameters of experts
+        must already be parts."""
         with (
             nullcontext() if self.experts is None else sharded_experts(model, self.experts),
-            nullcontext() if self.tensor is None else sharded(model, self.tensor, degree),
             nullcontext() if self.chunks is None else ampipe(model, self.chunks),
         ):
             yield
@@ -98,7 +88,7 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    return Layout(tensor, experts, chunks_of(model, parallel, degree), parallel.layouts)
+    return Layout(tensor, experts, chunks_of(model, parallel, degree))
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:
@@ -106,4 +96,4 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     if degree == 1:
         return None
     experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
-    return Chunks(degree, experts, full, joins=not parallel.sequence_parallel)
+    return Chunks(degree, experts, full)

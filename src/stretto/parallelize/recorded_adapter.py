@@ -127,10 +127,12 @@ def placements_of(
     if not same or chunk.writes or any(op.random for op in chunk.ops):
         return None
     given = {chunk.name(p): of_it for p, of_it in zip(parts, kept, strict=True) if of_it is not None}
-    placer = Placer("chunks", count, given, exact=True)
+    placer = Placer("chunks", count, given)
     try:
         for op, other in zip(chunk.ops, full.ops, strict=True):
             placer.place(op, chunk.specs)
+            if placer.of(op.name).kind == "local":
+                return None
             if len(op.outputs) == 1 and op.outputs[0] is not None and other.outputs[0] is not None:
                 fit = _fitting(placer.of(op.name), op.outputs[0].shape, other.outputs[0].shape, ratio)
                 if fit is None:

@@ -1,7 +1,4 @@
-"""What the library itself computes while a model's code runs, and what runs in the place of that code.
-
-`stretto.parallelize.alone` compares the calls of a sharded model with those of the model alone; the library's
-own (collectives, lookups in a part of a vocabulary) have no counterpart there and are not compared.
+"""What is known while a model's code runs at capture, and what runs in the place of that code.
 
 Autograd functions of a user's own get what replaces the full tensor: they ask no argument what it is, so
 that the gradient of a leaf that is no plain tensor would be lost. Modules get another forward for a time.
@@ -11,25 +8,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import nn
-
-OWN = "stretto_own"
-"""Annotation of nodes whose code looks at a rank's own part on purpose."""
-
-CHUNK = "stretto_chunk"
-"""Annotation of nodes of one chunk of a sequence: its number."""
 
 _state = threading.local()
 
 
-HIDDEN, ALONE, ON_CUDA, AXES = "hidden", "alone", "on_cuda", "axes"
-"""What is called is the library's own; the model runs alone, and what communicates gives what it is given;
-what is called will run on CUDA, wherever its tensors are; the (axis, size) that the capture has."""
+ON_CUDA, AXES = "on_cuda", "axes"
+"""What is called will run on CUDA, wherever its tensors are; the (axis, size) that the capture has."""
 
 
 def is_now(kind: str) -> bool:
@@ -51,35 +40,6 @@ def now(kind: str, value: object = True) -> Iterator[None]:
         yield
     finally:
         setattr(_state, kind, before)
-
-
-unseen = now(HIDDEN)
-"""Decorator of a function of the library's own."""
-
-
-def own_code() -> AbstractContextManager[None]:
-    """What is made while the context lasts looks at a rank's own part on purpose: the proof of placements
-    takes it as the rank's own, until a collective makes a value of it."""
-    return _annotated(OWN, True)
-
-
-def of_chunk(at: int) -> AbstractContextManager[None]:
-    """What is made while the context lasts is of a chunk of a sequence."""
-    return _annotated(CHUNK, at)
-
-
-@contextmanager
-def _annotated(key: str, value: object) -> Iterator[None]:
-    before = fx_traceback.current_meta.get("custom")
-    if before is None:  # nothing is traced
-        yield
-        return
-    # A dict of its own: nodes made before share theirs.
-    fx_traceback.current_meta["custom"] = {**before, key: value}
-    try:
-        yield
-    finally:
-        fx_traceback.current_meta["custom"] = before
 
 
 _lock = threading.Lock()
