@@ -230,7 +230,6 @@ PLANS: list[tuple[dict[str, str], str]] = [
     ({**EXPERTS, "blocks.*.mlp.experts.up": "dim:3"}, "'dim:D', the number"),
     ({**EXPERTS, "blocks.*.mlp.experts.up": "sequence"}, "'dim:D', the number"),
     ({**EXPERTS, "blocks.*.mlp.experts.up": "dim:2:5"}, "64 features of 5"),
-    ({**EXPERTS, "blocks.*.mlp.experts.up": "dim:2"}, r"blocks\.\*\.mlp\.experts"),  # and not `down`
 ]
 
 

@@ -22,12 +22,13 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.tensor import TensorParallel
+from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
 from stretto.passes.layout.shard import GRAD, PARAM, shard
+from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
 
 _log = logging.getLogger(__name__)
@@ -44,17 +45,18 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
     tensor = layout.tensor
     if tensor is None:
         return traced
-    program = with_equal_views_once(program_of(traced))
-    size = tensor.size
-    if len({of.copies for of in tensor.shards.values()} - {1, size}) > 1:
+    program, size = with_equal_views_once(program_of(traced)), tensor.size
+    ahead = Ahead(program, size, dict(program.given))
+    shards = {name: _shared(ahead, name, one) for name, one in tensor.shards.items()}
+    if len({of.copies for of in shards.values()} - {1, size}) > 1:
         raise CaptureError(
             "heads of keys are shared by different numbers of ranks in different modules: give all the same "
             "heads of keys, or some the style 'replicated'"
         )
-    placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
+    placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
     may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
     try:
-        made = shard(program, TENSOR, size, placed, stream(program, tensor), may_be_partial)
+        made = shard(program, TENSOR, size, placed, stream(program, layout), may_be_partial)
     except MisfitError as error:
         raise CaptureError(
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
@@ -82,13 +84,19 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         },
         buffers={name: (spec, roots.get(f"{UPDATE}{name}")) for name, (spec, _) in traced.buffers.items()},
         loss=roots[LOSS],
-        shards=_kept_shards(layout.shards, gradients, size),
+        shards=_kept_shards(layout.with_tensor(shards).shards, gradients, size),
         partial=gradients,
         seen=tuple(
             with_partial(one, partial.get(f"{SEEN}{k}", ()), roots[f"{SEEN}{k}"])
             for k, one in enumerate(traced.seen)
         ),
     )
+
+
+def _shared(ahead: Ahead, name: str, shard: Shard) -> Shard:
+    """A parameter's shard, which ranks share where they are more than heads."""
+    copies = copies_of(ahead, f"{PARAM}{name}", sharded(shard.dim, shard.blocks))
+    return replace(shard, copies=copies)
 
 
 def _placement(shard: Shard, size: int) -> AxisPlacement:
@@ -132,11 +140,12 @@ def _spec_of(ops: Mapping[str, Op], name: str) -> TensorSpec:
     return spec
 
 
-def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
+def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
     """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
-    sequence. It is the first activation that the block reads. Raises UsageError where there is none, and for
-    a sequence that ranks cannot share equally."""
-    if tensor.first is None:
+    sequence, and along each of its chunks. It is the first activation that the block reads. Raises UsageError
+    where there is none, and for a sequence that ranks cannot share equally."""
+    tensor, chunks = layout.tensor, 1 if layout.chunks is None else layout.chunks.degree
+    if tensor is None or tensor.first is None:
         return {}
     made: dict[str, Op] = {}
     of_parameters: set[str] = set()
@@ -151,7 +160,8 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
                         f"sequence_parallel: a sequence of {length} cannot be sharded equally over "
                         f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
                     )
-                return {name: sharded(SEQUENCE_DIM)}
+                blocks = 1 if length % (tensor.size * chunks) else chunks
+                return {name: sharded(SEQUENCE_DIM, blocks)}
         if any(name.startswith(PARAM) or name in of_parameters for name in op.uses):
             of_parameters.add(op.name)
         made[op.name] = op

@@ -88,7 +88,6 @@ class _Segments:
         self.names: list[str] = []
         self.borders: dict[int, int] = {}
         self._running: list[str] = []
-        self._called: set[str] = set()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -96,12 +95,11 @@ class _Segments:
         self.names.clear()
         self.borders.clear()
         self._running.clear()
-        self._called.clear()
         try:
             self._switch()
             yield
         except Exception as error:
-            at_fault(error, self._running[-1] if self._running else "", self._called)
+            at_fault(error, self._running[-1] if self._running else "")
             raise
         finally:
             fx_traceback.current_meta.pop("custom", None)
@@ -113,7 +111,6 @@ class _Segments:
 
             def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
                 self._running.append(name)
-                self._called.add(name)
                 self._switch()
 
             def leave(_module: nn.Module, _args: Any, _output: Any) -> None:

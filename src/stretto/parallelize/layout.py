@@ -55,6 +55,10 @@ class Layout:
         """What the model is traced with: a trace is laid out over tensor-parallel ranks by passes."""
         return replace(self, tensor=None)
 
+    def with_tensor(self, shards: Mapping[str, Shard]) -> Layout:
+        """The same with other shards over tensor-parallel ranks."""
+        return self if self.tensor is None else replace(self, tensor=replace(self.tensor, shards=shards))
+
     @property
     def evaluating(self) -> Layout:
         """The same, of an evaluation: a run does not end for text of which nothing is learned, so that what

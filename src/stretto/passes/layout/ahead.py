@@ -127,9 +127,17 @@ class Ahead:
                     label = labels[at.dim] if at.dim < len(labels) else None
                     if label is not None and label in mine and label not in rule.full:
                         return sharded(mine.index(label), at.blocks)
-            if (op.target in KEEP_PARTIAL or op.target in POINTWISE) and len(op.outputs) == 1:
-                after = asked.get(op.name) or self._best(op.name, placed, asked, fixed, seen)
+            if op.target not in KEEP_PARTIAL and op.target not in POINTWISE:
+                continue
+            for made in self._results(op):
+                after = asked.get(made) or self._best(made, placed, asked, fixed, seen)
                 result = after and dict(self.before(op, after)).get(name)
                 if result:
                     return result
         return None
+
+    def _results(self, op: Op) -> list[str]:
+        """The values that an op makes."""
+        if len(op.outputs) == 1:
+            return [op.name]
+        return [use.name for use in self.uses.get(op.name, ()) if use.target == GETITEM]

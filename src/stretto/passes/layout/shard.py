@@ -291,6 +291,9 @@ class _Walk:
                 partial.add(root)
             if self.out.cost_bytes(self.values.source(value, want), want, 1) == math.inf:
                 raise MisfitError(f"{root} is {placed[value]}, and is to be {want}")
+            self.out.origin, self.out.module = self.values.origins.get(
+                value, (self.out.origin, self.out.module)
+            )
             roots[root] = self.values.form(value, want)
         return roots, frozenset(partial)
 
