@@ -9,7 +9,7 @@ an op on processors, and end the process on accelerators (`Ranges`).
     3. Where it is not, the very value is computed that the op reads.
 
 Leaves on an accelerator are not checked: that would wait for it. Labels over a vocabulary that
-tensor-parallel ranks share are compared by other ops (`stretto.parallelize.vocabulary`).
+tensor-parallel ranks share are compared by other ops (`stretto.passes.layout.losses`).
 """
 
 from __future__ import annotations
