@@ -267,6 +267,12 @@ def test_communication_that_does_not_fit_is_refused_with_its_line(name: str) -> 
     assert f"{__file__}:" in str(error.value)
 
 
+def test_communication_along_tp_is_refused() -> None:
+    model = Own(lambda model, x: model.down(ops.exchange(model.up(x), "tp", 2)))
+    with pytest.raises(CaptureError, match="the loss|Own.*communicates along tp, over which passes"):
+        captured(model)
+
+
 def test_rows_of_a_kind_with_unequal_parts_need_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A permutation, where all rows go to the next rank."""
     permute = replace(ALL_TO_ALL, sent=lambda rows, a, b, size, _: (0, rows if b == (a + 1) % size else 0))

@@ -20,7 +20,7 @@ from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import TENSOR
-from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import MisfitError
@@ -45,6 +45,12 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
     tensor = layout.tensor
     if tensor is None:
         return traced
+    for item in traced.ops:
+        if item.op.target in (*STARTS, CHUNK, INDEX) and item.op.args[-2] == TENSOR:
+            raise CaptureError(
+                f"{item.op.module or 'the loss'} communicates along {TENSOR}, over which passes lay out what "
+                "the code computes in full: leave it out"
+            )
     program, size = with_equal_views_once(program_of(traced)), tensor.size
     ahead = Ahead(program, size, dict(program.given))
     shards = {name: _shared(ahead, name, one) for name, one in tensor.shards.items()}
