@@ -17,10 +17,11 @@ import typer
 from rich.console import Console
 
 import stretto
-from stretto.cli.common import RENEW, Changes, Config, Fresh, Stops, check_output, command, write_and_print
+from stretto.cli.common import RENEW, Changes, Config, Fresh, check_output, command, write_and_print
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
+from stretto.train.interrupt import Stops
 from stretto.train.progress import Progress
 
 
@@ -78,12 +79,12 @@ def plan(
             raise StoppedError(why, stops.status) from None
 
         def show() -> None:
-            if stops.received:
+            if stops.numbers:
                 typer.echo("interrupted: this is the best plan so far", err=True)
             typer.echo(str(made))
 
         write_and_print([(output, made.save)], show)
-    if stops.received:
+    if stops.numbers:
         sys.stdout.flush()
         raise typer.Exit(stops.status)
 

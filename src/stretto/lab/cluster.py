@@ -26,7 +26,6 @@ from stretto.lab import enter, network, quota
 from stretto.lab.commands import (
     Printer,
     Statuses,
-    StopSignals,
     blocked,
     ending_by_exit,
     signal_group,
@@ -249,7 +248,7 @@ class Lab:
         output: Path | None = None,
         quiet_others: bool = False,
         grace_s: float = 30.0,
-        signals: StopSignals | None = None,
+        signals: list[int] | None = None,
     ) -> Statuses:
         """Run a command once for every rank, wait for all, and return their statuses by rank.
 
@@ -257,7 +256,7 @@ class Lab:
         `output`, host i writes `output/host-<i>.log` instead (where hosts have several ranks,
         `host-<i>-rank-<r>.log`); with `quiet_others` only rank 0 is printed, and the others where they fail.
         When one fails, the others have `grace_s` seconds before SIGTERM.
-        Signals noted by `signals` end the run. Raises UsageError if there is no such command.
+        Stop signals that are noted in `signals` end the run. Raises UsageError if there is no such command.
         """
         processes: list[subprocess.Popen[bytes]] = []
         printers: list[Printer] = []
