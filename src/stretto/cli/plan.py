@@ -47,13 +47,6 @@ def plan(
             "without it."
         ),
     ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(
-            help='How ops are ordered in windows: "improve", "list" or "captured"; '
-            "planning.order of the settings without it."
-        ),
-    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it.
@@ -65,8 +58,6 @@ def plan(
         wishes.append(f"parallel.overlap={overlap}")
     if fresh:
         wishes.append(RENEW)
-    if order is not None:
-        wishes.append(f"planning.order={order}")
     settings, description = load_settings(config, wishes), read_cluster(cluster)
     with Stops() as stops:
         try:

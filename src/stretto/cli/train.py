@@ -83,22 +83,12 @@ ROWS = 2
 
 
 @command
-def check(
-    config: Config,
-    changes: Changes = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="The largest relative difference; 1e-9 without it, or 1e-4 where the model's own code "
-            "computes in float32."
-        ),
-    ] = None,
-) -> None:
+def check(config: Config, changes: Changes = None) -> None:
     """Compare one step, loss and every gradient, with the plain model's, in float64 in this process."""
-    typer.echo(str(make(load_settings(config, list(changes or [])), tolerance)))
+    typer.echo(str(make(load_settings(config, list(changes or [])))))
 
 
-def make(settings: TrainSettings, tolerance: float | None = None) -> stretto.Check:
+def make(settings: TrainSettings) -> stretto.Check:
     """The comparison; raises RunError where the step differs, UsageError and CaptureError as `check`."""
     import torch
 
@@ -111,7 +101,7 @@ def make(settings: TrainSettings, tolerance: float | None = None) -> stretto.Che
         # The tokenizer would need the text; any vocabulary will do that the model can be built with.
         generator = torch.Generator().manual_seed(settings.training.seed)
         batch = torch.randint(0, likely_vocab_size(settings), batch.shape, generator=generator)
-    return stretto.check(of.model(), batch, of.loss, settings.parallel, tolerance=tolerance)
+    return stretto.check(of.model(), batch, of.loss, settings.parallel)
 
 
 @command
