@@ -5,7 +5,6 @@ The choice is made in `stretto.tune`; here are its options, its tables, and the 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from stretto.ir.limits import MOST_RANKS
 from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
+from stretto.processor.control_groups import usable_cores
 from stretto.train.interrupt import Stops
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def tune(
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     choices = Choices(settings, count, fixed)
     search = Search(choices, result, max_seconds, console.print)
-    many = processes or min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    many = processes or min(2, len(usable_cores()))
     with Stops() as stops:
         try:
             with Workers(many, settings, count, result, fixed) as workers:
