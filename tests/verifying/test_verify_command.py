@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str | bytes, tuple[str, ...], int, tuple[str, ...]]] = {
     "no plan": ("{}", (), 2, ("file: not a plan file",)),
     "no action": ("0F0,0X0\n", (), 2, ("file, line 1, column 2: cannot read action '0X0'",)),
     "nothing": ("", (), 2, ("file: has no action",)),
-    "neither": (b"\xff\x00\xfe", (), 2, ("file: neither a plan",)),
+    "neither": (b"\xff\x00\xfe", (), 2, ("not a text file",)),
 }
 
 

@@ -5,7 +5,6 @@ The choice is made in `stretto.tune`; here are its options, its tables, and the 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -27,13 +26,12 @@ from stretto.ir.limits import MOST_RANKS
 from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
+from stretto.processor.control_groups import usable_cores
+from stretto.train.interrupt import Stops
 
 if TYPE_CHECKING:
     from stretto.tune.work import Planned, Tuned
 
-
-PRINT_S = 30.0
-"""How long it may take to print and write what there is after Ctrl-C. Assumed."""
 
 SEEN = 1e-4
 """Of a step, what an axis exposes at least to be shown."""
@@ -88,26 +86,22 @@ def tune(
     fixed = read_fixed(fix or [])
     text = read_text(config, "settings file")
     _written(text, settings, changes or [], dict.fromkeys(("parallel.pp", "parallel.schedule"), 1))
-    from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
     from stretto.tune.search import Search
     from stretto.tune.work import Workers
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     choices = Choices(settings, count, fixed)
     search = Search(choices, result, max_seconds, console.print)
-    many = processes or min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-    ended: Interrupted | None = None
-    with Interrupts(end_at_once) as interrupts:
-        interrupts.stuck_s = PRINT_S
+    many = processes or min(2, len(usable_cores()))
+    with Stops() as stops:
         try:
             with Workers(many, settings, count, result, fixed) as workers:
                 search.run(workers)
-        except Interrupted as error:
-            ended = error
-        # What there is is printed and written, however often one interrupts.
-        interrupts.ending()
+        except KeyboardInterrupt:
+            pass
+        stops.ignore()  # what there is is printed and written, however often one interrupts
         tuned = search.result()
-        if ended is not None:
+        if stops.numbers:
             tuned.stopped = "it was interrupted"
 
         def write(path: Path) -> None:
@@ -118,9 +112,9 @@ def tune(
         a_device = of.size * settings.training.global_batch / count
         files = [(output if tuned.planned else None, write)]
         write_and_print(files, partial(_print, tuned, of.unit, a_device, top))
-    if ended is not None:
+    if stops.numbers:
         sys.stdout.flush()
-        raise typer.Exit(ended.status)
+        raise typer.Exit(stops.status)
     if not tuned.planned:
         raise StrettoError(_nothing(tuned, choices.devices, result))
 

@@ -23,6 +23,7 @@ from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
 from stretto.measure.measure_collectives import gather_all, host
 from stretto.measure.time_ops import machine_of
+from stretto.processor.control_groups import usable_cores
 from stretto.processor.quota import quota_share
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def running(world: int, device: torch.device) -> Running:
 def machines(ranks: Running, device: torch.device) -> str | None:
     """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are
     emulated on one machine have whatever network they were given this time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(usable_cores())
     mine = (f"{machine_of(device)} {_reported()}", cores, f"{quota_share():.3f}", host(), os.uname().nodename)
     gathered = ranks.all_gather(mine)
     hosts = [one[3] for one in gathered]
