@@ -37,8 +37,8 @@ from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans
 from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
-from stretto.simulating.memory import bytes_throughout
 from stretto.verifying import verify
+from stretto.verifying.memory import bytes_throughout
 
 End = EmulatedTransport | CudaTransport
 Kept = tuple[torch.Tensor, ...]

@@ -1,11 +1,9 @@
 """Proves communicators, and that costs and prediction are about this plan: they name its axes, communicators
 and ranks.
 
-Each communicator that is needed is there once, along the right axes, with the right members. Every rank
-creates them in the order of the plan's one list, so creation cannot differ between ranks. Needed are one for
-each pair of pipeline ranks and direction with messages, `loss` where ranks do not have all of it, one for
-each tied gradient, and one for each axis other than pp, whose groups are all the ranks that differ in that
-coordinate alone.
+Each communicator that is needed (`stretto.schedule.sums.communicators_of`) is there once, along the right
+axes, with the right members. Every rank creates them in the order of the plan's one list, so creation cannot
+differ between ranks.
 """
 
 from __future__ import annotations
@@ -14,35 +12,9 @@ from collections.abc import Iterator
 
 from stretto.ir.axes import PIPELINE
 from stretto.ir.collectives import PRICED
-from stretto.ir.plan import LOSS, Communicator, Plan
-from stretto.ir.transfers import tied_ranks
+from stretto.ir.plan import Plan
+from stretto.schedule.sums import communicators_of
 from stretto.verifying.fault import Fault
-from stretto.verifying.trace import ends_of
-
-TIED = "tied "
-"""What the names of tied gradients' communicators begin with."""
-
-
-def reduces_loss(plan: Plan) -> bool:
-    """Whether ranks have a part of the step's loss, or none, and must receive it."""
-    return plan.ranks > 1 or bool(plan.job.data_axes)
-
-
-def _needed(plan: Plan) -> dict[str, Communicator]:
-    result: dict[str, Communicator] = {}
-    for edge in plan.job.edges:
-        ends = ends_of(plan, edge.index)
-        if ends[0] != ends[1]:
-            name = plan.lane_of(edge.index)
-            result[name] = Communicator(name, ends)
-    if reduces_loss(plan):
-        result[LOSS] = Communicator(LOSS, tuple(range(plan.ranks)), (PIPELINE, *plan.job.data_axes))
-    for name, ranks in tied_ranks(plan.job, plan.schedule.stage_ranks).items():
-        result[TIED + name] = Communicator(TIED + name, ranks)
-    for axis, size in plan.job.axes:
-        if size > 1:
-            result[axis] = Communicator(axis, tuple(range(size)), (axis,))
-    return result
 
 
 def communicator_faults(plan: Plan) -> Iterator[Fault]:
@@ -51,7 +23,7 @@ def communicator_faults(plan: Plan) -> Iterator[Fault]:
     def fault(name: str, what: str, fix: str) -> Fault:
         return Fault(None, f"communicator {name}", what, fix)
 
-    needed = _needed(plan)
+    needed = {one.name: one for one in communicators_of(plan.job, plan.schedule)}
     seen: set[str] = set()
     for communicator in plan.communicators:
         name = communicator.name
