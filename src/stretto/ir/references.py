@@ -91,8 +91,7 @@ def _programs(found: _Broken, job: Job) -> None:
             found.points(f"{path}.ops", phase, stage.ops, "the program {} is missing")
         for phase in stage.ops:
             found.points(f"{path}.ops", phase, (*PHASES, Phase.REDUCE_GRAD), "there is no program {}")
-        # I and W may run as one action, so their ops share one name space.
-        for phases in ((Phase.F,), (Phase.I, Phase.W), (Phase.REDUCE_GRAD,)):
+        for phases in (PHASES, (Phase.REDUCE_GRAD,)):
             seen: set[str] = set()
             for phase in phases:
                 for number, op in enumerate(stage.ops.get(phase, ())):

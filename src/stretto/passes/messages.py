@@ -67,7 +67,8 @@ def dense_messages(step: Step, context: Context) -> Step:
         f"stage {edge.target} reads {edge.value} of stage {edge.source} by strides of its own (as_strided), "
         "and there are gaps between its elements, which are not sent: make it contiguous, or split elsewhere"
         for edge in strided
-        if _by_strides(job.stages[edge.target], edge.value) and _has_gaps(edge.spec)
+        if _by_strides(job.stages[edge.target], edge.value)
+        and any(call.target == COPY for call in _calls(edge.spec)[0])
     ]
     if faults:
         raise PlanError("values that cannot be sent from rank to rank", faults)
@@ -88,11 +89,6 @@ def scattered(job: Job, ranks: Sequence[int]) -> list[str]:
 
 def _is_strided(spec: TensorSpec) -> bool:
     return spec.stride is not None and spec.numel > 0
-
-
-def _has_gaps(spec: TensorSpec) -> bool:
-    """Whether what is sent needs a copy (step 2)."""
-    return any(call.target == COPY for call in _calls(spec)[0])
 
 
 def _copies(op: Op, specs: Mapping[str, TensorSpec]) -> bool:

@@ -158,8 +158,10 @@ def reduce_scatter_chunks(graph: Graph) -> Graph:
         new = list(_scattered(start, chunks[0]))
         made[start.name] = new
         gone.update(between)
-        for chunk in chunks:
-            view = _view(chunk.name, new[-1].name, chunk.outputs[0], new[-1].alias)
+        for chunk in chunks:  # step 3; contiguous, whatever the chunk's strides were
+            assert chunk.outputs[0] is not None
+            plain = replace(chunk.outputs[0], stride=None)
+            view = Op(chunk.name, VIEW, (Ref(new[-1].name), plain.shape), (), (plain,), new[-1].alias)
             made[chunk.name] = [view]
         origin.update((op.name, start.name) for op in new)
     if not made:
@@ -237,10 +239,3 @@ def _op(
     name: str, target: str, args: tuple[object, ...], spec: TensorSpec, module: str, alias: str | None = None
 ) -> Op:
     return Op(name, target, args, (), (spec,), alias, module=module)
-
-
-def _view(name: str, source: str, spec: TensorSpec | None, alias: str | None) -> Op:
-    """Step 3. The result is contiguous, whatever the chunk's strides were."""
-    assert spec is not None
-    plain = TensorSpec(spec.shape, spec.dtype)
-    return Op(name, VIEW, (Ref(source), plain.shape), (), (plain,), alias)

@@ -17,7 +17,7 @@ from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.runtime.compile import Compiler, generate_compiled
+from stretto.runtime.compile import CompiledWriter, Compiler
 from stretto.runtime.counting import Divisor
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.gradients import Slot, apart, slot_of, together
@@ -96,7 +96,7 @@ class RankState:
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals)
             if compiler is None
-            else generate_compiled(job, plan.windows[name], externals, compiler)
+            else CompiledWriter(job, plan.windows[name], externals, compiler).write()
             for name in sorted(used)
         }
         self._grad_dtype = grad_dtypes

@@ -9,7 +9,7 @@ that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.e
     matrices    normal with the variance 1 / columns, and vectors (norms, biases) lie around one, so that
                 values neither vanish nor grow, however many layers there are; tied parameters are one tensor
     buffers     ones; integer ones are zeros, which are valid indices into anything
-    batch       integers name rows of the embedding that they reach; where they reach none they are 0 or 1
+    batch       integers name what they reach (`stretto.ir.integers`); where that is nothing they are 0 or 1
 """
 
 from __future__ import annotations

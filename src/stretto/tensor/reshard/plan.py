@@ -32,26 +32,10 @@ import networkx as nx
 from stretto.errors import UsageError
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.order import Arrangement, SendArranger
-from stretto.tensor.reshard.tasks import (
-    MICROSECONDS_PER_S,
-    Copy,
-    Hosts,
-    Mode,
-    Needs,
-    Tensor,
-    UnitTask,
-    needs_of,
-    sends_of,
-)
-
-__all__ = [
-    "Choice",
-    "Hosts",
-    "Mode",
-    "ReshardPlan",
-    "Tensor",
-    "plan_reshards",
-]
+from stretto.tensor.reshard.tasks import MICROSECONDS_PER_S, Copy, Needs, UnitTask, needs_of, sends_of
+from stretto.tensor.reshard.tasks import Hosts as Hosts
+from stretto.tensor.reshard.tasks import Mode as Mode
+from stretto.tensor.reshard.tasks import Tensor as Tensor
 
 PIECE_BYTES = 1 << 20
 """Pieces of a box along a chain, bytes: assumed. Small beside a box, large beside a message's own cost."""
