@@ -78,15 +78,6 @@ def dense_messages(step: Step, context: Context) -> Step:
     return step if job is step.job else replace(step, job=job)
 
 
-def scattered(job: Job, ranks: Sequence[int]) -> list[str]:
-    """What a transport would have to copy before it is sent: edges and starts of collectives. ranks: by
-    stage. Nothing is left after the pass."""
-    edges = (edge for edge in job.edges if ranks[edge.source] != ranks[edge.target])
-    specs = specs_of(job)
-    starts = (op for stage in job.stages for ops in stage.ops.values() for op in ops if _copies(op, specs))
-    return [*(str(edge) for edge in edges if _is_strided(edge.spec)), *(op.name for op in starts)]
-
-
 def _is_strided(spec: TensorSpec) -> bool:
     return spec.stride is not None and spec.numel > 0
 

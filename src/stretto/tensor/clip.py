@@ -63,7 +63,7 @@ def unfilled(x: torch.Tensor, target: Layout, device_type: str) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def mesh_ranks(mesh: DeviceMesh) -> MeshRanks:
     """The ranks of a mesh, as nested tuples. Kept, for to read them off a mesh takes kernels."""
-    return Layout(mesh.mesh.tolist(), (Replicate(),) * mesh.ndim).mesh_ranks
+    return Layout(tuple(mesh.mesh.tolist()), (Replicate(),) * mesh.ndim).mesh_ranks
 
 
 @lru_cache(maxsize=4096)

@@ -31,17 +31,15 @@ def communicator_faults(plan: Plan) -> Iterator[Fault]:
         if name in seen:
             yield fault(name, "is there twice", "Remove one of them")
         seen.add(name)
-        ranks, axes = list(communicator.ranks), list(communicator.axes)
-        if communicator.ranks != want.ranks:
-            what = f"joins ranks {ranks}, but its work is between ranks {list(want.ranks)}"
-            yield fault(name, what, f"Give it the ranks {list(want.ranks)}")
-        elif len(set(ranks)) < len(ranks):
-            yield fault(name, f"has a rank twice: {ranks}", "Name each rank once")
-        if communicator.axes != want.axes:
-            what = f"is along {', '.join(axes)}, but its work is along {', '.join(want.axes)}"
-            yield fault(name, what, f"Give it the axes {list(want.axes)}")
-        elif len(set(axes)) < len(axes):
-            yield fault(name, f"names an axis twice: {axes}", "Name each axis once")
+        for what, kept, needs in (
+            ("ranks", communicator.ranks, want.ranks),
+            ("axes", communicator.axes, want.axes),
+        ):
+            if kept != needs:
+                said = f"has the {what} {list(kept)}, but its work is between {list(needs)}"
+                yield fault(name, said, f"Give it the {what} {list(needs)}")
+            elif len(set(kept)) < len(kept):
+                yield fault(name, f"has one of its {what} twice: {list(kept)}", "Name each once")
     for name, want in needed.items():
         if name not in seen:
             along = "" if want.axes == (PIPELINE,) else f" along {' and '.join(want.axes)}"

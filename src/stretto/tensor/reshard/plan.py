@@ -76,7 +76,6 @@ class ReshardPlan:
     """How one tensor, or several together, come to their target layouts.
 
     transfers: in the order in which every rank does its own. copies: what ranks have already.
-    zeros: (tensor, rank): the rank's target tensor is zeros (a Partial target).
     piece_bytes: along a chain, a receiver hands a box on in pieces of so many bytes.
     makespan_us: predicted, from the first byte sent to the last received. bound_us: no plan takes less.
     full_us: the time of the full tensors over the link of one host, a unit to compare by.
@@ -88,7 +87,6 @@ class ReshardPlan:
     mode: Mode
     transfers: tuple[BoxTransfer, ...]
     copies: tuple[Copy, ...]
-    zeros: tuple[tuple[int, int], ...]
     piece_bytes: int
     makespan_us: float
     bound_us: float
@@ -180,7 +178,6 @@ def _plan(
         mode=mode,
         transfers=tuple(transfers),
         copies=needs.copies,
-        zeros=needs.zeros,
         piece_bytes=arranger.piece_bytes,
         makespan_us=timeline.makespan_us,
         bound_us=bound,
