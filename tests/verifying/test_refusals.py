@@ -237,7 +237,7 @@ GRID: list[Row] = [
         "does not start",
     ),
     (window(END, "dp.0.0.sum; ", ""), "dp.0.0.sum", "missing"),
-    (costs(collectives={("ep", "gather"): ALIKE}), "costs of gather on ep", "there is no"),
+    (costs(collectives={("ep", "gather"): ALIKE}), "costs.collectives", "there is no"),
     (costs(shared=("ep",)), "costs.shared", "there is no"),
     (op(0, "fg0.0", args=(Ref("batch/x"), "tp")), "stage 0F, fg0.0", "cannot be read"),
     (op(0, "fg0.0", args=(Ref("batch/x"), "ep", 2)), "stage 0F, fg0.0", "no axis"),

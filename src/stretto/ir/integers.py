@@ -14,8 +14,8 @@ from stretto.ir.op_names import LIKELIHOODS
 from stretto.ir.prices import specs_of
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 
-ROWS_OF = {"aten.embedding.default": (0, 1, 0)}
-"""Op -> its argument with the rows, the one that names them, and the dim."""
+EMBEDDING = "aten.embedding.default"
+"""(weight, indices, ...)"""
 
 ALONG = (
     *("aten.gather.default", "aten.index_select.default", "aten.scatter.src", "aten.scatter.value"),
@@ -59,9 +59,8 @@ def _said(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Says]]
         kept = args[at] if at < len(args) else None
         return kept.name if isinstance(kept, Ref) else ""
 
-    if op.target in ROWS_OF:
-        kept, at, dim = ROWS_OF[op.target]
-        yield named(at), Says(size(kept, dim))
+    if op.target == EMBEDDING:
+        yield named(1), Says(size(0, 0))
     elif op.target == EMBEDDING_BACKWARD:
         if isinstance(args[2], int):
             yield named(1), Says(args[2])
@@ -78,9 +77,6 @@ def _said(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Says]]
         grouped = isinstance(kept, Ref) and kept.name in specs and len(specs[kept.name].shape) == 3
         yield named(2), Says(size(0, 0 if grouped or op.target == OVER_ROWS else 1), ends=True)
 
-
-EMBEDDING = "aten.embedding.default"
-"""(weight, indices, ...)"""
 
 PASSED = ("aten._to_copy.default", "aten.clone.default")
 

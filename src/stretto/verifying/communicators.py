@@ -1,5 +1,4 @@
-"""Proves communicators, and that costs and prediction are about this plan: they name its axes, communicators
-and ranks.
+"""Proves communicators.
 
 Each communicator that is needed (`stretto.schedule.sums.communicators_of`) is there once, along the right
 axes, with the right members. Every rank creates them in the order of the plan's one list, so creation cannot
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stretto.ir.axes import PIPELINE
-from stretto.ir.collectives import PRICED
 from stretto.ir.plan import Plan
 from stretto.schedule.sums import communicators_of
 from stretto.verifying.fault import Fault
@@ -45,28 +43,3 @@ def communicator_faults(plan: Plan) -> Iterator[Fault]:
             along = "" if want.axes == (PIPELINE,) else f" along {' and '.join(want.axes)}"
             what = f"missing, and ranks {list(want.ranks)}{along} need it"
             yield fault(name, what, "Add it to the list of communicators")
-
-
-def cost_faults(plan: Plan) -> Iterator[Fault]:
-    """Every fault of costs and prediction. References must be sound."""
-    axes = dict(plan.job.axes)
-    lanes = {communicator.name for communicator in plan.communicators} | axes.keys()
-    for name, kind in plan.costs.collectives:
-        where = f"costs of {kind} on {name}"
-        if name not in lanes:
-            yield Fault(None, where, f"there is no communicator {name}", "Remove them")
-        if kind not in PRICED:
-            yield Fault(None, where, f"there is no collective {kind}", f"Known are {', '.join(PRICED)}")
-    for axis in plan.costs.shared:
-        if axis not in axes:
-            yield Fault(None, "costs.shared", f"there is no axis {axis!r} other than pp", "Remove it")
-    if plan.prediction is not None:
-        for key in ("exposed_axis_us", "comm_axis_us"):
-            for axis, times in getattr(plan.prediction, key).items():
-                what = ""
-                if axis not in dict(plan.mesh.sizes):
-                    what = f"there is no axis {axis!r}"
-                elif len(times) != plan.ranks:
-                    what = f"has {len(times)} ranks for {axis}, but the plan has {plan.ranks}"
-                if what:
-                    yield Fault(None, f"prediction.{key}", what, "Predict the plan again")

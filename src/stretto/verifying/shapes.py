@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from stretto.backend.dispatch_adapter import refused
+from stretto.backend.dispatch_adapter import no_elements, refused
 from stretto.ir.action import Phase
 from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs
@@ -32,7 +32,6 @@ from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
 from stretto.ir.program import CHUNK, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
 from stretto.ir.storage import is_expanded
-from stretto.verifying.fake_adapter import no_elements
 from stretto.verifying.fault import Fault
 
 Given = tuple[TensorSpec | None, ...]
