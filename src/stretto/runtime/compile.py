@@ -136,13 +136,12 @@ def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set
     built = {(part, op.name) for part, op in ops}
     before = tuple((part, op) for part, op in ops if op.target == GETITEM and (part, op.uses[0]) not in built)
     given = {(part, op.name) for part, op in before}
+    ops = [(part, op) for part, op in ops if (part, op.name) not in given]
     # 2. Backwards: what is read outside, and what it is made of.
     needed = set(outside)
     after: set[Key] = set()
     for part, op in reversed(ops):
         key = (part, op.name)
-        if key in given:
-            continue
         if key in products or (key in needed and op.alias is not None):
             after.add(key)
             needed.update((part, name) for name in op.uses)
@@ -153,8 +152,6 @@ def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set
     graph: list[tuple[int, Op]] = []
     for part, op in reversed(ops):
         key = (part, op.name)
-        if key in given:
-            continue
         if key in needed and key not in after:
             if len(op.outputs) > 1:
                 tuples[key] = len(op.outputs)

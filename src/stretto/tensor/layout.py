@@ -118,10 +118,6 @@ class Layout:
         """The mesh axes over which the tensor is yet to be reduced."""
         return tuple(i for i, placement in enumerate(self.placements) if isinstance(placement, Partial))
 
-    def with_placements(self, placements: Sequence[Placement]) -> Layout:
-        """The same mesh with other placements."""
-        return Layout(self.mesh_ranks, tuple(placements))
-
     def reduced(self, shape: Sequence[int]) -> Layout:
         """This layout with its Partial axes reduced: where a tensor goes before it leaves its mesh.
 
@@ -139,7 +135,7 @@ class Layout:
                 taken.add(dim)
             else:
                 placements[axis] = Replicate()
-        return self.with_placements(placements)
+        return Layout(self.mesh_ranks, tuple(placements))
 
     def zero_ranks(self) -> tuple[int, ...]:
         """Ranks that have zeros when a full value is laid out so: all but the first along a reduced axis.

@@ -126,41 +126,12 @@ def plan_reshards(
     bound = bound_us(needs.tasks, hosts)
     arranger = SendArranger(sends_of(needs.tasks, hosts, mode), hosts, piece_bytes)
     if choice == "naive":
-        return _plan(tensors, needs, arranger, arranger.naive(), mode, bound)
-    # a mode may need more of the links than the best one: where it does, that is as far as it gets
-    within_mode = bound_us(arranger.sends, hosts)
-    arranger, result = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
-    return _plan(tensors, needs, arranger, result, mode, bound)
-
-
-def _cut_if_better(
-    arranger: SendArranger, found: Arrangement, needs: Needs, mode: Mode, bound: float
-) -> tuple[SendArranger, Arrangement]:
-    """Try boxes in parts, which several owners may send and which fill links that uncut boxes leave idle.
-
-    No part is smaller than a piece: along a chain it would win nothing but a shorter first piece.
-    """
-    for parts in range(2, MOST_PARTS + 1):
-        if found.makespan_us * (1 - PARTS_MUST_SAVE) <= bound:
-            break
-        sends = sends_of(needs.tasks, arranger.hosts, mode, parts, least_bytes=arranger.piece_bytes)
-        other = SendArranger(sends, arranger.hosts, arranger.piece_bytes)
-        better = other.balanced(bound)
-        if better.makespan_us < found.makespan_us * (1 - PARTS_MUST_SAVE):
-            arranger, found = other, better
-    return arranger, found
-
-
-def _plan(
-    tensors: Sequence[Tensor],
-    needs: Needs,
-    arranger: SendArranger,
-    found: Arrangement,
-    mode: Mode,
-    bound: float,
-) -> ReshardPlan:
+        found = arranger.naive()
+    else:
+        # a mode may need more of the links than the best one: where it does, that is as far as it gets
+        within_mode = bound_us(arranger.sends, hosts)
+        arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
     timeline, times = arranger.walk(found.ways, found.order)
-    hosts = arranger.hosts
     transfers = []
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
@@ -189,6 +160,24 @@ def _plan(
         sent_bytes=dict(sorted(sent.items())),
         received_bytes=dict(sorted(received.items())),
     )
+
+
+def _cut_if_better(
+    arranger: SendArranger, found: Arrangement, needs: Needs, mode: Mode, bound: float
+) -> tuple[SendArranger, Arrangement]:
+    """Try boxes in parts, which several owners may send and which fill links that uncut boxes leave idle.
+
+    No part is smaller than a piece: along a chain it would win nothing but a shorter first piece.
+    """
+    for parts in range(2, MOST_PARTS + 1):
+        if found.makespan_us * (1 - PARTS_MUST_SAVE) <= bound:
+            break
+        sends = sends_of(needs.tasks, arranger.hosts, mode, parts, least_bytes=arranger.piece_bytes)
+        other = SendArranger(sends, arranger.hosts, arranger.piece_bytes)
+        better = other.balanced(bound)
+        if better.makespan_us < found.makespan_us * (1 - PARTS_MUST_SAVE):
+            arranger, found = other, better
+    return arranger, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,38 +209,29 @@ def plan_together(
 
     See `plan_reshards` for the rest.
     """
+
+    def planned(joined: frozenset[int]) -> Together:
+        parts: list[tuple[int, tuple[int, ...]]] = []
+        for index, tensor in enumerate(tensors):
+            apart = list(range(len(tensor.targets)))
+            if index in joined:
+                apart = [at for at in apart if tensor.targets[at].partial_axes]
+                parts.append((index, tuple(at for at in range(len(tensor.targets)) if at not in apart)))
+            parts += [(index, (at,)) for at in apart]
+        split = [replace(tensors[at], target=[tensors[at].targets[to] for to in goes]) for at, goes in parts]
+        return Together(plan_reshards(split, hosts, mode, piece_bytes=piece_bytes), tuple(parts))
+
     joined: frozenset[int] = frozenset()
-    result = _planned(tensors, joined, hosts, mode, piece_bytes)
+    result = planned(joined)
     for index, tensor in enumerate(tensors):
         if sum(not target.partial_axes for target in tensor.targets) > 1:
-            other = _planned(tensors, joined | {index}, hosts, mode, piece_bytes)
+            other = planned(joined | {index})
             plan, than = other.plan, result.plan
             is_faster = plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE)
             is_as_fast = plan.makespan_us <= than.makespan_us * (1 + 1e-9)
             if is_faster or (is_as_fast and plan.link_bytes < than.link_bytes):
                 joined, result = joined | {index}, other
     return result
-
-
-def _planned(
-    tensors: Sequence[Tensor],
-    joined: frozenset[int],
-    hosts: Hosts,
-    mode: Mode,
-    piece_bytes: int,
-) -> Together:
-    parts: list[tuple[int, tuple[int, ...]]] = []
-    for index, tensor in enumerate(tensors):
-        apart = list(range(len(tensor.targets)))
-        if index in joined:
-            apart = [at for at in apart if tensor.targets[at].partial_axes]
-            parts.append((index, tuple(at for at in range(len(tensor.targets)) if at not in apart)))
-        parts += [(index, (at,)) for at in apart]
-    split = [
-        replace(tensors[index], target=[tensors[index].targets[at] for at in targets])
-        for index, targets in parts
-    ]
-    return Together(plan_reshards(split, hosts, mode, piece_bytes=piece_bytes), tuple(parts))
 
 
 Demands = Mapping[frozenset[int], int]
