@@ -32,7 +32,6 @@ from stretto.ir.stage_maps import AUTO
 from stretto.measure.measured import Measuring, device_of, memory_here
 from stretto.measure.running import running
 from stretto.order.policies import BUILT_IN, DEFAULT, policy_of
-from stretto.passes.messages import scattered
 from stretto.passes.step import Context, Effort, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import (
@@ -211,8 +210,6 @@ def _finished(step: Step, context: Context) -> Plan:
         # Reductions that start early keep their buffers for longer.
         draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
-    copied = scattered(draft.job, draft.schedule.stage_ranks)
-    assert not copied, f"transports would copy {copied}"
     return replace(draft, prediction=predict(draft))
 
 

@@ -34,6 +34,12 @@ from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
 from stretto.verifying.trace import EventKind
 
+SPIN_US = 150.0
+"""The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""
+
+NOISE = 0.02
+"""Standard deviation of made-up values: that of freshly initialised weights."""
+
 
 class SingleRankEnd(Transport):
     """The transport of rank `rank` of a plan, of which no other runs. `begin` comes before each step.
@@ -49,6 +55,7 @@ class SingleRankEnd(Transport):
         self._works = calls_of(plan, self._pp_rank, self._windows)
         self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
         self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)
+        self._made_up: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def begin(self) -> None:
         """A step begins: nothing that the plan's order has on a lane has started."""
@@ -78,6 +85,15 @@ class SingleRankEnd(Transport):
     def all_gather(self, item: Any) -> list[Any]:
         return [item] * self.size
 
+    def _fill(self, buffer: torch.Tensor, scale: float = NOISE) -> None:
+        """Write made-up values of normal distribution into what is received."""
+        key = (buffer.shape, buffer.dtype)
+        if key not in self._made_up:
+            built = self._made_up[key] = torch.zeros_like(buffer)
+            if scale and buffer.is_floating_point():
+                built.normal_(0.0, scale)
+        buffer.copy_(self._made_up[key])
+
     def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
         """What the plan's order starts next on a lane. Raises RunError when that is nothing."""
         self.members_of(lane)
@@ -86,19 +102,8 @@ class SingleRankEnd(Transport):
         return queues[lane].popleft()
 
 
-SPIN_US = 150.0
-"""The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""
-
-NOISE = 0.02
-"""Standard deviation of made-up values: that of freshly initialised weights."""
-
-
 class EmulatedTransport(SingleRankEnd):
     """The end of rank `rank` of a plan. `begin` comes before each step and `end` after it."""
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        super().__init__(plan, rank)
-        self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     # The step.
 
@@ -139,7 +144,7 @@ class EmulatedTransport(SingleRankEnd):
         edge, microbatch = self._take(self._next_post, lane)
         self._live.advance(self.now_us())
         message = self._live.post(edge, microbatch)
-        fill = lambda: buffer.copy_(self._made_up(buffer))  # noqa: E731
+        fill = partial(self._fill, buffer)
         return Pending(partial(self._wait_for, message.arrived, message.name, fill))
 
     # Behind them.
@@ -149,15 +154,6 @@ class EmulatedTransport(SingleRankEnd):
         self._live.advance(self.now_us())
         built: RunningCollective = self._live.start(work, microbatch)
         return Pending(partial(self._wait_for, built.done, built.name, fill))
-
-    def _made_up(self, like: torch.Tensor) -> torch.Tensor:
-        key = (like.shape, like.dtype)
-        if key not in self._noise:
-            built = torch.zeros_like(like)
-            if like.is_floating_point():
-                built.normal_(0.0, NOISE)
-            self._noise[key] = built
-        return self._noise[key]
 
     def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
         start_us = self.now_us()

@@ -9,7 +9,7 @@
    until the slowest of the ranks that share the pipeline rank has done its part of it.
 3. `sent` stalls until the message has left.
 4. How messages move is the contract of `simulating.network`, how collectives do of `simulating.collectives`,
-   what is shared of `simulating.cards`; memory is that of `simulating.memory`.
+   what is shared of `simulating.cards`; memory is that of `verifying.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares
    (`simulating.compute_lane`).
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
@@ -33,9 +33,9 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives, RunningCollective
 from stretto.simulating.compute_lane import Accounts, ComputeLane, Straggler
-from stretto.simulating.memory import RankMemory, memory_parts
 from stretto.simulating.network import Message, Network
 from stretto.simulating.windows import Call, Control, ReadyWindow, Segment, make_ready
+from stretto.verifying.memory import RankMemory, memory_parts
 
 Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stall for."""
@@ -161,7 +161,7 @@ class _Rank:
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
         ready = self._walk.window(name)
-        changes = self._memory.run(ready, microbatches)
+        changes = self._memory.run(ready.window, microbatches, ready.stretches, ready.op_us)
         actions = [
             Action(stage, phase, microbatch)
             for (stage, phase), microbatch in zip(ready.window.parts, microbatches, strict=True)

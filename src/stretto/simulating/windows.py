@@ -67,11 +67,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReadyWindow:
-    """A window cut into segments. By item: op_us, the time on the compute lane, 0 for what is no op; calls,
-    the collective that it starts or waits for."""
+    """A window cut into segments. stretches: their items. By item: op_us, the time on the compute lane, 0
+    for what is no op; calls, the collective that it starts or waits for."""
 
     window: Window
     segments: tuple[Segment, ...]
+    stretches: tuple[range, ...]
     op_us: tuple[float, ...]
     ops: tuple[Op | None, ...]
     calls: tuple[Call | None, ...]
@@ -119,7 +120,8 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
     if faults:
         raise PlanError("cannot simulate the plan", list(dict.fromkeys(faults)))
     segments = _segments(plan, window, op_us, ops, calls)
-    return ReadyWindow(window, segments, tuple(op_us), tuple(ops), tuple(calls))
+    stretches = tuple(range(segment.first, segment.last) for segment in segments)
+    return ReadyWindow(window, segments, stretches, tuple(op_us), tuple(ops), tuple(calls))
 
 
 def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op) -> Call | None:
