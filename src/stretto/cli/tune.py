@@ -24,7 +24,6 @@ from stretto.files.typed_file import read_text
 from stretto.files.whole_file import write_file
 from stretto.ir.compared import beside_bound
 from stretto.ir.limits import MOST_RANKS
-from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 
@@ -221,13 +220,12 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
 def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
     """Why there is no plan at all."""
     from stretto.report.grid import format_bytes
-    from stretto.tune.work import limit_of
 
     if tuned.stopped:
         return (
             f"no plan was made, as {tuned.stopped}: give more with --max-seconds, or fix some of the choices"
         )
-    limit = None if isinstance(found, Calibration) else limit_of(found)
+    limit = found.memory_bytes
     if tuned.least is not None and limit is not None:
         what, nbytes = tuned.least
         return (

@@ -112,10 +112,10 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
         link = members == 2 and not outcome.calibration.links
         if not wanted and not link:
             continue
-        result = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
-        if result.link is not None:
-            _keep_link(outcome, LinkTiming(1, 1, result.link.link, spread=result.link.spread))
-        _keep(outcome, result.collectives, members, 1, 1)
+        probed, collectives = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
+        if probed is not None:
+            _keep_link(outcome, LinkTiming(1, 1, probed.link, spread=probed.spread))
+        _keep(outcome, collectives, members, 1, 1)
     progress("communication", len(LOCAL_GROUPS), len(LOCAL_GROUPS))
 
 

@@ -54,7 +54,7 @@ class Loss:
 def compute_loss(
     start: Callable[[], Any],
     alone_us: float,
-    meet: Callable[[], None],
+    meet: Callable[[], object],
     device: torch.device,
 ) -> Loss:
     """What this rank's compute loses to a collective, or to whatever else is under way. start: begins the
@@ -101,7 +101,7 @@ def _lost(flight: _Stretch, collectives: int, before: _Stretch, after: _Stretch)
 
 
 def _flight(
-    start: Callable[[], Any], count: int, product: Callable[[], None], meet: Callable[[], None]
+    start: Callable[[], Any], count: int, product: Callable[[], None], meet: Callable[[], object]
 ) -> _Stretch:
     """Work for as long as `count` collectives, one after the other, are in flight."""
     # A thread waits, because not every handle of Gloo shows its end to one who only asks (reduce_scatter).
@@ -129,7 +129,7 @@ def _flight(
     return _Stretch(products, (took - left_out) / 1e3, (mine - left_out) / 1e3, calling / 1e3)
 
 
-def _alone(product: Callable[[], None], meet: Callable[[], None], seconds: float) -> _Stretch:
+def _alone(product: Callable[[], None], meet: Callable[[], object], seconds: float) -> _Stretch:
     meet()
     with lanes_first():
         product()
@@ -147,7 +147,7 @@ def _slowdown(
     count: int,
     alone_us: float,
     compute: Callable[[], None],
-    meet: Callable[[], None],
+    meet: Callable[[], object],
     device: torch.device,
 ) -> float:
 

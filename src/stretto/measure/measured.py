@@ -30,7 +30,7 @@ from stretto.ir.flow import PHASES
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import job_text
-from stretto.measure.local_processes import Between, measure_between
+from stretto.measure.local_processes import measure_between
 from stretto.measure.measure_collectives import Measured, gather_all, measure_collectives, shared_axes
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, device_name, profile
@@ -110,13 +110,12 @@ class Measuring:
             )
 
     def _between(self, mesh: Mesh) -> _Communication:
-        wanted = wanted_collectives(*self._jobs)
-        between = Between()
-        if self._schedules[0].ranks > 1 or wanted:
-            self._say("measuring communication between processes")
-            between = measure_between(mesh, wanted, link=self._schedules[0].ranks > 1)
-        link = NO_LINK if between.link is None else between.link.link
-        return _Communication({}, link, between.collectives)
+        wanted, pipelined = wanted_collectives(*self._jobs), self._schedules[0].ranks > 1
+        if not wanted and not pipelined:
+            return _Communication({}, NO_LINK, {})
+        self._say("measuring communication between processes")
+        probed, collectives = measure_between(mesh, wanted, link=pipelined)
+        return _Communication({}, NO_LINK if probed is None else probed.link, collectives)
 
     def _together(self, job: Job, mesh: Mesh, device: torch.device) -> Costs:
         stages = self._schedules[self._at(job)].stages_of(mesh.pp_rank(dist.get_rank()))

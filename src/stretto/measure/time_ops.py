@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 import torch
 
@@ -72,7 +73,7 @@ def sweep_ops(device: str) -> Iterator[Sample]:
             yield _op(target, x, *([x, x] if two else [x]))
         yield _softmax(x)
     for dtype in ("float32",) if device == "cpu" else ("float32", "bfloat16"):
-        for m, n, k in sorted(PRODUCTS if device == "cpu" else ACCELERATOR_PRODUCTS, key=_work):
+        for m, n, k in sorted(PRODUCTS if device == "cpu" else ACCELERATOR_PRODUCTS, key=prod):
             yield _product(TensorSpec((m, k), dtype), TensorSpec((k, n), dtype))
         if device == "cpu":
             yield from linear_ops(LINEAR_ROWS, LINEAR_SIZES, dtype)
@@ -110,10 +111,6 @@ def _transposed(matrix: TensorSpec) -> TensorSpec:
 def _product(left: TensorSpec, right: TensorSpec) -> Sample:
     (m, k), (_, n) = left.shape, right.shape
     return _op("aten.mm.default", TensorSpec((m, n), left.dtype), left, right, flops=2 * m * n * k)
-
-
-def _work(dims: tuple[int, int, int]) -> int:
-    return dims[0] * dims[1] * dims[2]
 
 
 def _softmax(x: TensorSpec) -> Sample:

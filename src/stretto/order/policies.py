@@ -1,18 +1,9 @@
 """Ordering policies by name, the check that what a policy gives is a legal order, and the windows of a plan
 in the order of a policy. Also here are the baseline's windows, in which nothing hides a collective.
 
-A policy is a function from a window's graph to the indexes of its nodes in the order in which they run:
-
-    import stretto.order as order
-
-    def as_captured(graph):
-        return range(len(graph.nodes))
-
-    order.register("as-captured", as_captured)
-    plan = stretto.plan(job, order="as-captured")
-
-(That is legal because a node needs only nodes of lower numbers. Some of them may be of earlier parts: of two
-backwards in one window, 0B+0B, the second adds its gradients to what the first has added.)
+A policy is a function from a window's graph to the indexes of its nodes in the order in which they run. A
+node needs only nodes of lower numbers, some of them of earlier parts: of two backwards in one window, 0B+0B,
+the second adds its gradients to what the first has added.
 
 Stretto's own order one window by itself:
 

@@ -144,10 +144,10 @@ class OrderSearch:
     stale = 0
     _mark_us = inf
 
-    def __init__(self, scope: SearchScope, budget: WalkBudget, point: SearchPoint = SearchPoint()) -> None:
+    def __init__(self, scope: SearchScope, budget: WalkBudget) -> None:
         self.scope = scope
         self.budget = budget
-        self.point = point
+        self.point = SearchPoint()
         self.draw = random.Random(0)
         self.groups = scope.groups
 

@@ -2,11 +2,7 @@
 
 A variant is a list of passes that make a plan's step out of a job and its schedule, in this order:
 
-    split_products     products and the collectives of their results in parts, where it was asked for
-    dense_messages     what crosses stages is in one piece of memory
-    messages_in_parts  what tensor-parallel ranks have replicated crosses in parts
-    sent_once, handed_on   values that several stages read are sent to each rank once, or handed on
-    recomputed         what the backward computes again, and any other of `stretto.passes.STEP_PASSES`
+    STEP_PASSES        those that change the job (`stretto.passes`)
     paired, one_window forwards share windows with backwards of other microbatches
     moved_across       communications go on from one window to the next
     at_once ...        windows in an order: at once, as captured, ordered, whole_step

@@ -2,10 +2,8 @@
 
 1. The schedule: a family's order, or the user's CSV; of "auto", the most promising (`stretto.planning.auto`),
    for each of which all that follows is done, and the fastest is taken.
-2. Variants: lists of passes that overlap more or less (`stretto.planning.choose`): estimate all, try the best
-   few, search the best. The fastest goes on, the next if it is refused.
-3. Its last backwards are ordered for the gradient reductions that start in them; simulations show how long
-   before their use receives are posted, and when every message has left (`stretto.planning.finish`).
+2. Variants: lists of passes (`stretto.planning.choose`). The fastest goes on, the next if it is refused.
+3. What ends it: orders of last runs, and when messages are waited for (`stretto.planning.finish`).
 4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
 5. Prediction: step time, exposed communication, bubble, memory, bound.
 """
@@ -52,8 +50,7 @@ from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.schedules import choose_schedule, forms_with, shorter
 from stretto.planning.windows import at_once, lowered
 from stretto.price.alike import ListedPricer
-from stretto.price.cluster import Cluster, Description, describe, described
-from stretto.price.cluster_file import Hardware
+from stretto.price.cluster import Description, describe, described
 from stretto.schedule.families import BUILT_IN as BUILT_IN_FAMILIES
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.sums import without_reductions
@@ -327,4 +324,4 @@ def memory_limit(description: Description | None, job: Job) -> int | None:
     """
     if description is None:
         return memory_here(job)
-    return description.memory_bytes if isinstance(description, (Cluster, Hardware)) else None
+    return description.memory_bytes

@@ -139,6 +139,11 @@ class Calibration:
     collectives: list[GroupTiming] = field(default_factory=list)
     links: list[LinkTiming] = field(default_factory=list)
 
+    @property
+    def memory_bytes(self) -> None:
+        """Of a device: a calibration says nothing of it."""
+        return None
+
 
 FILE = TypedFile(
     Calibration, "stretto-calibration", 12, "calibration", "Make one with `stretto calibrate`", CODEC

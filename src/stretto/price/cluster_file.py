@@ -1,18 +1,6 @@
 """Clusters of accelerators, by name or from a file: what ops, messages and collectives cost on them.
 
-A name is a device of the catalogue and a count, `h100x1024`. A file is a few lines of TOML, all but the
-first two optional:
-
-    device = "h100"
-    count = 1024
-    node_devices = 8                # devices that the fast links of a node join
-
-    [figures]                       # what differs from the catalogue, in its units
-    nic_gbit = 200
-
-    [measured]                      # outputs of nccl-tests on this cluster, beside this file
-    nccl_tests = ["all_reduce_8.txt", "all_reduce_16.json"]
-
+A name is a device of the catalogue and a count, `h100x1024`. A file is a few lines of TOML (`ClusterFile`).
 Reads such a file and those that it names; touches no device.
 """
 
@@ -37,7 +25,7 @@ from stretto.ir.collectives import SEND
 from stretto.ir.costs import LEAST_RATE, CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.limits import MOST_RANKS
-from stretto.price.collectives import PROTOCOLS, CollectiveModel, Fabric, Group, axis_group, collective_curve
+from stretto.price.collectives import PROTOCOLS, Fabric, Group, axis_group, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Roof
 from stretto.price.nccl_tests import read_nccl_tests
@@ -140,10 +128,6 @@ class Hardware:
     def fabric(self) -> Fabric:
         return self.device.fabric()
 
-    @cached_property
-    def collectives(self) -> CollectiveModel:
-        return CollectiveModel(self.fabric, self.measured)
-
     @property
     def nodes(self) -> int:
         return -(-self.count // self.device.node_devices)
@@ -160,8 +144,8 @@ class Hardware:
     def collective(self, kind: str, mesh: Mapping[str, int], axis: str) -> CollectiveCost:
         """What collectives of an axis cost, as a plan carries it. Raises UsageError for an unknown axis."""
         group = self.group(mesh, axis)
-        curve = self.collectives.curve(kind, group)
-        known = curve == self.measured.get((kind, group.size))
+        known = self.measured.get((kind, group.size)) if group.is_dense else None
+        curve = known or collective_curve(kind, group, self.fabric)
         where = f"{group.per_node} on each of {group.nodes} nodes" if group.nodes > 1 else "in one node"
         described = "measured by nccl-tests" if known else f"model of {self.name}"
         return CollectiveCost(curve, 0.0, self.device.number("slowdown"), f"{described}: {axis} {where}")

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stretto.ir.axes import AXES, CP, DP, EP, PIPELINE, PP, TENSOR, TP
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
 from stretto.report.findings import LEAST_SHARE
 from stretto.report.grid import Grid, format_bytes, format_share, format_us
-from stretto.report.tables import Traffic, communication_of, traffic_among
+from stretto.report.tables import Traffic, communication_of, traffic_of
 from stretto.schedule.families import FAMILIES
 
 SEQUENCE = "sequence parallelism"
@@ -45,10 +44,9 @@ class Reason(StrEnum):
     ORDER = "order"
 
 
-def help_for(
-    reason: Reason, name: str, plan: Plan | None, compute_us: float, traffic: Traffic
-) -> Iterator[str]:
+def help_for(reason: Reason, plan: Plan | None, compute_us: float, traffic: Traffic) -> Iterator[str]:
     """In words: one thing after another, of which each would help."""
+    name = traffic.kind
     if reason is Reason.LATE and name == EP.name:
         yield "ranks with less uneven experts: a loss that balances the router, or a capacity"
     elif reason is Reason.LATE:
@@ -187,30 +185,19 @@ def _in_float32(name: str, plan: Plan) -> bool:
     return 2 * wide_bytes > sum(one.nbytes for one in carried)
 
 
-@dataclass(slots=True)
-class _AxisSpans:
-    """The communication of an axis, or of sequence parallelism."""
-
-    name: str
-    axis: str
-    exposed: list[Span] = field(default_factory=list)
-    messages: list[Span] = field(default_factory=list)
-
-
 def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
     """A row for each axis with exposed communication that is worth a reader's time; None where there is none.
 
     Without a plan only the timeline is judged."""
     rows = []
-    for group in _groups(timeline):
-        traffic = traffic_among(timeline, group.axis, group.name, [*group.messages, *group.exposed])
+    for traffic in sorted(traffic_of(timeline, _name), key=lambda one: (AXES.index(one.axis), one.kind)):
         share = traffic.exposed_us / timeline.step_us if timeline.step_us else 0.0
         if share < LEAST_SHARE:
             continue
-        reason, words = _why(group, traffic, timeline, plan)
-        helps = "; ".join(help_for(reason, group.name, plan, _compute_us(timeline), traffic))
+        reason, words = _why(traffic, timeline, plan)
+        helps = "; ".join(help_for(reason, plan, _compute_us(timeline), traffic))
         exposed = f"{format_us(traffic.exposed_us)} ({format_share(share)})"
-        rows.append((group.name, exposed, words, helps))
+        rows.append((traffic.kind, exposed, words, helps))
     if not rows:
         return None
     head = ("", "exposed", "why", "what would help")
@@ -218,28 +205,20 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
     return Grid("Why communication is exposed", head, rows, (0, 2, 3), caption)
 
 
-def _groups(timeline: Timeline) -> list[_AxisSpans]:
-    """In the order of axes."""
-    result: dict[tuple[str, str], _AxisSpans] = {}
-    for span in timeline.spans:
-        if span.kind not in (SpanKind.MESSAGE, SpanKind.EXPOSED):
-            continue
-        axis, kind = communication_of(span.name)
-        name = SEQUENCE if axis == TENSOR and kind in OF_SEQUENCE else axis
-        group = result.setdefault((axis, name), _AxisSpans(name, axis))
-        (group.messages if span.kind is SpanKind.MESSAGE else group.exposed).append(span)
-    return sorted(result.values(), key=lambda group: (AXES.index(group.axis), group.name))
+def _name(axis: str, kind: str) -> str:
+    """What a row is of: an axis, or sequence parallelism."""
+    return SEQUENCE if axis == TENSOR and kind in OF_SEQUENCE else axis
 
 
-def _why(group: _AxisSpans, traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[Reason, str]:
+def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[Reason, str]:
     """The reason, and it in words."""
     exposed_us, compute_us = traffic.exposed_us, _compute_us(timeline)
-    late_us = _late_us(group, timeline)
+    late_us = _late_us(traffic, timeline)
     if late_us >= MOST * exposed_us:
         return Reason.LATE, f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
     if plan is not None and plan.overlap == "off":
         return Reason.OFF, "the plan waits for each as soon as it is started (overlap = off)"
-    before_us, after_us = _outside_us(group, timeline)
+    before_us, after_us = _outside_us(traffic, timeline)
     if after_us >= MOST * exposed_us:
         return (
             Reason.END,
@@ -250,13 +229,11 @@ def _why(group: _AxisSpans, traffic: Traffic, timeline: Timeline, plan: Plan | N
     if traffic.total_us > compute_us:
         times = format_us(traffic.total_us), format_us(compute_us)
         return Reason.NETWORK, f"it takes {times[0]}, and all compute that could hide it {times[1]}"
-    latency = _latency(group, plan)
+    latency = _latency(traffic, plan)
     if latency >= MOST:
-        count, mean = len(group.messages), sum(s.nbytes for s in group.messages) / len(group.messages)
-        words = (
-            f"{count:,} of {format_bytes(mean)} on average: {format_share(latency)} of their time is latency"
-        )
-        return Reason.LATENCY, words
+        count = len(traffic.messages)
+        words = f"{count:,} of {format_bytes(traffic.nbytes / count)} on average"
+        return Reason.LATENCY, f"{words}: {format_share(latency)} of their time is latency"
     return Reason.ORDER, "what needs it follows too soon: there are not enough other ops to run meanwhile"
 
 
@@ -264,7 +241,7 @@ def _compute_us(timeline: Timeline) -> float:
     return sum(timeline.by_rank(SpanKind.COMPUTE)) / timeline.ranks
 
 
-def _late_us(group: _AxisSpans, timeline: Timeline) -> float:
+def _late_us(group: Traffic, timeline: Timeline) -> float:
     """How long a rank waits, on average, for other ranks along the axis, by a measured timeline. Between
     pipeline ranks such waiting is a bubble."""
     if group.axis == PIPELINE or not timeline.busy_us:
@@ -272,7 +249,7 @@ def _late_us(group: _AxisSpans, timeline: Timeline) -> float:
     return sum(stall.us for stall in timeline.stalls if stall.axis == group.axis) / len(timeline.busy_us)
 
 
-def _outside_us(group: _AxisSpans, timeline: Timeline) -> tuple[float, float]:
+def _outside_us(group: Traffic, timeline: Timeline) -> tuple[float, float]:
     """What is exposed before a rank's first op, and after its last: means over ranks."""
     ends: dict[int, tuple[float, float]] = {}
     for span in timeline.spans:
@@ -287,7 +264,7 @@ def _outside_us(group: _AxisSpans, timeline: Timeline) -> tuple[float, float]:
     return before_us / timeline.ranks, after_us / timeline.ranks
 
 
-def _latency(group: _AxisSpans, plan: Plan | None) -> float:
+def _latency(group: Traffic, plan: Plan | None) -> float:
     """Share of its communications' time that they would take without a byte, by the plan's costs; 0 where
     these have none."""
     if plan is None:

@@ -69,19 +69,12 @@ def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
 
 def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
     """The ops of every run, laid over its compute spans."""
-    result: dict[int, list[OpSlice]] = {}
+    result: dict[int, list[OpSlice]] = defaultdict(list)
     windows = window_ops(plan)
     times_us = {name: [row.us for row in rows] for name, rows in windows.items()}
-    for runs in runs_of(plan, timeline):
-        for run in runs:
-            spans = iter(run.spans)
-            span = next(spans)
-            inside = result.setdefault(id(span), [])
-            for at, start_us, end_us in laid_over(times_us[run.window], run.spans):
-                while start_us >= span.end_us:
-                    span = next(spans)
-                    inside = result.setdefault(id(span), [])
-                inside.append(OpSlice(windows[run.window][at], at, start_us, end_us))
+    for run in (run for runs in runs_of(plan, timeline) for run in runs):
+        for at, span, start_us, end_us in laid_over(times_us[run.window], run.spans):
+            result[id(span)].append(OpSlice(windows[run.window][at], at, start_us, end_us))
     return result
 
 

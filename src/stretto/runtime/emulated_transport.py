@@ -131,14 +131,14 @@ class EmulatedTransport(SingleRankEnd):
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         edge, microbatch = self._take(self._next_send, lane)
-        self._live.advance(self.now_us())
-        message = self._live.send(edge, microbatch)
+        self._live.clock.advance(self.now_us())
+        message = self._live.network.send(edge, microbatch)
         return Pending(partial(self._wait_for, message.left, message.name, None))
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
-        self._live.advance(self.now_us())
-        message = self._live.post(edge, microbatch)
+        self._live.clock.advance(self.now_us())
+        message = self._live.network.post(edge, microbatch)
         fill = lambda: buffer.copy_(self._made_up(buffer))  # noqa: E731
         return Pending(partial(self._wait_for, message.arrived, message.name, fill))
 
@@ -146,8 +146,8 @@ class EmulatedTransport(SingleRankEnd):
 
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         work, microbatch = self._take(self._next_work, lane)
-        self._live.advance(self.now_us())
-        built: RunningCollective = self._live.start(work, microbatch)
+        self._live.clock.advance(self.now_us())
+        built: RunningCollective = self._live.collectives.start(work, self._pp_rank, microbatch)
         return Pending(partial(self._wait_for, built.done, built.name, fill))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class EmulatedTransport(SingleRankEnd):
 
     def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
         start_us = self.now_us()
-        self._live.advance(start_us)
+        self._live.clock.advance(start_us)
         end_us = start_us if moment.happened else self._live.until(moment, name)
         if fill is not None:  # while the step's clock is stopped
             begun_ns = time.perf_counter_ns()

@@ -52,21 +52,13 @@ TF32 = 2.0
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Of a candidate: its step, and the least bytes that the fullest rank has, the optimizer's state
-    included. ahead: of the pairs (`stretto.planning.choose.AHEAD`) that make it so fast; None of none."""
+    included. ahead: of the pairs (`stretto.planning.choose.AHEAD`) that make it so fast; None of none.
+    bound_us: of a layout, of which no plan is faster."""
 
     step_us: float
     peak_bytes: float
     ahead: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """Of a layout: its step, infinite where nothing likely fits; no plan of it is faster than bound_us; and
-    what its fullest rank likely needs."""
-
-    step_us: float
-    bound_us: float
-    peak_bytes: float
+    bound_us: float = 0.0
 
 
 def mesh_of(layout: LayoutChoice) -> Mesh:
@@ -106,11 +98,11 @@ def guess(
     limit_bytes: float,
     virtual: bool,
     least_us: float | None = None,
-) -> Guess:
-    """Of a layout, with the least computed again that likely fits; to put layouts in order: its steady state,
-    and a pipeline's shortest way to fill. words: what may be computed again, the least first. virtual: as in
-    `bound_us`; least_us: what a microbatch's arithmetic takes at least, for the bound where the block is a
-    guess itself."""
+) -> Estimate:
+    """Of a layout, with the least computed again that likely fits, infinite where nothing does; to put
+    layouts in order: its steady state, and a pipeline's shortest way to fill. words: what may be computed
+    again, the least first. virtual: as in `bound_us`; least_us: what a microbatch's arithmetic takes at
+    least, for the bound where the block is a guess itself."""
     m, p = layout.microbatches, layout.pp
     works = [block.again[word] for word in words if word in block.again]
     # As many live microbatches as 1F1B has.
@@ -120,8 +112,8 @@ def guess(
     for work, peak in zip(works, peaks, strict=True):
         if peak <= limit_bytes:
             fill_us = (p - 1) / LEAST_FILL * work.steady_us
-            return Guess((m * work.steady_us + fill_us) / p, least, peak)
-    return Guess(inf, least, min(peaks))
+            return Estimate((m * work.steady_us + fill_us) / p, peak, bound_us=least)
+    return Estimate(inf, min(peaks), bound_us=least)
 
 
 def estimate(

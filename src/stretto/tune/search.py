@@ -25,11 +25,12 @@ from math import inf
 from stretto.errors import UsageError
 from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT
+from stretto.planning.brief import Brief
 from stretto.price.cluster import Description
 from stretto.tune.block import TuneBlock
 from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.layouts import LIKELY_TOO_LARGE, Layouts
-from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, ShortStepResult, Tuned, Workers
+from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, Tuned, Workers
 
 WITHIN = 1.10
 """Times the best step, up to which an estimate lets a candidate be simulated. Measured on GPTs over 32
@@ -234,7 +235,7 @@ class Search:
         if asked.order is None:
             assert isinstance(answer, (TuneBlock, Refused))
             self._layouts.priced(candidate.layout, answer)
-        elif isinstance(answer, ShortStepResult):
+        elif isinstance(answer, Brief):
             self._short_us[candidate] = answer.step_us
         elif isinstance(answer, Planned):
             self._planned(answer)

@@ -26,10 +26,9 @@ import torch
 
 from stretto.config import TrainSettings
 from stretto.errors import PlanError, StrettoError
-from stretto.planning.brief import brief
+from stretto.planning.brief import Brief, brief
 from stretto.planning.make_plan import plan
-from stretto.price.cluster import Cluster, Description
-from stretto.price.cluster_file import Hardware
+from stretto.price.cluster import Description
 from stretto.train.interrupt import SIGNALS
 from stretto.train.job import captures_of
 from stretto.tune.block import TuneBlock, block_of, shares_of
@@ -72,15 +71,6 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class ShortStepResult:
-    """About what a candidate's plan would take and need, by a step of few microbatches."""
-
-    candidate: Candidate
-    step_us: float
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Refused:
     """why: in one line. bytes_needed: where memory is why, what the fullest rank needs, 0 if not known.
     by_memory: whether less to keep could help."""
@@ -91,7 +81,7 @@ class Refused:
     bytes_needed: int = 0
 
 
-Answer = TuneBlock | ShortStepResult | Planned | Refused
+Answer = TuneBlock | Brief | Planned | Refused
 
 
 @dataclass(slots=True)
@@ -135,7 +125,7 @@ class Work:
         self._choices = Choices(settings, devices, fixed)
         self._cluster = cluster
         self._captures = captures_of(settings, cluster)
-        self._limit = limit_of(cluster)
+        self._limit = cluster.memory_bytes
 
     def do(self, asked: Asked) -> Answer:
         """One piece. A refusal comes back with its words."""
@@ -165,7 +155,7 @@ class Work:
         block = block_of(self._captures, parallel, self._cluster, asked.words, rows, self._choices.layers)
         return replace(block, shares=shares_of(self._captures, parallel, self._cluster, asked.stages))
 
-    def _short(self, asked: Asked) -> ShortStepResult | Refused:
+    def _short(self, asked: Asked) -> Brief | Refused:
         job = self._captures.job(self._choices.settings_of(asked.candidate).parallel)
 
         def fits(peaks: Sequence[int]) -> bool:
@@ -173,10 +163,9 @@ class Work:
 
         assert asked.order is not None
         short = brief(job, self._cluster, asked.order, asked.ahead, fits)
-        peak_bytes = max(short.peak_bytes)
-        if not fits(short.peak_bytes):
-            return Refused(asked.candidate, "a rank has more than a device has", True, peak_bytes)
-        return ShortStepResult(asked.candidate, short.step_us, peak_bytes)
+        if fits(short.peak_bytes):
+            return short
+        return Refused(asked.candidate, "a rank has more than a device has", True, max(short.peak_bytes))
 
     def _plan(self, candidate: Candidate, order: str) -> Planned:
         settings = self._settings
@@ -199,11 +188,6 @@ class Work:
             max(made.bubble_us),
             max(made.peak_bytes),
         )
-
-
-def limit_of(cluster: Description) -> int | None:
-    """Bytes of a device, where the description says."""
-    return cluster.memory_bytes if isinstance(cluster, (Cluster, Hardware)) else None
 
 
 def refused(candidate: Candidate, error: StrettoError) -> Refused:
