@@ -55,7 +55,7 @@ def test_traffic_counts_everything_once() -> None:
     kinds = {(t.axis, t.kind): t for t in traffic_of(timeline)}
     # Two blocks, F and I, two stages, four microbatches; one message forward and one back for each of these.
     assert len(kinds["tp", "all_reduce"].messages) == 2 * 2 * 2 * 4
-    assert kinds["pp", "message"].count == 2 * 4
+    assert len(kinds["pp", "message"].messages) == 2 * 4
     assert kinds["tp", "all_reduce"].total_us == pytest.approx(70.0 * 2 * 2 * 4)
     axes = {t.axis: t for t in axes_of(timeline)}
     for axis, us in timeline.exposed_us.items():

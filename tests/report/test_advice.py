@@ -55,10 +55,13 @@ def told(timeline: Timeline, plan: Plan | None = None) -> dict[str, tuple[str, s
     return {} if grid is None else {row[0]: (row[2], row[3]) for row in grid.rows}
 
 
+def traffic(axis: str) -> Traffic:
+    return Traffic(axis, axis, (), (), 100.0, 50.0)
+
+
 def test_help_differs_between_axes() -> None:
-    traffic = Traffic("tp", "all", 1, 1, 100.0, 50.0)
     for reason in (Reason.NETWORK, Reason.END):
-        said = {name: " ".join(help_for(reason, name, None, 50.0, traffic)) for name in AXES}
+        said = {name: " ".join(help_for(reason, None, 50.0, traffic(name))) for name in AXES}
         assert len(set(said.values())) == len(AXES)
 
 
@@ -67,8 +70,7 @@ def test_help_differs_between_axes() -> None:
     [("gpipe", "eager-1f1b"), ("interleaved-1f1b", "eager-interleaved-1f1b"), ("zb-h1", "auto")],
 )
 def test_a_family_that_sends_earlier_is_advised(family: str, advised: str) -> None:
-    traffic = Traffic("pp", "all", 1, 1, 100.0, 50.0)
-    said = " ".join(help_for(Reason.ORDER, "pp", plan_of(family), 50.0, traffic))
+    said = " ".join(help_for(Reason.ORDER, plan_of(family), 50.0, traffic("pp")))
     assert f'parallel.schedule = "{advised}" (now "{family}")' in said
 
 
@@ -162,11 +164,11 @@ def test_attentions_backward_makes_the_scores_again() -> None:
 
 
 def test_what_stays_in_float32_is_no_reason_for_bf16() -> None:
-    traffic, plan = Traffic("tp", "all", 1, 1, 100.0, 50.0), plan_of()
-    said = " ".join(help_for(Reason.NETWORK, "tp", plan, 50.0, traffic))
+    plan = plan_of()
+    said = " ".join(help_for(Reason.NETWORK, plan, 50.0, traffic("tp")))
     assert 'precision = "bf16"' in said
     low = replace(plan, job=replace(plan.job, param_dtype="bfloat16"))
-    assert 'precision = "bf16"' not in " ".join(help_for(Reason.NETWORK, "tp", low, 50.0, traffic))
+    assert 'precision = "bf16"' not in " ".join(help_for(Reason.NETWORK, low, 50.0, traffic("tp")))
 
 
 def test_mfu_and_hfu_of_a_known_peak() -> None:

@@ -84,7 +84,9 @@ def lower_bound(job: Job, where: Schedule | Sequence[int], costs: Costs) -> Boun
     circle.
     """
     stage_ranks = tuple(where.stage_ranks if isinstance(where, Schedule) else where)
-    forwards = _forwards_a_run(where) if isinstance(where, Schedule) else 1
+    slots = [slot for order in where.orders for slot in order] if isinstance(where, Schedule) else []
+    # Of one run; with k of them, `action_us` is paid once for every k.
+    forwards = max((sum(a.phase is Phase.F for a in slot.actions) for slot in slots), default=1) or 1
     reach = find_reach(job, stage_ranks, costs)
     m = job.microbatches
     # 4. One microbatch alone.
@@ -113,12 +115,6 @@ def lower_bound(job: Job, where: Schedule | Sequence[int], costs: Costs) -> Boun
     largest = max(parts.values())
     binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
     return Bound(largest, words[binding], parts)
-
-
-def _forwards_a_run(schedule: Schedule) -> int:
-    """The most forwards of one run: with k of them, `action_us` is paid once for every k."""
-    slots = (slot for order in schedule.orders for slot in order)
-    return max((sum(a.phase is Phase.F for a in slot.actions) for slot in slots), default=1) or 1
 
 
 class _Machines:

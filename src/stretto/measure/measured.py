@@ -14,7 +14,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -68,7 +68,6 @@ class Measuring:
     _schedules: Sequence[Schedule]
     _kept: Kept | None = None
     _say: Say = silent
-    _texts: list[str] = field(default_factory=list)
     _communication: _Communication | None = None
 
     def costs_of(self, job: Job) -> Costs:
@@ -80,9 +79,8 @@ class Measuring:
 
         def parts() -> list[str]:
             # What is sent is measured for all jobs at once.
-            self._texts = self._texts or [*map(job_text, self._jobs)]
             stage_ranks = [repr(one.stage_ranks) for one in self._schedules]
-            return [*stage_ranks, str(ranks.size), str(self._at(job)), *self._texts]
+            return [*stage_ranks, str(ranks.size), str(self._at(job)), *map(job_text, self._jobs)]
 
         def measure() -> Costs:
             return self._measured(job, mesh, device, ranks)

@@ -156,7 +156,10 @@ def _measure(job: Job, stage: Stage, device: torch.device, rounds: Rounds) -> di
     found = rounds.thread_shares or rounds.shares
     for phase in PHASES:
         shares = {
-            op.name: 0.0 if device.type != "cpu" and _makes_nothing(op) else typical(found[op.name])
+            # A device does nothing for a view: what its events are apart is their own cost.
+            op.name: 0.0
+            if device.type != "cpu" and (op.alias is not None or op.target in FREE)
+            else typical(found[op.name])
             for op in stage.ops[phase]
         }
         total = sum(shares.values())
@@ -171,11 +174,6 @@ def _rounds(round_us: float) -> int:
     if round_us >= LEAST_ROUND_US:
         return repeats(round_us, ENOUGH_US, FEWEST_ROUNDS, ROUNDS)
     return repeats(round_us, ROUNDS * LEAST_ROUND_US, 1, MOST_ROUNDS)
-
-
-def _makes_nothing(op: Op) -> bool:
-    """Whether a device does nothing for it; what its events are apart is their own cost."""
-    return op.alias is not None or op.target in FREE
 
 
 def typical(times: Sequence[float]) -> float:

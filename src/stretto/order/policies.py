@@ -110,7 +110,9 @@ def improve_order(
 ) -> tuple[int, ...]:
     """The best order of the search. limit_bytes: as in `list_order`; walks: instead of the constants above;
     share: of them, what the window is worth."""
-    fine = SearchScope((make_rank_window(graph),), CLOSE * floor_us(graph), 0.0)
+    # No order is faster: all work, and what collectives take of the processor meanwhile.
+    floor_us = graph.work_us + sum(n.load * n.time_us for n in graph.nodes if n.role is Role.START)
+    fine = SearchScope((make_rank_window(graph),), CLOSE * floor_us, 0.0)
     captured = replace(fine, limit_bytes=0).walk(SearchPoint(orders=(range(len(graph.nodes)),)))
     assert captured is not None, "a legal order of one window comes to its end"
     fine = replace(fine, limit_bytes=captured.peak_bytes if limit_bytes is None else limit_bytes)
@@ -140,11 +142,6 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     search.go(ForwardBackward((window,)), budget.left, STALE_WALKS)
     assert search.best is not None, "a window by itself comes to its end"
     return search.best.orders[0]
-
-
-def floor_us(graph: WindowGraph) -> float:
-    """No order is faster: all work, and what collectives take of the processor meanwhile."""
-    return graph.work_us + sum(n.load * n.time_us for n in graph.nodes if n.role is Role.START)
 
 
 def early_reductions(graph: WindowGraph) -> tuple[int, ...]:

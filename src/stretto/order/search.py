@@ -109,11 +109,6 @@ class WalkBudget:
         if self.best is not None:
             self._watch.still(self._progress)
 
-    def keep_best(self, scope: SearchScope, result: WalkResult) -> None:
-        """A search has come to this."""
-        if self.best is None or result.measure_us <= self.best[1].measure_us:
-            self.best = scope, result
-
     def _progress(self) -> str:
         assert self.best is not None
         best_us = self.best[1].step_us
@@ -166,7 +161,9 @@ class OrderSearch:
         if result.measure_us < self._mark_us * (1.0 - GAIN):
             self._mark_us, self.stale = result.measure_us, 0
         self.best, self.point = result, point
-        self.budget.keep_best(self.scope, result)
+        before = self.budget.best
+        if before is None or result.measure_us <= before[1].measure_us:
+            self.budget.best = self.scope, result
         return True
 
     def _improves(self, point: SearchPoint, result: WalkResult) -> bool:

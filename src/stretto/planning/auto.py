@@ -43,7 +43,6 @@ from stretto.planning.loads import Loads, balanced_groups, groups_on, loads_of
 from stretto.planning.pair import Groups, equal_groups, of_stages, pair
 from stretto.planning.schedules import ENOUGH, of_short, shorter
 from stretto.planning.windows import lowered
-from stretto.schedule.list_schedule import Room
 from stretto.schedule.search import Sought, TimedOrder, search
 from stretto.simulating import simulate
 
@@ -211,14 +210,9 @@ def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[
 def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[TimedOrder]:
     """Orders of these groups by the clock of schedules; none where no family fits."""
     ranks = step.schedule.ranks
-
-    def room(stage_ranks: tuple[int, ...]) -> Room:
-        assert limits is not None
-        return loads.room(groups, stage_ranks, limits)
-
     sought = Sought(
         *(ranks, len(groups) // ranks, step.job.microbatches, loads.times(groups)),
-        room=None if limits is None else room,
+        room=None if limits is None else partial(loads.room, groups, limits),
         max_live=step.job.max_live,
         group=step.job.microbatch_group,
         joined=tuple(partial(pair, ahead=ahead) for ahead in AHEAD) if may_pair(step) else (),

@@ -58,7 +58,7 @@ class Loads:
         hops = tuple(self.hops_us[group[-1]] for group in groups[:-1])
         return PhaseTimes(forward, into, weight, hops, overlapped=self.overlapped)
 
-    def room(self, groups: Groups, stage_ranks: Sequence[int], limits: Sequence[float]) -> Room:
+    def room(self, groups: Groups, limits: Sequence[float], stage_ranks: Sequence[int]) -> Room:
         """Of groups that are on these ranks, each of which may use so many bytes in all."""
         saved, rest, fixed = (
             [sum(nbytes[stage] for stage in group) for group in groups]

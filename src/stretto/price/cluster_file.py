@@ -144,7 +144,9 @@ class Hardware:
     def collective(self, kind: str, mesh: Mapping[str, int], axis: str) -> CollectiveCost:
         """What collectives of an axis cost, as a plan carries it. Raises UsageError for an unknown axis."""
         group = self.group(mesh, axis)
-        known = self.measured.get((kind, group.size)) if group.is_dense else None
+        # A benchmark of so many devices measures a group that fills its nodes, or is within one.
+        dense = group.nodes == 1 or group.node_groups == 1
+        known = self.measured.get((kind, group.size)) if dense else None
         curve = known or collective_curve(kind, group, self.fabric)
         where = f"{group.per_node} on each of {group.nodes} nodes" if group.nodes > 1 else "in one node"
         described = "measured by nccl-tests" if known else f"model of {self.name}"

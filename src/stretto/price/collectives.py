@@ -89,11 +89,6 @@ class Group:
     def size(self) -> int:
         return self.per_node * self.nodes
 
-    @property
-    def is_dense(self) -> bool:
-        """One group fills its nodes or is within one: what a benchmark of so many devices measures."""
-        return self.nodes == 1 or self.node_groups == 1
-
 
 def axis_group(mesh: Mapping[str, int], axis: str, node_devices: int) -> Group:
     """Where a group of `axis` lies when ranks fill nodes in order. mesh: axis sizes, outermost first. The

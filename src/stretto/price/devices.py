@@ -23,13 +23,11 @@ from stretto.price.efficiency import Efficiency, Roof
 GB_PER_S = 1000.0
 """Bytes per microsecond of one GB/s."""
 
-STATUSES = ("read", "measured", "fitted", "inferred", "recalled", "assumed")
-"""How a figure is known, from the source itself down to a guess."""
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A value and where it is from. status: one of `STATUSES`."""
+    """A value and where it is from. status: how it is known, from the source itself down
+    to a guess: read, measured, fitted, inferred, recalled, assumed."""
 
     value: Any
     status: str

@@ -147,14 +147,11 @@ def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, 
     backward = "_backward" in op.target
     tensors = [arg.name for arg in op.args if isinstance(arg, Ref)]
     query, key = (specs[name].shape for name in (tensors[1:3] if backward else tensors[:2]))
-    batch = 1
-    for size in query[:-2]:
-        batch *= size
     S, T = query[-2], key[-2]
     count = float(BACKWARD_PRODUCTS if backward else 2)
     # The last query sees the last key, in all kernels that take fewer queries than keys.
     seen = min(1.0, max(0.0, 1.0 - (S - TILE) / (2.0 * T))) if _is_causal(op) else 1.0
-    return Matmul(S, T, query[-1], batch), count * seen
+    return Matmul(S, T, query[-1], math.prod(query[:-2])), count * seen
 
 
 def kernel_part(op: Op, reach: Efficiency) -> float:

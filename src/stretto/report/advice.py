@@ -46,8 +46,7 @@ class Reason(StrEnum):
 
 def help_for(reason: Reason, plan: Plan | None, compute_us: float, traffic: Traffic) -> Iterator[str]:
     """In words: one thing after another, of which each would help."""
-    name = traffic.kind
-    if reason is Reason.LATE and name == EP.name:
+    if reason is Reason.LATE and traffic.axis == EP.name:
         yield "ranks with less uneven experts: a loss that balances the router, or a capacity"
     elif reason is Reason.LATE:
         yield "ranks that compute equally long: the table of who waits for whom names the slow ones"
@@ -56,22 +55,23 @@ def help_for(reason: Reason, plan: Plan | None, compute_us: float, traffic: Traf
     elif reason is Reason.OFF:
         yield 'parallel.overlap = "window"'
     elif reason is Reason.LATENCY:
-        yield from _larger(name, plan)
+        yield from _larger(traffic, plan)
     elif reason is Reason.ORDER:
-        yield from _more_to_run(name, plan)
+        yield from _more_to_run(traffic, plan)
     else:
         if reason is Reason.BEGIN:
             yield f"more microbatches{_now(plan)}: the pipeline fills once for all of them"
-        yield from _less(name, plan)
+        yield from _less(traffic, plan)
         if reason is Reason.NETWORK and compute_us:
             yield f"links {traffic.total_us / compute_us:.1f} times as fast, which compute could hide"
 
 
-def _less(name: str, plan: Plan | None) -> Iterator[str]:
+def _less(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
     """Less to communicate for the same compute."""
+    name = traffic.axis
     if plan is not None and _in_float32(name, plan):
         yield 'precision = "bf16", which halves its bytes'
-    size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(_axis(name))
+    size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(name)
     now = f" (now {size})" if size else ""
     if name == PP.name:
         yield f"fewer pipeline ranks{now}, or neighbours on faster links"
@@ -92,8 +92,9 @@ def _less(name: str, plan: Plan | None) -> Iterator[str]:
         yield f"a smaller tp{now}, or tp within a node"
 
 
-def _larger(name: str, plan: Plan | None) -> Iterator[str]:
+def _larger(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
     """Fewer and larger messages."""
+    name = traffic.axis
     if name == DP.name:
         yield "fewer reductions: more layers to a stage, or more microbatches to a step, which share them"
         return
@@ -105,10 +106,11 @@ def _larger(name: str, plan: Plan | None) -> Iterator[str]:
         yield f"fewer and larger microbatches{_now(plan)}: half as many have half the messages"
 
 
-def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
+def _more_to_run(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
     """Other ops to run meanwhile."""
+    name = traffic.axis
     if name == PP.name:
-        yield from _ahead(plan)
+        yield from _ahead(traffic, plan)
         return
     if plan is None:
         yield 'parallel.overlap = "window" and two microbatches or more: one computes, another communicates'
@@ -126,14 +128,14 @@ def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
         yield "two microbatches or more (now 1): one computes while another communicates"
     if name == EP.name and plan.job.chunks == 1:
         yield 'parallel.ampipe_degree = "auto": one chunk of the sequence computes while another communicates'
-    if name in (TP.name, SEQUENCE) and not plan.job.split_ops:
+    if name == TP.name and not plan.job.split_ops:
         yield "parallel.split_ops = true: a product and its communication in parts, which hide each other"
     if plan.overlap_why:
         yield f"planning found: {plan.overlap_why}"
-    yield from _less(name, plan)
+    yield from _less(traffic, plan)
 
 
-def _ahead(plan: Plan | None) -> Iterator[str]:
+def _ahead(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
     """Microbatches further ahead, in pipelines."""
     if plan is None:
         yield "a schedule that keeps more microbatches ahead of what needs them, such as eager-1f1b"
@@ -151,11 +153,7 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
         yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
     if plan.job.max_live is not None:
         yield f"a higher parallel.max_live (now {plan.job.max_live}): more microbatches may be under way"
-    yield from _less(PP.name, plan)
-
-
-def _axis(name: str) -> str:
-    return TP.name if name == SEQUENCE else name
+    yield from _less(traffic, plan)
 
 
 def _now(plan: Plan | None) -> str:
@@ -177,7 +175,7 @@ def _in_float32(name: str, plan: Plan) -> bool:
             for stage in plan.job.stages
             for ops in stage.ops.values()
             for op in ops
-            if op.collective is not None and op.collective.axis == _axis(name)
+            if op.collective is not None and op.collective.axis == name
             for made in op.outputs
             if made is not None
         ]

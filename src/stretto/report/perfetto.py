@@ -57,9 +57,6 @@ class OpSlice:
 Nested = Mapping[int, list[OpSlice]]
 """Identity of a compute span -> the ops within it, in order."""
 
-Flows = Mapping[int, list[int]]
-"""Identity of a span or an op's slice -> the flows through it."""
-
 
 def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
     """How many op slices `nested_ops` would make of the timelines, about."""

@@ -164,22 +164,11 @@ class Network:
 
     def _draw(self, message: Message, start_us: float, arrival_us: float) -> None:
         edge, channel = self._plan.job.edges[message.edge], message.channel
+        of = edge.source, edge.phase, message.microbatch, message.nbytes
+        sent = channel.sender, message.sent_us, message.edge
+        times = start_us, arrival_us
         self._spans.append(
-            Span(
-                channel.receiver,
-                channel.lane,
-                SpanKind.MESSAGE,
-                message.name,
-                start_us,
-                arrival_us,
-                edge.source,
-                edge.phase,
-                message.microbatch,
-                message.nbytes,
-                channel.sender,
-                message.sent_us,
-                message.edge,
-            )
+            Span(channel.receiver, channel.lane, SpanKind.MESSAGE, message.name, *times, *of, *sent)
         )
 
 

@@ -142,15 +142,11 @@ class Choices:
         """Whether the settings' checks allow it; their message is counted where they do not."""
         try:
             virtual_stages_of(candidate.schedule, candidate.virtual_stages)
-            TrainSettings.model_validate(self._changed(candidate))
+            faults = [line for _, line in faults_of(TrainSettings, self._changed(candidate), "", {})]
         except UsageError as error:
-            self.refused[str(error)] += 1
-        except ValueError:
-            for _, line in faults_of(TrainSettings, self._changed(candidate), "", {}):
-                self.refused[line] += 1
-        else:
-            return True
-        return False
+            faults = [str(error)]
+        self.refused.update(faults)
+        return not faults
 
     def plain(self, layout: LayoutChoice) -> Candidate:
         """A layout as a candidate, with what is fixed and nothing chosen."""
@@ -187,16 +183,14 @@ class Choices:
 
     def orders(self, layout: LayoutChoice) -> Iterator[tuple[str, int]]:
         """Families, each with its numbers of stages a rank that are allowed."""
-        for name in self._of("schedule", self._families(layout)):
+        # One rank has no one to wait for: families differ in nothing but their memory.
+        families = tuple(FAMILIES) if layout.pp > 1 else (self._plain,)
+        for name in self._of("schedule", families):
             stages = stage_map_of(name)
             numbers = (stages.usual, *(VIRTUAL if stages.most is None else ()))
             for each in self._of("virtual_stages", tuple(dict.fromkeys(numbers))):
                 if stages.allow(each) and self.allowed(Candidate(layout, name, each)):
                     yield name, each
-
-    def _families(self, layout: LayoutChoice) -> Sequence[str]:
-        # One rank has no one to wait for: families differ in nothing but their memory.
-        return tuple(FAMILIES) if layout.pp > 1 else (self._plain,)
 
     def again(self, layout: LayoutChoice) -> tuple[str | int, ...]:
         """What the backward may compute again, the least first."""

@@ -24,16 +24,13 @@ from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
 from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
-from stretto.price.cluster import Cluster, Description, pp_link, sum_cost
+from stretto.planning.schedules import ENOUGH
+from stretto.price.cluster import TF32_PART, Cluster, Description, pp_link, sum_cost
 from stretto.price.cluster_file import Hardware
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
 from stretto.tune.block import BlockWork, TuneBlock
 from stretto.tune.choices import Candidate, LayoutChoice
-
-SHORT = 4
-"""Microbatches for every rank that are timed; the others add what one takes in steady state. Assumed, as in
-`stretto.planning.schedules`."""
 
 ROUNDING = 1e-9
 """A sum over all ops in another order may be larger by that share."""
@@ -44,9 +41,6 @@ put in order: more stages a rank divide them. Assumed."""
 
 LIKE_AUTO = ("zb-h1", PLAIN_OF_SEVERAL)
 """The family by which "auto" is estimated, with one stage a rank and with several. Assumed: it is as fast."""
-
-TF32 = 2.0
-"""Times the rate in half precision's place: products of float32 are at most half as fast (TF32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,7 @@ def fastest_us(flops: float, cluster: Description, dtype: str) -> float:
         return flops / cluster.flops_per_us("bfloat16" if dtype == "bf16" else dtype)
     if isinstance(cluster, Hardware):
         reach = cluster.roof.flops_per_us * cluster.roof.efficiency.matmul
-        return flops / (reach if dtype == "bf16" else reach / TF32)
+        return flops / (reach if dtype == "bf16" else reach * TF32_PART)
     return 0.0
 
 
@@ -129,7 +123,8 @@ def estimate(
     family = candidate.schedule
     if family == AUTO:
         family = LIKE_AUTO[v > 1]
-    count = min(m, max(SHORT * p, 8))
+    # The others add what one takes in steady state.
+    count = min(m, max(ENOUGH * p, 8))
     shares = block.shares.get(p * v) or (1 / (p * v),) * (p * v)
     fitting: list[tuple[int | None, Schedule]] = []
     least = inf

@@ -26,11 +26,12 @@ from stretto.errors import UsageError
 from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT
 from stretto.planning.brief import Brief
+from stretto.planning.choose import QUICK
 from stretto.price.cluster import Description
 from stretto.tune.block import TuneBlock
 from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.layouts import LIKELY_TOO_LARGE, Layouts
-from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, Tuned, Workers
+from stretto.tune.work import Answer, Asked, Planned, Refused, Tuned, Workers
 
 WITHIN = 1.10
 """Times the best step, up to which an estimate lets a candidate be simulated. Measured on GPTs over 32

@@ -35,9 +35,6 @@ from stretto.tune.block import TuneBlock, block_of, shares_of
 from stretto.tune.choices import Candidate, Choices
 from stretto.verifying.memory import MemoryFault
 
-QUICK = "list"
-"""The policy that orders ops in steps and plans that are compared."""
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
