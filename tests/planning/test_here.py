@@ -16,7 +16,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.serialize import job_text, plan_to_text
 from stretto.measure import measured, running
 from stretto.measure.running import costs_again
-from stretto.order.policies import POLICIES, captured_order
+from stretto.order.policies import POLICIES
 from stretto.planning import here, make_plan
 from stretto.planning.here import plan_on_first
 from stretto.schedule.families import make_schedule
@@ -207,7 +207,7 @@ def counted_plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
 def test_plans_with_a_policy_of_the_users_own_are_not_kept(
     planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(POLICIES, "of-this-test", captured_order)
+    monkeypatch.setitem(POLICIES, "of-this-test", POLICIES["captured"])
     made = counted_plans(monkeypatch)
     for order, times in (("captured", 1), ("of-this-test", 2)):
         made.clear()

@@ -172,7 +172,7 @@ def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
         rows = [_cells(one, a_device) for one in tuned.planned[:top]]
         Grid(title, head, rows, words=(0, 1, 4)).print(console)
         best, own = tuned.planned[0], tuned.own
-        console.print(f"The fastest is bound by {best.binds}.")
+        console.print(f"The fastest is bound by {best.made.binds}.")
         if isinstance(own, Planned):
             times = f"{own.step_us / best.step_us:.2f} times the fastest"
             console.print(f"As the settings are: {format_us(own.step_us)}, {times}.")
@@ -209,10 +209,10 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
         format_us(one.step_us),
         f"{a_device / one.step_us * 1e6:,.{0 if a_device > one.step_us / 1e5 else 3}f}",
         " ".join(f"{axis} {format_us(us)}" for axis, us in seen.items()) or "nothing",
-        format_us(one.bubble_us),
-        format_bytes(one.peak_bytes),
-        format_us(one.bound_us),
-        beside_bound(one.step_us, one.bound_us),
+        format_us(max(one.made.bubble_us)),
+        format_bytes(max(one.made.peak_bytes)),
+        format_us(one.made.bound_us),
+        beside_bound(one.step_us, one.made.bound_us),
         one.order,
     )
 

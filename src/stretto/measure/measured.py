@@ -171,8 +171,9 @@ def device_of(job: Job) -> torch.device:
 
 
 def memory_here(job: Job) -> int | None:
-    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors. Raises
-    UsageError when this machine has no device of the job's kind."""
+    """Bytes of the smallest device that a rank of the job has, equal on all ranks, which must all call it;
+    None on processors, which share what there is with others. Raises UsageError when this machine has no
+    device of the job's kind."""
     device = device_of(job)
     if device.type != "cuda":
         return None

@@ -189,13 +189,8 @@ def _reductions_first(graph: WindowGraph) -> list[float]:
     return urgency
 
 
-def captured_order(graph: WindowGraph) -> tuple[int, ...]:
-    """The order in which the ops were captured, one part after the other."""
-    return tuple(range(len(graph.nodes)))
-
-
 POLICIES: dict[str, Policy] = {
-    "captured": captured_order,
+    "captured": lambda graph: range(len(graph.nodes)),
     "list": list_order,
     "improve": improve_order,
 }

@@ -294,7 +294,7 @@ class ForwardBackward:
         an op is taken to have ended; 0 for others."""
         begins = [[0.0] * len(graph.nodes) for graph in self._graphs]
         missing = dict(self._missing)
-        lanes: dict[tuple[int, str], _Lane] = defaultdict(_Lane)
+        lanes: Lanes = defaultdict(_Lane)
         ready: list[tuple[float, int, int]] = []
 
         def can_go(key: RankNode) -> None:
@@ -322,12 +322,7 @@ class ForwardBackward:
         return begins
 
     def _begin_us(
-        self,
-        rank: int,
-        index: int,
-        walked: WalkResult,
-        begins: Sequence[Sequence[float]],
-        lanes: dict[tuple[int, str], _Lane],
+        self, rank: int, index: int, walked: WalkResult, begins: Sequence[Sequence[float]], lanes: Lanes
     ) -> float:
         graph, timing, end_us = self._graphs[rank], walked.timings[rank], walked.step_us
         node, mine = graph.nodes[index], begins[rank]
@@ -366,3 +361,7 @@ class _Lane:
         self._begins_us.insert(at, begin_us)
         self._ends_us.insert(at, end_us)
         return begin_us
+
+
+Lanes = dict[tuple[int, str], _Lane]
+"""(rank, lane) -> what takes it."""

@@ -139,7 +139,7 @@ def variants_of(job: Job, cluster: Description, order: str) -> Variants:
     job = without_reductions(job)
     chosen = choose_schedule(job)
     wished = _wished(job, None, None, order, None, None, None)
-    return _begun(job, chosen, prices_of(job, chosen, cluster), wished, memory_limit(cluster, job))
+    return _begun(job, chosen, prices_of(job, chosen, cluster), wished, cluster.memory_bytes)
 
 
 def _made(variants: Variants) -> Plan:
@@ -270,7 +270,7 @@ def plan(
     def begun(one: Job, its_schedule: Schedule) -> Variants:
         wished.watch.report("what its ops and messages take")
         prices = prices_of(one, its_schedule, description)
-        return _begun(one, its_schedule, prices, wished, memory_limit(description, one))
+        return _begun(one, its_schedule, prices, wished, description.memory_bytes)
 
     return _fastest([partial(begun, *one) for one in zip(jobs, chosen, strict=True)], wished)
 
@@ -291,7 +291,7 @@ def _planned_here(
         agree_on(ranks, wishes)  # before they measure, which would not come together
     measuring = Measuring(jobs, chosen, kept, wished.watch.report)
     costs = [measuring.costs_of(one) for one in jobs]
-    limits = [memory_limit(None, one) for one in jobs]
+    limits = [memory_here(one) for one in jobs]
     begun = [
         partial(_begun, one, schedule, listed(one, cost), wished, limit)
         for one, schedule, cost, limit in zip(jobs, chosen, costs, limits, strict=True)
@@ -312,16 +312,3 @@ def prices_of(job: Job, schedule: Schedule, description: Description) -> Prices:
 def listed(job: Job, costs: Costs) -> Prices:
     """Price lists by given costs of a job: what passes make of it is priced by what is like it."""
     return Prices(job, costs, ListedPricer(job, costs), keep=True)
-
-
-def memory_limit(description: Description | None, job: Job) -> int | None:
-    """Bytes of a device that a plan must fit in: as described, or of the devices here when there is no
-    description. None where neither sets a limit: a calibration says nothing of it, and ranks on processors
-    share what there is with others.
-
-    Under torchrun all ranks must call it. Raises UsageError when this machine lacks a device of the job's
-    kind.
-    """
-    if description is None:
-        return memory_here(job)
-    return description.memory_bytes

@@ -16,9 +16,6 @@ other ranks is proved on the lowered plan.
 
 `full` puts all actions of a rank in one window, of all its stages, forwards and backwards of one microbatch
 too, I and W as the schedule has them.
-
-A job may be cut finer than its ranks need: consecutive stages of a rank are then one to a schedule
-(`of_stages`).
 """
 
 from __future__ import annotations

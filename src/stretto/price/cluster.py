@@ -1,8 +1,5 @@
 """What costs come from without the machine at hand: a description of devices and links.
 
-It is one of three: a `Cluster` of equal devices and links, `Hardware` of the catalogue (by name such as
-`h100x64`, or a cluster file), or a `Calibration` that was measured before.
-
 On a `Cluster` an op takes its overhead and the longer of arithmetic at the device's rate and traffic at its
 memory's, a collective is a ring. On `Hardware` an op's shape counts (`efficiency.op_us`), and what the
 launches of a program take beyond its ops is spread over them; collectives and messages go by where ranks lie.
@@ -225,7 +222,8 @@ def _is_free(op: Op) -> bool:
 
 
 Description = Cluster | Hardware | Calibration
-"""What can be planned for without the machine at hand."""
+"""What can be planned for without the machine at hand: equal devices and links, devices of the catalogue, or
+what was measured before."""
 
 
 def described(job: Job, schedule: Schedule, found: Description) -> tuple[Costs, Pricer]:

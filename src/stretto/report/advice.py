@@ -55,20 +55,19 @@ def help_for(reason: Reason, plan: Plan | None, compute_us: float, traffic: Traf
     elif reason is Reason.OFF:
         yield 'parallel.overlap = "window"'
     elif reason is Reason.LATENCY:
-        yield from _larger(traffic, plan)
+        yield from _larger(traffic.axis, plan)
     elif reason is Reason.ORDER:
-        yield from _more_to_run(traffic, plan)
+        yield from _more_to_run(traffic.axis, plan)
     else:
         if reason is Reason.BEGIN:
             yield f"more microbatches{_now(plan)}: the pipeline fills once for all of them"
-        yield from _less(traffic, plan)
+        yield from _less(traffic.axis, plan)
         if reason is Reason.NETWORK and compute_us:
             yield f"links {traffic.total_us / compute_us:.1f} times as fast, which compute could hide"
 
 
-def _less(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
+def _less(name: str, plan: Plan | None) -> Iterator[str]:
     """Less to communicate for the same compute."""
-    name = traffic.axis
     if plan is not None and _in_float32(name, plan):
         yield 'precision = "bf16", which halves its bytes'
     size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(name)
@@ -92,9 +91,8 @@ def _less(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
         yield f"a smaller tp{now}, or tp within a node"
 
 
-def _larger(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
+def _larger(name: str, plan: Plan | None) -> Iterator[str]:
     """Fewer and larger messages."""
-    name = traffic.axis
     if name == DP.name:
         yield "fewer reductions: more layers to a stage, or more microbatches to a step, which share them"
         return
@@ -106,11 +104,10 @@ def _larger(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
         yield f"fewer and larger microbatches{_now(plan)}: half as many have half the messages"
 
 
-def _more_to_run(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
+def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
     """Other ops to run meanwhile."""
-    name = traffic.axis
     if name == PP.name:
-        yield from _ahead(traffic, plan)
+        yield from _ahead(plan)
         return
     if plan is None:
         yield 'parallel.overlap = "window" and two microbatches or more: one computes, another communicates'
@@ -132,10 +129,10 @@ def _more_to_run(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
         yield "parallel.split_ops = true: a product and its communication in parts, which hide each other"
     if plan.overlap_why:
         yield f"planning found: {plan.overlap_why}"
-    yield from _less(traffic, plan)
+    yield from _less(name, plan)
 
 
-def _ahead(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
+def _ahead(plan: Plan | None) -> Iterator[str]:
     """Microbatches further ahead, in pipelines."""
     if plan is None:
         yield "a schedule that keeps more microbatches ahead of what needs them, such as eager-1f1b"
@@ -153,7 +150,7 @@ def _ahead(traffic: Traffic, plan: Plan | None) -> Iterator[str]:
         yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
     if plan.job.max_live is not None:
         yield f"a higher parallel.max_live (now {plan.job.max_live}): more microbatches may be under way"
-    yield from _less(traffic, plan)
+    yield from _less(PP.name, plan)
 
 
 def _now(plan: Plan | None) -> str:

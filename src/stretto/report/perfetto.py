@@ -54,6 +54,8 @@ class OpSlice:
     end_us: float
 
 
+Details = Iterator[tuple[str, int | float | str]]
+
 Nested = Mapping[int, list[OpSlice]]
 """Identity of a compute span -> the ops within it, in order."""
 
@@ -248,13 +250,7 @@ class _Writer:
         self._event(track, span.end_us, "TYPE_SLICE_END")
 
     def _begin(
-        self,
-        track: int,
-        time_us: float,
-        name: str,
-        category: str,
-        identity: int,
-        details: Iterator[tuple[str, int | float | str]],
+        self, track: int, time_us: float, name: str, category: str, identity: int, details: Details
     ) -> None:
         begin = self._event(track, time_us, "TYPE_SLICE_BEGIN")
         begin.name = name
@@ -265,7 +261,7 @@ class _Writer:
             annotation.name = key
             setattr(annotation, FIELDS[type(value)], value)
 
-    def _op_details(self, row: OpRow) -> Iterator[tuple[str, int | float | str]]:
+    def _op_details(self, row: OpRow) -> Details:
         op = row.op
         yield "op", op.target
         yield "category", row.category
@@ -279,7 +275,7 @@ class _Writer:
         yield "predicted_us", row.us
 
 
-def _details(span: Span) -> Iterator[tuple[str, int | float | str]]:
+def _details(span: Span) -> Details:
     for key in ("stage", "microbatch", "sender", "sent_us"):
         value: int | float | None = getattr(span, key)
         if value is not None:

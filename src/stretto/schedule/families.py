@@ -51,7 +51,6 @@ def register(
     *,
     places: StageMap = ONE_EACH,
     min_live: Callable[[ScheduleShape], int] | None = None,
-    description: str = "registered by the user",
 ) -> None:
     """Make a family of your own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
     tuning, and the search of "auto".
@@ -73,7 +72,7 @@ def register(
         )
     STAGE_MAPS[name] = places
     made = partial(_checked, name, build)
-    FAMILIES[name] = Family(name, made, description, "your own", min_live)
+    FAMILIES[name] = Family(name, made, "registered by the user", "your own", min_live)
 
 
 def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: ScheduleShape) -> Schedule:

@@ -69,7 +69,7 @@ class Walk:
         self.network = Network(plan, self.clock, self.cards, self.spans)
         self.collectives = Collectives(plan, self.clock, self.cards, self.spans)
         self.made: set[tuple[int, int]] = set()
-        self._windows = {} if windows is None else windows
+        self.windows = {} if windows is None else windows
         self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
 
     def begin(self) -> None:
@@ -113,12 +113,6 @@ class Walk:
             vars(rank).clear()
         vars(self).clear()
 
-    def window(self, name: str) -> ReadyWindow:
-        """The window ready to walk; cut into segments once."""
-        if name not in self._windows:
-            self._windows[name] = make_ready(self.plan, name)
-        return self._windows[name]
-
     def _change_load(self, rank: int, was: float, load: float) -> None:
         if rank in self.ranks:
             self.ranks[rank].compute.change_load(was, load)
@@ -160,7 +154,10 @@ class _Rank:
                 self.accounts.keep(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
-        ready = self._walk.window(name)
+        windows = self._walk.windows
+        if name not in windows:  # cut into segments once
+            windows[name] = make_ready(self._walk.plan, name)
+        ready = windows[name]
         changes = self._memory.run(ready, microbatches)
         actions = [
             Action(stage, phase, microbatch)

@@ -13,7 +13,7 @@ from typing import Any
 
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
 from stretto.errors import UsageError, meant
-from stretto.files.settings_file import faults_of
+from stretto.files.settings_file import faults_of, parse_value
 from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
 from stretto.schedule.families import FAMILIES, PLAIN, PLAIN_OF_SEVERAL
 
@@ -254,11 +254,7 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
         if key not in KEYS or not equals:
             near = "" if key in KEYS else meant(key, KEYS)
             raise UsageError(f"--fix {text}: {near}expected KEY=VALUE with a key of {', '.join(KEYS)}")
-        read: Any = value.strip()
-        if read.isdigit():
-            read = int(read)
-        elif read in ("true", "false"):
-            read = read == "true"
+        read = parse_value(value)
         faults = [line for _, line in faults_of(ParallelSettings, {key: read}, "", {})]
         if key == "schedule" and read not in (*FAMILIES, AUTO):
             faults = [unknown_schedule(read) or "an order of your own is for one layout: name a family"]

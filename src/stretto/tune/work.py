@@ -13,7 +13,7 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -26,6 +26,7 @@ import torch
 
 from stretto.config import TrainSettings
 from stretto.errors import PlanError, StrettoError
+from stretto.ir.costs import Prediction
 from stretto.planning.brief import Brief, brief
 from stretto.planning.make_plan import plan
 from stretto.price.cluster import Description
@@ -54,17 +55,20 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A candidate's plan. exposed_us: axis -> the most of any rank; peak_bytes: of the fullest rank, the
-    optimizer's state included; order: the policy that ordered its ops."""
+    """A candidate's plan. order: the policy that ordered its ops."""
 
     candidate: Candidate
     order: str
-    step_us: float
-    bound_us: float
-    binds: str
-    exposed_us: Mapping[str, float]
-    bubble_us: float
-    peak_bytes: int
+    made: Prediction
+
+    @property
+    def step_us(self) -> float:
+        return self.made.step_us
+
+    @property
+    def exposed_us(self) -> dict[str, float]:
+        """Axis -> the most of any rank."""
+        return {axis: max(by) for axis, by in self.made.exposed_axis_us.items() if by}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +158,11 @@ class Work:
 
     def _short(self, asked: Asked) -> Brief | Refused:
         job = self._captures.job(self._choices.settings_of(asked.candidate).parallel)
-
-        def fits(peaks: Sequence[int]) -> bool:
-            return self._limit is None or max(peaks) <= self._limit
-
         assert asked.order is not None
-        short = brief(job, self._cluster, asked.order, asked.ahead, fits)
-        if fits(short.peak_bytes):
+        short = brief(job, self._cluster, asked.order, asked.ahead)
+        if self._limit is None or short.peak_bytes <= self._limit:
             return short
-        return Refused(asked.candidate, "a rank has more than a device has", True, max(short.peak_bytes))
+        return Refused(asked.candidate, "a rank has more than a device has", True, short.peak_bytes)
 
     def _plan(self, candidate: Candidate, order: str) -> Planned:
         settings = self._settings
@@ -175,16 +175,7 @@ class Work:
             search_s=settings.planning.search_s,
         ).prediction
         assert made is not None
-        return Planned(
-            candidate,
-            order,
-            made.step_us,
-            made.bound_us,
-            made.binds,
-            {axis: max(by) for axis, by in made.exposed_axis_us.items() if by},
-            max(made.bubble_us),
-            max(made.peak_bytes),
-        )
+        return Planned(candidate, order, made)
 
 
 def refused(candidate: Candidate, error: StrettoError) -> Refused:
