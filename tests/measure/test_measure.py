@@ -118,8 +118,7 @@ def test_communication_is_measured_once_for_all_forms_of_a_step(monkeypatch: pyt
 
     monkeypatch.setattr(measured, "measure_between", between)
     jobs = [comm_job(1, tp=2, rows=rows, hidden=32) for rows in (16, 2048)]
-    measuring = measured.Measuring(jobs, [make_schedule("1f1b", 1, 2)] * 2)
-    found = [measuring.costs_of(job) for job in jobs]
+    found = measured.measure_forms(jobs, [make_schedule("1f1b", 1, 2)] * 2)
     assert len(asked) == 1
     assert {16 * 32 * 4, 2048 * 32 * 4} <= set(asked[0]["all_reduce"])
     assert found[0].collectives == found[1].collectives

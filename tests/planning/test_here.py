@@ -136,12 +136,12 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
     """`stretto.plan` of a job, where measuring gives other costs each time."""
     count = 0
 
-    def measure(self: measured.Measuring, job: stretto.Job, *_: object) -> Costs:
+    def measure(job: stretto.Job, *_: object) -> Costs:
         nonlocal count
         count += 1
         return make_costs(job, bytes_per_us=100.0 + count)
 
-    monkeypatch.setattr(measured.Measuring, "_measured", measure)
+    monkeypatch.setattr(measured, "_measured", measure)
 
     def plan(microbatches: int = 2, *, kept: bool = True, renew: bool = False, **more: object) -> Plan:
         where = Kept(tmp_path, renew) if kept else None

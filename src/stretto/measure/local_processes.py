@@ -7,6 +7,7 @@ folder for that time.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
@@ -60,8 +61,8 @@ def measure_between(
 def fitting(mesh: Mesh) -> Mesh:
     """The mesh with its largest axes halved, never below 2, until it has `MOST_PROCESSES` ranks or fewer."""
     sizes = dict(mesh.sizes)
-    while Mesh(tuple(sizes.items())).world > MOST_PROCESSES and max(sizes.values()) > 2:
-        largest = max(sizes, key=lambda axis: sizes[axis])
+    while math.prod(sizes.values()) > MOST_PROCESSES and max(sizes.values()) > 2:
+        largest = max(sizes, key=sizes.__getitem__)
         sizes[largest] = max(2, sizes[largest] // 2)
     return Mesh(tuple(sizes.items()))
 

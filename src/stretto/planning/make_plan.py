@@ -27,7 +27,7 @@ from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OptimizerKind, OverlapMode
 from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO
-from stretto.measure.measured import Measuring, device_of, memory_here
+from stretto.measure.measured import device_of, measure_forms, memory_here
 from stretto.measure.running import running
 from stretto.order.policies import BUILT_IN, DEFAULT, policy_of
 from stretto.passes.messages import scattered
@@ -289,8 +289,7 @@ def _planned_here(
     }
     if ranks.size > 1:
         agree_on(ranks, wishes)  # before they measure, which would not come together
-    measuring = Measuring(jobs, chosen, kept, wished.watch.report)
-    costs = [measuring.costs_of(one) for one in jobs]
+    costs = measure_forms(jobs, chosen, kept, wished.watch.report)
     limits = [memory_here(one) for one in jobs]
     begun = [
         partial(_begun, one, schedule, listed(one, cost), wished, limit)

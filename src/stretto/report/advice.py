@@ -8,8 +8,7 @@ read by their names, so that predicted and measured steps are judged in one way.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from enum import StrEnum
+from collections.abc import Iterable, Iterator
 
 from stretto.ir.axes import AXES, CP, DP, EP, PIPELINE, PP, TENSOR, TP
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
@@ -30,43 +29,7 @@ MOST = 0.5
 """A reason that explains this share of what is exposed is given as the reason."""
 
 
-class Reason(StrEnum):
-    """late: ranks begin their parts late. off: nothing is to be hidden. end, begin: it is after a rank's last
-    op, or before its first. network: it takes longer than all compute. latency: of its messages. order: the
-    ops around it leave nothing to run meanwhile."""
-
-    LATE = "late"
-    OFF = "off"
-    END = "end"
-    BEGIN = "begin"
-    NETWORK = "network"
-    LATENCY = "latency"
-    ORDER = "order"
-
-
-def help_for(reason: Reason, plan: Plan | None, compute_us: float, traffic: Traffic) -> Iterator[str]:
-    """In words: one thing after another, of which each would help."""
-    if reason is Reason.LATE and traffic.axis == EP.name:
-        yield "ranks with less uneven experts: a loss that balances the router, or a capacity"
-    elif reason is Reason.LATE:
-        yield "ranks that compute equally long: the table of who waits for whom names the slow ones"
-    elif reason is Reason.OFF and plan is not None and plan.overlap_why:
-        yield f"nothing by order alone: {plan.overlap_why}"
-    elif reason is Reason.OFF:
-        yield 'parallel.overlap = "window"'
-    elif reason is Reason.LATENCY:
-        yield from _larger(traffic.axis, plan)
-    elif reason is Reason.ORDER:
-        yield from _more_to_run(traffic.axis, plan)
-    else:
-        if reason is Reason.BEGIN:
-            yield f"more microbatches{_now(plan)}: the pipeline fills once for all of them"
-        yield from _less(traffic.axis, plan)
-        if reason is Reason.NETWORK and compute_us:
-            yield f"links {traffic.total_us / compute_us:.1f} times as fast, which compute could hide"
-
-
-def _less(name: str, plan: Plan | None) -> Iterator[str]:
+def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
     """Less to communicate for the same compute."""
     if plan is not None and _in_float32(name, plan):
         yield 'precision = "bf16", which halves its bytes'
@@ -104,7 +67,7 @@ def _larger(name: str, plan: Plan | None) -> Iterator[str]:
         yield f"fewer and larger microbatches{_now(plan)}: half as many have half the messages"
 
 
-def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
+def more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
     """Other ops to run meanwhile."""
     if name == PP.name:
         yield from _ahead(plan)
@@ -129,7 +92,7 @@ def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
         yield "parallel.split_ops = true: a product and its communication in parts, which hide each other"
     if plan.overlap_why:
         yield f"planning found: {plan.overlap_why}"
-    yield from _less(name, plan)
+    yield from less_to_send(name, plan)
 
 
 def _ahead(plan: Plan | None) -> Iterator[str]:
@@ -150,7 +113,7 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
         yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
     if plan.job.max_live is not None:
         yield f"a higher parallel.max_live (now {plan.job.max_live}): more microbatches may be under way"
-    yield from _less(PP.name, plan)
+    yield from less_to_send(PP.name, plan)
 
 
 def _now(plan: Plan | None) -> str:
@@ -189,10 +152,9 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
         share = traffic.exposed_us / timeline.step_us if timeline.step_us else 0.0
         if share < LEAST_SHARE:
             continue
-        reason, words = _why(traffic, timeline, plan)
-        helps = "; ".join(help_for(reason, plan, _compute_us(timeline), traffic))
+        words, helps = _why(traffic, timeline, plan)
         exposed = f"{format_us(traffic.exposed_us)} ({format_share(share)})"
-        rows.append((traffic.kind, exposed, words, helps))
+        rows.append((traffic.kind, exposed, words, "; ".join(helps)))
     if not rows:
         return None
     head = ("", "exposed", "why", "what would help")
@@ -205,31 +167,39 @@ def _name(axis: str, kind: str) -> str:
     return SEQUENCE if axis == TENSOR and kind in OF_SEQUENCE else axis
 
 
-def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[Reason, str]:
-    """The reason, and it in words."""
-    exposed_us, compute_us = traffic.exposed_us, _compute_us(timeline)
+def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[str, Iterable[str]]:
+    """The reason in words; and what would help against it, one thing after another."""
+    axis, exposed_us, compute_us = traffic.axis, traffic.exposed_us, _compute_us(timeline)
     late_us = _late_us(traffic, timeline)
     if late_us >= MOST * exposed_us:
-        return Reason.LATE, f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
+        words = f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
+        if axis == EP.name:
+            return words, ["ranks with less uneven experts: a loss that balances the router, or a capacity"]
+        return words, ["ranks that compute equally long: the table of who waits for whom names the slow ones"]
     if plan is not None and plan.overlap == "off":
-        return Reason.OFF, "the plan waits for each as soon as it is started (overlap = off)"
+        why = plan.overlap_why
+        helps = f"nothing by order alone: {why}" if why else 'parallel.overlap = "window"'
+        return "the plan waits for each as soon as it is started (overlap = off)", [helps]
     before_us, after_us = _outside_us(traffic, timeline)
     if after_us >= MOST * exposed_us:
-        return (
-            Reason.END,
-            f"{format_us(after_us)} of it is after a rank's last op, with nothing left to hide it",
-        )
+        words = f"{format_us(after_us)} of it is after a rank's last op, with nothing left to hide it"
+        return words, less_to_send(axis, plan)
     if before_us >= MOST * exposed_us:
-        return Reason.BEGIN, f"{format_us(before_us)} of it is before a rank's first op: the pipeline fills"
+        fills = f"more microbatches{_now(plan)}: the pipeline fills once for all of them"
+        words = f"{format_us(before_us)} of it is before a rank's first op: the pipeline fills"
+        return words, [fills, *less_to_send(axis, plan)]
     if traffic.total_us > compute_us:
-        times = format_us(traffic.total_us), format_us(compute_us)
-        return Reason.NETWORK, f"it takes {times[0]}, and all compute that could hide it {times[1]}"
+        times = traffic.total_us / compute_us if compute_us else 0.0
+        faster = [f"links {times:.1f} times as fast, which compute could hide"] if times else []
+        words = f"it takes {format_us(traffic.total_us)}, and all compute that could hide it "
+        return words + format_us(compute_us), [*less_to_send(axis, plan), *faster]
     latency = _latency(traffic, plan)
     if latency >= MOST:
         count = len(traffic.messages)
         words = f"{count:,} of {format_bytes(traffic.nbytes / count)} on average"
-        return Reason.LATENCY, f"{words}: {format_share(latency)} of their time is latency"
-    return Reason.ORDER, "what needs it follows too soon: there are not enough other ops to run meanwhile"
+        return f"{words}: {format_share(latency)} of their time is latency", _larger(axis, plan)
+    words = "what needs it follows too soon: there are not enough other ops to run meanwhile"
+    return words, more_to_run(axis, plan)
 
 
 def _compute_us(timeline: Timeline) -> float:
