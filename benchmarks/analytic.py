@@ -17,13 +17,14 @@ sum of its parts, op by op (`stretto.price.efficiency`), collective by collectiv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_REDUCE, SEND
 from stretto.price.collectives import Fabric, Group, axis_group, collective_curve
-from stretto.price.efficiency import Matmul, Roof, op_us, run_us
+from stretto.price.efficiency import Matmul, Roof, op_us
 
 HALF = 2
 """Bytes of an activation, a parameter and a gradient in fp16 or bf16."""
@@ -180,6 +181,11 @@ class StepTime:
     tp_us: float
     dp_us: float
     optimizer_us: float
+
+
+def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
+    """Microseconds of ops one after the other: the device's sum, or the host's launches if that is longer."""
+    return max(sum(device_us), launches * roof.efficiency.launch_us)
 
 
 def step_time(

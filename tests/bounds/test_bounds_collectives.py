@@ -151,7 +151,7 @@ def plans(draw: st.DrawFn) -> Plan:
         assert joined is not None
         order = joined
     else:
-        if FAMILIES[kind].min_live:
+        if FAMILIES[kind].keeps_any_limit:
             max_live = draw(st.none() | st.integers(1, 3))
         order = make_schedule(kind, ranks, microbatches, max_live=max_live)
     axes = draw(st.sampled_from([(), (("tp", 2),), (("dp", 2),), (("dp", 2), ("tp", 4))]))

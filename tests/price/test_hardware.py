@@ -16,7 +16,7 @@ from stretto.ir.prices import price_list, specs_of, traffic_bytes
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.measure import measured
 from stretto.measure.measured import memory_here
-from stretto.price.cluster import HardwarePricer, describe, device_us, hardware_costs
+from stretto.price.cluster import HardwarePricer, describe, device_us, flat_link, hardware_costs
 from stretto.price.cluster_file import Hardware, find_cluster
 from stretto.price.efficiency import BACKWARD, FORWARD, Matmul, attention_product, convolution_products, op_us
 from stretto.schedule.families import make_schedule
@@ -172,7 +172,7 @@ def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "flat.toml").write_text(cores_file(link_gbps=0.0125))
     flat = describe(str(tmp_path / "flat.toml"))
     assert isinstance(flat, stretto.Cluster)
-    assert flat.link_bytes_per_us == 12.5
+    assert flat_link(flat).bytes_per_us == 12.5
     (tmp_path / "mine.toml").write_text('device = "h100"\ncount = 16\n')
     mine = describe(str(tmp_path / "mine.toml"))
     assert isinstance(mine, Hardware)

@@ -104,8 +104,8 @@ def _measured(
     """stages: of this rank, where all ranks run; else None."""
     say("measuring ops")
     if stages is None:
-        result = profile(job, device)
-        return _costs(job, result.op_us, communication(), result.source)
+        op_us = profile(job, device).op_us
+        return _costs(job, op_us, communication(), f"measured on {device_name(device)}")
     dist.barrier()  # so that all ranks load the machine at the same time, as in a step
     mine = profile(job, device, stages)
     communicates = communication()

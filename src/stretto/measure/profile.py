@@ -95,7 +95,6 @@ class Profile:
     """Times of one job on one device. op_us[(stage, op name)]; rounds: by stage, what they were made from."""
 
     op_us: Mapping[tuple[int, str], float]
-    source: str
     rounds: Mapping[int, Rounds] = field(default_factory=dict, repr=False)
 
 
@@ -128,7 +127,7 @@ def profile(
             rounds[index] = deepcopy(before.rounds[index]) if before is not None else Rounds()
             measured = _measure(job, stage, device, rounds[index])
         op_us.update(((index, name), us) for name, us in measured.items())
-    return Profile(op_us, f"measured on {device_name(device)}", rounds)
+    return Profile(op_us, rounds)
 
 
 def device_name(device: torch.device) -> str:

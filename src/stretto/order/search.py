@@ -85,11 +85,6 @@ class SearchScope:
                 ranks.append(ListScheduler(resources, rank, window, *rules))
         return walk(resources, ranks, most_us)
 
-    @property
-    def groups(self) -> list[tuple[int, list[int]]]:
-        """(rank, nodes) of what changes together (`RankWindow.stretches`)."""
-        return [(rank, group) for rank, window in enumerate(self.windows) for group in window.stretches]
-
 
 class WalkBudget:
     """left: walks that may be made; spent: those that were. best: of all searches that share the budget, with
@@ -133,7 +128,7 @@ class WalkBudget:
 
 class OrderSearch:
     """A search that has come to a point. best: its walk, None where no point was walked to its end; groups:
-    as in `SearchScope`; stale: walks since the last gain."""
+    (rank, nodes) of what changes together (`RankWindow.stretches`); stale: walks since the last gain."""
 
     best: WalkResult | None = None
     stale = 0
@@ -144,7 +139,8 @@ class OrderSearch:
         self.budget = budget
         self.point = SearchPoint()
         self.draw = random.Random(0)
-        self.groups = scope.groups
+        windows = enumerate(scope.windows)
+        self.groups = [(rank, group) for rank, window in windows for group in window.stretches]
 
     @property
     def measure_us(self) -> float:

@@ -94,11 +94,6 @@ class WholeStepOrders:
     walks: int
     allowed: int
 
-    @property
-    def ended(self) -> bool:
-        """Whether the search ended by itself, and not because its time was up."""
-        return self.walks < self.allowed
-
 
 def order_together(
     plan: Plan,

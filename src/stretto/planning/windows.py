@@ -114,7 +114,7 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
                 raise _TooMuchMemoryError(
                     f"one window a rank keeps {peak:,} bytes, and the limit is {step.max_bytes:,}"
                 )
-        if together.ended:
+        if together.walks < together.allowed:  # the search ended by itself
             break
     return made
 

@@ -31,7 +31,7 @@ import re
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
 
@@ -60,29 +60,22 @@ NEAR = 0.02
 _SPEC = re.compile(r"(\w+\[[\d,]*\](?:\{[\d,]*\})?)")
 
 Family = tuple[str, tuple[str, ...]]
+"""Of products: their op, and their operands' dtypes and layouts."""
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix product: `batch` of (m, k) by (k, n). family: its op, and its operands' dtypes and layouts."""
-
-    family: Family
-    dims: Matmul
-
-    @staticmethod
-    def of(signature: str) -> Product | None:
-        """The product of an op's signature (`stretto.ir.prices.signature`); None for an op that is none."""
-        target, _, rest = signature.partition("(")
-        specs = [TensorSpec.parse(text) for text in _SPEC.findall(rest)]
-        try:
-            dims = matmul_dims(target, [spec.shape for spec in specs])
-        except ValueError:
-            return None  # an operand that is not a matrix
-        if dims is None:
-            return None
-        layouts = tuple(f"{spec.dtype}{'' if spec.stride is None else ' strided'}" for spec in specs)
-        return Product((target, layouts), dims)
+def product_of(signature: str) -> tuple[Family, Matmul] | None:
+    """The matrix product of an op's signature (`ir.prices.signature`); None for an op that is none."""
+    target, _, rest = signature.partition("(")
+    specs = [TensorSpec.parse(text) for text in _SPEC.findall(rest)]
+    try:
+        dims = matmul_dims(target, [spec.shape for spec in specs])
+    except ValueError:
+        return None  # an operand that is not a matrix
+    if dims is None:
+        return None
+    layouts = tuple(f"{spec.dtype}{'' if spec.stride is None else ' strided'}" for spec in specs)
+    return (target, layouts), dims
 
 
 class MatmulFit:
@@ -92,9 +85,9 @@ class MatmulFit:
         """known: signature and microseconds of measured ops; those that are no products are left out."""
         points: dict[Family, list[tuple[Matmul, float]]] = defaultdict(list)
         for key, us in known:
-            product = Product.of(key)
-            if product is not None and us > 0 and product.dims.flops > 0:
-                points[product.family].append((product.dims, us))
+            product = product_of(key)
+            if product is not None and us > 0 and product[1].flops > 0:
+                points[product[0]].append((product[1], us))
         self._laws: dict[Family, tuple[Floats, Floats, Floats]] = {}
         """The law's coefficients; sides of the products that were measured; logarithms of their times over
         the law's."""
@@ -107,14 +100,15 @@ class MatmulFit:
 
     def us(self, signature: str) -> float | None:
         """Microseconds of a product; None for no product, or one other than all that are known."""
-        product = Product.of(signature)
-        if product is None or product.family not in self._laws:
+        product = product_of(signature)
+        if product is None or product[0] not in self._laws:
             return None
-        weights, known, logs = self._laws[product.family]
-        sides = _sides(product.dims)
+        family, dims = product
+        weights, known, logs = self._laws[family]
+        sides = _sides(dims)
         if (sides < known.min(axis=0) / BEYOND).any() or (sides > known.max(axis=0) * BEYOND).any():
             return None
-        law_us = float(_terms(product.dims) @ weights)
+        law_us = float(_terms(dims) @ weights)
         near = (((np.log2(known) - np.log2(sides)) ** 2).sum(axis=1) + NEAR) ** -2
         return law_us * float(np.exp(near @ logs / near.sum())) or None
 

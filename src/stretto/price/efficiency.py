@@ -9,7 +9,7 @@
     convolution  implicit matrix products (Chetlur et al., arXiv 1410.0759); with groups, none
     otherwise    bytes moved at the part of the memory's rate that such kernels reach
     every op     a kernel has a shortest time, and the host needs time to launch it. Launches run ahead of the
-                 device, so a run of ops takes the longer of both sums: `run_us`
+                 device, so a run of ops takes the longer of both sums
 
 Touches no device: numbers in, microseconds out.
 """
@@ -17,7 +17,7 @@ Touches no device: numbers in, microseconds out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -101,11 +101,6 @@ def op_us(flops: float, bytes_moved: float, dims: Matmul | None, roof: Roof) -> 
     reach = roof.efficiency
     compute = flops / (roof.flops_per_us * reach.matmul)
     return max(compute, bytes_moved / (roof.memory_bytes_per_us * reach.memory)) + reach.kernel_us
-
-
-def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
-    """Microseconds of ops one after the other: the device's sum, or the host's launches if that is longer."""
-    return max(sum(device_us), launches * roof.efficiency.launch_us)
 
 
 def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:

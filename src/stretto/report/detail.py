@@ -51,11 +51,6 @@ class OpRow:
     part: int
     us: float
 
-    @property
-    def category(self) -> str:
-        """The phase's letter; `R` for recomputation."""
-        return op_category(self.op, self.phase)
-
 
 @dataclass(frozen=True, slots=True)
 class WindowRun:

@@ -43,7 +43,7 @@ class OpLine:
             "name": op.name,
             "op": op.target,
             "phase": self.row.phase.value,
-            "category": self.row.category,
+            "category": op_category(op, self.row.phase),
             "module": op.module,
             "reads": self.reads,
             "makes": self.makes,

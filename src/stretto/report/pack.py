@@ -21,6 +21,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
     WindowRun,
+    op_category,
     rows_of,
     runs_of,
     shapes_in,
@@ -91,7 +92,7 @@ def _ops(plan: Plan, texts: Texts) -> dict[str, Any]:
                     "out": texts(shapes_out(op)),
                     "bytes": op.nbytes,
                     "flops": op.flops,
-                    "category": CATEGORIES.index(row.category),
+                    "category": CATEGORIES.index(op_category(op, row.phase)),
                     "part": row.part,
                     "us": _ticks(row.us),
                 },

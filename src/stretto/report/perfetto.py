@@ -24,6 +24,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import (
     OpRow,
     laid_over,
+    op_category,
     rows_of,
     runs_of,
     shapes_in,
@@ -264,7 +265,7 @@ class _Writer:
     def _op_details(self, row: OpRow) -> Details:
         op = row.op
         yield "op", op.target
-        yield "category", row.category
+        yield "category", op_category(op, row.phase)
         if op.module:
             yield "module", op.module
         yield "reads", shapes_in(op, self.specs)

@@ -148,7 +148,7 @@ class EmulatedTransport(SingleRankEnd):
         work, microbatch = self._take(self._next_work, lane)
         self._live.clock.advance(self.now_us())
         built: RunningCollective = self._live.collectives.start(work, self._pp_rank, microbatch)
-        return Pending(partial(self._wait_for, built.done, built.name, fill))
+        return Pending(partial(self._wait_for, built.done, work.name, fill))
 
     def _made_up(self, like: torch.Tensor) -> torch.Tensor:
         key = (like.shape, like.dtype)

@@ -209,7 +209,7 @@ class _Rank:
             there = Moment()
             there.begun_us = now_us
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
-            yield from self._wait(there, done.name, done)
+            yield from self._wait(there, done.call.name, done)
 
     def _finish(self, started: RunningCollective | None, call: Call) -> Lane:
         if started is None:
@@ -217,7 +217,7 @@ class _Rank:
             name = f"collective {call.name}"
             yield from self._wait(Moment(), call.name, f"{name}, which this rank itself starts later")
         else:
-            yield from self._wait(started.done, started.name, started)
+            yield from self._wait(started.done, call.name, started)
 
     def _message(self, segment: Segment, microbatch: int) -> Lane:
         key = (segment.edge, microbatch)
