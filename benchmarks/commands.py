@@ -14,13 +14,12 @@ import typer
 from rich.console import Console
 
 from benchmarks import tables
-from benchmarks.tables import Row
 from stretto.cli.common import check_output, write_and_print
 from stretto.cli.main import StoppableGroup
 from stretto.errors import StrettoError, UsageError, meant
 from stretto.files.whole_file import saving, write_file
 from stretto.ir.program import OVERLAP_MODES
-from stretto.report.grid import Grid
+from stretto.report.grid import Grid, Row
 
 bench = typer.Typer(cls=StoppableGroup, add_completion=False, no_args_is_help=True)
 progress = Console(stderr=True)

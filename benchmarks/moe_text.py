@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import grid_of
+from stretto.report.grid import grid_of
 from stretto.report.load import dropped_words, loads_of
 from stretto.report.rundir import load_run
 

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
 from stretto.ir.compared import SHOWN, against, signed
-from stretto.report.grid import Grid
+from stretto.report.grid import Columns, Grid, Row, grid_of
 
 NOISY = 1.15
 """Slowest over fastest round of one system from which the race calls itself disturbed. Measured on a quiet
 machine of 2 cores: 1.03 to 1.08."""
 
 SECONDS = "{:.3f}"
-
-Row = Mapping[str, Any]
-Columns = Mapping[str, tuple[str | Callable[[Row], Any], str | Callable[[Any], str]]]
-"""Head -> (the row's key, or what is made of the row; the format of that)."""
-
-
-def grid_of(
-    title: str,
-    columns: Columns,
-    rows: Iterable[Row],
-    *,
-    words: Sequence[str] = (),
-    caption: str = "",
-    absent: str = "",
-) -> Grid:
-    """A table of rows of data. words: the heads of the columns of words, by default the first; absent: the
-    cell of what is None or not there."""
-
-    def cell(row: Row, of: str | Callable[[Row], Any], form: str | Callable[[Any], str]) -> str:
-        value = row.get(of) if isinstance(of, str) else of(row)
-        if value is None:
-            return absent
-        return form.format(value) if isinstance(form, str) else form(value)
-
-    heads = tuple(columns)
-    columns_of_words = [heads.index(head) for head in words] or [0]
-    cells = [[cell(row, of, form) for of, form in columns.values()] for row in rows]
-    return Grid(title, heads, cells, columns_of_words, caption)
 
 
 def pipeline_table(race: Row) -> Grid:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,11 +25,14 @@ from stretto.ir.timeline import SpanKind, Timeline
 from stretto.ir.transfers import SUM
 from stretto.report.grid import (
     WIDTH,
+    Columns,
     Grid,
+    Row,
     format_bytes,
     format_flops,
     format_share,
     format_us,
+    grid_of,
 )
 from stretto.report.html import REPORT, accounts_grid, lacks_page, render, run_findings, run_grids, write_page
 from stretto.report.ops import OpGroup, OpLine, costliest_ops, notes_of, program_lines, totals_of
@@ -210,7 +213,7 @@ def cost(
         console.print(f"{measured} has no measured timeline.", style="dim", highlight=False)
 
 
-def communications_of(plan: Plan, predicted: Timeline, measured: Timeline | None) -> list[dict[str, Any]]:
+def communications_of(plan: Plan, predicted: Timeline, measured: Timeline | None) -> list[Row]:
     """Communications of the step by axis, kind and bytes, those that take most time first.
 
     count: over all ranks of the pipeline; each_us: predicted mean; alone_us: if nothing else used the links
@@ -220,7 +223,7 @@ def communications_of(plan: Plan, predicted: Timeline, measured: Timeline | None
     groups = _grouped(predicted)
     taken = _grouped(measured) if measured is not None else {}
     everything = sum(sum(times) for times in groups.values()) or 1.0
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for (axis, kind, nbytes), times in groups.items():
         curve = plan.costs.collectives.get((axis, SUM if kind == "gradients" else kind))
         link = next(iter(plan.costs.links.values()), plan.costs.default_link)
@@ -251,25 +254,25 @@ def _grouped(timeline: Timeline) -> dict[tuple[str, str, int], list[float]]:
     return groups
 
 
-def _op_row(op: OpGroup) -> dict[str, Any]:
+def _op_row(op: OpGroup) -> Row:
     names = ("target", "reads", "makes", "phases", "calls", "each_us", "total_us", "share", "source")
     return {name: getattr(op, name) for name in names}
 
 
-def _communications_grid(rows: Sequence[dict[str, Any]]) -> Grid:
+def _communications_grid(rows: Sequence[Row]) -> Grid:
     """A table, with what was measured if anything was."""
     measured = any(row["measured_us"] is not None for row in rows)
-
-    def us(value: float | None) -> str:
-        return "-" if value is None else format_us(value)
-
-    head = ["axis", "kind", "bytes", "number", "each", "alone", "total", "share"]
-    head += ["measured"] if measured else []
-    lines = []
-    for row in rows:
-        line = [row["axis"], row["kind"], format_bytes(row["nbytes"]), f"{row['count']:,}"]
-        line += [us(row["each_us"]), us(row["alone_us"]), us(row["total_us"]), format_share(row["share"])]
-        line += [us(row["measured_us"])] if measured else []
-        lines.append([*line, row["source"]])
+    columns: Columns = {
+        "axis": ("axis", "{}"),
+        "kind": ("kind", "{}"),
+        "bytes": ("nbytes", format_bytes),
+        "number": ("count", "{:,}"),
+        "each": ("each_us", format_us),
+        "alone": ("alone_us", format_us),
+        "total": ("total_us", format_us),
+        "share": ("share", format_share),
+        **({"measured": ("measured_us", format_us)} if measured else {}),
+        "source": ("source", "{}"),
+    }
     title = "Costliest communications: total and measured are a rank's mean"
-    return Grid(title, (*head, "source"), lines, (0, 1, len(head)))
+    return grid_of(title, columns, rows, words=("axis", "kind", "source"), absent="-")

@@ -23,12 +23,12 @@ from stretto.errors import StrettoError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import PRICED
 from stretto.ir.mesh import Mesh
-from stretto.ir.prices import signature
+from stretto.ir.prices import Specs, signature
 from stretto.ir.program import Job, Op
 from stretto.measure.local_processes import measure_between
 from stretto.measure.measure_collectives import Measured, gather_all, host, measure_collectives
 from stretto.measure.messages import measure_links
-from stretto.measure.time_ops import Specs, distinct_ops, sweep_ops, time_op
+from stretto.measure.time_ops import distinct_ops, sweep_ops, time_op
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, Timing
 from stretto.price.shared import WantedCollective, wanted_collectives
 

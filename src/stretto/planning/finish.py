@@ -38,9 +38,8 @@ from stretto.ir.transfers import collective_time
 from stretto.order.depend import make_graph
 from stretto.order.policies import early_reductions
 from stretto.passes.step import Context, Step
-from stretto.planning.lower import lower
+from stretto.planning.lower import Message, lower
 from stretto.planning.windows import as_short, lowered
-from stretto.schedule.posting import Message
 from stretto.simulating import simulate
 from stretto.verifying.memory import memory_faults
 

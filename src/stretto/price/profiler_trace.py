@@ -41,8 +41,6 @@ DTYPES = {
 }
 """What traces call dtypes: names of C++ types, as `libtorch` prints them."""
 
-NO_NAME = "traced device"
-
 MOST_BYTES = 2**29
 """Of a trace as text: a few bytes can be packed that are any number of others."""
 
@@ -91,7 +89,7 @@ def _trace(path: str | Path, events: list[dict[str, Any]], device: str) -> Trace
             times[_key(str(event.get("name")), dtype, shapes)].append(us)
     op_us = {key: statistics.median(us) for key, us in times.items()}
     op_us = dict(sorted(op_us.items(), key=lambda one: (-one[1] * len(times[one[0]]), one[0])))
-    return Trace(op_us, "cpu", "") if on_device is None else Trace(op_us, "cuda", device or NO_NAME)
+    return Trace(op_us, "cpu", "") if on_device is None else Trace(op_us, "cuda", device or "traced device")
 
 
 def trace_key(op: Op, specs: Mapping[str, TensorSpec]) -> str:

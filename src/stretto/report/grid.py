@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -53,6 +54,10 @@ def format_share(share: float) -> str:
 WIDTH = 120
 """Columns of the tables of commands, wherever they are printed."""
 
+Row = Mapping[str, Any]
+Columns = Mapping[str, tuple[str | Callable[[Row], Any], str | Callable[[Any], str]]]
+"""Head -> (the row's key, or what is made of the row; the format of that)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -86,3 +91,27 @@ class Grid:
     def print(self, console: Console | None = None) -> None:
         """Print it, by default on a console of `WIDTH` columns."""
         (console or Console(width=WIDTH)).print(self.rich())
+
+
+def grid_of(
+    title: str,
+    columns: Columns,
+    rows: Iterable[Row],
+    *,
+    words: Sequence[str] = (),
+    caption: str = "",
+    absent: str = "",
+) -> Grid:
+    """A table of rows of data. words: the heads of the columns of words, by default the first; absent: the
+    cell of what is None or not there."""
+
+    def cell(row: Row, of: str | Callable[[Row], Any], form: str | Callable[[Any], str]) -> str:
+        value = row.get(of) if isinstance(of, str) else of(row)
+        if value is None:
+            return absent
+        return form.format(value) if isinstance(form, str) else form(value)
+
+    heads = tuple(columns)
+    columns_of_words = [heads.index(head) for head in words] or [0]
+    cells = [[cell(row, of, form) for of, form in columns.values()] for row in rows]
+    return Grid(title, heads, cells, columns_of_words, caption)

@@ -56,18 +56,9 @@ def loads_of(observed: Sequence[Observed]) -> tuple[Load, ...]:
         shares, least, most = (
             tuple(count / total for count in counts) for counts in (one.mean, one.least, one.most)
         )
-        result.append(
-            Load(
-                one.module,
-                one.steps,
-                total,
-                shares,
-                least,
-                most,
-                None if dropped is None else sum(dropped.mean) / total,
-                None if buffer is None else buffer.most[0],
-            )
-        )
+        lost = None if dropped is None else sum(dropped.mean) / total
+        room = None if buffer is None else buffer.most[0]
+        result.append(Load(one.module, one.steps, total, shares, least, most, lost, room))
     return tuple(result)
 
 

@@ -57,7 +57,8 @@ class PhaseTimes:
 
     def of(self, action: Action) -> float:
         """The action's duration."""
-        values = [getattr(self, _FIELDS[phase.value]) for phase in action.phase.programs]
+        phases = action.phase.programs
+        values: list[PerStageTime] = [getattr(self, _FIELDS[phase.value]) for phase in phases]
         return sum(one[action.stage] if isinstance(one, tuple) else one for one in values)
 
     def hop(self, border: int) -> float:

@@ -122,8 +122,8 @@ class Collectives:
 
     def _draw(self, collective: RunningCollective, start_us: float) -> None:
         call, microbatch = collective.call, collective.microbatch
-        of = (None, None, None) if microbatch is None else (*call.key[:2], microbatch)
-        times = start_us, self._clock.now_us
+        stage, phase, _ = (None, None, None) if microbatch is None else call.key
+        of = stage, phase, microbatch, call.nbytes
+        end_us = self._clock.now_us
         for pp_rank in collective.pp_ranks:
-            span = Span(pp_rank, call.axis, SpanKind.MESSAGE, call.name, *times, *of, call.nbytes)
-            self._spans.append(span)
+            self._spans.append(Span(pp_rank, call.axis, SpanKind.MESSAGE, call.name, start_us, end_us, *of))

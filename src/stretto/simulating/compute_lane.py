@@ -74,9 +74,10 @@ class Accounts:
         if action is not None:
             # Work too short for the clock ends where it began: no stall goes on across it.
             self._stalled = -1
+            start_us, end_us = self._action_start_us, self.action_end_us
             of = action.stage, action.phase, action.microbatch
-            times = self._action_start_us, self.action_end_us
-            self._spans.append(Span(self._rank, COMPUTE_LANE, SpanKind.COMPUTE, str(action), *times, *of))
+            span = Span(self._rank, COMPUTE_LANE, SpanKind.COMPUTE, str(action), start_us, end_us, *of)
+            self._spans.append(span)
 
     def stall(self, start_us: float, end_us: float, begun_us: float, name: str) -> None:
         """The lane stalled; what it waited for was under way from `begun_us` on."""

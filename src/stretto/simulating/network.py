@@ -164,12 +164,10 @@ class Network:
 
     def _draw(self, message: Message, start_us: float, arrival_us: float) -> None:
         edge, channel = self._plan.job.edges[message.edge], message.channel
+        lane, kind, name = channel.lane, SpanKind.MESSAGE, message.name
         of = edge.source, edge.phase, message.microbatch, message.nbytes
-        sent = channel.sender, message.sent_us, message.edge
-        times = start_us, arrival_us
-        self._spans.append(
-            Span(channel.receiver, channel.lane, SpanKind.MESSAGE, message.name, *times, *of, *sent)
-        )
+        sent = *of, channel.sender, message.sent_us, message.edge
+        self._spans.append(Span(channel.receiver, lane, kind, name, start_us, arrival_us, *sent))
 
 
 def _turn(channel: Channel) -> tuple[float, int, int]:
