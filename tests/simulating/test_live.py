@@ -14,15 +14,15 @@ from stretto.ir.plan import InstructionKind, Plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.simulating import simulate
 from stretto.simulating.collectives import RunningCollective
-from stretto.simulating.live import Live, calls_of, ready_windows
+from stretto.simulating.live import Live, calls_of
 from stretto.simulating.network import Message
-from stretto.simulating.windows import Control
+from stretto.simulating.windows import Control, make_ready
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 
 
 def walked(plan: Plan, pp_rank: int, late_us: float = 0.0) -> float:
     """The step when the real rank takes the predicted times, and starts `late_us` late."""
-    windows = ready_windows(plan)
+    windows = {name: make_ready(plan, name) for name in plan.windows}
     live = Live(plan, pp_rank, windows)
     works = {lane: iter(found) for lane, found in calls_of(plan, pp_rank, windows).items()}
     started: dict[object, RunningCollective] = {}

@@ -18,7 +18,6 @@ Stretto's own order one window by itself:
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -335,23 +334,20 @@ def waits_at_once(job: Job, window: Window) -> Window:
         {op.name: op for sub in phase.programs for op in job.stages[stage].ops[sub]}
         for stage, phase in window.parts
     ]
-    here = {(item.part, item.ref) for item in window.items if item.kind is ItemKind.OP}
-    sends: dict[tuple[int, int | str], list[Item]] = defaultdict(list)
-    waits: dict[tuple[int, int | str], Item] = {}
-    for item in window.items:
+    # (part, op) -> which item it is, or which it comes directly behind as its wait.
+    places: dict[tuple[int, str], tuple[int, bool]] = {}
+
+    def place(at: int, item: Item) -> tuple[int, bool, bool]:
         if item.kind is ItemKind.SEND:
-            sends[item.part, job.edges[int(item.ref)].value].append(item)
-        elif item.kind is ItemKind.OP:
+            return *places[item.part, job.edges[int(item.ref)].value], True
+        mine = at, False
+        if item.kind is ItemKind.OP:
             op = ops[item.part][str(item.ref)]
-            if op.target == WAIT and (item.part, op.uses[0]) in here:
-                waits[item.part, op.uses[0]] = item
-    moved = {*waits.values()}
-    items: list[Item] = []
-    for item in window.items:
-        if item.kind is ItemKind.OP and item not in moved:
-            wait = waits.get((item.part, item.ref))
-            for one in (item,) if wait is None else (item, wait):
-                items += [one, *sends[one.part, one.ref]]
-        elif item.kind is ItemKind.WAIT:
-            items.append(item)
-    return replace(window, items=tuple(items))
+            if op.target == WAIT and (item.part, op.uses[0]) in places:
+                mine = places[item.part, op.uses[0]][0], True
+            places[item.part, op.name] = mine
+        return *mine, False
+
+    turns = [place(at, item) for at, item in enumerate(window.items)]
+    order = sorted(range(len(turns)), key=turns.__getitem__)
+    return replace(window, items=tuple(window.items[at] for at in order))

@@ -245,17 +245,14 @@ class ForwardBackward:
     def __init__(self, windows: Sequence[RankWindow]) -> None:
         self._windows = windows
         self._graphs = [window.graph for window in windows]
-        receives: dict[tuple[int, int], RankNode] = {}
-        sends: list[tuple[tuple[int, int], RankNode]] = []
+        ends: dict[Role, dict[tuple[int, int], RankNode]] = {Role.SEND: {}, Role.RECEIVE: {}}
         for rank, window in enumerate(windows):
             for index, node in enumerate(window.graph.nodes):
-                if node.role in (Role.SEND, Role.RECEIVE):
+                if node.role in ends:
                     message = int(node.item.ref), window.microbatches[node.item.part]
-                    if node.role is Role.RECEIVE:
-                        receives[message] = rank, index
-                    else:
-                        sends.append((message, (rank, index)))
-        self._arrives = {key: receives[message] for message, key in sends if message in receives}
+                    ends[node.role][message] = rank, index
+        sends, receives = ends.values()
+        self._arrives = {key: receives[message] for message, key in sends.items() if message in receives}
         """Send -> its receive."""
         self._missing = {
             (rank, index): len(users) + ((rank, index) in self._arrives)

@@ -31,8 +31,6 @@ from stretto.verifying.memory import peak_bytes
 OUTSIDE_BLOCKS = (PP.name, DP.name)
 """Axes of messages between ranks, and of reductions once a step."""
 
-BACKWARD = (Phase.B, Phase.I)
-
 
 @dataclass(frozen=True, slots=True)
 class Brief:
@@ -88,7 +86,7 @@ def _period_us(timeline: Timeline, microbatches: int) -> float:
     first, last = microbatches // 4, 3 * microbatches // 4
     done_us = {first: 0.0, last: 0.0}
     for span in timeline.spans:
-        at = span.microbatch
-        if span.kind is SpanKind.COMPUTE and span.stage == 0 and span.phase in BACKWARD and at in done_us:
+        at, backward = span.microbatch, span.phase in (Phase.B, Phase.I)
+        if span.kind is SpanKind.COMPUTE and span.stage == 0 and backward and at in done_us:
             done_us[at] = max(done_us[at], span.end_us)
     return max(work_us, (done_us[last] - done_us[first]) / max(1, last - first))

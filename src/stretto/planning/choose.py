@@ -37,7 +37,7 @@ from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
 from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.finish import reduced_best
-from stretto.planning.schedules import moved_across, of_short, one_window, paired, writes_buffers
+from stretto.planning.schedules import moved_across, of_short, one_window, paired
 from stretto.planning.windows import as_captured, at_once, lowered, ordered, short_bound_us, whole_step
 from stretto.simulating import simulate
 
@@ -232,7 +232,8 @@ class Variants:
         part of the best other variant's that the few microbatches take."""
         others = [one for one in self._tried.values() if one.overlap != "off"]
         first = self.first
-        if not others or not may_share(first) or writes_buffers(first.job):
+        # What microbatches change and later ones read, as a batch norm's running mean, keeps its order.
+        if not others or not may_share(first) or any(buffer.updates for buffer in first.job.buffers):
             return
         best = min(others, key=lambda one: one.step_us)
         variant = (*best.variant[: best.begin], one_window, whole_step)

@@ -114,8 +114,8 @@ def _hop_us(job: Job, costs: Costs, stage_ranks: Sequence[int], border: int) -> 
     )
     times_us = [0.0]
     for way in ways:
-        links = [(costs.link(stage_ranks[e.source], stage_ranks[e.target]), e) for e in way]
-        links = [(link, e) for link, e in links if stage_ranks[e.source] != stage_ranks[e.target]]
+        ends = [(stage_ranks[e.source], stage_ranks[e.target], e) for e in way]
+        links = [(costs.link(a, b), e) for a, b, e in ends if a != b]
         if links:
             latency_us = max(link.latency_us for link, _ in links)
             times_us.append(latency_us + math.fsum(occupancy_us(link, e.spec.nbytes) for link, e in links))

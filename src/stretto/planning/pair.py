@@ -94,16 +94,13 @@ def _ahead(actions: Sequence[Action], by: int) -> list[Action]:
     """Step 1: the k-th forward goes where the (k - by)-th was; the rest keeps its order."""
     forwards = [action for action in actions if action.phase is Phase.F]
     result: list[Action] = []
-    taken = 0
     seen = 0
     for action in actions:
-        if action.phase is not Phase.F:
+        if action.phase is Phase.F:
+            result += forwards[seen + by if seen else 0 : seen + by + 1]
+            seen += 1
+        else:
             result.append(action)
-            continue
-        seen += 1
-        upto = min(len(forwards), seen + by)
-        result += forwards[taken:upto]
-        taken = upto
     return result
 
 

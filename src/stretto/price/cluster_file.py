@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
+import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
 
 from stretto.errors import UsageError, meant
@@ -211,18 +212,8 @@ def find_cluster(name_or_path: str) -> Hardware:
 
 def save_cluster(hardware: Hardware, path: str | Path) -> None:
     """Write the cluster file that `load_cluster` reads back. Raises StrettoError where it cannot."""
-    text = hardware.text
-    lines = [f'device = "{text.device}"', f"count = {text.count}"]
-    if text.node_devices is not None:
-        lines.append(f"node_devices = {text.node_devices}")
-    given = {key: value for key, value in text.figures if value is not None}
-    if given:
-        lines += ["", "[figures]", *(f"{key} = {value!r}" for key, value in given.items())]
-    if text.measured.nccl_tests:
-        names = ", ".join(f'"{name}"' for name in text.measured.nccl_tests)
-        lines += ["", "[measured]", f"nccl_tests = [{names}]"]
     with saving(path):
-        write_file(path, "\n".join(lines) + "\n")
+        write_file(path, tomlkit.dumps(hardware.text.model_dump(exclude_defaults=True)))
 
 
 def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:

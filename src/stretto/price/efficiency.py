@@ -124,8 +124,6 @@ def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
     return None
 
 
-BACKWARD_PRODUCTS = 5
-
 BACKWARD_PART = 0.8
 """Rate of a backward's products over that of the forward's, in half precision. Measured on one H100, PyTorch
 2.11, 16,384 tokens of 16 heads in sequences of 1,024 to 8,192: 0.76 to 0.82, of all three kernels."""
@@ -143,7 +141,7 @@ def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, 
     tensors = [arg.name for arg in op.args if isinstance(arg, Ref)]
     query, key = (specs[name].shape for name in (tensors[1:3] if backward else tensors[:2]))
     S, T = query[-2], key[-2]
-    count = float(BACKWARD_PRODUCTS if backward else 2)
+    count = 5.0 if backward else 2.0
     # The last query sees the last key, in all kernels that take fewer queries than keys.
     seen = min(1.0, max(0.0, 1.0 - (S - TILE) / (2.0 * T))) if _is_causal(op) else 1.0
     return Matmul(S, T, query[-1], math.prod(query[:-2])), count * seen

@@ -170,10 +170,8 @@ MORE, LESS = "213,94,0", "0,114,178"
 MOST_SHARES = 32
 """Experts of a layer up to which cells have their shares written into them."""
 
-Point = tuple[float, float]
 
-
-def points_of(metrics: Sequence[dict[str, Any]], key: str) -> list[Point]:
+def points_of(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
     """(step, value) of the lines that have a finite number under `key`."""
     pairs = ((line.get("step"), line.get(key)) for line in metrics)
     return [

@@ -38,8 +38,6 @@ NS_PER_US = 1000
 START = attrgetter("start_us")
 FIELDS = {int: "int_value", float: "double_value", str: "string_value"}
 """Where a trace keeps a value of a type."""
-WRITER = 1
-"""All packets are of one writer; any number but 0 will do."""
 
 MOST_OPS = 100_000
 """More op slices than this are written only when they are asked for. Measured: 234 bytes each, so 23 MB."""
@@ -232,7 +230,7 @@ class _Writer:
     def _packet(self, time_us: float) -> Any:
         packet = self.builder.add_packet()
         packet.timestamp = round(time_us * NS_PER_US)
-        packet.trusted_packet_sequence_id = WRITER
+        packet.trusted_packet_sequence_id = 1  # all are of one writer; any number but 0 will do
         return packet
 
     def _event(self, track: int, time_us: float, kind: str) -> Any:

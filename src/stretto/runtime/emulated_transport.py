@@ -31,7 +31,8 @@ from stretto.runtime.record import idle_spans
 from stretto.runtime.transport import Handle, Pending, Transport
 from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
-from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
+from stretto.simulating.live import Live, calls_of, messages_of
+from stretto.simulating.windows import make_ready
 from stretto.verifying.trace import EventKind
 
 
@@ -45,7 +46,7 @@ class SingleRankEnd(Transport):
         super().__init__(rank, plan.world)
         self._plan = plan
         self._pp_rank = plan.mesh.pp_rank(rank)
-        self._windows = ready_windows(plan)
+        self._windows = {name: make_ready(plan, name) for name in plan.windows}
         self._works = calls_of(plan, self._pp_rank, self._windows)
         self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
         self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)

@@ -18,12 +18,12 @@ from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import WAIT
 from stretto.simulating.cards import Moment
 from stretto.simulating.engine import Walk
-from stretto.simulating.windows import Call, ReadyWindow, make_ready
+from stretto.simulating.windows import Call, ReadyWindow
 from stretto.verifying.trace import EventKind, ends_of, trace_of
 
 
 class Live(Walk):
-    """One step of `plan` with a real rank at a pipeline rank. windows: see `ready_windows`. Raises PlanError
+    """One step of `plan` with a real rank at a pipeline rank. windows: all, ready to walk. Raises PlanError
     for windows, ops or costs that are missing."""
 
     def __init__(self, plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow] | None = None) -> None:
@@ -46,11 +46,6 @@ class Live(Walk):
         if stuck := self.stuck():
             raise PlanError("the plan stops: ranks wait for each other forever", stuck)
         return super().end(least_us)
-
-
-def ready_windows(plan: Plan) -> dict[str, ReadyWindow]:
-    """All windows ready to walk, so that no step has to make them. Raises PlanError for what is missing."""
-    return {name: make_ready(plan, name) for name in plan.windows}
 
 
 def calls_of(plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow]) -> dict[str, list[tuple[Call, int]]]:
