@@ -269,7 +269,7 @@ def test_communication_that_does_not_fit_is_refused_with_its_line(name: str) -> 
 
 def test_communication_along_tp_is_refused() -> None:
     model = Own(lambda model, x: model.down(ops.exchange(model.up(x), "tp", 2)))
-    with pytest.raises(CaptureError, match="the loss|Own.*communicates along tp, over which passes"):
+    with pytest.raises(CaptureError, match="communicates along tp, over which passes"):
         captured(model)
 
 

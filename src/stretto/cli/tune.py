@@ -23,7 +23,6 @@ from stretto.files.typed_file import read_text
 from stretto.files.whole_file import write_file
 from stretto.ir.compared import beside_bound
 from stretto.ir.limits import MOST_RANKS
-from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
 from stretto.processor.control_groups import usable_cores
@@ -167,7 +166,7 @@ def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
         rows = [_cells(one, a_device) for one in tuned.planned[:top]]
         Grid(title, head, rows, words=(0, 1, 4)).print(console)
         best, own = tuned.planned[0], tuned.own
-        console.print(f"The fastest is bound by {best.binds}.")
+        console.print(f"The fastest is bound by {best.made.binds}.")
         if isinstance(own, Planned):
             times = f"{own.step_us / best.step_us:.2f} times the fastest"
             console.print(f"As the settings are: {format_us(own.step_us)}, {times}.")
@@ -204,10 +203,10 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
         format_us(one.step_us),
         f"{a_device / one.step_us * 1e6:,.{0 if a_device > one.step_us / 1e5 else 3}f}",
         " ".join(f"{axis} {format_us(us)}" for axis, us in seen.items()) or "nothing",
-        format_us(one.bubble_us),
-        format_bytes(one.peak_bytes),
-        format_us(one.bound_us),
-        beside_bound(one.step_us, one.bound_us),
+        format_us(max(one.made.bubble_us)),
+        format_bytes(max(one.made.peak_bytes)),
+        format_us(one.made.bound_us),
+        beside_bound(one.step_us, one.made.bound_us),
         one.order,
     )
 
@@ -215,13 +214,12 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
 def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
     """Why there is no plan at all."""
     from stretto.report.grid import format_bytes
-    from stretto.tune.work import limit_of
 
     if tuned.stopped:
         return (
             f"no plan was made, as {tuned.stopped}: give more with --max-seconds, or fix some of the choices"
         )
-    limit = None if isinstance(found, Calibration) else limit_of(found)
+    limit = found.memory_bytes
     if tuned.least is not None and limit is not None:
         what, nbytes = tuned.least
         return (

@@ -31,7 +31,8 @@ from stretto.runtime.record import idle_spans
 from stretto.runtime.transport import Handle, Pending, Transport
 from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
-from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
+from stretto.simulating.live import Live, calls_of, messages_of
+from stretto.simulating.windows import make_ready
 from stretto.verifying.trace import EventKind
 
 SPIN_US = 150.0
@@ -51,7 +52,7 @@ class SingleRankEnd(Transport):
         super().__init__(rank, plan.world)
         self._plan = plan
         self._pp_rank = plan.mesh.pp_rank(rank)
-        self._windows = ready_windows(plan)
+        self._windows = {name: make_ready(plan, name) for name in plan.windows}
         self._works = calls_of(plan, self._pp_rank, self._windows)
         self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
         self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)
@@ -136,14 +137,14 @@ class EmulatedTransport(SingleRankEnd):
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         edge, microbatch = self._take(self._next_send, lane)
-        self._live.advance(self.now_us())
-        message = self._live.send(edge, microbatch)
+        self._live.clock.advance(self.now_us())
+        message = self._live.network.send(edge, microbatch)
         return Pending(partial(self._wait_for, message.left, message.name, None))
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
-        self._live.advance(self.now_us())
-        message = self._live.post(edge, microbatch)
+        self._live.clock.advance(self.now_us())
+        message = self._live.network.post(edge, microbatch)
         fill = partial(self._fill, buffer)
         return Pending(partial(self._wait_for, message.arrived, message.name, fill))
 
@@ -151,13 +152,13 @@ class EmulatedTransport(SingleRankEnd):
 
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         work, microbatch = self._take(self._next_work, lane)
-        self._live.advance(self.now_us())
-        built: RunningCollective = self._live.start(work, microbatch)
-        return Pending(partial(self._wait_for, built.done, built.name, fill))
+        self._live.clock.advance(self.now_us())
+        built: RunningCollective = self._live.collectives.start(work, self._pp_rank, microbatch)
+        return Pending(partial(self._wait_for, built.done, work.name, fill))
 
     def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
         start_us = self.now_us()
-        self._live.advance(start_us)
+        self._live.clock.advance(start_us)
         end_us = start_us if moment.happened else self._live.until(moment, name)
         if fill is not None:  # while the step's clock is stopped
             begun_ns = time.perf_counter_ns()

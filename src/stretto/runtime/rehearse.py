@@ -210,7 +210,10 @@ def _step(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], 
     lane = [span for span in spans if span.rank == pp_rank and span.lane == COMPUTE_LANE]
     spans += gap_spans(pp_rank, lane, step_us)
     spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
-    peaks = tuple(live.peak_bytes.get(rank, peak_bytes) for rank in range(plan.ranks))
+    others = live.ranks
+    peaks = tuple(
+        others[rank].accounts.peak_bytes if rank in others else peak_bytes for rank in range(plan.ranks)
+    )
     return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
 
 

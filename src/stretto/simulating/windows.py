@@ -31,17 +31,15 @@ class Control(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline;
-    pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it; sums: whether it
-    sums gradients or the loss, once a step."""
+    """An op that starts a collective. key: its stage, phase and name, by which its wait finds it; name: as in
+    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it;
+    sums: whether it sums gradients or the loss, once a step."""
 
     key: tuple[int, Phase, str]
     axis: str
     name: str
     nbytes: int
     time: CollectiveTime
-    stage: int
-    phase: Phase
     pp_ranks: tuple[int, ...]
     op: Op
     sums: bool
@@ -142,10 +140,9 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     if pp_ranks and plan.rank_of(stage) not in pp_ranks:
         raise ValueError(f"stage {stage}'s op {op.name} needs a communicator that has its rank")
     time = collective_time(plan.costs, plan.job, communicator, collective)
-    phase = programs[started.name][1]
-    key = (stage, phase, started.name)
+    key = (stage, programs[started.name][1], started.name)
     return Call(
-        *(key, collective.axis, started.label, collective.nbytes, time, stage, phase, pp_ranks, started),
+        *(key, collective.axis, started.label, collective.nbytes, time, pp_ranks, started),
         sums=bool(started.sums),
     )
 
