@@ -27,7 +27,10 @@ SINGLE_RANK = {
 
 def bisect_layout(parallel: ParallelSettings, tp_plan: Mapping[str, Any] | None, right: Trial) -> list[str]:
     """Lines that name the part of the layout that makes the difference."""
-    left_out = {"sequence_parallel": {"sequence_parallel": False}, "tp": {"tp": 1, "tp_plan": None}}
+    left_out: dict[str, dict[str, Any]] = {
+        "sequence_parallel": {"sequence_parallel": False},
+        "tp": {"tp": 1, "tp_plan": None},
+    }
     for key, update in left_out.items():
         if getattr(parallel, key) == ParallelSettings.model_fields[key].default:
             continue
