@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from stretto.backend.process_memory import rarely_collected
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
@@ -37,6 +38,7 @@ LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
 
 
+@rarely_collected()
 def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
     tensor = layout.tensor

@@ -24,7 +24,7 @@ from stretto.passes.layout.placement import (
     sharded,
     viewed,
 )
-from stretto.passes.layout.rules import RULES, Choice, OpGiven, full, rule_of
+from stretto.passes.layout.rules import RULES, Choice, OpGiven, full
 from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 from stretto.passes.layout.values import Values
 
@@ -59,9 +59,10 @@ class OpChoices:
         if op.target in VIEW_OPS:
             yield from self._view(op, names[0])
             return
-        rule = rule_of(op, given.specs)
-        if rule is None:
+        reads = self.ahead.reads(op)
+        if reads is None or reads.rule is None:
             return
+        rule = reads.rule
         yield from self._partial(op, rule, given)
         yield from along_two(op, rule, given)
         for label, blocks, copies in dict.fromkeys(self._labels(op, names, rule)):
