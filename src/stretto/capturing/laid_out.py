@@ -24,7 +24,7 @@ from stretto.ir.axes import TENSOR
 from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.slices import SEQUENCE_DIM
-from stretto.parallelize.tensor import TensorParallel
+from stretto.parallelize.tensor import TensorParallel, full_inside, mixtures
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
@@ -53,8 +53,9 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
     may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+    wishes = {**stream(program, tensor), **entering_mixtures(program, tensor)}
     try:
-        made = shard(program, TENSOR, size, placed, stream(program, tensor), may_be_partial)
+        made = shard(program, TENSOR, size, placed, wishes, may_be_partial)
     except MisfitError as error:
         raise CaptureError(
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
@@ -160,3 +161,22 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
         f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
         'before it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
     )
+
+
+def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
+    """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
+    all tokens, so that no rank has to be told what another's has chosen."""
+    if tensor.first is None:
+        return {}
+    blocks = tensor.first.rpartition(".")[0]
+    inside = tuple(f"{name}." for name in mixtures(full_inside(blocks, tensor.modules), tensor.modules))
+    result: dict[str, AxisPlacement] = {}
+    made: dict[str, Op] = {}
+    for op, origin in program.ops:
+        own = f"{op.module}.".startswith(inside) if inside and not origin.backward else False
+        for name in op.uses if own else ():
+            maker = made.get(name)
+            if maker is not None and not f"{maker.module}.".startswith(inside) and len(maker.outputs) == 1:
+                result[name] = REPLICATED
+        made[op.name] = op
+    return result

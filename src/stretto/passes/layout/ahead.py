@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stretto.ir.dim_rules import Dims
@@ -11,7 +11,7 @@ from stretto.ir.dims import operands
 from stretto.ir.op_names import COPIES, POINTWISE, SUMS
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, Op, TensorSpec
-from stretto.passes.layout.op_groups import KEEP_PARTIAL, SAME_DATA
+from stretto.passes.layout.op_groups import KEEP_PARTIAL, SAME_DATA, ZEROS
 from stretto.passes.layout.placement import AxisPlacement, fits, sharded, viewed
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.rules import rule_of
@@ -32,17 +32,20 @@ class OpReads:
 @dataclass(slots=True)
 class Ahead:
     """Of the global program. size: of the axis. made: value -> the op that makes it; uses: the ops that
-    read it; specs: of what no op makes, and of values that are decomposed."""
+    read it; needed: values of roots; specs: of what no op makes, and of values that are decomposed."""
 
     program: StepProgram
     size: int
     specs: dict[str, TensorSpec]
     made: dict[str, Op] = field(init=False)
     uses: dict[str, list[Op]] = field(init=False)
+    needed: frozenset[str] = field(init=False)
     _reads: dict[str, OpReads | None] = field(default_factory=dict, init=False)
+    _bytes: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.made = {op.name: op for op, _ in self.program.ops}
+        self.needed = frozenset(self.program.roots.values())
         self.uses = defaultdict(list)
         for op, _ in self.program.ops:
             for name in op.uses:
@@ -104,6 +107,43 @@ class Ahead:
                 placement = sharded(labels.index(label), at.blocks)
                 if fits(placement, spec.shape, self.size):
                     yield name, placement
+
+    def is_summed_later(self, name: str, is_scattered: Callable[[str], bool]) -> bool:
+        """Whether a sum takes fewer bytes behind linear ops that read it than where it is: what experts make
+        of a token, behind the weights by which it is added up. is_scattered: of a value whose sum would be."""
+        return self._bytes_summed(name, is_scattered) < self._own_bytes(name, is_scattered)
+
+    def _own_bytes(self, name: str, is_scattered: Callable[[str], bool]) -> int:
+        spec = self.spec(name)
+        assert spec is not None, f"{name} is no tensor"
+        return spec.nbytes if is_scattered(name) else 2 * spec.nbytes
+
+    def _bytes_summed(self, name: str, is_scattered: Callable[[str], bool]) -> int:
+        """The fewest bytes in which a partial sum becomes full: its own, or those of all that ops make of it
+        that are linear in it."""
+        if name not in self._bytes:
+            own, uses = self._own_bytes(name, is_scattered), self.uses.get(name, ())
+            if uses and name not in self.needed and all(self._is_linear(op, name) for op in uses):
+                own = min(own, sum(self._bytes_summed(op.name, is_scattered) for op in uses))
+            self._bytes[name] = own
+        return self._bytes[name]
+
+    def _is_linear(self, op: Op, name: str) -> bool:
+        """Whether a partial sum of that operand makes one of the result, without a product of matrices."""
+        reads, spec = self.reads(op), self.spec(name)
+        if reads is None or spec is None or op.flops or len(op.outputs) != 1:
+            return False
+        made = op.outputs[0]
+        if made is None or made.dtype != spec.dtype:
+            return False
+        if op.target in VIEW_OPS:
+            return True
+        for together in () if reads.rule is None else reads.rule.linear:
+            of = {reads.names[k] for k in together}
+            makers = (self.made.get(other) for other in of - {name})
+            if name in of and all(maker is not None and maker.target in ZEROS for maker in makers):
+                return all(reads.names[k] != name or k in together for k in range(len(reads.names)))
+        return False
 
     def best(
         self,
