@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import torch
 
+from stretto.backend.process_memory import rarely_collected
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
@@ -22,6 +23,7 @@ from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
+from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
@@ -40,6 +42,7 @@ LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
 
 
+@rarely_collected()
 def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
     tensor = layout.tensor
@@ -61,8 +64,9 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
     may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+    wishes = {**stream(program, layout), **entering_mixtures(program, tensor)}
     try:
-        made = shard(program, TENSOR, size, placed, stream(program, layout), may_be_partial)
+        made = shard(program, TENSOR, size, placed, wishes, may_be_partial)
     except MisfitError as error:
         raise CaptureError(
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
@@ -175,3 +179,21 @@ def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
         f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
         "before it has made: give it one, or leave sequence_parallel out"
     )
+
+
+def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
+    """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
+    all tokens, so that no rank has to be told what another's has chosen."""
+    if tensor.first is None:
+        return {}
+    inside = tuple(f"{name}." for name in tensor.mixtures)
+    result: dict[str, AxisPlacement] = {}
+    made: dict[str, Op] = {}
+    for op, origin in program.ops:
+        own = f"{op.module}.".startswith(inside) if inside and not origin.backward else False
+        for name in op.uses if own else ():
+            maker = made.get(name)
+            if maker is not None and not f"{maker.module}.".startswith(inside) and len(maker.outputs) == 1:
+                result[name] = REPLICATED
+        made[op.name] = op
+    return result

@@ -28,11 +28,13 @@ AXIS = TENSOR
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What is sharded. shards: parameter name -> how; first: with sequence parallelism, the first block."""
+    """What is sharded. shards: parameter name -> how; first: with sequence parallelism, the first block;
+    mixtures: modules with experts in them."""
 
     size: int
     shards: Mapping[str, Shard]
     first: str | None = None
+    mixtures: tuple[str, ...] = ()
 
 
 def tensor_parallel(
@@ -55,7 +57,10 @@ def tensor_parallel(
         for key, shard in _shards(name, modules[name], style, size).items():
             shards[f"{name}.{key}" if name else key] = shard
     _check_shards(model, shards, size)
-    return TensorParallel(size, shards, first_block(model, modules, styles) if sequence else None)
+    mixtures = tuple(name.rpartition(".")[0] for name, style in styles.items() if style.kind == EXPERTS)
+    return TensorParallel(
+        size, shards, first_block(model, modules, styles) if sequence else None, tuple(filter(None, mixtures))
+    )
 
 
 def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
