@@ -36,9 +36,6 @@ from stretto.errors import UsageError, meant
 
 KNOWN = ("colwise", "packed_colwise", "rowwise", "vocabulary", "experts", "replicated")
 
-COLWISE = ("colwise", "packed_colwise")
-"""Styles of matrices whose output features are sharded."""
-
 EXPERTS = "experts"
 
 SYNONYMS = {

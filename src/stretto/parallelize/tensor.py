@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stretto.errors import UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import Shard
-from stretto.parallelize.styles import Style, plan_of
+from stretto.parallelize.styles import EXPERTS, Style, plan_of
 
 AXIS = TENSOR
 
