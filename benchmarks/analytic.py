@@ -17,13 +17,14 @@ sum of its parts, op by op (`stretto.price.efficiency`), collective by collectiv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from stretto.errors import UsageError
 from stretto.ir.collectives import ALL_REDUCE, SEND
-from stretto.price.collectives import CollectiveModel, Group, axis_group
-from stretto.price.efficiency import Matmul, Roof, op_us, run_us
+from stretto.price.collectives import Fabric, Group, axis_group, collective_curve
+from stretto.price.efficiency import Matmul, Roof, op_us
 
 HALF = 2
 """Bytes of an activation, a parameter and a gradient in fp16 or bf16."""
@@ -182,11 +183,16 @@ class StepTime:
     optimizer_us: float
 
 
+def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
+    """Microseconds of ops one after the other: the device's sum, or the host's launches if that is longer."""
+    return max(sum(device_us), launches * roof.efficiency.launch_us)
+
+
 def step_time(
     model: Transformer,
     layout: TrainLayout,
     roof: Roof,
-    links: CollectiveModel,
+    links: Fabric,
     software: Software = MEGATRON_DEEPSPEED,
 ) -> StepTime:
     """Predict a training step. Ranks fill nodes with tp innermost, then dp, then pp (Megatron's order).
@@ -197,7 +203,7 @@ def step_time(
     if model.layers % pp:
         raise UsageError(f"{model.layers} layers do not come out even on {pp} stages")
     mesh = {"pp": pp, "dp": layout.dp, "tp": tp}
-    where = {axis: axis_group(mesh, axis, links.fabric.node_devices) for axis in mesh}
+    where = {axis: axis_group(mesh, axis, links.node_devices) for axis in mesh}
     layers, microbatches = model.layers // pp, layout.microbatches
     stream_bytes = HALF * layout.micro_batch * model.seq * model.hidden
     words = padded_vocab(model.vocab, tp)
@@ -206,7 +212,7 @@ def step_time(
     shape = replace(model, layers=1)
     layer_f, layer_b = _layer_us(shape, tp, layout.micro_batch, roof)
     embed_us, head_us = _ends_us(shape, words, layout.micro_batch, roof)
-    reduce_us = 2 * links.us(ALL_REDUCE.name, stream_bytes, where["tp"])
+    reduce_us = 2 * collective_curve(ALL_REDUCE.name, where["tp"], links).us(stream_bytes)
     around = 2 * software.collective_launches if tp > 1 else 0.0
     f = run_us((layer_f, reduce_us), software.forward_launches + around, roof)
     b = run_us((layer_b, reduce_us), software.backward_launches + around, roof)
@@ -218,16 +224,16 @@ def step_time(
     # Step 3.
     hop = 0.0
     if pp > 1:
-        hop = links.us(SEND.name, stream_bytes, where["pp"]) + software.message_us
+        hop = collective_curve(SEND.name, where["pp"], links).us(stream_bytes) + software.message_us
     pipeline = (microbatches - 1) * (max(stages) + 2 * hop) + sum(stages) + 2 * (pp - 1) * hop
 
     # Step 4.
     h = model.hidden
     parameters = layers * (12 * h * h / tp + LAYER_VECTORS * h) + (words + model.seq) * h
-    dp_us = links.us(ALL_REDUCE.name, software.gradient_bytes * parameters, where["dp"])
+    dp_us = collective_curve(ALL_REDUCE.name, where["dp"], links).us(software.gradient_bytes * parameters)
     if pp > 1:
         ends = Group(2, 1) if where["pp"].nodes == 1 else Group(1, 2)
-        dp_us += links.us(ALL_REDUCE.name, software.gradient_bytes * words * h, ends)
+        dp_us += collective_curve(ALL_REDUCE.name, ends, links).us(software.gradient_bytes * words * h)
     adam = ADAM_BYTES * parameters / (roof.memory_bytes_per_us * roof.efficiency.memory)
     return StepTime(
         total_us=pipeline + dp_us + adam + software.step_us,

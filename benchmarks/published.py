@@ -28,7 +28,7 @@ from benchmarks.analytic import (
 from stretto.ir.collectives import ALL_REDUCE
 from stretto.ir.compared import against
 from stretto.ir.curve import Curve
-from stretto.price.collectives import CollectiveModel, Group, collective_curve
+from stretto.price.collectives import Group, collective_curve
 from stretto.price.devices import GB_PER_S, device
 from stretto.price.efficiency import Roof
 
@@ -81,8 +81,8 @@ def errors(
     fabric = device(STEP_DEVICE).fabric()
     if nic_gbit is not None:
         fabric = replace(fabric, nic_bytes_per_us=nic_gbit / 8 * GB_PER_S)
-    links, roof = CollectiveModel(fabric, {}), roof or device(STEP_DEVICE).roof()
-    return [step_time(row.model, row.layout, roof, links, software).total_us / row.us - 1 for row in rows]
+    roof = roof or device(STEP_DEVICE).roof()
+    return [step_time(row.model, row.layout, roof, fabric, software).total_us / row.us - 1 for row in rows]
 
 
 def mean_error(rows: Iterable[MeasuredStep], nic_gbit: float | None = None) -> float:

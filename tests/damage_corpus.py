@@ -23,7 +23,7 @@ from stretto.price.calibration import save_calibration
 from stretto.price.cluster import describe, described
 from stretto.saving import digests
 from stretto.saving.digests import identity
-from stretto.schedule.csv import write_csv
+from stretto.schedule.csv import to_csv
 from stretto.schedule.families import make_schedule
 from stretto.train.checkpoint import load_model, settings_of
 from stretto.train.checkpoint_files import find, read_kept, read_state
@@ -81,7 +81,7 @@ def corpus(folder: Path, runs: bool = True) -> dict[str, Kind]:
     job = stretto.capture(model, torch.zeros(4, 9, dtype=torch.int64), next_token_loss, parallel)
     plan = stretto.plan(job, cores())
     plan.save(folder / "plan.json")
-    write_csv(make_schedule("zb-h1", 3, 5), folder / "schedule.csv")
+    (folder / "schedule.csv").write_text(to_csv(make_schedule("zb-h1", 3, 5)))
     save_calibration(calibration(), folder / "calibration.json")
     (folder / "cluster.toml").write_text(CLUSTER)
     (folder / "flat.toml").write_text(FLAT)

@@ -35,7 +35,7 @@ from stretto.ir.program import Job, OverlapMode
 from stretto.ir.serialize import load_plan
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner
-from stretto.schedule.csv import read_csv
+from stretto.schedule.csv import from_csv
 from tests.families import ONE_STAGE, SEVERAL
 from tests.runtime import equality
 from tests.runtime.equality import (
@@ -229,7 +229,7 @@ def of_pytorch(name: str) -> Schedule:
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.csv"
         schedule._dump_csv(str(path), format="compute_only")
-        return read_csv(path.read_text())
+        return from_csv(path.read_text())
 
 
 def job_of(cell: Cell) -> Job:

@@ -15,7 +15,7 @@ from stretto.config import load_settings
 from stretto.errors import StrettoError, UsageError
 from stretto.ir.serialize import load_plan
 from stretto.price.cluster import describe
-from stretto.schedule.csv import read_csv
+from stretto.schedule.csv import from_csv
 from tests.clusters import cores
 from tests.synthetic import make_job
 
@@ -54,7 +54,7 @@ def test_options(what: str) -> None:
 
 def test_a_schedule(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'0F1000000000' is beyond 1,048,576 microbatches; number"):
-        read_csv(f"0F0,0B0,0F{HUGE}\n")
+        from_csv(f"0F0,0B0,0F{HUGE}\n")
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,10 @@ def test_what_is_written_is_read_again(layers: list[int], data: st.DataObject) -
         ("E|lair|L", "'lair' is no word of a stage; did you mean layer?"),
         ("E|x|L", "'x' is no word of a stage; known are embedding (E), layer (t), loss (L)"),
         ("blocks.4", "Modules that begin stages are a list, as in ['blocks.4']"),
-        ("", "embedding comes once, as the first of all words, and is there 0 times: write 'embedding,loss'"),
+        (
+            "",
+            "embedding comes once, as the first of all words, and is there 0 times: write 'embedding,loss'",
+        ),
         ("Et|t", "loss comes once, as the last of all words, and is there 0 times"),
         ("t|E|t|L", "is elsewhere: write 'embedding,layer||layer|loss'"),
         ("E|L|t", "is elsewhere: write 'embedding||layer,loss'"),

@@ -78,7 +78,7 @@ def test_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], message: str
 ) -> None:
     job = stretto.capture(Chain(), rows(), mean_square, stretto.Parallel(microbatches=2))
-    monkeypatch.setattr(make_plan, "Measuring", _begun)
+    monkeypatch.setattr(make_plan, "measure_forms", _begun)
     with pytest.raises(UsageError, match=re.escape(message)):
         stretto.plan(job, **given)
 

@@ -16,7 +16,6 @@ from benchmarks.analytic import (
 )
 
 from stretto.errors import UsageError
-from stretto.price.collectives import CollectiveModel
 from stretto.price.devices import device
 
 MODEL = Transformer(24, 2048, 16, 1024, 50304)
@@ -25,7 +24,7 @@ LAYOUT = TrainLayout(tp=2, pp=2, dp=2, micro_batch=2, global_batch=32, recompute
 
 def predict(model: Transformer = MODEL, layout: TrainLayout = LAYOUT) -> StepTime:
     a100 = device("a100-80gb")
-    return step_time(model, layout, a100.roof(), CollectiveModel(a100.fabric(), {}))
+    return step_time(model, layout, a100.roof(), a100.fabric())
 
 
 def test_a_layer_does_the_arithmetic_that_megatron_counts() -> None:

@@ -151,4 +151,4 @@ def test_zero_bubble_reaches_the_bound() -> None:
     plan = lower(job, order, make_costs(job))
     prediction = predict(plan)
     assert prediction.step_us == pytest.approx(prediction.bound_us)
-    assert prediction.gap == pytest.approx(0.0)
+    assert prediction.step_us == pytest.approx(prediction.bound_us)

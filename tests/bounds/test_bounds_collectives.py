@@ -90,7 +90,7 @@ def test_a_familys_own_limit_can_be_asked_about() -> None:
     order = make_schedule("1f1b", 4, 16)
     job = make_comm_job(4, 16)
     costs = make_comm_costs(job, op_us=100, latency_us=1000)
-    own = lower_bound(job, order, costs, max_live=peak_live(order))
+    own = lower_bound(replace(job, max_live=max(peak_live(order))), order, costs)
     assert own.binds.startswith("stage 0's limit of 4 live microbatches (16 x 9.3 ms / 4)")
     assert own.us > lower_bound(job, order, costs).us
     assert own.us <= simulate(plan_with(job, order, costs)).step_us
@@ -151,7 +151,7 @@ def plans(draw: st.DrawFn) -> Plan:
         assert joined is not None
         order = joined
     else:
-        if FAMILIES[kind].min_live:
+        if FAMILIES[kind].keeps_any_limit:
             max_live = draw(st.none() | st.integers(1, 3))
         order = make_schedule(kind, ranks, microbatches, max_live=max_live)
     axes = draw(st.sampled_from([(), (("tp", 2),), (("dp", 2),), (("dp", 2), ("tp", 4))]))
@@ -214,5 +214,6 @@ def check_bounds(plan: Plan) -> None:
     assert bound.us == max(bound.parts.values())
     for name, us in bound.parts.items():
         assert us <= timeline.step_us * (1 + 1e-9) + 1e-6, name
-    own = lower_bound(plan.job, plan.schedule, plan.costs, max_live=peak_live(plan.schedule))
+    job = replace(plan.job, max_live=max(peak_live(plan.schedule)))
+    own = lower_bound(job, plan.schedule, plan.costs)
     assert own.us <= timeline.step_us * (1 + 1e-9) + 1e-6, own.binds

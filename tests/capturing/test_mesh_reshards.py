@@ -363,7 +363,7 @@ def converted(sizes: Sequence[list[int] | None] = (None, None), world: int = 2, 
                 model, lambda model, x: model(x).sum(), lambda leaves: leaves[0], [x], mode, None, None, None
             )
         names = {node: f"{kind}/{key}" for node, (kind, key) in joint.inputs.items()}
-        ops, _ = convert(joint, names, (), ranks)
+        ops, _ = convert(joint, names, ranks)
     return [traced.op for traced in ops]
 
 

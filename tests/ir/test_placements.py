@@ -247,7 +247,7 @@ def test_an_op_on_what_ranks_hold_is_the_op_on_the_whole(target: str, args: tupl
             except (RuntimeError, IndexError, AssertionError):  # the last of decompositions of PyTorch 2.11
                 continue  # shapes that no rank could have together
             here, names = op_of(target, calls[0], shaped)
-            placer = Placer("tp", RANKS, dict(zip(names, placements, strict=True)), exact=True)
+            placer = Placer("tp", RANKS, dict(zip(names, placements, strict=True)))
             try:
                 placer.place(here, {name: spec_of(x) for name, x in names.items()})
             except (NeedsEqualError, RefusedError):
@@ -268,6 +268,8 @@ def test_an_op_on_what_ranks_hold_is_the_op_on_the_whole(target: str, args: tupl
                     continue  # one number everywhere, of a part's size: the shape of the model alone shows
                 if target == "aten.expand.default" and parts[0].shape != kept(full, found, 0).shape:
                     continue  # so many repetitions as a rank needs: likewise
+                if found.kind == "local":
+                    continue  # of which nothing is said
                 assert stands_for(parts, found, full), (placements, found)
             placed += 1
     assert placed > 1 or target == "aten.nll_loss_forward.default", "more than what is full is placed"
@@ -314,7 +316,7 @@ def test_every_rule_has_labels_for_all_dims() -> None:
 
 def test_what_reads_the_rank_is_the_rank_s_own() -> None:
     spec = TensorSpec((4,), "int64")
-    placer = Placer("tp", 2, {"w": part(0)}, exact=True)
+    placer = Placer("tp", 2, {"w": part(0)})
     placer.place(Op("at", "axis.index", ("tp", 2), (), (TensorSpec((), "int64"),)), {})
     placer.place(
         Op("y", "aten.sub.Tensor", (Ref("ids"), Ref("at")), (), (spec,)),
@@ -329,7 +331,7 @@ def test_an_addend_is_summed_before_ranks_mask_it_by_their_own_numbers() -> None
     given = {"y": SUM, "mine": LOCAL, "mask": LOCAL, "at": LOCAL}
 
     def placed(target: str, *names: str) -> Placement:
-        placer = Placer("tp", 2, given, exact=True)
+        placer = Placer("tp", 2, given)
         placer.place(Op("z", target, tuple(map(Ref, names)), (), (x,)), specs)
         return placer.of("z")
 
@@ -340,24 +342,3 @@ def test_an_addend_is_summed_before_ranks_mask_it_by_their_own_numbers() -> None
             placed(f"aten.{target}", *read)
     with pytest.raises(RefusedError, match="table is full, and meets a rank's own rows"):
         placed("aten.embedding.default", "table", "at")
-
-
-def test_a_gathered_value_is_whole_when_its_slices_are_in_order() -> None:
-    def f(*shape: int) -> TensorSpec:
-        return TensorSpec(shape, "float32")
-
-    specs = {"x": f(2, 3, 8), "g": f(4, 3, 8), "v": f(2, 2, 3, 8), "p": f(2, 2, 3, 8), "c": f(2, 2, 3, 8)}
-    placer = Placer("tp", 2, {"x": part(1)}, exact=True)
-    ops = [
-        Op("g", "comm.all_gather", (Ref("x"), "tp", 2), (), (specs["g"],)),
-        Op("v", "aten.view.default", (Ref("g"), (2, 2, 3, 8)), (), (specs["v"],)),
-        Op("p", "aten.permute.default", (Ref("v"), (1, 0, 2, 3)), (), (specs["p"],)),
-        Op("c", "aten.clone.default", (Ref("p"),), (), (specs["c"],)),
-        Op("y", "aten.view.default", (Ref("c"), (2, 6, 8)), (), (f(2, 6, 8),)),
-    ]
-    for op in ops[:-1]:
-        placer.place(op, specs)
-    placer.place(ops[-1], specs)
-    assert placer.of("y") == EQUAL
-    with pytest.raises(RefusedError, match="before its slices are in order"):
-        placer.place(Op("z", "aten.exp.default", (Ref("v"),), (), (specs["v"],)), specs)

@@ -29,7 +29,7 @@ from stretto.ir.mesh import Mesh
 from stretto.ir.prices import signature
 from stretto.ir.program import CHUNK, INDEX, STARTS, WAIT, Op, Ref, TensorSpec
 from stretto.measure import calibrate, measured, time_ops
-from stretto.measure.local_processes import MOST_PROCESSES, Between, fitting
+from stretto.measure.local_processes import MOST_PROCESSES, fitting
 from stretto.measure.measure_collectives import Measured
 from stretto.measure.measured import skew_of, stretches, with_skew
 from stretto.measure.profile import function_of, make_calls, make_inputs, profile, typical
@@ -112,14 +112,13 @@ def test_communication_is_measured_once_for_all_forms_of_a_step(monkeypatch: pyt
     asked: list[dict[str, tuple[int, ...]]] = []
     cost = CollectiveCost(Curve(((0.0, 5.0), (1e9, 5.0))))
 
-    def between(mesh: Mesh, wanted: list[WantedCollective], link: bool) -> Between:
+    def between(mesh: Mesh, wanted: list[WantedCollective], link: bool):
         asked.append({one.kind: one.sizes for one in wanted})
-        return Between(None, {(one.axis, one.kind): Measured(cost, Calls(1.0), 0.0) for one in wanted})
+        return None, {(one.axis, one.kind): Measured(cost, Calls(1.0), 0.0) for one in wanted}
 
     monkeypatch.setattr(measured, "measure_between", between)
     jobs = [comm_job(1, tp=2, rows=rows, hidden=32) for rows in (16, 2048)]
-    measuring = measured.Measuring(jobs, [make_schedule("1f1b", 1, 2)] * 2)
-    found = [measuring.costs_of(job) for job in jobs]
+    found = measured.measure_forms(jobs, [make_schedule("1f1b", 1, 2)] * 2)
     assert len(asked) == 1
     assert {16 * 32 * 4, 2048 * 32 * 4} <= set(asked[0]["all_reduce"])
     assert found[0].collectives == found[1].collectives

@@ -27,6 +27,7 @@ from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.action import Phase
 from stretto.ir.collectives import ALL_TO_ALL
+from stretto.models.gpt import next_token_loss
 from stretto.parallelize import ops
 from stretto.parallelize.styles import Style, parse_style, plan_of
 from stretto.parallelize.tensor import tensor_parallel
@@ -126,7 +127,6 @@ def tied_apart() -> Any:
     return sharded(gpt(tie_embeddings=True), plan)
 
 
-SLICE = "has no style, and would see a slice of the sequence"
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no plan": (lambda: sharded(Two()), "has no plan for tensor parallelism: give one"),
     "a pattern of no module": (lambda: sharded(Two(), {**BOTH, "side": "rowwise"}), "tp_plan['side']"),
@@ -145,18 +145,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "embedding: an embedding is sharded by the style 'vocabulary'",
     ),
     "blocks of no list": (lambda: sharded(Two(), BOTH, sequence=True), "needs one list of blocks"),
-    "blocks without a norm": (
-        lambda: sharded(without_norm(), {**MLP, **ATTENTION}, sequence=True),
-        "no norm follows the blocks 'blocks'",
-    ),
-    "a matrix that sees a slice": (
-        lambda: sharded(gpt(), {"blocks.*.mlp.down": "rowwise", **ATTENTION}, sequence=True),
-        f"blocks.0.mlp.up (Linear) {SLICE}",
-    ),
-    "a replicated matrix that sees a slice": (
-        lambda: sharded(gpt(), {**gpt().tp_plan, **dict.fromkeys(ATTENTION, "replicated")}, sequence=True),
-        f"blocks.0.attention.qkv (Linear) {SLICE}",
-    ),
     "a sequence of seven": (
         lambda: captured(
             gpt(),
@@ -165,19 +153,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
             lambda m, b: m(b["input_ids"]).mean(),
             sequence_parallel=True,
         ),
-        "cannot be sharded equally over tp = 2: 7 is not",
-    ),
-    "a sequence that is never put together": (
-        lambda: captured((body := Body()), body.plan, batch_of(), lambda m, b: m(b), sequence_parallel=True),
-        "the sequence was cut at blocks.0, and none of norm put it together again",
-    ),
-    "a loss of a part of the model": (
-        lambda: captured(Two(), {"up": "colwise"}, loss=lambda m, x: m.up(x).square().mean()),
-        "is sharded along dim 1, and the op needs all of that dim",
-    ),
-    "a buffer that would differ": (
-        lambda: captured(Own(kept_highest)),
-        "is sharded along dim 1, and the op needs all of that dim",
+        "a sequence of 7 cannot be sharded equally over tp = 2",
     ),
     "a sequence without ranks": (lambda: Parallel(sequence_parallel=True), "sequence_parallel"),
     "a plan without ranks": (lambda: Parallel(tp_plan={"up": "colwise"}), "tp_plan"),
@@ -196,7 +172,8 @@ STYLES: list[tuple[Any, str]] = [
     (ColwiseParallel(input_layouts=Shard(0)), "input layouts (Shard(dim=0),)"),
     ("packed_colwise:x", "how many matrices"),
     ("packed_colwise:0", "how many matrices"),
-    ("attributes", "must name attributes"),
+    ("attributes:heads", "unknown style 'attributes:heads'"),
+    ("colwise:2", "takes nothing after a colon"),
     ("rowwise:2", "takes nothing after a colon"),
 ]
 
@@ -212,13 +189,6 @@ def test_it_is_refused(name: str) -> None:
     make, key = REFUSED[name]
     with pytest.raises((CaptureError, UsageError), match=re.escape(key)):
         make()
-
-
-def test_attributes_that_cannot_be_divided_are_put_back() -> None:
-    model = Two()
-    with pytest.raises(UsageError, match="to be divided it must be"):
-        captured(model, {"up": "attributes:in_features,bias", "down": "rowwise"})
-    assert model.up.in_features == 4
 
 
 def test_settings_that_do_something_are_taken() -> None:
@@ -253,33 +223,18 @@ class Headed(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("attends", "plan", "keys"),
+    ("attends", "plan"),
     [
-        (
-            False,
-            {"embed": "vocabulary", "head": "vocabulary"},
-            ("(head: never called)", "uses such a module by its weight has a part", "'head': 'replicated'"),
-        ),
-        (
-            True,
-            {"attention.q": "colwise", "attention.o": "rowwise"},
-            (
-                "attention is computed in parts: attention.q, attention.o, sharded over tp = 2",
-                "attention.slopes in it, full on every rank",
-                "{'attention.q': 'replicated', 'attention.o': 'replicated'} into tp_plan",
-            ),
-        ),
+        (False, {"embed": "vocabulary", "head": "vocabulary"}),
+        (True, {"attention.q": "colwise", "attention.o": "rowwise"}),
     ],
 )
-def test_shapes_that_do_not_fit_name_what_is_sharded(
-    attends: bool, plan: dict[str, str], keys: tuple[str, ...]
-) -> None:
+def test_what_code_does_with_weights_and_heads_is_its_own(attends: bool, plan: dict[str, str]) -> None:
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         return F.cross_entropy(model(ids).reshape(-1, 64), ids.reshape(-1))
 
-    with pytest.raises(CaptureError) as caught:
-        captured(Headed(attends), plan, torch.zeros(4, 6, dtype=torch.int64), loss)
-    assert all(words in str(caught.value) for words in keys), str(caught.value)
+    model, ids = Headed(attends).double(), torch.arange(24).view(4, 6)
+    assert_plain(captured(model, plan, ids, loss), model, loss, ids)
 
 
 # Communication that the model's own code starts.
@@ -290,13 +245,16 @@ STARTED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         r"cp = 2, and the job has {'dp': 2} besides pp: name one",
     ),
     "a size of no axis": (lambda x: ops.exchange(x, "dp", 4), r"dp = 4, and the job has {'dp': 2}"),
-    "a slice along another axis": (lambda x: ops.chunk(x, 1, "tp", 2), r"slice is over tp = 2"),
+    "a slice along another axis": (lambda x: ops.own_chunk(x, 1, "tp", 2), r"slice is over tp = 2"),
     "parts that are not equal": (
         lambda x: ops.exchange(x[:3], "dp", 2),
         r"all_to_all over dp = 2: a tensor of shape \[3, 4\] needs a dim 0 that is a multiple of 2",
     ),
     "no dims to exchange": (lambda x: ops.exchange(x.sum(), "dp", 2), r"needs a dim 0: write x.unsq"),
-    "no dims to gather": (lambda x: ops.gather(x.sum(), 0, "dp", 2), r"this one has none; write x.unsqueeze"),
+    "no dims to gather": (
+        lambda x: ops.all_gather(x.sum(), 0, "dp", 2),
+        r"this one has none; write x.unsqueeze",
+    ),
 }
 
 
@@ -307,6 +265,12 @@ def test_communication_that_does_not_fit_is_refused_with_its_line(name: str) -> 
     with pytest.raises(CaptureError, match=what) as error:
         capture(model, torch.randn(8, 4), loss=mean, parallel=Parallel(dp=2))
     assert f"{__file__}:" in str(error.value)
+
+
+def test_communication_along_tp_is_refused() -> None:
+    model = Own(lambda model, x: model.down(ops.exchange(model.up(x), "tp", 2)))
+    with pytest.raises(CaptureError, match="communicates along tp, over which passes"):
+        captured(model)
 
 
 def test_rows_of_a_kind_with_unequal_parts_need_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,13 +290,13 @@ def test_words_and_objects_of_pytorch_mean_the_same() -> None:
     for given, style in (
         (ColwiseParallel(), Style("colwise")),
         ("colwise", Style("colwise")),
-        (ColwiseParallel(output_layouts=Replicate()), Style("colwise_gather_output")),
+        (ColwiseParallel(output_layouts=Replicate()), Style("colwise")),
         (RowwiseParallel(), Style("rowwise")),
         # As sequence-parallel plans give a head and a projection: gathers and scatters are found anyway.
         (ColwiseParallel(input_layouts=Shard(1)), Style("colwise")),
         (RowwiseParallel(output_layouts=Shard(1)), Style("rowwise")),
-        (SequenceParallel(), Style("sequence")),
-        ("colwise_rep", Style("colwise_gather_output")),
+        (SequenceParallel(), Style("replicated")),
+        ("colwise_rep", Style("colwise")),
         ("packed_colwise:3", Style("packed_colwise", blocks=3)),
     ):
         assert parse_style(given, "") == style
@@ -364,7 +328,25 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
         {"0": "colwise_gather_output", "2": "rowwise_split_input"},
     ),
+    "a buffer of what is sharded": (lambda: Own(kept_highest), BOTH),
+    "a matrix alone": (lambda: Own(lambda model, x: model.up(x)), {"up": "colwise"}),
+    "a norm between": (Two, BOTH),
 }
+
+
+@pytest.mark.parametrize("name", ["no norm behind the blocks", "a matrix without a style", "blocks alone"])
+def test_a_sequence_is_sharded_whatever_is_in_blocks(name: str) -> None:
+    if name == "blocks alone":
+        body = Body().double()
+        plan, loss = body.plan, lambda m, b: m(b)
+    else:
+        body = without_norm().double() if name.startswith("no") else gpt().double()
+        plan = (
+            {**MLP, **ATTENTION} if name.startswith("no") else {"blocks.*.mlp.down": "rowwise", **ATTENTION}
+        )
+        loss = next_token_loss
+    job = captured(body, plan, batch_of(), loss, sequence_parallel=True, microbatches=2)
+    assert_plain(job, body, loss, batch_of())
 
 
 @pytest.mark.parametrize("name", RIGHT)

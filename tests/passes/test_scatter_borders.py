@@ -199,7 +199,6 @@ def test_a_spread_sequence_is_never_gathered_before_it_is_sent(name: str, cut: s
     before, after = sliced_job(name, (cut,)), sliced_job(name, (cut,), ())
     assert full_values(after) == []
     halves = {str(edge.spec) for edge in full_values(before)}
-    assert bool(halves) is (cut not in ("blocks.1", "model.layers.1")), "these end where a sequence is spread"
     count = [sum(len(kinds(job, s, p)) for s in range(2) for p in Phase if p in job.stages[s].ops) for job in
              (before, after)]  # fmt: skip
     assert count[0] == count[1], "as many collectives, elsewhere"

@@ -13,9 +13,10 @@ from stretto.ir.prices import signature, specs_of
 from stretto.ir.program import Const, Job, Op, Ref, TensorSpec
 from stretto.passes.recompute import repeat
 from stretto.planning.make_plan import listed, prices_of
-from stretto.price.alike import AlikePricer, ListedPricer
-from stretto.price.calibration import Timing
+from stretto.price.alike import ListedPricer
+from stretto.price.calibration import Calibration, Machine, Timing
 from stretto.price.cluster import describe
+from stretto.price.priced import CalibratedPricer
 from stretto.schedule.families import make_schedule
 from tests.clusters import cores
 from tests.price.comm_job import comm_job
@@ -97,7 +98,7 @@ def test_attention_of_a_length_is_priced_by_attention_with_the_same_kind_of_mask
         return signature(op, specs), Timing(us, 0.0, op.flops, 1)
 
     known = dict(timed(n, masked, us) for n, masked, us in MEASURED)
-    pricer = AlikePricer(lambda: known)
+    pricer = CalibratedPricer(Calibration(Machine("here", "2", 1), ops=known))
     assert 100.0 < pricer.price(*attention(768, False)).us < 400.0
     assert 1000.0 < pricer.price(*attention(768, True)).us < 4000.0
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from stretto.ir import collectives
 from stretto.ir.costs import Link
 from stretto.ir.curve import Curve
-from stretto.price.collectives import CollectiveModel, Fabric, Group, Topology, axis_group, collective_curve
+from stretto.price.cluster_file import named_cluster
+from stretto.price.collectives import Fabric, Group, Topology, axis_group, collective_curve
 from stretto.price.devices import device, devices
 from stretto.price.shared import ring_cost, scaled
 
@@ -146,10 +147,11 @@ def test_where_the_members_of_an_axis_lie(mesh: dict[str, int], axis: str, expec
 
 
 def test_a_measured_curve_takes_the_place_of_the_model_where_it_fits() -> None:
-    fabric = device("a100-80gb").fabric()
     flat = Curve(((0.0, 7.0),))
-    model = CollectiveModel(fabric, {("all_reduce", 8): flat})
-    assert model.us("all_reduce", 1e6, Group(8, 1)) == 7.0
-    assert model.us("all_gather", 1e6, Group(8, 1)) > 7.0
-    apart = Group(1, 8, 8)  # the benchmark filled one node; these are on eight, and share their cards
-    assert model.curve("all_reduce", apart) == collective_curve("all_reduce", apart, fabric)
+    cluster = replace(named_cluster("a100-80gbx64"), measured={("all_reduce", 8): flat})
+    mesh = {"dp": 8, "tp": 8}
+    assert cluster.collective("all_reduce", mesh, "tp").curve == flat
+    assert cluster.collective("all_gather", mesh, "tp").curve.us(1e6) > 7.0
+    # The benchmark filled one node; these are on eight, and share their cards.
+    apart = collective_curve("all_reduce", Group(1, 8, 8), cluster.fabric)
+    assert cluster.collective("all_reduce", mesh, "dp").curve == apart

@@ -73,7 +73,7 @@ def test_gradients_are_added_as_the_runtime_adds_them(monkeypatch: pytest.Monkey
         return original(kept, *args, out=out)
 
     monkeypatch.setattr(torch, "addmm", addmm)
-    found = profile.profile(job, CPU, least_rounds=1)
+    found = profile.profile(job, CPU)
     rounds = len(next(iter(found.rounds[0].totals.values())))
     # The round for warmth begins the sums; each of the others runs with a clock around each op, and without.
     assert len(added) == 2 * rounds * len(products)
@@ -87,9 +87,9 @@ def test_equal_stages_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None
     measured: list[int] = []
     measure = profile._measure
 
-    def counted(job: Job, stage, device, rounds, least_rounds):
+    def counted(job: Job, stage, device, rounds):
         measured.append(stage.index)
-        return measure(job, stage, device, rounds, least_rounds)
+        return measure(job, stage, device, rounds)
 
     monkeypatch.setattr(profile, "_measure", counted)
     found = profile.profile(job, CPU)

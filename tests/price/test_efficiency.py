@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from benchmarks.analytic import run_us
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.price.devices import device
-from stretto.price.efficiency import Matmul, matmul_dims, op_us, run_us
+from stretto.price.efficiency import Matmul, matmul_dims, op_us
 
 ROOF = device("a100-80gb").roof()
 DIM = st.integers(1, 20_000)

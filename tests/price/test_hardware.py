@@ -15,8 +15,8 @@ import stretto
 from stretto.ir.prices import price_list, specs_of, traffic_bytes
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 from stretto.measure import measured
-from stretto.planning.make_plan import memory_limit
-from stretto.price.cluster import HardwarePricer, describe, device_us, hardware_costs
+from stretto.measure.measured import memory_here
+from stretto.price.cluster import HardwarePricer, describe, device_us, flat_link, hardware_costs
 from stretto.price.cluster_file import Hardware, find_cluster
 from stretto.price.efficiency import BACKWARD, FORWARD, Matmul, attention_product, convolution_products, op_us
 from stretto.schedule.families import make_schedule
@@ -146,13 +146,13 @@ def test_devices_at_hand_set_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(comm_job(2, tp=2), device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(stretto.UsageError, match="this machine has no such device"):
-        memory_limit(None, job)
+        memory_here(job)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
     )
-    assert memory_limit(None, job) == 80 * 2**30
+    assert memory_here(job) == 80 * 2**30
     monkeypatch.setattr(measured.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(measured.dist, "get_world_size", lambda: 3)
 
@@ -160,7 +160,7 @@ def test_devices_at_hand_set_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         found[:] = [mine, 40 * 2**30, mine]
 
     monkeypatch.setattr(measured.dist, "all_gather_object", gather)
-    assert memory_limit(None, job) == 40 * 2**30
+    assert memory_here(job) == 40 * 2**30
 
 
 def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
@@ -172,13 +172,12 @@ def test_names_and_files_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "flat.toml").write_text(cores_file(link_gbps=0.0125))
     flat = describe(str(tmp_path / "flat.toml"))
     assert isinstance(flat, stretto.Cluster)
-    assert flat.link_bytes_per_us == 12.5
+    assert flat_link(flat).bytes_per_us == 12.5
     (tmp_path / "mine.toml").write_text('device = "h100"\ncount = 16\n')
     mine = describe(str(tmp_path / "mine.toml"))
     assert isinstance(mine, Hardware)
     job = comm_job(2, tp=2)
-    assert memory_limit(mine, job) == mine.memory_bytes
-    assert memory_limit(None, job) is None, "processors share their memory with others"
+    assert memory_here(job) is None, "processors share their memory with others"
     with pytest.raises(stretto.UsageError, match=r"unknown cluster .* calibration"):
         describe("h100")
     for name, text, key in (

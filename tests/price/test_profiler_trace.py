@@ -43,14 +43,13 @@ def test_a_captured_plan_is_priced_from_an_ordinary_run(tmp_path: Path) -> None:
             model(rows).square().mean().backward()
     path = tmp_path / "trace.json.gz"
     recorded.export_chrome_trace(str(path))
-    traced = read_trace(path).ops
-    products = {op.key: op for op in traced if op.name in ("aten::addmm", "aten::mm")}
-    assert products["aten::addmm float32 [64] [16,32] [32,64]"].count == 3
-    assert all(op.us > 0 for op in products.values())
+    traced = read_trace(path).op_us
+    assert "aten::addmm float32 [64] [16,32] [32,64]" in traced
+    assert all(us > 0 for key, us in traced.items() if key.startswith(("aten::addmm ", "aten::mm ")))
 
     job = evenly(capture(model, rows, mean_square, microbatches=1), 1, 1)
     machine = Machine("here", torch.__version__, 1)
-    found = Calibration(machine, traced={op.key: op.us for op in traced})
+    found = Calibration(machine, traced=traced)
     priced = price_list(job, CalibratedPricer(found, job))
     seen = {
         op.target: (priced[0, op.name], op)
@@ -62,7 +61,8 @@ def test_a_captured_plan_is_priced_from_an_ordinary_run(tmp_path: Path) -> None:
     assert len(seen) >= 3
     for target, (one, _) in seen.items():
         assert one.how == "traced", target
-        assert one.us in {op.us for op in traced if op.name == f"aten::{target.split('.')[1]}"}
+        called = f"aten::{target.split('.')[1]} "
+        assert one.us in {us for key, us in traced.items() if key.startswith(called)}
     # What the run did not have is priced by what it had.
     rest = {one.how for (_, name), one in priced.items() if one.how not in ("traced", "free")}
     assert rest <= {"roofline"}
@@ -88,8 +88,7 @@ def test_on_an_accelerator_an_ops_kernels_count(tmp_path: Path) -> None:
     path.write_text(json.dumps({"deviceProperties": [{"id": 0, "name": "H1"}], "traceEvents": events}))
     trace = read_trace(path)
     assert (trace.kind, trace.device) == ("cuda", "H1")
-    found = {op.key: op.us for op in trace.ops}
-    assert found == {
+    assert trace.op_us == {
         "aten::linear bfloat16 [4,8] [8,2]": 75.0,
         "aten::mm bfloat16 [4,8] [8,2]": 70.0,
         "aten::cat bfloat16 [4,8] [4,8]": 0.0,

@@ -54,8 +54,8 @@ def test_traffic_counts_everything_once() -> None:
     timeline = simulate(plan)
     kinds = {(t.axis, t.kind): t for t in traffic_of(timeline)}
     # Two blocks, F and I, two stages, four microbatches; one message forward and one back for each of these.
-    assert kinds["tp", "all_reduce"].count == 2 * 2 * 2 * 4
-    assert kinds["pp", "message"].count == 2 * 4
+    assert len(kinds["tp", "all_reduce"].messages) == 2 * 2 * 2 * 4
+    assert len(kinds["pp", "message"].messages) == 2 * 4
     assert kinds["tp", "all_reduce"].total_us == pytest.approx(70.0 * 2 * 2 * 4)
     axes = {t.axis: t for t in axes_of(timeline)}
     for axis, us in timeline.exposed_us.items():
@@ -109,9 +109,9 @@ def test_ops_fill_a_run_in_order_and_in_proportion(
     took = [0.0] * len(times)
     for before, after in pairwise(laid):
         assert before[0] <= after[0]
-        assert before[2] <= after[1] + 1e-6
-    for index, start_us, end_us in laid:
-        assert any(s.start_us - 1e-6 <= start_us and end_us <= s.end_us + 1e-6 for s in spans)
+        assert before[3] <= after[2] + 1e-6
+    for index, span, start_us, end_us in laid:
+        assert span.start_us - 1e-6 <= start_us <= end_us <= span.end_us + 1e-6
         took[index] += end_us - start_us
     for time_us, shown_us in zip(times, took, strict=True):
         assert shown_us == pytest.approx(time_us / sum(times) * compute, abs=1e-5 * compute)

@@ -18,14 +18,14 @@ from stretto.ir.program import Job
 from stretto.models.gpt import GPT, GPTConfig, next_token_loss
 from stretto.planning.make_plan import make_plan
 from stretto.runtime import Runner, run_threads
-from stretto.runtime.compile import make_compiler, require_compiler
+from stretto.runtime.compile import make_compiler
 from tests.order.test_order_equality import costs_of
 from tests.runtime.equality import TOLERANCE
 
 
 def has_compiler() -> bool:
     try:
-        require_compiler(torch.device("cpu"))
+        make_compiler("inductor", torch.device("cpu"), False)
     except StrettoError:
         return False
     return True
@@ -101,14 +101,14 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     told = r"needs a C\+\+ compiler .* install g\+\+"
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(UsageError, match=told):
-        require_compiler(torch.device("cpu"))
+        make_compiler("inductor", torch.device("cpu"), False)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UsageError, match=told):
-        require_compiler(torch.device("cpu"))
+        make_compiler("inductor", torch.device("cpu"), False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs Triton for cuda"):
-        require_compiler(torch.device("cuda"))
+        make_compiler("inductor", torch.device("cuda"), False)
 
 
 def test_another_compiler_is_refused() -> None:

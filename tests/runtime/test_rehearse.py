@@ -170,7 +170,7 @@ def test_a_wait_whose_end_comes_while_it_looks_at_the_clock_does_not_sleep_for_l
     # The second look comes shortly before the end; each later one is a second on.
     looks = iter((0.0, 1000.0 - SPIN_US - 1.0, *(1e6 * k for k in range(1, 9))))
     monkeypatch.setattr(transport, "now_us", lambda: next(looks))
-    monkeypatch.setattr(transport._live, "advance", lambda _: None)
+    monkeypatch.setattr(transport._live.clock, "advance", lambda _: None)
     monkeypatch.setattr(transport._live, "until", lambda *_: 1000.0)
     transport._wait_for(Moment(), "a wait", None)
 

@@ -19,7 +19,7 @@ from stretto.errors import UsageError
 from stretto.ir.serialize import plan_from_text, plan_to_text
 from stretto.ir.stage_maps import STAGE_MAPS
 from stretto.schedule import FAMILIES, Schedule, ScheduleShape, StageMap, make_schedule
-from stretto.schedule.csv import read_csv, write_csv
+from stretto.schedule.csv import from_csv, to_csv
 from stretto.tune.choices import read_fixed
 
 CLUSTER = cores()
@@ -76,7 +76,7 @@ def test_of_several_stages_a_rank() -> None:
         (lambda wanted: make_schedule("1f1b", 3, 4), "its schedule has ranks = 3, and 2 is wanted"),
         (lambda wanted: make_schedule("1f1b", 2, 3), "its schedule has microbatches = 3, and 4 is wanted"),
         (
-            lambda wanted: read_csv("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F3,1B3,1B2,1F2\n"),
+            lambda wanted: from_csv("0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1B1,1F3,1B3,1B2,1F2\n"),
             "cannot progress",
         ),
     ],
@@ -113,7 +113,7 @@ def test_a_schedule_is_taken_as_it_is(tmp_path: Path) -> None:
     plan = stretto.plan(job, CLUSTER)
     assert plan.schedule == own
     assert plan_from_text(plan_to_text(plan), "plan") == plan
-    write_csv(own, tmp_path / "own.csv")
+    (tmp_path / "own.csv").write_text(to_csv(own))
     by_file = stretto.Parallel(pp=2, microbatches=4, schedule=str(tmp_path / "own.csv"))
     other = stretto.plan(stretto.capture(Chain(), rows(), mean_square, by_file), CLUSTER)
     assert other.schedule.orders == own.orders
@@ -125,7 +125,7 @@ UNEVEN = "0F0,2F0,2B0,0B0\n1F0,1B0\n"
 
 
 def test_ranks_may_have_unequally_many_stages(tmp_path: Path) -> None:
-    own = read_csv(UNEVEN)
+    own = from_csv(UNEVEN)
     job = stretto.capture(Chain(), rows(), mean_square, stretto.Parallel(pp=2, schedule=own))
     assert len(job.stages) == 3
     assert stretto.plan(job, CLUSTER).schedule.stage_ranks == (0, 1, 0)

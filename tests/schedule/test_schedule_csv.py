@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from stretto.errors import UsageError
 from stretto.ir.action import Overlap, Schedule
-from stretto.schedule.csv import read_csv, to_csv, write_csv
+from stretto.schedule.csv import from_csv, read_csv, to_csv
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
 
@@ -40,7 +40,7 @@ def torch_schedule(name: str, stages: int, ranks: int, kept: list[int], microbat
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pytorch_reads_what_we_write(family, tmp_path):
     schedule = make_schedule(family, 3, 5)
-    write_csv(schedule, tmp_path / "ours.csv")
+    (tmp_path / "ours.csv").write_text(to_csv(schedule))
     runtime = torch_schedule("_PipelineScheduleRuntime", schedule.stages, 3, [0], 5)
     runtime._load_csv(str(tmp_path / "ours.csv"), format="compute_only")
     read = tuple(tuple(str(action) for action in runtime.pipeline_order[rank]) for rank in range(3))
@@ -76,12 +76,12 @@ def test_we_read_what_pytorch_writes(name, kept, tmp_path):
 @settings(max_examples=50, deadline=None)
 def test_text_survives_a_round_trip(family, ranks, microbatches):
     schedule = make_schedule(family, ranks, microbatches)
-    read = read_csv(to_csv(schedule))
+    read = from_csv(to_csv(schedule))
     assert read == Schedule("csv", schedule.stages, microbatches, schedule.stage_ranks, schedule.orders)
 
 
 def test_idle_cells_overlaps_and_virtual_stages_are_read():
-    schedule = read_csv(OVERLAPPED)
+    schedule = from_csv(OVERLAPPED)
     assert (schedule.family, schedule.stages, schedule.microbatches) == ("csv", 4, 3)
     assert schedule.stage_ranks == (0, 1, 1, 0)
     assert to_csv(schedule) == OVERLAPPED.replace(",,", ",")
@@ -89,16 +89,16 @@ def test_idle_cells_overlaps_and_virtual_stages_are_read():
 
 def test_ranks_without_actions_keep_their_place():
     for text in ("0F0,0B0\n\n1F0,1B0\n\n\n", "0F0,0B0\r\n,,\r\n1F0,1B0\r\n"):
-        schedule = read_csv(text)
+        schedule = from_csv(text)
         assert schedule.stage_ranks == (0, 2)
         assert [len(order) for order in schedule.orders] == [2, 0, 2]
-        assert read_csv(to_csv(schedule)) == schedule
+        assert from_csv(to_csv(schedule)) == schedule
 
 
 def test_files_texts_and_byte_order_marks(tmp_path):
     path = tmp_path / "0F0,schedule.csv"
     path.write_bytes(b"\xef\xbb\xbf0F0 , 0B0")
-    assert read_csv(path) == read_csv(str(path)) == read_csv("0F0,0B0")
+    assert read_csv(path) == read_csv(str(path)) == from_csv("0F0,0B0")
 
 
 @pytest.mark.parametrize(
@@ -120,4 +120,4 @@ def test_files_texts_and_byte_order_marks(tmp_path):
 )
 def test_what_cannot_be_read_is_refused(text, message):
     with pytest.raises(UsageError, match=message):
-        read_csv(text)
+        from_csv(text)

@@ -13,7 +13,7 @@ from tests.families import ONE_STAGE
 
 from stretto.report.svg import draw_schedule
 from stretto.report.text import LABEL_CELLS, schedule_text
-from stretto.schedule.csv import read_csv
+from stretto.schedule.csv import from_csv
 from stretto.schedule.draw import to_json
 from stretto.schedule.families import make_schedule
 from stretto.schedule.timing import PhaseTimes, time_schedule
@@ -34,7 +34,7 @@ def boxes(svg: str) -> dict[str, tuple[str, float, float, float]]:
 
 
 def test_overlapped_actions_are_one_box():
-    schedule = read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    schedule = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     _, row, *_ = schedule_text(schedule, time_schedule(schedule)).plain.splitlines()
     assert re.fullmatch(r"rank 0 +0F0-+0F1\+0B0-+0B1-+", row)
 
@@ -78,7 +78,7 @@ def test_the_picture_has_one_box_for_each_action_at_its_time(family):
 
 
 def test_overlapped_actions_share_the_height():
-    schedule = read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    schedule = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     found = boxes(draw_schedule(schedule, time_schedule(schedule)))
     assert found["0F1"][1:3] == found["0B0"][1:3]
     assert found["0F1"][3] < found["0F0"][3] / 2 + 1

@@ -9,7 +9,7 @@ import pytest
 
 from stretto.errors import PlanError, UsageError
 from stretto.ir.action import Action
-from stretto.schedule.csv import read_csv
+from stretto.schedule.csv import from_csv
 from stretto.schedule.families import make_schedule
 from stretto.schedule.timing import PhaseTimes, parse_times, peak_live, time_schedule
 
@@ -38,7 +38,7 @@ def test_messages_delay_the_receiver_and_occupy_nobody():
 
 
 def test_stages_on_one_rank_need_no_message():
-    timing = time_schedule(read_csv("0F0,1F0,1I0,0I0,1W0,0W0\n"), PhaseTimes(1.0, 1.0, 1.0, 100.0))
+    timing = time_schedule(from_csv("0F0,1F0,1I0,0I0,1W0,0W0\n"), PhaseTimes(1.0, 1.0, 1.0, 100.0))
     assert timing.makespan == 6
     assert timing.bubble_rate == 0
 
@@ -56,7 +56,7 @@ def test_stages_may_have_times_of_their_own():
 
 
 def test_overlapped_actions_are_one_block():
-    schedule = read_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    schedule = from_csv("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     timing = time_schedule(schedule, PhaseTimes(2.0, 1.0, 1.0))
     for token in ("0F1", "0B0"):
         assert (timing.start[Action.parse(token)], timing.end[Action.parse(token)]) == (2, 6)
@@ -65,13 +65,13 @@ def test_overlapped_actions_are_one_block():
 
 
 def test_live_counts_to_the_last_backward_action():
-    assert peak_live(read_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")) == (2,)
-    assert peak_live(read_csv("0F0,0I0,0W0,0F1,0B1\n")) == (1,)
+    assert peak_live(from_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")) == (2,)
+    assert peak_live(from_csv("0F0,0I0,0W0,0F1,0B1\n")) == (1,)
 
 
 def test_a_deadlock_names_every_stuck_rank():
     with pytest.raises(PlanError) as refused:
-        time_schedule(read_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1\n"))
+        time_schedule(from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1\n"))
     assert str(refused.value).splitlines() == [
         "schedule 'csv' cannot progress: 3 faults",
         "  rank 0: 0B0 waits for 1B0, which rank 1 has not reached",
@@ -92,7 +92,7 @@ def test_a_deadlock_names_every_stuck_rank():
 )
 def test_schedules_that_cannot_be_timed_are_refused(text, fault):
     with pytest.raises(PlanError) as refused:
-        time_schedule(read_csv(text))
+        time_schedule(from_csv(text))
     assert fault in str(refused.value)
 
 

@@ -14,15 +14,15 @@ from stretto.ir.plan import InstructionKind, Plan
 from stretto.schedule.families import FAMILIES, make_schedule
 from stretto.simulating import simulate
 from stretto.simulating.collectives import RunningCollective
-from stretto.simulating.live import Live, calls_of, ready_windows
+from stretto.simulating.live import Live, calls_of
 from stretto.simulating.network import Message
-from stretto.simulating.windows import Control
+from stretto.simulating.windows import Control, make_ready
 from tests.synthetic_comm import make_comm_costs, make_comm_job, plan_with
 
 
 def walked(plan: Plan, pp_rank: int, late_us: float = 0.0) -> float:
     """The step when the real rank takes the predicted times, and starts `late_us` late."""
-    windows = ready_windows(plan)
+    windows = {name: make_ready(plan, name) for name in plan.windows}
     live = Live(plan, pp_rank, windows)
     works = {lane: iter(found) for lane, found in calls_of(plan, pp_rank, windows).items()}
     started: dict[object, RunningCollective] = {}
@@ -32,30 +32,30 @@ def walked(plan: Plan, pp_rank: int, late_us: float = 0.0) -> float:
     now_us = late_us
     live.begin()
     for instruction in plan.orders[pp_rank]:
-        live.advance(now_us)
+        live.clock.advance(now_us)
         if instruction.kind is InstructionKind.RECV:
             message = (int(instruction.ref), instruction.microbatches[0])
-            messages[message] = live.post(*message)
+            messages[message] = live.network.post(*message)
         elif instruction.kind is InstructionKind.SENT:
             found = sent[int(instruction.ref), instruction.microbatches[0]]
             now_us = max(now_us, live.until(found.left, found.name))
         else:
             for segment in windows[str(instruction.ref)].segments:
                 now_us += segment.work_us
-                live.advance(now_us)
+                live.clock.advance(now_us)
                 microbatch = instruction.microbatches[segment.control_part]
                 key = (segment.edge, microbatch)
                 if segment.control is Control.START and segment.call is not None:
                     work, at = next(works[segment.call.axis])
                     assert (work, at) == (segment.call, microbatch)
-                    started[segment.call.key, microbatch] = live.start(work, microbatch)
+                    started[segment.call.key, microbatch] = live.collectives.start(work, pp_rank, microbatch)
                 elif segment.control is Control.FINISH and segment.call is not None:
                     done = started[segment.call.key, microbatch].done
                     now_us = max(now_us, live.until(done, segment.call.name))
                 elif segment.local:
                     made.add(key)
                 elif segment.control is Control.SEND:
-                    sent[key] = live.send(*key)
+                    sent[key] = live.network.send(*key)
                 elif segment.control is Control.RECEIVE:
                     now_us = max(now_us, live.until(messages[key].arrived, messages[key].name))
     return live.end(now_us)
@@ -91,6 +91,6 @@ def test_a_wait_that_cannot_end_says_where_all_ranks_stand() -> None:
     plan = late_plan()
     live = Live(plan, 1)
     live.begin()
-    message = live.post(0, 3)  # the peer sends microbatch 3 last, and will wait for gradients before
+    message = live.network.post(0, 3)  # the peer sends microbatch 3 last, and will wait for gradients before
     with pytest.raises(PlanError, match=r"rank 1 waits forever: waits for it(.|\n)*rank 0 waits at"):
         live.until(message.arrived, "it")

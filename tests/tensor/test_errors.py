@@ -58,7 +58,7 @@ IN_CALLS: dict[str, Misuse] = {
     "local of no tensor": (lambda g: stretto.local(3.0), ("float 3.0",)),
     "too few placements": (
         lambda g: stretto.reshard(g.x, DeviceMesh("cpu", [[0, 1], [2, 3]]), R),
-        (X, "has 2 axes", "1 placements"),
+        (X, "of 2 axes", "1 placements"),
     ),
     "no such dim": (lambda g: stretto.reshard(g.x, g.far, [Shard(2)]), (X, "no dim 2", "mesh [2]")),
     "shard of a 0-d tensor": (lambda g: stretto.shard(torch.ones(()), g.near, [Shard(0)]), ("no dim 0",)),

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from stretto.errors import UsageError
-from stretto.tensor.layout import Layout, layout_of, region_shape
+from stretto.tensor.clip import layout_on
+from stretto.tensor.layout import Layout, region_shape
 from tests.tensor.lone import single_rank
 
 R = Replicate()
@@ -39,7 +40,7 @@ def test_a_rank_holds_what_dtensor_gives_it(shape, mesh_shape, placements):
     for rank in range(world):
         with single_rank(rank, world):
             mesh = DeviceMesh("cpu", ranks)
-            assert layout_of(mesh, placements) == layout
+            assert layout_on(mesh, placements) == layout
             kept = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
         region = layout.region(shape, rank)
         assert region is not None

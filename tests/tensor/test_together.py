@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import stretto
-from stretto.tensor.layout import layout_of, region_count
+from stretto.tensor.clip import layout_on
+from stretto.tensor.layout import region_count
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.execute import PeerLinks, PieceMessage, pieces
 from stretto.tensor.reshard.plan import plan_together
@@ -130,8 +131,8 @@ def messages_are_those_of_the_plan() -> None:
         Tensor(
             tuple(full.shape),
             full.element_size(),
-            layout_of(*source),
-            [layout_of(*to) for at, to in targets if at == number],
+            layout_on(source[0], tuple(source[1])),
+            [layout_on(to[0], tuple(to[1])) for at, to in targets if at == number],
         )
         for number, (full, source) in enumerate(zip(full_values, sources))
     ]

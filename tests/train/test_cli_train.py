@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -103,14 +104,14 @@ def test_memory_stays_flat_over_five_hundred_steps(tmp_path: Path) -> None:
         load_settings(write_settings(tmp_path, steps=600, every=100), ["training.eval_every=50"]), World()
     )
     resident_bytes: dict[int, int] = {}
-    original = trainer._usual_step_s
+    original = trainer._look
 
-    def watched() -> float:
+    def watched(line: dict[str, Any]) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident_bytes[trainer.step] = pages * os.sysconf("SC_PAGE_SIZE")
-        return original()
+        original(line)
 
-    trainer._usual_step_s = watched  # type: ignore[method-assign]
+    trainer._look = watched  # type: ignore[method-assign]
     trainer.run()
     warm, end = resident_bytes[100], resident_bytes[600]
     assert end - warm < 4 * 2**20, f"{(end - warm) / 2**20:.1f} MiB more after 500 steps"

@@ -123,14 +123,14 @@ def test_it_is_planned_and_checked_as_text_is(tmp_path: Path) -> None:
     ("code", "words"),
     [
         (None, "No such file"),
-        ("x = 1", r"defines no function task\(config, seed\)"),
-        ("def task(config, seed): return 3", "returned 3"),
+        ("x = 1", r"has no function task\(config, seed\)"),
+        ("def task(config, seed): return 3", "and not 3"),
         (
             "def task(config, seed):\n    return config['depth']",
-            r"line 2: .* task.config = \{\}: KeyError: 'depth'",
+            r"line 2: KeyError: 'depth', with task.config = \{\}",
         ),
         ("import torch\nwidth = layers * 4", "line 2: NameError"),
-        ("import no_such_package", "cannot import .*no_such_package"),
+        ("import no_such_package", "line 1: ModuleNotFoundError: .*no_such_package"),
         ("def task(:", "line 1: "),
         ("import sys\nsys.exit(0)\n", "line 2: .*SystemExit: 0"),
         ("import sys\ntask = lambda config, seed: sys.exit(0)\n", "line 2: .*SystemExit: 0"),

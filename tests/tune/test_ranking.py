@@ -10,11 +10,12 @@ from statistics import correlation
 import pytest
 
 from stretto.config import TrainSettings
+from stretto.planning.brief import Brief
 from stretto.price.cluster import Description
 from stretto.tune.block import TuneBlock
 from stretto.tune.choices import VIRTUAL, Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import estimate
-from stretto.tune.work import Asked, Planned, ShortStepResult, Work
+from stretto.tune.work import Asked, Planned, Work
 from tests.tune.small import CLUSTER, settings
 
 SLOW = CLUSTER.model_copy(update={"link_gbps": 0.1})
@@ -46,8 +47,8 @@ def figures(
         guessed = estimate(candidate, block, block.again["none"], found)
         short = work.do(Asked(candidate, "list", short=True, ahead=guessed.ahead))
         plan = work.do(Asked(candidate, "list"))
-        assert isinstance(short, ShortStepResult) == isinstance(plan, Planned), (short, plan)
-        if isinstance(plan, Planned) and isinstance(short, ShortStepResult):
+        assert isinstance(short, Brief) == isinstance(plan, Planned), (short, plan)
+        if isinstance(plan, Planned) and isinstance(short, Brief):
             made.append((plan.step_us, short.step_us, guessed.step_us))
         if len(made) == count:
             break
@@ -89,6 +90,6 @@ def test_a_short_step_tells_what_many_microbatches_take(tmp_path: Path, family: 
     each = 1 if family in ("1f1b", "gpipe") else 2
     candidate = Candidate(LayoutChoice(2, 1, 1, 1, False, 64), family, each)
     short, plan = (work.do(Asked(candidate, "list", short=short)) for short in (True, False))
-    assert isinstance(short, ShortStepResult)
+    assert isinstance(short, Brief)
     assert isinstance(plan, Planned)
     assert short.step_us == pytest.approx(plan.step_us, rel=0.03)

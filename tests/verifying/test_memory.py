@@ -1,4 +1,4 @@
-"""The proof of memory: counted by hand, compared with the simulation, and refused by its message."""
+"""The proof of memory: counted by hand, walked as the simulation does, and refused by its message."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def by_hand(plan: Plan) -> list[int]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([*FAMILIES, *BY_HAND]), st.integers(1, 4), st.integers(1, 7))
-def test_two_counts_of_the_same_memory_agree(name: str, stages: int, microbatches: int) -> None:
+def test_the_simulation_needs_what_is_proved(name: str, stages: int, microbatches: int) -> None:
     plan = plan_of(name, stages, microbatches)
     assert by_hand(plan) == list(simulate(plan).peak_bytes)
 
 
 @settings(max_examples=40, deadline=None)
 @given(comm_plans())
-def test_two_counts_with_collectives_agree(plan: Plan) -> None:
+def test_the_simulation_needs_what_is_proved_with_collectives(plan: Plan) -> None:
     """Where ops wait at once, no value lives longer because it is being sent."""
     assert by_hand(plan) == list(simulate(plan).peak_bytes)
 

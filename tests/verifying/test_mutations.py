@@ -150,7 +150,7 @@ def test_what_a_mutation_breaks_in_any_program_is_refused_by_name(name: str) -> 
 
 @pytest.mark.parametrize("seeds", blocks(range(20), ALL))
 def test_a_limit_below_what_a_rank_holds_is_refused(seeds: range) -> None:
-    """The simulation, which counts with its own code, says what is kept; the proof may only ask for more."""
+    """The simulation says what is kept, and when; the proof may only ask for more."""
     for seed in seeds:
         plan = random_plan(seed)
         assert plan.prediction is not None

@@ -81,9 +81,11 @@ def test_an_addend_that_ranks_mask_each_by_its_own_rows() -> None:
     ops = [op for s in plan.job.stages for ops in s.ops.values() for op in ops]
     waits = {op.name: op.args[0].name for op in ops if op.target == WAIT}
     partial_sums = {op.name: op.args[0].name for op in ops if op.target == "comm.all_reduce"}
-    *_, mask = (op for op in ops if op.target == "aten.where.self")
-    (summed,) = set(mask.uses) & set(waits)
-    used = mask.args[0].name, partial_sums[waits[summed]]
+    masks = ("aten.where.self", "aten.masked_fill.Scalar")
+    summed = next(
+        name for op in ops if op.target in masks for name in op.uses if waits.get(name) in partial_sums
+    )
+    used = summed, partial_sums[waits[summed]]
     broken = changed(plan, lambda op: with_uses(op, lambda u: used[1] if u == summed else u))
     assert any(
         f"uses {used[1]} as a full value, of which every tp rank has only a partial sum" in str(fault)

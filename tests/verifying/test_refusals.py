@@ -111,7 +111,7 @@ CHAIN: list[Row] = [
     (communicators(*CHAIN_LANES[1:]), "communicator pp 0>1", "missing"),
     (communicators(*CHAIN_LANES, CHAIN_LANES[0]), "communicator pp 0>1", "there twice"),
     (communicator("pp 0>1", ranks=(1, 0)), "communicator pp 0>1", "its work"),
-    (communicators(*CHAIN_LANES, Communicator("spare", (1, 1))), "communicator spare", "has a rank twice"),
+    (communicators(*CHAIN_LANES, Communicator("spare", (1, 1))), "communicator spare", "ranks twice"),
     (job(microbatches=3), "schedule", "the job has"),
     (schedule(stages=3), "schedule", "the job has"),
     (order(0, "run 0F:0; ", "run 5F:0; "), "orders[0][2]", "there is no"),
@@ -144,7 +144,7 @@ GRID: list[Row] = [
     (
         communicators(*GRID_LANES, Communicator("x", (0,), ("tp", "tp"))),
         "communicator x",
-        "names an axis twice",
+        "axes twice",
     ),
     (
         op(0, "dp.0.0", args=((Ref("grad/w0.1"), Ref("grad/w0.1")), "sum", "dp", 3)),
@@ -237,7 +237,7 @@ GRID: list[Row] = [
         "does not start",
     ),
     (window(END, "dp.0.0.sum; ", ""), "dp.0.0.sum", "missing"),
-    (costs(collectives={("ep", "gather"): ALIKE}), "costs of gather on ep", "there is no"),
+    (costs(collectives={("ep", "gather"): ALIKE}), "costs.collectives", "there is no"),
     (costs(shared=("ep",)), "costs.shared", "there is no"),
     (op(0, "fg0.0", args=(Ref("batch/x"), "tp")), "stage 0F, fg0.0", "cannot be read"),
     (op(0, "fg0.0", args=(Ref("batch/x"), "ep", 2)), "stage 0F, fg0.0", "no axis"),

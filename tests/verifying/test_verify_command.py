@@ -10,7 +10,7 @@ import pytest
 
 from stretto.cli import main as entry
 from stretto.ir.serialize import plan_to_text
-from stretto.schedule.csv import write_csv
+from stretto.schedule.csv import to_csv
 from stretto.schedule.families import make_schedule
 from tests.synthetic import make_plan
 from tests.verifying.comm_plans import one_of_each
@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str | bytes, tuple[str, ...], int, tuple[str, ...]]] = {
     "no plan": ("{}", (), 2, ("file: not a plan file",)),
     "no action": ("0F0,0X0\n", (), 2, ("file, line 1, column 2: cannot read action '0X0'",)),
     "nothing": ("", (), 2, ("file: has no action",)),
-    "neither": (b"\xff\x00\xfe", (), 2, ("file: neither a plan",)),
+    "neither": (b"\xff\x00\xfe", (), 2, ("not a text file",)),
 }
 
 
@@ -72,7 +72,7 @@ def test_status_and_words(
 def test_a_good_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_csv(make_schedule("zb-h1", 3, 4), tmp_path / "orders.csv")
+    (tmp_path / "orders.csv").write_text(to_csv(make_schedule("zb-h1", 3, 4)))
     assert run(monkeypatch, tmp_path / "orders.csv") == 0
     assert capsys.readouterr().out == "ok: 3 ranks, 4 microbatches, 36 actions\n"
     assert run(monkeypatch, tmp_path / "none.csv") == 2

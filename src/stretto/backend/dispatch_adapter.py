@@ -10,16 +10,19 @@ function is an op only if, by its schema,
        outside of the program: a file to read, a record to begin;
     5. no argument of it names a group of processes: what communicates has ops of its own in programs.
 
-Uses a private name, the `_schema` of an overload.
+Uses private names: the `_schema` of an overload, and `FakeTensorMode` of `torch._subclasses.fake_tensor`.
 """
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.backend import grouped_adapter as grouped_adapter  # its ops are known from here on
 from stretto.errors import RunError
@@ -59,6 +62,22 @@ def overload(target: str) -> Callable[..., Any] | None:
         return None
     function: Callable[..., Any] = result
     return function
+
+
+@contextmanager
+def no_elements() -> Iterator[None]:
+    """While the context lasts, ops compute shapes and dtypes as kernels of the tensors' device give them.
+
+    No kernel runs: an op without a rule of its own raises an error that names it. PyTorch writes no log of
+    what is raised: anyone who calls an op that may not fit says so.
+    """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False):
+            yield
+    finally:
+        log.disabled = before
 
 
 def op_key(name: str) -> int:

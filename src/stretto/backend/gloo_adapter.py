@@ -15,14 +15,8 @@ matter (2.11 gives them none); a test fails when it changes, and without it noth
 **The computing thread** is of the idle class during a step: what moves the bytes of a lane takes its core at
 once, and not at the scheduler's next tick (4 ms). Between two hosts of one core at 200 Mbit/s, both
 computing: an all-reduce of 128 KiB takes 4.7 ms as it does alone (8.5 without this), one of 512 KiB 20.9
-(27.1). Only where
-
-1. the process is alone in its control group, so that its threads are weighed against each other only. Who
-   starts it sets `ALONE`: `stretto.lab` does for hosts of one rank. Elsewhere a thread of the idle class
-   would wait for every process of the machine;
-2. the thread can go back (CAP_SYS_NICE, or a limit RLIMIT_NICE of 20): what is idle here computes elsewhere;
-3. PyTorch computes on one thread: others would be of the ordinary class, and the one for which they all wait
-   must not wait for them.
+(27.1). Only under the three conditions of docs/run.md: a thread of the idle class would else wait for other
+processes (`ALONE` says that there are none), never come back, or for threads of the ordinary class.
 """
 
 from __future__ import annotations

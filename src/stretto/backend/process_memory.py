@@ -1,14 +1,9 @@
 """The memory of a process that computes or plans: what malloc keeps, and when Python collects garbage.
 
 **Freed memory stays with the process**, on glibc, so that the next step does not ask the kernel for it again.
-PyTorch takes a processor's tensors from malloc. Glibc gives blocks above 32 MiB back to the kernel when they
-are freed, and the end of its heap as well; the kernel clears every page that it hands out, one fault for each
-4 KiB. A step whose gradients are dropped, as `zero_grad` does, so pays for all of them again. On a GPT of
-hidden 2048 with two layers (one thread, PyTorch 2.13, glibc 2.36, both side by side): 160,000 faults a step
-or none, steps 4 to 7 % shorter, and the process 1.5 % larger at its largest. At hidden 1024, whose blocks are
-smaller, there are none either way. The process keeps the most memory that it had until it ends; blocks above
-`LARGEST` are still given back. Where the user has set how malloc works (`MALLOC_..._`, `GLIBC_TUNABLES`)
-nothing is changed; other C libraries, and allocators loaded before glibc's, have their own settings.
+What it costs and gains is in docs/run.md. The process keeps the most memory that it had until it ends; blocks
+above `LARGEST` are still given back. Where the user has set how malloc works (`MALLOC_..._`,
+`GLIBC_TUNABLES`) nothing is changed; other C libraries have their own settings.
 
 **Garbage is collected rarely** while capture or planning goes on. The collector looks at everything that
 lives whenever that has grown by a quarter, and what these make (graphs, windows, spans) lives for long and is

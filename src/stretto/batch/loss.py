@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from stretto.errors import UsageError
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Tensor | int | float]]
 
-MEANT = "return its mean loss, a scalar tensor, or (sum, count): the sum, and how many it is of"
+MEANT = (
+    "return its mean loss, a scalar tensor (of a model's output, its loss), or (sum, count): the sum, and "
+    "how many it is of"
+)
 
 
 def loss_and_count(returned: Any, loss: Callable[..., Any]) -> tuple[Tensor, Tensor | float | None]:
@@ -80,17 +83,4 @@ def _advice(value: Any) -> str:
         return f"it lacks a return; {MEANT}"
     if isinstance(value, numbers.Number):
         return f"a number has no gradient; {MEANT} (without .item() and float())"
-    key = _key(value)
-    if key:
-        return f"{MEANT}; here out{key}"
     return MEANT
-
-
-def _key(value: Any) -> str:
-    if isinstance(getattr(value, "loss", None), Tensor):
-        return ".loss"
-    if isinstance(value, Mapping) and isinstance(value.get("loss"), Tensor):
-        return '["loss"]'
-    if isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor) and value[0].numel() == 1:
-        return "[0]"
-    return ""

@@ -180,16 +180,8 @@ def _check_rows(shapes: Mapping[str, torch.Size]) -> None:
     if len(sizes) == 1:
         return
     sizes_of = ", ".join(f"{name!r} has {size}" for size, name in sizes.items())
-    if 1 in sizes:
-        name, rows = sizes.pop(1), max(sizes)
-        rest = ", -1" * (len(shapes[name]) - 1)
-        raise UsageError(
-            f"batch leaf {name!r} has 1 row, and {sizes[rows]!r} has {rows}: if it is for all rows, mark it "
-            f"stretto.replicated(x), and every microbatch takes it; or give each row its own, "
-            f"x.expand({rows}{rest})"
-        )
     raise UsageError(
         f"the leaves of the batch differ in their first dim: {sizes_of} rows. Bring the batch's dim first "
-        "(x.transpose(0, 1), and back in the loss), or mark what is the same for all rows "
-        "stretto.replicated(x)"
+        "(x.transpose(0, 1), and back in the loss), give each row its own (x.expand), or mark what is the "
+        "same for all rows stretto.replicated(x), and every microbatch takes it"
     )

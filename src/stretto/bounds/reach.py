@@ -116,10 +116,6 @@ class Reach:
     critical_us: float
     order: tuple[Edge, ...]
 
-    def arrives_us(self, edge: Edge) -> float:
-        """Before when a message cannot have arrived."""
-        return self.leaves_us[edge.index] + self.travel_us[edge.index]
-
 
 def find_reach(job: Job, stage_ranks: tuple[int, ...], costs: Costs) -> Reach:
     """Heads and tails of every op and message of `job`, in microseconds.

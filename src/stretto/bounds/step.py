@@ -76,18 +76,17 @@ class Bound:
     parts: dict[str, float] = field(repr=False)
 
 
-def lower_bound(
-    job: Job, where: Schedule | Sequence[int], costs: Costs, *, max_live: Sequence[int] | None = None
-) -> Bound:
+def lower_bound(job: Job, where: Schedule | Sequence[int], costs: Costs) -> Bound:
     """The time below which no order of the job's actions and ops can come, with these costs.
 
-    where: a schedule, of which only the placement counts, or the rank of each stage. max_live: for each
-    stage, the most live microbatches; the job's own limit by default (a family's own need not bind another
-    order). Op times must be known for every op that is no view. Raises PlanError for a missing time or cost,
-    and for edges that form a circle.
+    where: a schedule, of which only the placement counts, or the rank of each stage. Op times must be known
+    for every op that is no view. Raises PlanError for a missing time or cost, and for edges that form a
+    circle.
     """
     stage_ranks = tuple(where.stage_ranks if isinstance(where, Schedule) else where)
-    forwards = _forwards_a_run(where) if isinstance(where, Schedule) else 1
+    slots = [slot for order in where.orders for slot in order] if isinstance(where, Schedule) else []
+    # Of one run; with k of them, `action_us` is paid once for every k.
+    forwards = max((sum(a.phase is Phase.F for a in slot.actions) for slot in slots), default=1) or 1
     reach = find_reach(job, stage_ranks, costs)
     m = job.microbatches
     # 4. One microbatch alone.
@@ -107,21 +106,15 @@ def lower_bound(
                 parts[f"rank {rank} {name}"] = machine.us
                 words[f"rank {rank} {name}"] = machine_in_words(f"{counted} {rank}'s {what}", m, machine)
     # 5. Memory.
-    limits = max_live or (() if job.max_live is None else (job.max_live,) * len(job.stages))
-    for stage, limit in enumerate(limits):
-        for us, text in _live_bounds(job, reach, stage, limit) if limit < m else ():
+    limit = m if job.max_live is None else job.max_live
+    for stage in range(len(job.stages)) if limit < m else ():
+        for us, text in _live_bounds(job, reach, stage, limit):
             if us > parts.get(f"stage {stage} memory", 0.0):
                 parts[f"stage {stage} memory"], words[f"stage {stage} memory"] = us, text
     # 6. The largest binds; of equal ones the first.
     largest = max(parts.values())
     binding = next(name for name, us in parts.items() if us >= largest * (1 - ROUNDING))
     return Bound(largest, words[binding], parts)
-
-
-def _forwards_a_run(schedule: Schedule) -> int:
-    """The most forwards of one run: with k of them, `action_us` is paid once for every k."""
-    slots = (slot for order in schedule.orders for slot in order)
-    return max((sum(a.phase is Phase.F for a in slot.actions) for slot in slots), default=1) or 1
 
 
 class _Machines:
@@ -260,7 +253,7 @@ def _live_bounds(job: Job, reach: Reach, stage: int, limit: int) -> Iterator[tup
     points = [(0.0, here.distances.from_start)]
     for edge, since in zip(here.edges_in, here.distances.from_arrival, strict=True):
         if edge.user_phase is Phase.F:
-            points.append((reach.arrives_us(edge), since))
+            points.append((reach.leaves_us[edge.index] + reach.travel_us[edge.index], since))
     for head_us, since in points:
         alive_us = _alive_us(reach, stage, since)
         text = f"stage {stage}'s limit of {limit} live microbatch{'es' if limit > 1 else ''}"

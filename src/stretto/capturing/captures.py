@@ -36,7 +36,6 @@ TRACED_BY = (
     "tp",
     "sequence_parallel",
     "tp_plan",
-    "layouts",
     "ep",
     "ep_plan",
     "ep_buffer",
@@ -96,11 +95,6 @@ class Captures:
         check_split(self.model, parallel.split)  # names are checked before what takes long
         check_synchronised(self.model, parallel.dp)
         meshes = on_meshes(self.model, parallel, self.tp_plan)
-        if meshes is not None and parallel.layouts == "passes":
-            raise UsageError(
-                'a program on meshes has a layout of its own, which layouts = "passes" does not change: '
-                "leave layouts out"
-            )
         if meshes is None:
             traced, layout = self._trace(parallel, degree)
             ranks = stage_ranks_of(parallel.schedule, parallel.pp, count)
@@ -143,13 +137,12 @@ class Captures:
             self._traced.popitem(last=False)
 
     def _laid_out(self, parallel: ParallelSettings, layout: Layout) -> Traced:
-        """By passes, every layout is made of one trace of the plain model."""
-        if layout.by == "patched":
+        """Layouts are made of one trace."""
+        if not layout.by_passes:
             return self._traced_now(parallel, layout)
         key = plain_traced_by(parallel, layout)
         if key not in self._traced:
-            plain = layout.before_passes
-            self._keep(key, self._traced_now(parallel, plain), plain)
+            self._keep(key, self._traced_now(parallel, layout.traced), layout.traced)
         self._traced.move_to_end(key)
         return laid_out(self._traced[key][0], layout, self.model, parallel.skip_passes)
 

@@ -6,7 +6,7 @@ Knows one node at a time, and nothing of what the step is for. Touches PyTorch b
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,12 @@ from stretto.backend.dispatch_adapter import draws, returns_view
 from stretto.capturing.calls_adapter import constant_value, is_dispatched
 from stretto.capturing.explain import CONTROL_FLOW
 from stretto.capturing.graph import JointGraph, TracedOp
-from stretto.capturing.torch_adapter import CALL, SEGMENT, mark_of
+from stretto.capturing.torch_adapter import SEGMENT, mark_of
 from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import ALL_TO_ALL
 from stretto.ir.program import CHUNK, GETITEM, INDEX, WAIT, Arg, Const, Constant, Op, Ref, TensorSpec
-from stretto.parallelize.alone import Matched, Shape
 from stretto.parallelize.ops import NAMESPACE
-from stretto.parallelize.unseen import OWN
 
 PYTORCHS_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d")
 """Namespaces of PyTorch's own. DTensor changes placements by those of plans, but a few ops call these."""
@@ -35,9 +33,6 @@ PYTORCHS_WAIT = "_c10d_functional.wait_tensor.default"
 
 SAME_AS = {"aten._efficientzerotensor.default": "aten.zeros.default"}
 """Ops that others replace: forward-mode derivatives make zeros that have no storage."""
-
-Results = Sequence[tuple[Shape, Shape]]
-"""Of a call: a result's shape on a rank, and in the model alone."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -53,11 +48,10 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 def convert(
     joint: JointGraph,
     names: dict[torch.fx.Node, str],
-    matched: Sequence[Matched] = (),
     ranks: int = 1,
 ) -> tuple[list[TracedOp], list[Constant]]:
-    """All nodes in order; puts the ops' names into `names`. matched: the calls of a sharded model. ranks:
-    over how many it is sharded.
+    """All nodes in order; puts the ops' names into `names`. ranks: of each
+    mesh that the program is on.
 
     Everything after the first op that depends on the tangent belongs to the backward. Raises CaptureError
     that names the module of what cannot be written down.
@@ -66,7 +60,6 @@ def convert(
     constants: list[Constant] = []
     roots: dict[str, str] = {}
     backward = False
-    made_by: dict[int, list[int]] = {}
     tainted = {node for node, (kind, _) in joint.inputs.items() if kind == "tangent"}
     for node in joint.module.graph.nodes:
         segment = mark_of(node, SEGMENT)
@@ -84,30 +77,8 @@ def convert(
             raise CaptureError(f"cannot capture {module or 'the model'}: {error}") from None
         backward = backward or any(source in tainted for source in node.all_input_nodes)
         roots[op.name] = op.alias if op.alias is not None else op.name
-        if matched and not backward:
-            number = mark_of(node, CALL)
-            if number is not None and number < len(matched):
-                made_by.setdefault(number, []).append(len(ops))
-        own = bool(mark_of(node, OWN))
-        ops.append(TracedOp(replace(op, module=module), segment, backward, own=own))
-    for number, places in made_by.items():
-        call = matched[number]
-        results: Results = tuple(zip(call.local, call.full, strict=True))
-        _note_full(ops, places, results, call)
+        ops.append(TracedOp(replace(op, module=module), segment, backward))
     return ops, constants
-
-
-def _note_full(ops: list[TracedOp], places: Sequence[int], results: Results, call: Matched) -> None:
-    """The shapes that a call's results have in the model alone, to the ops that make them: the last of it."""
-    left = list(results)
-    for place in reversed(places):
-        item = ops[place]
-        if call.scaled:
-            item = replace(item, scaled=True)
-        made = item.op.outputs[0] if len(item.op.outputs) == 1 else None
-        if left and made is not None and made.shape == left[-1][0]:
-            item = replace(item, full=left.pop()[1], repeated=call.repeated)
-        ops[place] = item
 
 
 LAZY = {"aten._conj.default": "aten.conj_physical.default", "aten._neg_view.default": "aten.neg.default"}

@@ -82,7 +82,7 @@ class ExpertCalls:
             leaves = [_empty(spec, device) for spec in specs]
         for leaf in leaves:
             leaf.requires_grad_(leaf.is_floating_point())
-        parts = self.layout.before_passes.part_shapes(self.model)
+        parts = self.layout.traced.part_shapes(self.model)
         with (
             torch_adapter.fake_state(module, mode, device, dtype, parts),
             nullcontext() if experts is None else sharded_experts(self.model, experts, (name,)),

@@ -7,9 +7,8 @@ strides, comes further; `explained` turns the errors of a trace into `CaptureErr
 from __future__ import annotations
 
 import contextlib
-import re
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from stretto.batch import tree
 from stretto.capturing.state import PythonState
 from stretto.errors import CaptureError, StrettoError, UsageError
-from stretto.parallelize.tensor import TensorParallel
 
 WHERE = "stretto_where"
-"""Attribute of an exception: the module that was running, and those that had been called."""
-
-SHAPE_WORDS = ("size", "shape", "dim", "broadcast", "must match", "expanded", "out of bounds", "out of range")
-
-FULL = ("sequence", "replicated", "attributes")
+"""Attribute of an exception: the module that was running."""
 
 CONTROL_FLOW = (
     "control flow operators (torch.cond, while_loop, scan) and compiled regions cannot be captured: compute "
@@ -100,16 +94,15 @@ def _refused(model: nn.Module, why: str) -> CaptureError:
     return CaptureError(f"cannot capture {type(model).__name__}\n  {why}")
 
 
-def at_fault(error: Exception, running: str, called: Collection[str]) -> None:
+def at_fault(error: Exception, running: str) -> None:
     """Note on an exception which module was running when it was raised."""
     if not hasattr(error, WHERE):
-        setattr(error, WHERE, (running, frozenset(called)))
+        setattr(error, WHERE, running)
 
 
 @contextlib.contextmanager
 def explained(
     model: nn.Module,
-    tensor: TensorParallel | None = None,
     passed: tuple[type[Exception], ...] = (StrettoError,),
     loss: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
@@ -119,17 +112,12 @@ def explained(
     except passed:
         raise
     except Exception as error:
-        raise explain(model, error, tensor, loss) from error
+        raise explain(model, error, loss) from error
 
 
-def explain(
-    model: nn.Module,
-    error: Exception,
-    tensor: TensorParallel | None = None,
-    loss: Callable[..., Any] | None = None,
-) -> CaptureError:
-    """The line of the user's code at which tracing failed, and the reason. tensor: how the model is sharded,
-    which may be why; loss: the function that may have parameters of its own."""
+def explain(model: nn.Module, error: Exception, loss: Callable[..., Any] | None = None) -> CaptureError:
+    """The line of the user's code at which tracing failed, and the reason. loss: the function that may have
+    parameters of its own."""
     own = Path(__file__).parent.parent
     rooms = (str(own / room) for room in ("backend", "batch", "capturing", "parallelize", "tensor"))
     ours = (str(Path(torch.__file__).parent), str(contextlib.__file__), *rooms)
@@ -138,70 +126,14 @@ def explain(
     where = ""
     if frames:
         where = f"{frames[-1].filename}:{frames[-1].lineno}: {(frames[-1].line or '').strip()}"
-    running, called = getattr(error, WHERE, ("", frozenset()))
+    running = getattr(error, WHERE, "")
     at = f" at {where}" if where else f", in module {running}" if running else ""
     reason = _reason(error, [f.filename for f in passed])
     if LOOSE in reason:
         reason += _of_the_loss(model, loss)
     if frames and Path(frames[-1].filename).parts[-3:] in CANNOT_EDIT:
         reason += f"\n  {CANNOT_EDIT[Path(frames[-1].filename).parts[-3:]]}"
-    if tensor is not None and not isinstance(error, StrettoError):
-        reason += _sharded_words(model, reason, tensor, running, called)
     return CaptureError(f"cannot capture {type(model).__name__}{at}\n  {reason}")
-
-
-def _sharded_words(
-    model: nn.Module, reason: str, tensor: TensorParallel, running: str, called: Collection[str]
-) -> str:
-    """Where shapes do not fit: what is sharded there, what is full beside it, what to write into tp_plan.
-
-    A number for each head, or a table of them, is full on each rank, whose heads are a part of all.
-    """
-    if not any(word in reason.lower() for word in SHAPE_WORDS):
-        return ""
-    kinds = {name: style.kind for name, style in tensor.modules.items() if style.kind not in FULL}
-    sharded, size = list(kinds), tensor.size
-    place = running.rpartition(".")[0] if running in kinds else running
-    while place and not any(name.startswith(f"{place}.") for name in sharded):
-        place = place.rpartition(".")[0]
-    if not place:
-        skipped = [name for name in sharded if name not in called]
-        ends = list(dict.fromkeys((*skipped, *(n for n in sharded if kinds[n] == "vocabulary"))))
-        never = f" ({_listed(skipped)}: never called)" if skipped else ""
-        return (
-            f"\n  {_listed(ends or sharded)} sharded over tp = {size}{never}: code that uses such a module "
-            "by "
-            "its weight has a part of it, and makes a part of the features. Call the module, or write "
-            f"{_entries(ends or sharded)} into tp_plan, which keeps it unsharded"
-        )
-    inside = [name for name in sharded if name.startswith(f"{place}.")]
-    own = [name for name, _ in model.named_parameters() if name.startswith(f"{place}.")]
-    full = [name for name in own if name.rpartition(".")[0] not in kinds]
-    beside = (
-        f" {_listed(full)} in it, full on every rank, would have to be sharded with them." if full else ""
-    )
-    counts = "" if full else _counts(model, place, reason, size)
-    return (
-        f"\n  {place} is computed in parts: {_listed(inside)}, sharded over tp = {size}.{beside} Numbers "
-        "for each head, and sizes of all heads in the code, do not fit a rank's part of them: take sizes "
-        f"from tensors (x.shape), {counts}or write {_entries(inside)} into "
-        "tp_plan, which keeps these modules unsharded"
-    )
-
-
-def _counts(model: nn.Module, place: str, reason: str, size: int) -> str:
-    """What to write for integers of a module that are sizes in an error: they may count all heads."""
-    sizes = set(map(int, re.findall(r"(?<![-\d.])\d+(?![\d.])", reason)))
-    values = vars(model.get_submodule(place)).items()
-    names = [n for n, v in values if type(v) is int and v in sizes and v > 1 and v % size == 0]
-    return (
-        f"write {_entries([place], 'attributes:' + ','.join(names))} if they count heads, " if names else ""
-    )
-
-
-def _entries(names: Sequence[str], style: str = "replicated") -> str:
-    patterns = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)
-    return "{" + ", ".join(f"{pattern!r}: {style!r}" for pattern in patterns) + "}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -35,20 +35,11 @@ class JointGraph:
 
 @dataclass(frozen=True, slots=True)
 class TracedOp:
-    """An op with where it came from. segment: see `torch_adapter`; None for gradient reductions.
-
-    full: the shape that the result has in the model alone, where that is known (`parallelize.alone`);
-    scaled: the op's bounds count a rank's part; repeated: each head of keys before it is for several; own: it
-        belongs to the library's own code, which knows what it does.
-    """
+    """An op with where it came from. segment: see `torch_adapter`; None for gradient reductions."""
 
     op: Op
     segment: int | None
     backward: bool
-    full: tuple[int, ...] | None = None
-    scaled: bool = False
-    repeated: bool = False
-    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 1. The sequence is cut in chunks (`stretto.passes.layout.chunks`), and a rank's ops come in the place of
    modules of experts (`stretto.capturing.experts`). Placements of parameters come from the plan
-   that is read for the patched way as well (`stretto.parallelize.tensor`); with sequence parallelism, what
-   enters the first block is sharded along the sequence.
+   (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
+   the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
 3. Passes improve them, as any graph.
 """
@@ -17,21 +17,24 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from stretto.backend.process_memory import rarely_collected
 from stretto.capturing.experts import by_chunk, with_experts
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.axes import TENSOR
-from stretto.ir.program import GETITEM, Op, Shard, TensorSpec
+from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorSpec
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
+from stretto.passes.layout.ahead import Ahead
 from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
 from stretto.passes.layout.shard import GRAD, PARAM, ShardedProgram, shard
+from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
 
 _log = logging.getLogger(__name__)
@@ -40,15 +43,20 @@ LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
 
 
+@rarely_collected()
 def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
-    if layout.tensor is None and layout.chunks is None and not layout.mixtures:
-        return traced
+    for item in traced.ops if layout.tensor is not None else ():
+        if item.op.target in (*STARTS, CHUNK, INDEX) and item.op.args[-2] == TENSOR:
+            raise CaptureError(
+                f"{item.op.module or 'the loss'} communicates along {TENSOR}, over which passes lay out what "
+                "the code computes in full: leave it out"
+            )
     program = with_equal_views_once(program_of(traced))
+    placed: Mapping[str, AxisPlacement] = {}
+    partial: Collection[str] = ()
     try:
-        wishes = {}
-        if layout.tensor is not None and layout.tensor.first is not None:
-            wishes = stream(program, layout.tensor)
+        wishes = stream(program, layout)
         if layout.chunks is not None:
             chunked = _in_chunks(program, layout, _may_be_partial(traced))
             program = chunked.program
@@ -56,15 +64,12 @@ def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Coll
                 wishes = dict.fromkeys(chunked.entering, sharded(SEQUENCE_DIM))
                 wishes |= dict.fromkeys(chunked.leaving, REPLICATED)
         program, traced = with_experts(program, model, layout, traced)
-        placed: Mapping[str, AxisPlacement] = {}
-        partial: frozenset[str] = frozenset()
         if layout.tensor is not None:
-            made = _along_tensor(program, layout.tensor, wishes, _may_be_partial(traced))
+            layout, made = _along_tensor(program, layout, layout.tensor, wishes, _may_be_partial(traced))
             program, placed, partial = made.program, made.placed, made.partial
     except MisfitError as error:
         raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
-            'give layouts = "patched"'
+            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
         ) from None
     return _as_traced(traced, layout, program, placed, partial, skip_passes)
 
@@ -76,34 +81,33 @@ def _may_be_partial(traced: Traced) -> frozenset[str]:
 def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[str]) -> ChunkedProgram:
     chunks, tensor = layout.chunks, layout.tensor
     assert chunks is not None
-    sequence = tensor is not None and tensor.first is not None
-    return in_chunks(
-        program if chunks.full else by_chunk(program),
-        chunks.blocks,
-        chunks.degree,
-        tails=tensor.tails if tensor is not None and sequence else (),
-        multiple=tensor.size if tensor is not None and sequence else 1,
-        may_be_partial=may_be_partial,
-    )
+    ranks = 1 if tensor is None or tensor.first is None else tensor.size
+    program = program if chunks.full else by_chunk(program)
+    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial)
 
 
 def _along_tensor(
     program: StepProgram,
+    layout: Layout,
     tensor: TensorParallel,
     wishes: Mapping[str, AxisPlacement],
     may_be_partial: frozenset[str],
-) -> ShardedProgram:
+) -> tuple[Layout, ShardedProgram]:
+    """The layout with the shards that were found."""
     size = tensor.size
-    if len({of.copies for of in tensor.shards.values()} - {1, size}) > 1:
+    ahead = Ahead(program, size, dict(program.given))
+    shards = {name: _shared(ahead, name, one) for name, one in tensor.shards.items()}
+    if len({of.copies for of in shards.values()} - {1, size}) > 1:
         raise CaptureError(
             "heads of keys are shared by different numbers of ranks in different modules: give all the same "
             "heads of keys, or some the style 'replicated'"
         )
-    placed = {f"{PARAM}{name}": _placement(of, size) for name, of in tensor.shards.items()}
+    placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
+    wishes = {**wishes, **entering_mixtures(program, tensor)}
     made = shard(program, TENSOR, size, placed, wishes, may_be_partial)
     for one in made.gathered:
         _log.debug("%s (%s) is computed in full: %d bytes", one.op.target, one.op.module, one.nbytes)
-    return made
+    return layout.with_tensor(shards), made
 
 
 def _as_traced(
@@ -143,6 +147,12 @@ def _as_traced(
             for k, one in enumerate(traced.seen)
         ),
     )
+
+
+def _shared(ahead: Ahead, name: str, shard: Shard) -> Shard:
+    """A parameter's shard, which ranks share where they are more than heads."""
+    copies = copies_of(ahead, f"{PARAM}{name}", sharded(shard.dim, shard.blocks))
+    return replace(shard, copies=copies)
 
 
 def _placement(shard: Shard, size: int) -> AxisPlacement:
@@ -186,14 +196,17 @@ def _spec_of(ops: Mapping[str, Op], name: str) -> TensorSpec:
     return spec
 
 
-def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
+def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
     """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
     sequence. Raises UsageError where there is none, and for a sequence that ranks cannot share equally."""
-    entering = None if tensor.first is None else stream_into(program, tensor.first)
+    tensor = layout.tensor
+    if tensor is None or tensor.first is None:
+        return {}
+    entering = stream_into(program, tensor.first)
     if entering is None:
         raise UsageError(
             f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
-            'before it has made: give it one, or layouts = "patched", or leave sequence_parallel out'
+            "before it has made: give it one, or leave sequence_parallel out"
         )
     if entering.length % tensor.size:
         raise UsageError(
@@ -201,3 +214,21 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
             f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
         )
     return {entering.name: sharded(SEQUENCE_DIM)}
+
+
+def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
+    """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
+    all tokens, so that no rank has to be told what another's has chosen."""
+    if tensor.first is None:
+        return {}
+    inside = tuple(f"{name}." for name in tensor.mixtures)
+    result: dict[str, AxisPlacement] = {}
+    made: dict[str, Op] = {}
+    for op, origin in program.ops:
+        own = f"{op.module}.".startswith(inside) if inside and not origin.backward else False
+        for name in op.uses if own else ():
+            maker = made.get(name)
+            if maker is not None and not f"{maker.module}.".startswith(inside) and len(maker.outputs) == 1:
+                result[name] = REPLICATED
+        made[op.name] = op
+    return result

@@ -91,7 +91,7 @@ class OnMeshes:
             for name, _ in model.named_parameters(remove_duplicate=False)
             if not (placement := self.placements[name]).is_replicate()
         }
-        return TensorParallel(self.size, {}, shards)
+        return TensorParallel(self.size, shards)
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:

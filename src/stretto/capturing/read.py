@@ -117,13 +117,20 @@ class Reads:
         """Equal layers that did not run read what the one did that ran in their place."""
         modules = dict(self._model.named_modules())
         ran: dict[int, str] = {}
+        by_object = self._by_object()
         for call in calls:
             first = ran.setdefault(call.kind, call.layer)
             if call.template:
                 continue
             for name, module in modules[first].named_modules():
                 other = modules[f"{call.layer}.{name}" if name else call.layer]
-                self._read |= {(id(other), key) for at, key in [*self._read] if at == id(module)}
+                self._read |= {(id(other), key) for key in by_object.get(id(module), ())}
+
+    def _by_object(self) -> dict[int, list[str]]:
+        result: dict[int, list[str]] = {}
+        for at, name in self._read:
+            result.setdefault(at, []).append(name)
+        return result
 
     def kept(self) -> tuple[tuple[tuple[Path, str], ...], ConstantsWatch]:
         """Steps 2 and 3: values below the model by their paths, and a watch of all others."""
@@ -134,9 +141,7 @@ class Reads:
 
     def _walk(self) -> list[_ReadValue]:
         """Step 2. Objects are kept while they are walked, so that no other gets the id of one."""
-        by_object: dict[int, list[str]] = {}
-        for at, name in self._read:
-            by_object.setdefault(at, []).append(name)
+        by_object = self._by_object()
         result: dict[tuple[Path, int], _ReadValue] = {}
         named: set[Any] = set()
         seen: dict[int, Any] = {}

@@ -38,13 +38,9 @@ from stretto.capturing.repeat import Layers
 from stretto.capturing.substitutes import PyTorchCalls, in_float32, losses_in_float32
 from stretto.capturing.torch_state_adapter import hooks_that_change, tracing_state
 from stretto.errors import CaptureError
-from stretto.parallelize.alone import Beside
 
 SEGMENT = "stretto_segment"
 """The annotation's key. Its value counts how often execution entered or left a module so far."""
-
-CALL = "stretto_call"
-"""Likewise, for the call that made a node (`stretto.parallelize.alone` numbers them)."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -92,7 +88,6 @@ class _Segments:
         self.names: list[str] = []
         self.borders: dict[int, int] = {}
         self._running: list[str] = []
-        self._called: set[str] = set()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -100,12 +95,11 @@ class _Segments:
         self.names.clear()
         self.borders.clear()
         self._running.clear()
-        self._called.clear()
         try:
             self._switch()
             yield
         except Exception as error:
-            at_fault(error, self._running[-1] if self._running else "", self._called)
+            at_fault(error, self._running[-1] if self._running else "")
             raise
         finally:
             fx_traceback.current_meta.pop("custom", None)
@@ -117,7 +111,6 @@ class _Segments:
 
             def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
                 self._running.append(name)
-                self._called.add(name)
                 self._switch()
 
             def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
@@ -148,14 +141,6 @@ class _Segments:
 
     def _mark(self) -> None:
         fx_traceback.current_meta["custom"] = {SEGMENT: len(self.names) - 1}
-
-
-def mark_call(number: int | None) -> None:
-    """Nodes that are made from now on belong to this call; None: to no call."""
-    custom = fx_traceback.current_meta.get("custom")
-    if custom is not None:
-        kept = {key: value for key, value in custom.items() if key != CALL}
-        fx_traceback.current_meta["custom"] = kept if number is None else {**kept, CALL: number}
 
 
 Leaves = Sequence[torch.Tensor]
@@ -194,7 +179,6 @@ def export_joint(
     mode: FakeTensorMode,
     layers: Layers | None = None,
     meshes: OnMeshes | None = None,
-    beside: Beside | None = None,
     float32_losses: bool = False,
 ) -> tuple[JointGraph, Reads]:
     """Forward, loss and backward of one microbatch as one functional graph, and what of Python they read. All
@@ -202,8 +186,7 @@ def export_joint(
 
     layers: the equal layers that are not all traced; `stretto.capturing.expand` then gives the full graph.
     meshes: where a program on several meshes lies.
-    beside: compares the calls of a sharded model with those of the model alone. float32_losses: whether
-    losses of half precision are taken in float32 (`stretto.capturing.substitutes`).
+    float32_losses: whether losses of half precision are taken in float32 (`stretto.capturing.substitutes`).
     """
     segments = _Segments()
     program = None if meshes is None else MeshProgram(meshes, segments.border)
@@ -221,7 +204,6 @@ def export_joint(
             segments.forward(),
             watched(),
             buffers_in_place(model),
-            nullcontext() if beside is None else beside.forward(),
             PyTorchCalls(losses_in_float32) if float32_losses else nullcontext(),
             masks_recognised(values, calls.substitutes(left)),
             OpsSeen() as seen,
@@ -258,7 +240,6 @@ def export_joint(
         tracing_state(),
         fx_traceback.preserve_node_meta(),
         segments.hooks(model),
-        nullcontext() if beside is None else beside.installed(),
         nullcontext() if layers is None else layers.installed(),
         nullcontext() if program is None else program.installed(),
         hooks_that_change(model),
@@ -343,5 +324,5 @@ def _output(desc: Any) -> tuple[str, str]:
 
 def mark_of(node: torch.fx.Node, key: str) -> Any:
     """What the node, forward or backward, is marked with; None where it is not. key: `SEGMENT` (sums of
-    gradients have none), `CALL`, or `OWN` of the library's own code."""
+    gradients have none)."""
     return (node.meta.get("custom") or {}).get(key)

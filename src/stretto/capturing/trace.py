@@ -3,8 +3,9 @@
     1. The model's parameters and buffers, and one microbatch, become fake tensors (no storage, no device).
     2. Forward, loss and backward are exported as one functional graph of dispatcher calls.
     3. Every node becomes an `Op`; what it means (parameter, gradient, buffer update, loss) goes beside it.
-    4. Of a model that is sharded it is proved that it computes what the plain model computes.
+    4. Of a program on meshes it is proved that each rank computes what the plain model computes.
     5. Passes improve the graph (`stretto.passes`).
+    6. Passes lay out the graph over tensor-parallel ranks (`stretto.capturing.laid_out`).
 
 The result knows no stages: `stretto.capturing.split` chooses them, `stretto.capturing.stages` cuts.
 """
@@ -16,47 +17,37 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stretto.backend.observe_adapter import watched
 from stretto.backend.process_memory import rarely_collected
 from stretto.batch import tree
 from stretto.batch.loss import Loss
 from stretto.capturing import torch_adapter
 from stretto.capturing.convert import convert, dtype_name, spec_of
-from stretto.capturing.equal import NotRepeatedError, equal_layers, renamed
+from stretto.capturing.equal import NotRepeatedError, equal_layers
 from stretto.capturing.expand import expand, named
 from stretto.capturing.explain import check_batch, check_model, explained
 from stretto.capturing.graph import JointGraph, Traced, TracedStep, passed
-from stretto.capturing.known import Known
 from stretto.capturing.laid_out import laid_out
-from stretto.capturing.masks_adapter import masks_recognised
 from stretto.capturing.mesh_program import OnMeshes
 from stretto.capturing.outputs import count_of, mean_over, observed_of, with_partial
 from stretto.capturing.proof import Proof
 from stretto.capturing.read import Reads
 from stretto.capturing.repeat import layers_of
 from stretto.capturing.split import layer_names
-from stretto.capturing.state import PythonState
 from stretto.capturing.substitutes import (
     HALF,
     PyTorchCalls,
     attention_on_cuda,
     batch_norms_in_ops,
-    losses_in_float32,
     with_cuda_results,
 )
-from stretto.capturing.torch_state_adapter import tracing_state
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
-from stretto.parallelize.alone import Beside, Key, PlainCall, with_gathered_logits
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.split_logits import WrittenError
-from stretto.parallelize.unseen import ALONE, now
 from stretto.passes import check_names
 
 _log = logging.getLogger(__name__)
@@ -129,22 +120,21 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    if layout.by == "passes":
-        traced = trace(
+    if meshes is None and layout.by_passes:
+        plain = trace(
             *(model, batch, loss),
             microbatches=microbatches,
             param_dtype=param_dtype,
             device=device,
-            layout=layout.before_passes,
+            layout=layout.traced,
             equal_layers=equal_layers,
             skip_passes=skip_passes,
         )
-        return laid_out(traced, layout, model, skip_passes)
-
-    def attempt(how: Layout) -> Traced:
-        traced = partial(
-            _trace, model, batch, loss, microbatches, param_dtype, device, how, skip_passes, meshes
-        )
+        return laid_out(plain, layout, model, skip_passes)
+    traced = partial(
+        _trace, model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes
+    )
+    with batch_norms_in_ops(model):
         # Layers that are repeated would number the borders of meshes again.
         if equal_layers and meshes is None:
             try:
@@ -153,13 +143,6 @@ def trace(
                 # Whether a model can be captured is for the trace of all layers to decide.
                 _log.debug("all layers are traced: %s", reason)
         return traced(repeats=False)
-
-    with batch_norms_in_ops(model):
-        try:
-            return attempt(layout)
-        except WrittenError:
-            assert layout.tensor is not None, "without, no logits are split"
-            return attempt(replace(layout, tensor=with_gathered_logits(model, layout.tensor)))
 
 
 def _trace(
@@ -193,19 +176,9 @@ def _trace(
     sharded: frozenset[str] = frozenset()
     tensor = layout.tensor
     if tensor is not None:
-        values = tuple(one.value for one in seen)
-        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size, meshes is not None, values)
-        proved = proof.proved()
-        ops, partial_along = list(proved.ops), proved.partial
-        placers = [placer for _, placer in proof.placers]
-        sharded = frozenset(
-            item.op.name
-            for item in proof.made
-            if any(not dim for p in placers for dim, _ in p.of(item.op.name).at)
-        )
-        grads = {name: value and proved.renamed[value] for name, value in grads.items()}
-        kept = {what: proved.renamed[value] for what, value in kept.items()}
-        seen = tuple(with_partial(one, proved.seen[one.value], proved.renamed[one.value]) for one in seen)
+        proof = Proof(ops, given, tensor.shards, grads, kept, tensor.size)
+        partial_along, sharded = proof.partial(), proof.sharded()
+        seen = tuple(with_partial(one, proof.of(one.value), one.value) for one in seen)
     roots = {value for value in grads.values() if value is not None} | {*kept.values()}
     ops, now = passed(ops, roots | {one.value for one in seen}, given, sharded, skip_passes)
     grads = {name: value and now.get(value, value) for name, value in grads.items()}
@@ -285,13 +258,8 @@ def _set_up(
 
 
 def _exported(setup: _TraceSetup) -> _ExportedStep:
-    model, layout, tensor = setup.model, setup.layout, setup.layout.tensor
+    model, layout = setup.model, setup.layout
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    beside = None
-    if tensor is not None and setup.meshes is None:
-        leaves_at = layout.leaves()
-        result = _alone(setup, Beside(model, leaves_at, tensor.size))
-        beside = Beside(model, leaves_at, tensor.size, result, torch_adapter.mark_call)
     with (
         setup.fake_state(layout.part_shapes(model)),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
@@ -300,7 +268,7 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
         specs = {name: spec_of(p) for name, p in model.named_parameters(remove_duplicate=False)}
         specs |= {name: spec_of(b) for name, b in model.named_buffers(remove_duplicate=False)}
         layers = layers_of(model) if setup.repeats else None
-        with explained(model, tensor, (NotRepeatedError, WrittenError), setup.loss):
+        with explained(model, passed=(NotRepeatedError,), loss=setup.loss):
             joint, reads = torch_adapter.export_joint(
                 model,
                 setup.loss,
@@ -309,7 +277,6 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
                 setup.mode,
                 layers,
                 setup.meshes,
-                beside,
                 setup.param_dtype in HALF,
             )
     leaf_names = list(setup.leaves)
@@ -318,8 +285,7 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
         name = leaf_names[int(key)] if kind == "batch" else str(key)
         names[node] = "tangent" if kind == "tangent" else f"{kind}/{name}"
     given = {names[node]: spec_of(node.meta["val"]) for node in joint.inputs if "val" in node.meta}
-    matched = () if beside is None else beside.matched
-    ops, constants = convert(joint, names, matched, 1 if tensor is None else tensor.size)
+    ops, constants = convert(joint, names, 1 if setup.meshes is None else setup.meshes.size)
     if setup.absent:
         made = with_cuda_results((traced.op for traced in ops), given)
         ops = [replace(traced, op=op) for traced, op in zip(ops, made, strict=True)]
@@ -333,41 +299,6 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
     step = TracedStep(tuple(ops), grads, kept)
     step = named(step) if layers is None else expand(step, layers.calls, joint.segments, constants)
     return _ExportedStep(joint, reads, step, constants, specs, given)
-
-
-def _alone(setup: _TraceSetup, calls: Beside) -> Mapping[Key, PlainCall]:
-    """The calls of the model alone; those of equal layers are those of the first."""
-    model, loss = setup.model, setup.loss
-    layers, known = layers_of(model) if setup.repeats else None, Known()
-    if layers is not None:
-        layers.begin(SimpleNamespace(names=[""], follow=lambda names: None), known)
-    with (
-        setup.fake_state(),
-        now(ALONE),
-        setup.mode,
-        tracing_state(),
-        torch.enable_grad(),
-        calls.installed(),
-        nullcontext() if layers is None else layers.installed(),
-        calls.forward(),
-        watched(),  # it calls what the sharded model calls
-        PyTorchCalls(losses_in_float32) if setup.param_dtype in HALF else nullcontext(),
-        masks_recognised(known),
-    ):
-        before = PythonState(("", model), ("the loss", loss))
-        try:
-            with explained(model, passed=(NotRepeatedError,), loss=loss):
-                loss(model, setup.rebuild(tuple(setup.leaves.values())))
-        finally:
-            before.restore()
-    result = dict(calls.found)
-    first: dict[int, str] = {}
-    for call in () if layers is None else layers.calls:
-        like = first.setdefault(call.kind, call.layer)
-        if not call.template:
-            inside = [key for key in calls.found if renamed(key[0], like, "") != key[0]]
-            result.update({(renamed(k[0], like, call.layer), *k[1:]): calls.found[k] for k in inside})
-    return result
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -156,7 +156,7 @@ def check(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a part of a plan shards little
-        lines = bisect_layout(model, parallel, tp_plan, equal)
+        lines = bisect_layout(parallel, tp_plan, equal)
     raise RunError("\n".join(("the step is not the plain model's", str(compared), *lines)))
 
 

@@ -99,9 +99,9 @@ def calibrate(
     machine = machine_of(on)
     if traces_only and kind == "cuda":
         machine = Machine(result[0].device, machine.torch, machine.threads, kind)
-    traced = {op.key: op.us for trace in result for op in trace.ops}
     outcome = Outcome(_begun(path, machine, fresh, rank, traces_only))
-    outcome.calibration.traced.update(traced)
+    for trace in result:
+        outcome.calibration.traced.update(trace.op_us)
     stopped = False
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=rank != 0, transient=True) as bar:

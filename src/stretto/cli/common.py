@@ -6,18 +6,15 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from stretto.errors import StoppedError, UsageError
+from stretto.errors import UsageError
 from stretto.files.whole_file import saving
 
 # --- options ------------------------------------------------------------------------------------------
@@ -91,33 +88,22 @@ def check_output(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
+    trouble = ""
     try:
-        trouble = _trouble(path)
-    except OSError as error:
-        trouble = f"cannot be looked at: {error.strerror}"
-    except ValueError as error:  # a null byte
-        trouble = f"is no path: {error}"
+        # A file is renamed onto its path, which takes the permission of the folder that it is in. A pipe or a
+        # terminal is written as it is.
+        folder = Path(os.path.realpath(path)).parent
+        written = path if path.exists() and not path.is_file() else folder
+        if path.is_dir():
+            trouble = "is a folder; name a file in it"
+        elif not folder.is_dir():
+            trouble = f"the folder {folder} does not exist; create it"
+        elif not os.access(written, os.W_OK):
+            trouble = f"{written} may not be written; name another path"
+    except (OSError, ValueError) as error:  # the latter of a null byte
+        trouble = f"cannot be looked at: {error}"
     if trouble:
         raise UsageError(f"{option} {path}: {trouble}; nothing was begun")
-
-
-def _trouble(path: Path) -> str | None:
-    """Why nothing can be written there."""
-    if path.is_dir():
-        return "is a folder; name a file in it"
-    if path.exists() and not os.access(path, os.W_OK):
-        return "may not be written; name another file"
-    if path.exists() and not path.is_file():
-        return None  # a pipe or a terminal is written as it is
-    # A file is renamed onto its path, which takes the permission of the folder that it is in.
-    folder = Path(os.path.realpath(path)).parent
-    if not folder.exists():
-        return f"the folder {folder} does not exist; create it"
-    if not folder.is_dir():
-        return f"{folder} is no folder; name another path"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"the folder {folder} may not be written; name another path"
-    return None
 
 
 def write_and_print(
@@ -146,49 +132,3 @@ def write_and_print(
 def echo_file(text: str) -> None:
     """Print what is a file's content, as UTF-8 whatever the terminal's encoding is."""
     typer.echo(text.encode(), nl=False)
-
-
-# --- signals ------------------------------------------------------------------------------------------
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Stops:
-    """While it is entered, SIGTERM and a lost terminal (SIGHUP) end a command as Ctrl-C does: by
-    KeyboardInterrupt, wherever it is, in the main thread. What takes the best so far, writes what it has, or
-    cleans up, then does so for all three. received: their numbers, in order: who is interrupted may take that
-    for the end of a search, and print nothing.
-
-    What the caller ignores stays ignored: `nohup stretto plan` outlives its terminal.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Stops:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @property
-    def status(self) -> int:
-        """The exit status by custom: 128 and the number of the signal that came first."""
-        return 128 + self.received[0] if self.received else StoppedError.exit_status
-
-    def ignore(self) -> None:
-        """From here on there is little left to do."""
-        for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-        raise KeyboardInterrupt

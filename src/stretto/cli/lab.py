@@ -13,7 +13,7 @@ from rich.console import Console
 
 from stretto.errors import UsageError
 from stretto.lab.cluster import Lab, examine
-from stretto.lab.commands import StopSignals
+from stretto.train.interrupt import Stops
 
 lab = typer.Typer(add_completion=False, no_args_is_help=True, help="Emulate a slow cluster on this machine.")
 
@@ -67,13 +67,13 @@ def run(
             file=sys.stderr,
         )
     try:
-        with StopSignals() as signals, emulated:
+        with Stops(raises=False) as stops, emulated:
             statuses = emulated.run(
                 command,
                 output=output,
                 quiet_others=quiet_others,
                 grace_s=grace,
-                signals=signals,
+                signals=stops.numbers,
             )
     except BrokenPipeError:
         # The reader of our output is gone (`| head`). Python would complain once more when it flushes.

@@ -17,9 +17,10 @@ from typing import Any, TextIO
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stretto.cli.common import Stops, printable
+from stretto.cli.common import printable
 from stretto.errors import StoppedError, StrettoError
 from stretto.train.failure import is_launched
+from stretto.train.interrupt import Stops
 
 COMMANDS = {
     "train": "Train a model as a settings file describes.",

@@ -17,10 +17,11 @@ import typer
 from rich.console import Console
 
 import stretto
-from stretto.cli.common import RENEW, Changes, Config, Fresh, Stops, check_output, command, write_and_print
+from stretto.cli.common import RENEW, Changes, Config, Fresh, check_output, command, write_and_print
 from stretto.config import TrainSettings, load_settings
 from stretto.errors import StoppedError, UsageError
 from stretto.price.cluster import Description, describe
+from stretto.train.interrupt import Stops
 from stretto.train.progress import Progress
 
 
@@ -46,13 +47,6 @@ def plan(
             "without it."
         ),
     ] = None,
-    order: Annotated[
-        str | None,
-        typer.Option(
-            help='How ops are ordered in windows: "improve", "list" or "captured"; '
-            "planning.order of the settings without it."
-        ),
-    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Plan a training step for this machine, or for one that is described; print the plan and save it.
@@ -64,8 +58,6 @@ def plan(
         wishes.append(f"parallel.overlap={overlap}")
     if fresh:
         wishes.append(RENEW)
-    if order is not None:
-        wishes.append(f"planning.order={order}")
     settings, description = load_settings(config, wishes), read_cluster(cluster)
     with Stops() as stops:
         try:
@@ -78,12 +70,12 @@ def plan(
             raise StoppedError(why, stops.status) from None
 
         def show() -> None:
-            if stops.received:
+            if stops.numbers:
                 typer.echo("interrupted: this is the best plan so far", err=True)
             typer.echo(str(made))
 
         write_and_print([(output, made.save)], show)
-    if stops.received:
+    if stops.numbers:
         sys.stdout.flush()
         raise typer.Exit(stops.status)
 

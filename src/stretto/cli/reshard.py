@@ -17,7 +17,7 @@ from stretto.files.parse import LARGEST
 from stretto.lab.network import parse_rate
 from stretto.report.grid import WIDTH, Columns, Grid, Row, format_bytes, format_us, grid_of
 from stretto.tensor.reshard.arguments import HELP, between_meshes, read
-from stretto.tensor.reshard.plan import PIECE_BYTES, Choice, ReshardPlan, plan_reshards
+from stretto.tensor.reshard.plan import Choice, ReshardPlan, plan_reshards
 from stretto.tensor.reshard.tasks import MODES, Hosts, Mode, Tensor
 
 SHOWN = 64
@@ -41,7 +41,6 @@ def reshard(
     rate: Annotated[str, typer.Option(help="Of a host's link, in each direction.")] = "100gbit",
     latency_us: Annotated[float, typer.Option(min=0, help="Between hosts, microseconds.")] = 0.0,
     mode: Annotated[str | None, typer.Option(help=f"List this mode's transfers: {', '.join(MODES)}.")] = None,
-    piece_kib: Annotated[int, typer.Option(min=1, help="Size of pieces along a chain.")] = PIECE_BYTES >> 10,
     as_json: AsJson = False,
 ) -> None:
     """Plan a tensor's way from one mesh to another: tasks, bytes, makespan and bound in each mode.
@@ -63,7 +62,7 @@ def reshard(
 
     def planned(mode: Mode, choice: Choice) -> ReshardPlan:
         tensor = Tensor(tuple(sizes), itemsize_bytes, source, target)
-        return plan_reshards([tensor], hosts, mode, choice=choice, piece_bytes=piece_kib << 10)
+        return plan_reshards([tensor], hosts, mode, choice=choice)
 
     modes = [known for known in MODES if mode in (None, known)]
     plans = [(choice, planned(name, choice)) for name in modes for choice in CHOICES]

@@ -5,7 +5,6 @@ The choice is made in `stretto.tune`; here are its options, its tables, and the 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -24,16 +23,14 @@ from stretto.files.typed_file import read_text
 from stretto.files.whole_file import write_file
 from stretto.ir.compared import beside_bound
 from stretto.ir.limits import MOST_RANKS
-from stretto.price.calibration import Calibration
 from stretto.price.cluster import Description
 from stretto.price.cluster_file import Hardware
+from stretto.processor.control_groups import usable_cores
+from stretto.train.interrupt import Stops
 
 if TYPE_CHECKING:
     from stretto.tune.work import Planned, Tuned
 
-
-PRINT_S = 30.0
-"""How long it may take to print and write what there is after Ctrl-C. Assumed."""
 
 SEEN = 1e-4
 """Of a step, what an axis exposes at least to be shown."""
@@ -88,26 +85,22 @@ def tune(
     fixed = read_fixed(fix or [])
     text = read_text(config, "settings file")
     _written(text, settings, changes or [], dict.fromkeys(("parallel.pp", "parallel.schedule"), 1))
-    from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
     from stretto.tune.search import Search
     from stretto.tune.work import Workers
 
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     choices = Choices(settings, count, fixed)
     search = Search(choices, result, max_seconds, console.print)
-    many = processes or min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
-    ended: Interrupted | None = None
-    with Interrupts(end_at_once) as interrupts:
-        interrupts.stuck_s = PRINT_S
+    many = processes or min(2, len(usable_cores()))
+    with Stops() as stops:
         try:
             with Workers(many, settings, count, result, fixed) as workers:
                 search.run(workers)
-        except Interrupted as error:
-            ended = error
-        # What there is is printed and written, however often one interrupts.
-        interrupts.ending()
+        except KeyboardInterrupt:
+            pass
+        stops.ignore()  # what there is is printed and written, however often one interrupts
         tuned = search.result()
-        if ended is not None:
+        if stops.numbers:
             tuned.stopped = "it was interrupted"
 
         def write(path: Path) -> None:
@@ -118,9 +111,9 @@ def tune(
         a_device = of.size * settings.training.global_batch / count
         files = [(output if tuned.planned else None, write)]
         write_and_print(files, partial(_print, tuned, of.unit, a_device, top))
-    if ended is not None:
+    if stops.numbers:
         sys.stdout.flush()
-        raise typer.Exit(ended.status)
+        raise typer.Exit(stops.status)
     if not tuned.planned:
         raise StrettoError(_nothing(tuned, choices.devices, result))
 
@@ -173,7 +166,7 @@ def _print(tuned: Tuned, unit: str, a_device: float, top: int) -> None:
         rows = [_cells(one, a_device) for one in tuned.planned[:top]]
         Grid(title, head, rows, words=(0, 1, 4)).print(console)
         best, own = tuned.planned[0], tuned.own
-        console.print(f"The fastest is bound by {best.binds}.")
+        console.print(f"The fastest is bound by {best.made.binds}.")
         if isinstance(own, Planned):
             times = f"{own.step_us / best.step_us:.2f} times the fastest"
             console.print(f"As the settings are: {format_us(own.step_us)}, {times}.")
@@ -210,10 +203,10 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
         format_us(one.step_us),
         f"{a_device / one.step_us * 1e6:,.{0 if a_device > one.step_us / 1e5 else 3}f}",
         " ".join(f"{axis} {format_us(us)}" for axis, us in seen.items()) or "nothing",
-        format_us(one.bubble_us),
-        format_bytes(one.peak_bytes),
-        format_us(one.bound_us),
-        beside_bound(one.step_us, one.bound_us),
+        format_us(max(one.made.bubble_us)),
+        format_bytes(max(one.made.peak_bytes)),
+        format_us(one.made.bound_us),
+        beside_bound(one.step_us, one.made.bound_us),
         one.order,
     )
 
@@ -221,13 +214,12 @@ def _cells(one: Planned, a_device: float) -> tuple[str, ...]:
 def _nothing(tuned: Tuned, devices: int, found: Description) -> str:
     """Why there is no plan at all."""
     from stretto.report.grid import format_bytes
-    from stretto.tune.work import limit_of
 
     if tuned.stopped:
         return (
             f"no plan was made, as {tuned.stopped}: give more with --max-seconds, or fix some of the choices"
         )
-    limit = None if isinstance(found, Calibration) else limit_of(found)
+    limit = found.memory_bytes
     if tuned.least is not None and limit is not None:
         what, nbytes = tuned.least
         return (

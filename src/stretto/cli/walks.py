@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from stretto.cli.common import Edited, PlanFile, Trace, check_output, command, write_and_print
-from stretto.errors import UsageError, near_path
+from stretto.errors import UsageError
+from stretto.files.typed_file import read_text
 
 
 @command
@@ -97,7 +98,7 @@ def verify(
     from stretto.verifying import verify as prove
     from stretto.verifying.summary import plan_summary, schedule_summary
 
-    text = _read(path)
+    text = read_text(path)
     if text.lstrip().startswith(("{", "[")):
         plan = plan_from_text(text, str(path), edited)
         prove(plan, max_bytes)
@@ -112,13 +113,3 @@ def verify(
     schedule = read_csv(path)
     prove(schedule)
     typer.echo(f"ok: {schedule_summary(schedule)}")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        near = near_path(path) if isinstance(error, FileNotFoundError) else ""
-        raise UsageError(f"cannot read {path}: {error.strerror}{near}") from None
-    except ValueError:
-        raise UsageError(f"cannot read {path}: neither a plan (JSON) nor a schedule (CSV)") from None

@@ -255,7 +255,8 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
         (
             training.global_batch % pieces,
             f"training.global_batch = {training.global_batch} must be a multiple of "
-            f"parallel.microbatches = {parallel.microbatches}{by}: give {_fitting(settings)}",
+            f"parallel.microbatches = {parallel.microbatches}{by}: give "
+            f"{-(-training.global_batch // pieces) * pieces}",
         ),
         (
             parallel.sequence_parallel and length % parallel.tp,
@@ -289,18 +290,6 @@ def _faults_between_parts(settings: TrainSettings) -> list[str]:
             if wrong
         ]
     return [*faults, *faults_of_experts(model, parallel, length, training.global_batch // pieces)]
-
-
-def _fitting(settings: TrainSettings) -> str:
-    """The numbers nearest to a batch or to microbatches that do not fit each other."""
-    parallel, batch = settings.parallel, settings.training.global_batch
-    pieces = parallel.microbatches * parallel.dp
-    batches = f"training.global_batch = {-(-batch // pieces) * pieces}"
-    if batch % parallel.dp:
-        return batches
-    most = min(parallel.microbatches, batch // parallel.dp)
-    fewer = next(count for count in range(most, 0, -1) if batch // parallel.dp % count == 0)
-    return f"parallel.microbatches = {fewer}, or {batches}"
 
 
 def load_settings(path: str | Path, overrides: Sequence[str] = (), begin: Say = silent) -> TrainSettings:

@@ -105,12 +105,8 @@ class ParallelSettings(Settings):
     """Whether tensor-parallel ranks also share the sequence between matrices (norms, dropout, residuals)."""
     tp_plan: dict[str, str] | None = None
     """Which modules are sharded over tp, and how: a pattern of module names ("blocks.*.mlp.up", where * is
-    one part of a name) and a style: "colwise", "rowwise", "vocabulary", "sequence", "colwise_gather_output",
-    "rowwise_split_input", "packed_colwise:3", "experts" or "replicated". Without it, the model's own plan."""
-    layouts: Literal["patched", "passes"] = "passes"
-    """How tensor-parallel ranks get their parts of the step: "patched" replaces forwards of modules and
-    traces one rank's part; "passes" traces the plain model once and lays out what was traced. The latter is
-    new, and has neither expert parallelism nor chunks of the sequence yet."""
+    one part of a name) and a style: "colwise", "packed_colwise:3", "rowwise", "vocabulary", "experts" or
+    "replicated". Without it, the model's own plan."""
     microbatches: int = Field(default=1, ge=1, le=MOST_MICROBATCHES)
     """Slices of a data-parallel copy's batch that go through the pipeline one by one."""
     schedule: Annotated[str | Schedule, PlainValidator(_schedule)] = "eager-1f1b"

@@ -138,15 +138,5 @@ def _check(stages: Stages) -> None:
     for word, place, where in ((EMBEDDING, 0, "first"), (LOSS, -1, "last")):
         if words.count(word) != 1 or words[place] != word:
             had = f"is there {words.count(word)} times" if words.count(word) != 1 else "is elsewhere"
-            raise ValueError(f"{word} comes once, as the {where} of all words, and {had}: {_mended(stages)}")
-
-
-def _mended(stages: Stages) -> str:
-    """What to write instead."""
-    layers = [words.count(LAYER) for words in stages.of]
-    first = next((at for at, words in enumerate(stages.of) if EMBEDDING in words), 0)
-    last = next((at for at in reversed(range(len(layers))) if LOSS in stages.of[at]), len(layers) - 1)
-    counts = [at for at, count in enumerate(layers) if count]
-    if counts:
-        first, last = min(first, counts[0]), max(last, counts[-1])
-    return f"write {of_counts(layers, embedding=min(first, last), loss=max(first, last)).text!r}"
+            mended = of_counts([stage.count(LAYER) for stage in stages.of]).text
+            raise ValueError(f"{word} comes once, as the {where} of all words, and {had}: write {mended!r}")

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,6 @@ from stretto.convert.training import put_training
 from stretto.errors import UsageError
 from stretto.files.parse import parse_toml
 from stretto.files.settings_file import faults_of
-
-KINDS = {"model.kind", "model.architecture"}
-"""Without which no other setting of a model can be judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,26 +130,21 @@ def _others(flags: ReadFlags) -> list[FlagOutcome]:
 
 
 def _faults(tally: Tally) -> list[str]:
-    known = _lines(tally.values, tally)
+    origin = {key: ", ".join(flags) or tally.made_of[key] for key, flags in tally.culprits.items()}
     worded = []
-    for source, line in known:
+    for source, line in faults_of(TrainSettings, nested(tally.values), "", origin):
         if not source:
-            # A fault between settings: those without which it would not be there.
+            # A fault between settings, which names them.
+            words = re.findall(r"\w+", line)
             culprits = [
                 flag
-                for key in tally.values
-                if key not in KINDS
-                and line not in [other for _, other in _lines(_without(tally, key), tally)]
-                for flag in tally.culprits[key]
+                for key, flags in tally.culprits.items()
+                if key.rpartition(".")[2] in words
+                for flag in flags
             ]
             source = ", ".join(dict.fromkeys(culprits)) or "together"
         worded.append(f"{source}: {line}")
     return worded
-
-
-def _lines(values: Mapping[str, object], tally: Tally) -> list[tuple[str, str]]:
-    origin = {key: ", ".join(flags) or tally.made_of[key] for key, flags in tally.culprits.items()}
-    return faults_of(TrainSettings, nested(values), "", origin)
 
 
 def _place(key: str) -> tuple[bool, int, int]:
@@ -161,10 +154,6 @@ def _place(key: str) -> tuple[bool, int, int]:
     tables = TrainSettings.model_fields
     below = getattr(tables[table].annotation, "model_fields", {})
     return bool(leaf), list(tables).index(table), list(below).index(leaf) if leaf in below else 0
-
-
-def _without(tally: Tally, key: str) -> dict[str, object]:
-    return {name: value for name, value in tally.values.items() if name != key}
 
 
 def _text(tally: Tally, outcomes: Sequence[FlagOutcome]) -> str:

@@ -202,14 +202,14 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[s
                 )
             table = below
         if text.strip():
-            table[parts[-1]] = _parse_value(text)
+            table[parts[-1]] = parse_value(text)
         else:
             table.pop(parts[-1], None)
         origin[key] = f"--set {override}"
     return origin
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """The TOML value that `text` spells, or else the text itself, so that names need no quotes."""
     try:
         parsed = parse_toml(f"value = {text}")

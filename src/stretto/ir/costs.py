@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from stretto.files.codec import Amount, Fits, Share
-from stretto.ir.compared import against
 from stretto.ir.curve import Curve
 
 
@@ -202,8 +201,3 @@ class Prediction:
         if not total:
             return None
         return 1.0 - sum(self.exposed_axis_us.get(axis, ())) / total
-
-    @property
-    def gap(self) -> float:
-        """How far the plan is from its bound: 0.05 is five percent above it."""
-        return against(self.step_us, self.bound_us) or 0.0

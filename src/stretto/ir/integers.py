@@ -1,6 +1,6 @@
 """What an integer tensor says to the op that reads it: which rows of another operand, or where groups of rows
 end. What is made up in its place must do the same, else the op does other work than in a step. And which
-leaves of a batch name rows of an embedding.
+leaves of a batch name rows of an embedding, or classes of a loss.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from stretto.ir.action import Phase
 from stretto.ir.dims import GROUPED, OVER_ROWS
+from stretto.ir.op_names import LIKELIHOODS
+from stretto.ir.prices import specs_of
 from stretto.ir.program import Job, Op, Ref, TensorSpec
 
-ROWS_OF = {"aten.embedding.default": (0, 1, 0)}
-"""Op -> its argument with the rows, the one that names them, and the dim."""
+EMBEDDING = "aten.embedding.default"
+"""(weight, indices, ...)"""
 
 ALONG = (
     *("aten.gather.default", "aten.index_select.default", "aten.scatter.src", "aten.scatter.value"),
@@ -57,9 +59,8 @@ def _said(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Says]]
         kept = args[at] if at < len(args) else None
         return kept.name if isinstance(kept, Ref) else ""
 
-    if op.target in ROWS_OF:
-        kept, at, dim = ROWS_OF[op.target]
-        yield named(at), Says(size(kept, dim))
+    if op.target == EMBEDDING:
+        yield named(1), Says(size(0, 0))
     elif op.target == EMBEDDING_BACKWARD:
         if isinstance(args[2], int):
             yield named(1), Says(args[2])
@@ -77,36 +78,50 @@ def _said(op: Op, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Says]]
         yield named(2), Says(size(0, 0 if grouped or op.target == OVER_ROWS else 1), ends=True)
 
 
-EMBEDDING = "aten.embedding.default"
-
-OTHER_NUMBERS = ("cumsum", "cumprod", "add", "mul", "arange")
-"""Ops after which an integer is no row of an embedding any more: positions are counted from masks so."""
+PASSED = ("aten._to_copy.default", "aten.clone.default")
 
 
-def rows_named(job: Job) -> dict[str, int]:
-    """Leaf of the batch -> the rows of the smallest embedding that it picks from (on one rank), for leaves
-    that pick from any."""
-    shapes = {f"param/{p.name}": p.spec.shape for p in job.parameters}
-    leaf_of: dict[str, str] = {f"batch/{name}": name for name, _ in job.batch}
-    result: dict[str, int] = {}
-    # A leaf is shifted and cut in the stage that picks, or its part arrives from an earlier one.
-    for stage in job.stages:
-        for op in stage.ops[Phase.F]:
-            if op.target == EMBEDDING and len(op.args) > 1:
-                weight, index = op.args[0], op.args[1]
-                if isinstance(weight, Ref) and isinstance(index, Ref) and index.name in leaf_of:
-                    rows = shapes.get(weight.name, (2,))[0]
-                    leaf = leaf_of[index.name]
-                    result[leaf] = min(result.get(leaf, rows), rows)
-            elif _still_rows(op, leaf_of):
-                leaf_of[op.name] = next(leaf_of[name] for name in op.uses if name in leaf_of)
+@dataclass(frozen=True, slots=True)
+class NumbersRead:
+    """leaf: of the batch; value, ops: what is read of it, and how it is made; count: numbers from 0 on that
+    are in range; ignored: one more that is; what: it is, in words."""
+
+    leaf: str
+    value: str
+    ops: tuple[Op, ...]
+    count: int
+    ignored: int | None
+    what: str
+
+
+def numbers_read(job: Job) -> list[NumbersRead]:
+    """Where ops of the forward read rows of an embedding, or labels of a cross-entropy, off the batch, with
+    views and casts alone between."""
+    made = {op.name: op for stage in job.stages for op in stage.ops[Phase.F]}
+    specs = specs_of(job)
+    result: list[NumbersRead] = []
+    for op in made.values():
+        if op.target not in (EMBEDDING, *LIKELIHOODS) or not all(isinstance(arg, Ref) for arg in op.args[:2]):
+            continue
+        shape = specs[op.args[0].name].shape
+        count, ignored, what = shape[0], None, f"the embedding {op.module!r} has {shape[0]} rows"
+        if op.target != EMBEDDING:
+            count = shape[min(1, len(shape) - 1)]
+            ignored, what = op.args[4], f"the loss is over {count} classes"
+        chain: list[Op] = []
+        name = op.args[1].name
+        while name in made and len(made[name].uses) == 1:
+            if made[name].alias is None and made[name].target not in PASSED:
+                break
+            chain.append(made[name])
+            name = made[name].uses[0]
+        kind, _, leaf = name.partition("/")
+        if kind == "batch":
+            result.append(NumbersRead(leaf, op.args[1].name, tuple(chain[::-1]), count, ignored, what))
     return result
 
 
-def _still_rows(op: Op, leaf_of: Mapping[str, str]) -> bool:
-    """Whether the op's result has numbers of rows as one of its arguments does."""
-    made = op.outputs[0] if len(op.outputs) == 1 else None
-    if made is None or not made.dtype.startswith("int"):
-        return False
-    name = op.target.split(".")[1] if "." in op.target else op.target
-    return name not in OTHER_NUMBERS and any(used in leaf_of for used in op.uses)
+def rows_named(job: Job) -> dict[str, int]:
+    """Leaf of the batch -> the fewest numbers that are in range where it is read, for leaves that are."""
+    uses = sorted(numbers_read(job), key=lambda use: -use.count)
+    return {use.leaf: use.count for use in uses}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -68,6 +68,16 @@ class TensorSpec:
 
         stride = None if match[3] is None else numbers(match[3])
         return TensorSpec(numbers(match[2]), match[1], stride)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+
+
+def strides_of(spec: TensorSpec) -> tuple[int, ...]:
+    """The strides, also of a contiguous tensor."""
+    return dense_strides(spec.shape) if spec.stride is None else spec.stride
 
 
 OptimizerKind = Literal["adamw", "momentum", "sgd"]

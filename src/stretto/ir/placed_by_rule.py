@@ -7,12 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.ir.dim_rules import SUMMED, Dims, results_along
-from stretto.ir.dims import dims_of, operands
 from stretto.ir.placement import (
     EQUAL,
     LOCAL,
     SUM,
-    Factor,
     NeedsEqualError,
     Placement,
     RefusedError,
@@ -78,7 +76,6 @@ def with_parts(
     given: Sequence[Placement],
     specs: Sequence[TensorSpec],
     backward: bool = False,
-    exact: bool = True,
 ) -> tuple[Placement, ...]:
     parts = [at for at, p in enumerate(given) if p.kind == "part"]
     reasons: list[str] = []
@@ -91,7 +88,7 @@ def with_parts(
             continue
         other = _beside(rule, names, given, specs, label, blocks)
         # Where no shape of the model alone has chosen between places, only the thin one may be a partial sum.
-        if other is None and backward and (exact or specs[parts[0]].shape[dim] == blocks):
+        if other is None and backward and specs[parts[0]].shape[dim] == blocks:
             other = _counted_by_each(rule, names, given, specs)
         if other is not None:
             reasons.append(other)
@@ -167,12 +164,10 @@ def _beside(
 
 
 def full(
-    op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec], exact: bool
+    op: Op, rule: Dims, given: Sequence[Placement], specs: Sequence[TensorSpec]
 ) -> tuple[Placement, ...]:
     """All operands are full: along which dims results are uniform."""
-    if op.random or (not exact and op.target != EXPAND and not any(
-        p.uniform for p in given
-    )):  # fmt: skip
+    if op.random or (op.target != EXPAND and not any(p.uniform for p in given)):
         return (EQUAL,) * len(op.outputs)
     made = []
     for out in rule.outputs:
@@ -201,77 +196,6 @@ VIEW_OPS = frozenset(
     )
 )
 """The same elements in the same order in another shape."""
-
-
-KEEP_ORDER = frozenset(("aten.clone.default", "aten._to_copy.default", "aten.contiguous.default"))
-
-
-def stacked(spec: TensorSpec, dim: int, blocks: int, size: int) -> Placement:
-    """What `size` ranks' slices along a dim are when they are gathered one behind another along dim 0."""
-    home: list[Factor] = []
-    now: list[tuple[Factor, ...]] = []
-    ranks = (0, size)
-    for d, n in enumerate(spec.shape):
-        pieces: tuple[Factor, ...] = ((3 * d + 1, n),)
-        if d == dim:
-            pieces = ((3 * d + 1, blocks), (3 * d + 2, n // blocks))
-            home += [pieces[0], ranks, pieces[1]]
-        else:
-            home += pieces
-        now.append(pieces)
-    now[0] = (ranks, *now[0])
-    return Placement("stacked", home=tuple(home), now=tuple(now))
-
-
-def ordered(op: Op, kept: Placement, spec: TensorSpec) -> Placement:
-    """What was gathered is put in order."""
-    made = op.outputs[0]
-    now: list[tuple[Factor, ...]] | None = None
-    home = list(kept.home)
-    if kept.kind == "stacked" and made is not None and len(operands(op)) == 1:
-        if op.target in VIEW_OPS:
-            now = _regrouped([f for dim in kept.now for f in dim], made.shape, home)
-        elif op.target in ("aten.permute.default", "aten.transpose.int"):
-            rule = dims_of(op, [spec])
-            assert rule is not None
-            now = [kept.now[label] for label in rule.outputs[0] if label is not None]
-        elif op.target in KEEP_ORDER:
-            now = list(kept.now)
-    if now is None:
-        raise RefusedError("a gathered value is used before its slices are in order", operands(op))
-    if [f for dim in now for f in dim if f[1] != 1] == [f for f in home if f[1] != 1]:
-        return EQUAL
-    return Placement("stacked", home=tuple(home), now=tuple(now))
-
-
-def _regrouped(
-    factors: list[Factor], shape: Sequence[int], home: list[Factor]
-) -> list[tuple[Factor, ...]] | None:
-    """The factors, in their order, as dims of another shape; cut where they must be, in `home` as well."""
-    left = [f for f in factors if f[1] != 1]
-    fresh = 1000 + len(home)
-    dims: list[tuple[Factor, ...]] = []
-    for n in shape:
-        taken: list[Factor] = []
-        while n > 1:
-            if not left:
-                return None
-            number, size = left.pop(0)
-            if n % size == 0:
-                taken.append((number, size))
-                n //= size
-                continue
-            if size % n:
-                return None
-            first, second = (fresh, n), (fresh + 1, size // n)
-            fresh += 2
-            at = home.index((number, size))
-            home[at : at + 1] = [first, second]
-            taken.append(first)
-            left.insert(0, second)
-            n = 1
-        dims.append(tuple(taken))
-    return dims if not left else None
 
 
 def joined(op: Op, specs: Sequence[TensorSpec]) -> Dims:

@@ -26,7 +26,7 @@ Program = Sequence[tuple[Op, bool]]
 Trouble = RefusedError | NeedsEqualError | EqualReducedError
 
 
-def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool) -> list[Placer]:
+def placers_of(axis: str, size: int, shards: Mapping[str, Shard]) -> list[Placer]:
     """What places the ops of a program whose parameters are sharded so. shards: parameter -> its shard along
     the axis.
 
@@ -49,7 +49,6 @@ def placers_of(axis: str, size: int, shards: Mapping[str, Shard], *, exact: bool
                 if number == 0 or shard.copies == 1
             },
             along=along,
-            exact=exact,
         )
         for number, along in enumerate(sizes)
         if along > 1  # else one part, which all ranks keep
@@ -113,7 +112,7 @@ def differing(
     size: int,
 ) -> set[str]:
     """Names of values that ranks along an axis do not all have in full. Arguments: as above."""
-    placers = placers_of(axis, size, shards, exact=False)
+    placers = placers_of(axis, size, shards)
     for _ in place_all(programs, placers, specs):
         pass  # who proves programs says so
     kept = (item for placer in placers for item in placer.values.items())

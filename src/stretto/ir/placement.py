@@ -9,10 +9,7 @@ from typing import Literal
 
 from stretto.ir.program import TensorSpec
 
-Kind = Literal["equal", "part", "sum", "stacked", "local"]
-
-Factor = tuple[int, int]
-"""(number, size): a piece of a dim that moves as one."""
+Kind = Literal["equal", "part", "sum", "local"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +21,6 @@ class Placement:
     zero: nothing but zeros, which are as well a partial sum, a slice or a full value.
     free: of a part of one element, or of one of each block: a view or a permutation within one of PyTorch's
         own functions (`einsum` drops dims of one element) may have brought that element to any place.
-    home, now: of what is stacked, its factors in the order of the value, and those of each dim as it is.
     """
 
     kind: Kind
@@ -32,8 +28,6 @@ class Placement:
     uniform: frozenset[int] = frozenset()
     zero: bool = False
     free: bool = False
-    home: tuple[Factor, ...] = ()
-    now: tuple[tuple[Factor, ...], ...] = ()
 
     def __str__(self) -> str:
         if self.kind != "part":

@@ -5,7 +5,6 @@ Ranks along an axis walk one program. Of the value that the program names, each 
     equal      all of it
     part       an equal slice along a dim, or of each of `blocks` equal blocks along it
     sum        a partial sum: the value is the sum over ranks
-    stacked    all of it, but as it was gathered: the slices one behind another along dim 0
     local      something of its own. Only what reads the rank's coordinate makes such: the lookups in a
                sharded vocabulary, and the cross-entropy over one, whose collectives make values of it again
 
@@ -17,14 +16,12 @@ never the value. So a program of which every op is placed computes what it would
 A slice is known by its place in the order of a tensor's elements, which views keep. Where dims of one element
 make it several dims' at once, all are remembered until an op, or the model's own shape, decides.
 
-Gathered values are put in order by a view, a permutation and a copy. `Placer(exact=False)` does not follow
-these: passes move and drop such copies (`passes.sequence_first`), and what they make is checked for what is
-equal, sharded or added, not for the order of rows.
+Gathered values are put in order by a view, a permutation and a copy, which passes move and drop
+(`passes.sequence_first`): what is checked is what is equal, sharded or added, not the order of rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,13 +30,10 @@ from stretto.ir.collectives import Kind
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.placed_by_rule import (
     EXPAND,
-    KEEP_ORDER,
     VIEW_OPS,
     behind_one_another,
     full,
     joined,
-    ordered,
-    stacked,
     with_local,
     with_parts,
 )
@@ -66,8 +60,7 @@ KNOWN_OPS = ("aten.", "stretto_moe.")
 """Libraries whose ops give equal results of equal operands, unless they draw."""
 
 OWN_REDUCTIONS = ("aten.amax.default", "aten.nll_loss_forward.default", "aten.nll_loss_backward.default")
-"""What the cross-entropy over a sharded vocabulary does along it. A plan does not say which ops are the
-library's own; capture knows it."""
+"""What the cross-entropy over a sharded vocabulary does along it."""
 
 FILLS = frozenset(
     f"aten.{name}.default"
@@ -97,13 +90,12 @@ class Placer:
 
     axis, size: of the ranks. along: how many of them differ, where they share parts. given: value ->
         placement, of values that no op makes (others are equal).
-    exact: whether the order of gathered slices is followed (see the module).
     """
 
     def __init__(
-        self, axis: str, size: int, given: Mapping[str, Placement], *, exact: bool, along: int | None = None
+        self, axis: str, size: int, given: Mapping[str, Placement], along: int | None = None
     ) -> None:
-        self._axis, self._size, self._exact = axis, size, exact
+        self._axis = axis
         self.along = along or size
         self._backward = False
         self._gradients: set[str] = set()
@@ -115,27 +107,16 @@ class Placer:
     def of(self, name: str) -> Placement:
         return self.values.get(name, EQUAL)
 
-    def place(
-        self,
-        op: Op,
-        specs: Mapping[str, TensorSpec],
-        *,
-        own: bool = False,
-        scaled: bool = False,
-        backward: bool = False,
-    ) -> None:
-        """Find the placement of what an op makes.
-
-        specs: of the values that it reads. own: the op belongs to code that looks at a rank's own part on
-        purpose. scaled: the op's numbers count a rank's part. backward: the op belongs to the backward of ops
-        that were all placed. Raises RefusedError, NeedsEqualError, EqualReducedError.
-        """
+    def place(self, op: Op, specs: Mapping[str, TensorSpec], *, backward: bool = False) -> None:
+        """Find the placement of what an op makes. specs: of the values that it reads. backward: the op
+        belongs to the backward of ops that were all placed. Raises RefusedError, NeedsEqualError,
+        EqualReducedError."""
         self._made[op.name] = op
         self._backward = backward
         if backward:
             self._gradients.add(op.name)
         try:
-            result = self._placed(op, specs, own, scaled)
+            result = self._placed(op, specs)
         except RefusedError:
             # A full value of one element was used beside parts of one: where the model alone repeats it, and
             # sums its gradient over the repetitions, a rank does neither. That gradient is a partial sum.
@@ -144,7 +125,7 @@ class Placer:
                 raise
             self.values.update(dict.fromkeys(thin, SUM))
             try:
-                result = self._placed(op, specs, own, scaled)
+                result = self._placed(op, specs)
             except RefusedError:
                 self.values.update(thin)
                 raise
@@ -152,9 +133,7 @@ class Placer:
             self._tuples[op.name] = result
         self.values[op.name] = result[0]
 
-    def _placed(
-        self, op: Op, specs: Mapping[str, TensorSpec], own: bool, scaled: bool
-    ) -> tuple[Placement, ...]:
+    def _placed(self, op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Placement, ...]:
         if op.target in STARTS:
             return (self._started(op, specs),)
         if op.target == WAIT:
@@ -176,15 +155,15 @@ class Placer:
             thin = [n for n in names if n in self._gradients and is_thin(self.of(n), specs[n].shape)]
             self.values.update(dict.fromkeys(thin, SUM))
             given = tuple(self.of(name) for name in names)
-        if not self._exact and not op.target.startswith(KNOWN_OPS):
+        if not op.target.startswith(KNOWN_OPS):
             return (of_whom(given),) * max(len(op.outputs), 1)
         if all(p is EQUAL for p in given) and op.target != EXPAND:
             return (EQUAL,) * max(len(op.outputs), 1)
         if UNKNOWN in given:
             return (of_whom(given),) * max(len(op.outputs), 1)
-        key = signature(op, specs), op.outputs, op.random, given, own, scaled, self._backward
+        key = signature(op, specs), op.outputs, op.random, given, self._backward
         if key not in self._known:
-            self._known[key] = self._ruled(op, names, given, [specs[name] for name in names], own, scaled)
+            self._known[key] = self._ruled(op, names, given, [specs[name] for name in names])
         return self._known[key]
 
     def _started(self, op: Op, specs: Mapping[str, TensorSpec]) -> Placement:
@@ -194,7 +173,7 @@ class Placer:
         if op.args[-2] != self._axis:
             return kept
         if not kind.sums and kind.differs == "never":
-            return self._gathered(source, kept, specs[source])
+            return self._gathered(source, kept)
         if not kind.sums:
             return self._exchanged(source, kept, kind)
         if kept.zero:
@@ -203,9 +182,9 @@ class Placer:
             return EQUAL
         if kept.kind == "equal":
             raise EqualReducedError(source)
-        if kept.kind not in ("sum", "local") and self._exact:
-            raise RefusedError(f"{source} is {kept} and is summed over ranks", (source,))
-        return self.scattered(op, specs[source]) if kind.splits else EQUAL
+        made = op.outputs[0]
+        assert made is not None
+        return Placement("part", tuple((d, 1) for d in range(len(made.shape)))) if kind.splits else EQUAL
 
     def _exchanged(self, source: str, kept: Placement, kind: Kind) -> Placement:
         """What goes to other ranks is no part of the value as ops know it."""
@@ -213,47 +192,12 @@ class Placer:
             return EQUAL
         if kept.kind == "sum":
             raise NeedsEqualError((source,))
-        if self._exact and kept.kind not in ("local", "equal"):
-            raise RefusedError(f"{source} is {kept}, and its rows go to other ranks", (source,))
         return LOCAL
 
-    def _gathered(self, source: str, kept: Placement, spec: TensorSpec) -> Placement:
-        if kept.kind == "local" or kept.zero or (kept.kind == "equal" and not self._exact):
-            return EQUAL
-        if kept.kind != "part":
+    def _gathered(self, source: str, kept: Placement) -> Placement:
+        if kept.kind not in ("part", "local", "equal") and not kept.zero:
             raise RefusedError(f"{source} is {kept} and is gathered from all ranks", (source,))
-        dim, blocks = kept.at[0]
-        inner = where_cut(spec.shape, dim, blocks)
-        if not self._exact or inner == math.prod(spec.shape):
-            return EQUAL
-        return stacked(spec, dim, blocks, self._size)
-
-    def scattered(self, op: Op, spec: TensorSpec) -> Placement:
-        """The slice that a rank gets of what is summed and scattered along dim 0."""
-        made = op.outputs[0]
-        assert made is not None
-        if not self._exact:
-            return Placement("part", tuple((d, 1) for d in range(len(made.shape))))
-        moved = self._moved(op.args[0].name)
-        if moved is not None:
-            return part(moved)
-        return Placement("part", tuple(cuts_at(made.shape, made.numel)))
-
-    def _moved(self, name: str) -> int | None:
-        """The dim of which a factor was brought to the front to be scattered there."""
-        op = self._made.get(name)
-        while op is not None and (op.target in KEEP_ORDER or op.target in VIEW_OPS):
-            op = self._made.get(op.args[0].name)
-        if op is None or op.target != "aten.permute.default" or op.outputs[0] is None:
-            return None
-        order = tuple(int(d) % len(op.args[1]) for d in op.args[1])
-        first = order[0]
-        if order != (first, *(d for d in range(len(order)) if d != first)) or first == 0:
-            return None
-        split = self._made.get(op.args[0].name)
-        if split is None or split.target not in VIEW_OPS or op.outputs[0].shape[0] != self._size:
-            return None
-        return first
+        return EQUAL
 
     def _chunk(self, op: Op) -> Placement:
         source = op.args[0].name
@@ -279,17 +223,9 @@ class Placer:
         names: Sequence[str],
         given: Sequence[Placement],
         specs: Sequence[TensorSpec],
-        own: bool,
-        scaled: bool,
     ) -> tuple[Placement, ...]:
-        if any(p.kind == "stacked" for p in given):
-            return (ordered(op, given[0], specs[0]),)
         if op.target in VIEW_OPS:
             return (self._view(op, given[0], specs[0]),)
-        if scaled and op.target in ("aten.slice.Tensor", "aten.select.int") and given[0].kind != "part":
-            raise RefusedError(
-                f"{names[0]} is {given[0]}, and is cut at a number that counts a rank's part", names[:1]
-            )
         if op.target in SPLITS and given[0].kind == "part":
             return self._split(op, given[0], specs[0])
         if op.target == CAT:  # what is empty has no dims
@@ -303,22 +239,15 @@ class Placer:
         if rule is None:
             if all(p.kind == "equal" for p in given):
                 return (EQUAL,) * max(len(op.outputs), 1)
-            if own or not self._exact:
-                return (LOCAL,) * max(len(op.outputs), 1)
-            if all(p.kind in ("equal", "sum") for p in given):
-                raise NeedsEqualError([n for n, p in zip(names, given, strict=True) if p.kind == "sum"])
-            at = next(k for k, p in enumerate(given) if p.kind != "equal")
-            raise RefusedError(
-                f"{op.target} has no rule for a value that is {given[at]} ({names[at]})", (names[at],)
-            )
+            return (LOCAL,) * max(len(op.outputs), 1)
         if any(p.kind == "part" for p in given):
             along = behind_one_another(rule, given, specs) if op.target == CAT else ()
             try:
-                made = with_parts(op, rule, names, given, specs, self._backward, self._exact)
+                made = with_parts(op, rule, names, given, specs, self._backward)
             except RefusedError:
                 if along:
                     return (Placement("part", along),)
-                if op.target != CAT and (own or (not self._exact and op.target in OWN_REDUCTIONS)):
+                if op.target in OWN_REDUCTIONS:
                     return (LOCAL,) * len(op.outputs)
                 raise
             if along:
@@ -331,7 +260,7 @@ class Placer:
                 if partial_sums <= together and all(given[at].zero for at in rest):
                     return (SUM,) * len(op.outputs)
             raise NeedsEqualError([names[at] for at in sorted(partial_sums)])
-        return full(op, rule, given, specs, self._exact)
+        return full(op, rule, given, specs)
 
     def _shared(
         self, op: Op, given: Sequence[Placement], specs: Sequence[TensorSpec]

@@ -64,10 +64,6 @@ class Prices:
         """The price of an op that no job has yet."""
         return self._pricer.price(op, specs).us
 
-    def finish_us(self, asked: Collective) -> float:
-        """As `Pricer.finish_us`."""
-        return self._pricer.finish_us(asked)
-
     def costs_of(self, job: Job) -> Costs:
         """The costs with the price list of `job`."""
         if id(job) not in self._lists:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.ir.action import Phase
-from stretto.ir.collectives import ALL_REDUCE
+from stretto.ir.collectives import ALL_REDUCE, PRICED
 from stretto.ir.flow import PHASES, is_external
 from stretto.ir.limits import MOST_MICROBATCHES, MOST_RANKS
 from stretto.ir.plan import Instruction, InstructionKind, ItemKind, Plan, Window
@@ -22,6 +22,9 @@ STAGE = "there is no stage {}; the job has {}"
 RANK = "there is no rank {}; the plan has {}"
 EDGE = "there is no edge e{}; the job has {}"
 PART = "there is no part {}; the window has {}"
+
+BY_RANK = ("compute_us", "exposed_us", "bubble_us", "peak_bytes")
+"""Lists of a prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,7 @@ def _programs(found: _Broken, job: Job) -> None:
             found.points(f"{path}.ops", phase, stage.ops, "the program {} is missing")
         for phase in stage.ops:
             found.points(f"{path}.ops", phase, (*PHASES, Phase.REDUCE_GRAD), "there is no program {}")
-        # I and W may run as one action, so their ops share one name space.
-        for phases in ((Phase.F,), (Phase.I, Phase.W), (Phase.REDUCE_GRAD,)):
+        for phases in (PHASES, (Phase.REDUCE_GRAD,)):
             seen: set[str] = set()
             for phase in phases:
                 for number, op in enumerate(stage.ops.get(phase, ())):
@@ -366,11 +368,20 @@ def _costs(found: _Broken, plan: Plan) -> None:
     for sender, receiver in costs.links:
         what = f"there is no link from rank {sender} to rank {receiver}"
         found.unless(sender in ranks and receiver in ranks, "costs.links", what)
+    axes = dict(plan.mesh.sizes)
+    lanes = {communicator.name for communicator in plan.communicators} | axes.keys()
+    for name, kind in costs.collectives:
+        found.points("costs.collectives", name, lanes, "there is no communicator {}")
+        found.points("costs.collectives", kind, PRICED, "there is no collective {}")
+    for axis in costs.shared:
+        found.points("costs.shared", axis, axes, "there is no axis {}")
     if plan.prediction is not None:
-        for name in ("compute_us", "exposed_us", "bubble_us", "peak_bytes"):
-            count = len(getattr(plan.prediction, name))
-            what = f"{count} ranks, but the plan has {plan.ranks}"
-            found.unless(count == plan.ranks, f"prediction.{name}", what)
-        for part, by_rank in plan.prediction.memory.items():
+        lists = {name: getattr(plan.prediction, name) for name in BY_RANK}
+        for name in ("memory", "exposed_axis_us", "comm_axis_us"):
+            for key, by_rank in getattr(plan.prediction, name).items():
+                lists[f"{name}.{key}"] = by_rank
+                if name != "memory":
+                    found.points(f"prediction.{name}", key, axes, "there is no axis {}")
+        for name, by_rank in lists.items():
             what = f"{len(by_rank)} ranks, but the plan has {plan.ranks}"
-            found.unless(len(by_rank) == plan.ranks, f"prediction.memory.{part}", what)
+            found.unless(len(by_rank) == plan.ranks, f"prediction.{name}", what)

@@ -5,15 +5,6 @@ trouble is a UsageError with file and JSON path, references included. Whether a 
 right is for `stretto.verify`. What a plan computes is not all provable, so the file has a digest of each
 program and of the rest of the job: one that was edited since is read only by who says that it was. The
 digests find edits and damage; they are no signature.
-
-Ops are lines: `["mm_3", "aten.mm.default", ["%view_8", "%t_3"], [], ["float32[16,32]"]]`. A sixth element
-keeps what differs from its default: alias, random, flops, module, repeats. Arguments:
-
-    %name            the value of that name
-    'text            a string
-    @dtype:float32   a constant of the framework
-    inf, -inf, nan   floats that JSON has no number for
-    [...]            a tuple; numbers, true, false and null are written as in JSON
 """
 
 from __future__ import annotations

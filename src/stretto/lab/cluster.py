@@ -26,13 +26,13 @@ from stretto.lab import enter, network, quota
 from stretto.lab.commands import (
     Printer,
     Statuses,
-    StopSignals,
     blocked,
     ending_by_exit,
     signal_group,
     wait_for,
 )
 from stretto.lab.network import LabOwner
+from stretto.processor.control_groups import usable_cores
 
 MASTER_PORT = 29500  # torchrun's default; free in every lab, since each has its own network
 ALONE = "STRETTO_ALONE"  # as `stretto.backend.gloo_adapter` reads it, which loads PyTorch
@@ -61,7 +61,7 @@ class Lab:
     ranks_per_host: int = 1
 
     def __post_init__(self) -> None:
-        self.cores = _usable_cores()
+        self.cores = usable_cores()
         if not 1 <= self.hosts <= network.MAX_HOSTS:
             raise UsageError(f"--hosts {self.hosts}: a lab has 1 to {network.MAX_HOSTS} hosts")
         if self.cpus is not None and not quota.MIN_CPUS <= self.cpus <= len(self.cores):
@@ -249,7 +249,7 @@ class Lab:
         output: Path | None = None,
         quiet_others: bool = False,
         grace_s: float = 30.0,
-        signals: StopSignals | None = None,
+        signals: list[int] | None = None,
     ) -> Statuses:
         """Run a command once for every rank, wait for all, and return their statuses by rank.
 
@@ -257,7 +257,7 @@ class Lab:
         `output`, host i writes `output/host-<i>.log` instead (where hosts have several ranks,
         `host-<i>-rank-<r>.log`); with `quiet_others` only rank 0 is printed, and the others where they fail.
         When one fails, the others have `grace_s` seconds before SIGTERM.
-        Signals noted by `signals` end the run. Raises UsageError if there is no such command.
+        Stop signals that are noted in `signals` end the run. Raises UsageError if there is no such command.
         """
         processes: list[subprocess.Popen[bytes]] = []
         printers: list[Printer] = []
@@ -299,13 +299,6 @@ class Lab:
         if self._owner is None or not self._open:
             raise StrettoError("the lab is not running: use it inside `with Lab(...) as lab:`")
         return self._owner
-
-
-def _usable_cores() -> list[int]:
-    # Only Linux says which cores a process may use; elsewhere the lab is refused when it is entered.
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _log_file(directory: Path, name: str) -> BinaryIO:

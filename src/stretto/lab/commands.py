@@ -5,8 +5,8 @@
 3. A stop signal arrives  -> pass it on to all, once; they have `grace_s` to end.
 4. SIGTERM was not enough within 5 s, or a second stop signal arrives -> SIGKILL.
 
-While a `StopSignals` is entered, stop signals raise nothing: they are noted. Making and removing namespaces
-then always runs to its end; only waiting for commands is cut short.
+The caller notes the stop signals, and lets none of them raise. Making and removing namespaces then always
+runs to its end; only waiting for commands is cut short.
 """
 
 from __future__ import annotations
@@ -54,25 +54,6 @@ class Printer(threading.Thread):
 
 
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class StopSignals:
-    """Notes the stop signals that arrive. For the main thread only, as Python's handlers are."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopSignals:
-        for number in STOP:
-            # What the caller ignores stays ignored: `nohup stretto lab run` outlives its terminal.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, lambda got, _: self.received.append(got))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -141,9 +122,10 @@ def wait_for(
     processes: Sequence[subprocess.Popen[bytes]],
     printers: Sequence[Printer],
     grace_s: float,
-    signals: StopSignals | None = None,
+    signals: list[int] | None = None,
 ) -> Statuses:
-    """Wait until all have ended, each the leader of its own group. Raises what hindered a printer."""
+    """Wait until all have ended, each the leader of its own group. signals: those that arrive are noted
+    there. Raises what hindered a printer."""
     statuses = Statuses([0] * len(processes))
     running = dict(enumerate(processes))
     term_at_s = kill_at_s = math.inf
@@ -167,8 +149,8 @@ def wait_for(
                     term_at_s = time.monotonic() + grace_s
         for error in (printer.error for printer in printers if printer.error is not None):
             raise error
-        while signals is not None and signals.received:
-            number = signals.received.pop(0)
+        while signals:
+            number = signals.pop(0)
             if statuses.stopped_by is None:
                 statuses.stopped_by = number
                 send(number)

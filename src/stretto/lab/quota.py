@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.errors import StrettoError
-from stretto.lab import network, quota
+from stretto.lab import network
 from stretto.lab.network import LabOwner
 from stretto.processor.control_groups import MOUNTS
 
@@ -32,14 +32,10 @@ _REMOVE_S = 5.0  # assumed: a killed process leaves its group within millisecond
 
 @dataclass(frozen=True, slots=True)
 class CpuController:
-    """Where the `cpu` controller is, and its version."""
+    """Where the `cpu` controller is, with its groups below, and its version."""
 
     root: Path
     version: int
-
-    def group(self, name: str) -> Path:
-        """Directory of a group, whether it exists or not."""
-        return self.root / name
 
 
 def find_controller() -> CpuController | None:
@@ -52,7 +48,7 @@ def find_controller() -> CpuController | None:
 def make_group(controller: CpuController, name: str, cpus: float | None) -> Path:
     """Make a group limited to `cpus` processors (None: no limit); returns the file that takes process ids.
     Raises StrettoError when the kernel refuses."""
-    group = controller.group(name)
+    group = controller.root / name
     try:
         if controller.version == 2 and "cpu" not in _words(controller.root / "cgroup.subtree_control"):
             (controller.root / "cgroup.subtree_control").write_text("+cpu")
@@ -134,22 +130,20 @@ def kill_all(find: Callable[[], list[int]], what: str) -> None:
         time.sleep(0.005)
 
 
-def remove_host(namespace: str, controller: quota.CpuController | None) -> None:
+def remove_host(namespace: str, controller: CpuController | None) -> None:
     """End what runs in a host or a switch, and remove its namespace and control group, where they exist."""
     kill_all(lambda: processes_in(namespace), namespace)
-    group: Path | None = controller.group(namespace) if controller else None
-    if group is not None and group.exists():
-        result = group
+    if controller is not None and (group := controller.root / namespace).exists():
         # A program may have left the namespace (a lab in a lab) and still be in the group.
-        kill_all(lambda: quota.members(result), str(result))
-        quota.remove_group(result)
+        kill_all(lambda: members(group), str(group))
+        remove_group(group)
     network.remove(namespace)
 
 
 def sweep() -> list[str]:
     """Remove what labs left whose owner is dead (killed with SIGKILL); returns the names removed."""
-    controller = quota.find_controller()
-    names = {*network.namespaces(), *(group.name for group in quota.lab_groups(controller))}
+    controller = find_controller()
+    names = {*network.namespaces(), *(group.name for group in lab_groups(controller))}
     dead = sorted(name for name in names if (owner := LabOwner.parse(name)) is not None and not owner.alive)
     for name in dead:
         remove_host(name, controller)

@@ -23,12 +23,12 @@ from stretto.errors import StrettoError
 from stretto.ir.axes import TENSOR
 from stretto.ir.collectives import PRICED
 from stretto.ir.mesh import Mesh
-from stretto.ir.prices import signature
+from stretto.ir.prices import Specs, signature
 from stretto.ir.program import Job, Op
 from stretto.measure.local_processes import measure_between
 from stretto.measure.measure_collectives import Measured, gather_all, host, measure_collectives
 from stretto.measure.messages import measure_links
-from stretto.measure.time_ops import Specs, distinct_ops, sweep_ops, time_op
+from stretto.measure.time_ops import distinct_ops, sweep_ops, time_op
 from stretto.price.calibration import Calibration, GroupTiming, LinkTiming, Timing
 from stretto.price.shared import WantedCollective, wanted_collectives
 
@@ -112,10 +112,10 @@ def _between_processes(outcome: Outcome, jobs: Sequence[Job], progress: Progress
         link = members == 2 and not outcome.calibration.links
         if not wanted and not link:
             continue
-        result = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
-        if result.link is not None:
-            _keep_link(outcome, LinkTiming(1, 1, result.link.link, spread=result.link.spread))
-        _keep(outcome, result.collectives, members, 1, 1)
+        probed, collectives = measure_between(Mesh(((TENSOR, members),)), wanted, link=link)
+        if probed is not None:
+            _keep_link(outcome, LinkTiming(1, 1, probed.link, spread=probed.spread))
+        _keep(outcome, collectives, members, 1, 1)
     progress("communication", len(LOCAL_GROUPS), len(LOCAL_GROUPS))
 
 

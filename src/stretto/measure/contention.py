@@ -25,6 +25,9 @@ from stretto.backend.gloo_adapter import lanes_first
 from stretto.measure.stopwatch import repeats
 from stretto.processor.quota import products_on, quota_share
 
+Calls = Callable[[], Any]
+"""Begins, computes or waits."""
+
 FLIGHT_S = 0.1
 """How long collectives are kept in flight, if that takes no more than `MOST_COLLECTIVES`. Assumed."""
 
@@ -51,12 +54,7 @@ class Loss:
     start_us: float = 0.0
 
 
-def compute_loss(
-    start: Callable[[], Any],
-    alone_us: float,
-    meet: Callable[[], None],
-    device: torch.device,
-) -> Loss:
+def compute_loss(start: Calls, alone_us: float, meet: Calls, device: torch.device) -> Loss:
     """What this rank's compute loses to a collective, or to whatever else is under way. start: begins the
     collective and returns its handle, which has `wait()`; alone_us: how long it takes from that call on when
     nothing else runs, the same number on all ranks; meet: brings the ranks together. What a wait has left to
@@ -100,9 +98,7 @@ def _lost(flight: _Stretch, collectives: int, before: _Stretch, after: _Stretch)
     return (took_us - flight.products * clock_us / products) / collectives - calls_us, calls_us
 
 
-def _flight(
-    start: Callable[[], Any], count: int, product: Callable[[], None], meet: Callable[[], None]
-) -> _Stretch:
+def _flight(start: Calls, count: int, product: Calls, meet: Calls) -> _Stretch:
     """Work for as long as `count` collectives, one after the other, are in flight."""
     # A thread waits, because not every handle of Gloo shows its end to one who only asks (reduce_scatter).
     # It is no part of a step: what it takes, and what asking it takes, is left out.
@@ -129,7 +125,7 @@ def _flight(
     return _Stretch(products, (took - left_out) / 1e3, (mine - left_out) / 1e3, calling / 1e3)
 
 
-def _alone(product: Callable[[], None], meet: Callable[[], None], seconds: float) -> _Stretch:
+def _alone(product: Calls, meet: Calls, seconds: float) -> _Stretch:
     meet()
     with lanes_first():
         product()
@@ -143,14 +139,8 @@ def _alone(product: Callable[[], None], meet: Callable[[], None], seconds: float
 
 
 def _slowdown(
-    start: Callable[[], Any],
-    count: int,
-    alone_us: float,
-    compute: Callable[[], None],
-    meet: Callable[[], None],
-    device: torch.device,
+    start: Calls, count: int, alone_us: float, compute: Calls, meet: Calls, device: torch.device
 ) -> float:
-
     def timed(products: int, collectives: int) -> float:
         meet()
         torch.cuda.synchronize(device)

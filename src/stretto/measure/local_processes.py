@@ -7,6 +7,7 @@ folder for that time.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -33,49 +34,40 @@ MOST_PROCESSES = 8
 TIMEOUT_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Between:
-    """What was found between processes. link: None when it was not asked for; collectives by (axis, kind)."""
-
-    link: ProbedLink | None = None
-    collectives: dict[tuple[str, str], Measured] = field(default_factory=dict)
-
-
 def measure_between(
-    mesh: Mesh, wanted: Sequence[WantedCollective], link: bool, timeout_s: float = TIMEOUT_S
-) -> Between:
+    mesh: Mesh, wanted: Sequence[WantedCollective], link: bool
+) -> tuple[ProbedLink | None, dict[tuple[str, str], Measured]]:
     """Messages between two processes (if `link`), and the collectives that are wanted, between processes.
     mesh: axes other than pp; when it has more than `MOST_PROCESSES` ranks, its largest axes are halved until
-    it fits, and times are scaled by their kinds; their source says so. Raises StrettoError when the processes
+    it fits, and times are scaled by their kinds; their source says so. The link is None when it was not asked
+    for; collectives are by (axis, kind). Raises StrettoError when the processes
     cannot be started or fail."""
     small = fitting(mesh)
     world = max(small.world, 2 if link else 1)
     with tempfile.TemporaryDirectory() as folder:
         asked, gathered = Path(folder, "asked"), Path(folder, "gathered")
         asked.write_bytes(pickle.dumps((small, wanted, link)))
-        _run(world, [str(asked), str(gathered)], timeout_s)
-        result: Between = pickle.loads(gathered.read_bytes())
-    collectives = {}
-    for (axis, kind), one in result.collectives.items():
+        _run(world, [str(asked), str(gathered)])
+        probed, collectives = pickle.loads(gathered.read_bytes())
+    for (axis, kind), one in collectives.items():
         cost = replace(one.cost, source=f"{one.cost.source}, loopback")
         cost = scaled(cost, kind, small.size(axis), mesh.size(axis))
         collectives[axis, kind] = replace(one, cost=cost)
-    if result.link is None:
-        return Between(None, collectives)
-    measured = replace(result.link.link, source="measured, loopback")
-    return Between(replace(result.link, link=measured), collectives)
+    if probed is not None:
+        probed = replace(probed, link=replace(probed.link, source="measured, loopback"))
+    return probed, collectives
 
 
 def fitting(mesh: Mesh) -> Mesh:
     """The mesh with its largest axes halved, never below 2, until it has `MOST_PROCESSES` ranks or fewer."""
     sizes = dict(mesh.sizes)
-    while Mesh(tuple(sizes.items())).world > MOST_PROCESSES and max(sizes.values()) > 2:
-        largest = max(sizes, key=lambda axis: sizes[axis])
+    while math.prod(sizes.values()) > MOST_PROCESSES and max(sizes.values()) > 2:
+        largest = max(sizes, key=sizes.__getitem__)
         sizes[largest] = max(2, sizes[largest] // 2)
     return Mesh(tuple(sizes.items()))
 
 
-def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
+def _run(world: int, arguments: Sequence[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -95,10 +87,10 @@ def _run(world: int, arguments: Sequence[str], timeout_s: float) -> None:
     ]
     os.close(theirs)
     try:
-        complaints = [process.communicate(timeout=timeout_s)[1] for process in processes]
+        complaints = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
     except subprocess.TimeoutExpired:
         raise StrettoError(
-            f"measuring communication between {world} local processes took over {timeout_s:.0f} s; give "
+            f"measuring communication between {world} local processes took over {TIMEOUT_S:.0f} s; give "
             "the cluster as a description (stretto.Cluster) instead"
         ) from None
     finally:
@@ -118,10 +110,10 @@ def _measure(asked: Path, gathered: Path) -> None:
     cpu = torch.device("cpu")
     mesh, wanted, link = pickle.loads(asked.read_bytes())
     # First, and between two alone: messages of a pipeline have the machine's cores for themselves here.
-    result = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
-    between = Between(result, measure_collectives(mesh, wanted, cpu))
+    probed = measure_links([(0, 1)], cpu).get((0, 1)) if link else None
+    collectives = measure_collectives(mesh, wanted, cpu)
     if dist.get_rank() == 0:
-        gathered.write_bytes(pickle.dumps(between))
+        gathered.write_bytes(pickle.dumps((probed, collectives)))
     dist.destroy_process_group()
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 
 import torch
@@ -30,21 +31,15 @@ from stretto.ir.flow import PHASES
 from stretto.ir.mesh import Mesh
 from stretto.ir.program import WAIT, Job
 from stretto.ir.serialize import job_text
-from stretto.measure.local_processes import Between, measure_between
+from stretto.measure.local_processes import measure_between
 from stretto.measure.measure_collectives import Measured, gather_all, measure_collectives, shared_axes
 from stretto.measure.messages import measure_links
 from stretto.measure.profile import STOLEN, device_name, profile
-from stretto.measure.running import Running, costs_again, running
+from stretto.measure.running import costs_again, running
 from stretto.price.calibration import calls_us
 from stretto.price.devices import named_peak
 from stretto.price.shared import ACTION_US, wanted_collectives
 from stretto.processor.quota import agreed_quota
-
-
-def measured_costs(job: Job, schedule: Schedule) -> Costs:
-    """Measure the job's ops, messages and collectives. Raises UsageError when ranks were started but cannot
-    talk, or there is no device of the job's kind."""
-    return Measuring((job,), (schedule,)).costs_of(job)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,107 +53,104 @@ class _Communication:
     processor: Processor | None = None
 
 
-@dataclass
-class Measuring:
-    """Costs of a step in several forms on the same ranks: communication is measured once, for all of them,
-    the ops of each when it is asked for. schedules: where each one's stages are. kept: where costs are that
-    were measured before. say: takes lines of what is being measured."""
+def measured_costs(job: Job, schedule: Schedule) -> Costs:
+    """Measure the job's ops, messages and collectives. Raises UsageError when ranks were started but cannot
+    talk, or there is no device of the job's kind."""
+    return measure_forms((job,), (schedule,))[0]
 
-    _jobs: Sequence[Job]
-    _schedules: Sequence[Schedule]
-    _kept: Kept | None = None
-    _say: Say = silent
-    _texts: list[str] = field(default_factory=list)
-    _communication: _Communication | None = None
 
-    def costs_of(self, job: Job) -> Costs:
-        """As `measured_costs`. job: one of the jobs. All ranks ask for the same, in the same order."""
-        device = device_of(job)
-        mesh = job.mesh(self._schedules[0].ranks)
-        ranks = running(mesh.world, device)
-        self._refuse_unjoined()
+def measure_forms(
+    jobs: Sequence[Job], schedules: Sequence[Schedule], kept: Kept | None = None, say: Say = silent
+) -> list[Costs]:
+    """Costs of a step in several forms on the same ranks: communication is measured once, for all of them.
+    schedules: where each one's stages are. kept: where costs are that were measured before. say: takes lines
+    of what is being measured. Raises as `measured_costs` does."""
+    device, mesh = device_of(jobs[0]), jobs[0].mesh(schedules[0].ranks)
+    ranks = running(mesh.world, device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise UsageError(
+            "several ranks were started, but torch.distributed is not initialised: call "
+            "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the costs"
+        )
 
-        def parts() -> list[str]:
-            # What is sent is measured for all jobs at once.
-            self._texts = self._texts or [*map(job_text, self._jobs)]
-            stage_ranks = [repr(one.stage_ranks) for one in self._schedules]
-            return [*stage_ranks, str(ranks.size), str(self._at(job)), *self._texts]
-
-        def measure() -> Costs:
-            return self._measured(job, mesh, device, ranks)
-
-        return costs_again(ranks, device, parts, measure, self._kept)
-
-    def _at(self, job: Job) -> int:
-        return next(at for at, one in enumerate(self._jobs) if one is job)
-
-    def _measured(self, job: Job, mesh: Mesh, device: torch.device, ranks: Running) -> Costs:
+    @cache
+    def communication() -> _Communication:
         if ranks.size > 1:
-            return self._together(job, mesh, device)
-        self._say("measuring ops")
-        result = profile(job, device)
-        if self._communication is None:
-            self._communication = self._between(Mesh(job.axes))
-        return _costs(job, result.op_us, self._communication, result.source)
+            return _between_ranks(jobs, schedules, mesh, device, say)
+        return _between_processes(jobs, schedules[0].ranks > 1, say)
 
-    def _refuse_unjoined(self) -> None:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            raise UsageError(
-                "several ranks were started, but torch.distributed is not initialised: call "
-                "torch.distributed.init_process_group() before stretto.plan, so that all ranks agree on the "
-                "costs"
-            )
+    def parts(at: int) -> list[str]:
+        # What is sent is measured for all jobs at once.
+        stage_ranks = [repr(one.stage_ranks) for one in schedules]
+        return [*stage_ranks, str(ranks.size), str(at), *map(job_text, jobs)]
 
-    def _between(self, mesh: Mesh) -> _Communication:
-        wanted = wanted_collectives(*self._jobs)
-        between = Between()
-        if self._schedules[0].ranks > 1 or wanted:
-            self._say("measuring communication between processes")
-            between = measure_between(mesh, wanted, link=self._schedules[0].ranks > 1)
-        link = NO_LINK if between.link is None else between.link.link
-        return _Communication({}, link, between.collectives)
+    def measure(at: int) -> Costs:
+        stages = schedules[at].stages_of(mesh.pp_rank(dist.get_rank())) if ranks.size > 1 else None
+        return _measured(jobs[at], stages, mesh, device, communication, say)
 
-    def _together(self, job: Job, mesh: Mesh, device: torch.device) -> Costs:
-        stages = self._schedules[self._at(job)].stages_of(mesh.pp_rank(dist.get_rank()))
-        dist.barrier()  # so that all ranks load the machine at the same time, as in a step
-        self._say("measuring ops")
-        mine = profile(job, device, stages)
-        if self._communication is None:
-            self._communication = self._running(mesh, device)
-        dist.barrier()
-        self._say("measuring ops once more")
-        mine = profile(job, device, stages, mine)
-        source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
-        costs = _costs(job, _merged(gather_all(dict(mine.op_us))), self._communication, source)
-        by_clock, by_thread = (
-            skew_of(
-                gather_all(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()}))
-            )
-            for name in ("shares", "thread_shares")
-        )
-        return with_skew(costs, by_clock, by_thread)
+    return [
+        costs_again(ranks, device, partial(parts, at), partial(measure, at), kept) for at in range(len(jobs))
+    ]
 
-    def _running(self, mesh: Mesh, device: torch.device) -> _Communication:
-        self._say("measuring messages")
-        pairs = sorted(
-            {
-                (schedule.stage_ranks[edge.source], schedule.stage_ranks[edge.target])
-                for job, schedule in zip(self._jobs, self._schedules, strict=True)
-                for edge in job.edges
-            }
-        )
-        links: dict[tuple[int, int], list[Link]] = defaultdict(list)
-        for some in gather_all(measure_links([(a, b) for a, b in pairs if a != b], device, mesh)):
-            for pair, one in some.items():
-                links[pair].append(one.link)
-        typical = {pair: typical_link(links[pair]) for pair in sorted(links)}
-        return _Communication(
-            typical,
-            next(iter(typical.values()), NO_LINK),
-            measure_collectives(mesh, wanted_collectives(*self._jobs), device, self._say),
-            shared_axes(mesh, [axis for axis, _ in mesh.sizes if axis != PIPELINE]),
-            agreed_quota(device),
-        )
+
+def _measured(
+    job: Job,
+    stages: Sequence[int] | None,
+    mesh: Mesh,
+    device: torch.device,
+    communication: Callable[[], _Communication],
+    say: Say,
+) -> Costs:
+    """stages: of this rank, where all ranks run; else None."""
+    say("measuring ops")
+    if stages is None:
+        op_us = profile(job, device).op_us
+        return _costs(job, op_us, communication(), f"measured on {device_name(device)}")
+    dist.barrier()  # so that all ranks load the machine at the same time, as in a step
+    mine = profile(job, device, stages)
+    communicates = communication()
+    dist.barrier()
+    say("measuring ops once more")
+    mine = profile(job, device, stages, mine)
+    source = f"measured on {device_name(device)}, {mesh.world} ranks at once"
+    costs = _costs(job, _merged(gather_all(dict(mine.op_us))), communicates, source)
+    by_clock, by_thread = (
+        skew_of(gather_all(stretches(job, {index: getattr(of, name) for index, of in mine.rounds.items()})))
+        for name in ("shares", "thread_shares")
+    )
+    return with_skew(costs, by_clock, by_thread)
+
+
+def _between_processes(jobs: Sequence[Job], pipelined: bool, say: Say) -> _Communication:
+    wanted = wanted_collectives(*jobs)
+    if not wanted and not pipelined:
+        return _Communication({}, NO_LINK, {})
+    say("measuring communication between processes")
+    probed, collectives = measure_between(Mesh(jobs[0].axes), wanted, link=pipelined)
+    return _Communication({}, NO_LINK if probed is None else probed.link, collectives)
+
+
+def _between_ranks(
+    jobs: Sequence[Job], schedules: Sequence[Schedule], mesh: Mesh, device: torch.device, say: Say
+) -> _Communication:
+    say("measuring messages")
+    pairs = {
+        (schedule.stage_ranks[edge.source], schedule.stage_ranks[edge.target])
+        for job, schedule in zip(jobs, schedules, strict=True)
+        for edge in job.edges
+    }
+    links: dict[tuple[int, int], list[Link]] = defaultdict(list)
+    for some in gather_all(measure_links([(a, b) for a, b in sorted(pairs) if a != b], device, mesh)):
+        for pair, one in some.items():
+            links[pair].append(one.link)
+    typical = {pair: typical_link(links[pair]) for pair in sorted(links)}
+    return _Communication(
+        typical,
+        next(iter(typical.values()), NO_LINK),
+        measure_collectives(mesh, wanted_collectives(*jobs), device, say),
+        shared_axes(mesh, [axis for axis, _ in mesh.sizes if axis != PIPELINE]),
+        agreed_quota(device),
+    )
 
 
 def device_of(job: Job) -> torch.device:
@@ -174,8 +166,9 @@ def device_of(job: Job) -> torch.device:
 
 
 def memory_here(job: Job) -> int | None:
-    """Bytes of the smallest device that a rank of the job has, equal on all ranks; None on processors. Raises
-    UsageError when this machine has no device of the job's kind."""
+    """Bytes of the smallest device that a rank of the job has, equal on all ranks, which must all call it;
+    None on processors, which share what there is with others. Raises UsageError when this machine has no
+    device of the job's kind."""
     device = device_of(job)
     if device.type != "cuda":
         return None

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -145,7 +146,8 @@ def _send(receiver: int, device: torch.device) -> OneWay:
     spread = statistics.median(ascending) / ascending[fast] - 1.0
     latency_us, bytes_per_us = _fit(points, FASTEST.get(device.type, FASTEST["cuda"]))
     bursts = [_burst(receiver, device, answer) for _ in range(BURSTS)]
-    start_us = _each_adds(points[0][1], min(bursts), latency_us)
+    # What each adds to one alone; no more than one alone takes.
+    start_us = min(latency_us, max(0.0, min(bursts) - points[0][1]) / (BURST - 1))
     return latency_us - start_us, bytes_per_us, start_us, spread
 
 
@@ -158,11 +160,6 @@ def _burst(receiver: int, device: torch.device, answer: torch.Tensor) -> float:
     dist.recv(answer, receiver)
     synchronise(device)
     return (time.perf_counter_ns() - start) / 1000.0
-
-
-def _each_adds(one_us: float, burst_us: float, latency_us: float) -> float:
-    """What each message of a burst adds to one alone; no more than one alone takes."""
-    return min(latency_us, max(0.0, burst_us - one_us) / (BURST - 1))
 
 
 def _answer(sender: int, device: torch.device) -> None:
@@ -212,7 +209,7 @@ def _processor_loss(peer: int, device: torch.device, one_way: OneWay | None) -> 
             with keeping_core():
                 return Exchange([dist.isend(out, peer), dist.irecv(into, peer)])
 
-        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), lambda: _meet(peer), device)
+        result = compute_loss(start, max(alone_us, _swap(alone_us, peer)), partial(_swap, 0.0, peer), device)
         # Each message costs its sender and its receiver; a rank was both. No op of a plan is the call.
         loss_us = (result.processor_us + result.start_us) / 2
         losses.append((nbytes, (loss_us + _swap(loss_us, peer)) / 2))
@@ -224,7 +221,3 @@ def _swap(mine: float, peer: int) -> float:
     theirs = torch.zeros(1)
     Exchange([dist.isend(torch.tensor([mine]), peer), dist.irecv(theirs, peer)]).wait()
     return float(theirs)
-
-
-def _meet(peer: int) -> None:
-    _swap(0.0, peer)

@@ -95,7 +95,6 @@ class Profile:
     """Times of one job on one device. op_us[(stage, op name)]; rounds: by stage, what they were made from."""
 
     op_us: Mapping[tuple[int, str], float]
-    source: str
     rounds: Mapping[int, Rounds] = field(default_factory=dict, repr=False)
 
 
@@ -104,11 +103,9 @@ def profile(
     device: torch.device,
     stages: Sequence[int] | None = None,
     before: Profile | None = None,
-    least_rounds: int = ROUNDS,
 ) -> Profile:
     """Measure the ops of `stages` (all by default) on `device`, with the memory of one microbatch of one
-    stage at a time. before: of the same job, stages and device; its rounds count as much as the new ones.
-    least_rounds: that count, after one for warmth; more of short programs."""
+    stage at a time. before: of the same job, stages and device; its rounds count as much as the new ones."""
     if device.type == "cpu":
         keep_freed_memory()  # as the step does
     op_us: dict[tuple[int, str], float] = {}
@@ -128,9 +125,9 @@ def profile(
         # Dropout draws; the user's generator must not notice.
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             rounds[index] = deepcopy(before.rounds[index]) if before is not None else Rounds()
-            measured = _measure(job, stage, device, rounds[index], least_rounds)
+            measured = _measure(job, stage, device, rounds[index])
         op_us.update(((index, name), us) for name, us in measured.items())
-    return Profile(op_us, f"measured on {device_name(device)}", rounds)
+    return Profile(op_us, rounds)
 
 
 def device_name(device: torch.device) -> str:
@@ -141,18 +138,16 @@ def device_name(device: torch.device) -> str:
     return f"this processor, {threads} thread{'s' if threads != 1 else ''}"
 
 
-def _measure(
-    job: Job, stage: Stage, device: torch.device, rounds: Rounds, least_rounds: int
-) -> dict[str, float]:
+def _measure(job: Job, stage: Stage, device: torch.device, rounds: Rounds) -> dict[str, float]:
     made = make_inputs(job, stage, device)
     calls = make_calls(job, stage, device)
     grads: dict[str, torch.Tensor] = {}
-    clock: Stopwatch = HostStopwatch(device) if device.type == "cpu" else DeviceStopwatch(device)
+    clock: Stopwatch = HostStopwatch() if device.type == "cpu" else DeviceStopwatch(device)
     with torch.no_grad():
         if device.type != "cpu":
             _run(calls, made, grads, clock, None)  # kernels are looked for, and memory is taken
         warm_us = sum(_run(calls, made, grads, clock, None).values())
-        for _ in range(_rounds(warm_us, least_rounds)):
+        for _ in range(_rounds(warm_us)):
             _run(calls, made, grads, clock, rounds)
             for phase, us in _run(calls, made, grads, clock, None).items():
                 rounds.totals[phase].append(us)
@@ -160,7 +155,10 @@ def _measure(
     found = rounds.thread_shares or rounds.shares
     for phase in PHASES:
         shares = {
-            op.name: 0.0 if device.type != "cpu" and _makes_nothing(op) else typical(found[op.name])
+            # A device does nothing for a view: what its events are apart is their own cost.
+            op.name: 0.0
+            if device.type != "cpu" and (op.alias is not None or op.target in FREE)
+            else typical(found[op.name])
             for op in stage.ops[phase]
         }
         total = sum(shares.values())
@@ -170,16 +168,11 @@ def _measure(
     return result
 
 
-def _rounds(round_us: float, least: int) -> int:
-    """How many rounds of that length a visit has; least: of those that are neither short nor long."""
+def _rounds(round_us: float) -> int:
+    """How many rounds of that length a visit has."""
     if round_us >= LEAST_ROUND_US:
-        return repeats(round_us, ENOUGH_US, min(least, FEWEST_ROUNDS), least)
-    return repeats(round_us, least * LEAST_ROUND_US, 1, MOST_ROUNDS)
-
-
-def _makes_nothing(op: Op) -> bool:
-    """Whether a device does nothing for it; what its events are apart is their own cost."""
-    return op.alias is not None or op.target in FREE
+        return repeats(round_us, ENOUGH_US, FEWEST_ROUNDS, ROUNDS)
+    return repeats(round_us, ROUNDS * LEAST_ROUND_US, 1, MOST_ROUNDS)
 
 
 def typical(times: Sequence[float]) -> float:
@@ -193,7 +186,8 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
     specs = specs_of(job)
     constants = {f"const/{c.name}": c for c in job.constants}
     made_here = {op.name for ops in stage.ops.values() for op in ops}
-    scales = {f"param/{p.name}" for p in job.parameters if len(p.spec.shape) == 1 and _is_weight(p.name)}
+    vectors = (p.name for p in job.parameters if len(p.spec.shape) == 1)
+    scales = {f"param/{name}" for name in vectors if name.rpartition(".")[2] == "weight"}
     made: dict[str, torch.Tensor] = {}
     generator = torch.Generator(device="cpu").manual_seed(0)
     says: dict[str, Says] = {}
@@ -219,12 +213,8 @@ def make_inputs(job: Job, stage: Stage, device: torch.device) -> dict[str, torch
     return made
 
 
-def _is_weight(name: str) -> bool:
-    return name.rpartition(".")[2] == "weight"
-
-
 def made_up_tensor(
-    spec: TensorSpec, generator: torch.Generator, device: torch.device, says: Says | None = None
+    spec: TensorSpec, generator: torch.Generator, device: torch.device, says: Says | None
 ) -> torch.Tensor:
     """A made-up value: small random numbers; integers that say what they say in a step, zeros
     where nothing is known of them."""

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stretto.errors import UsageError
 from stretto.files.kept import Kept, ago, code_digest, key_of
 from stretto.files.typed_file import from_text, to_line
 from stretto.ir.costs import Costs
 from stretto.measure.measure_collectives import gather_all, host
 from stretto.measure.time_ops import machine_of
+from stretto.processor.control_groups import usable_cores
 from stretto.processor.quota import quota_share
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def running(world: int, device: torch.device) -> Running:
 def machines(ranks: Running, device: torch.device) -> str | None:
     """Step 1, as a text; every rank must call it. None where costs are not to be kept: hosts that are
     emulated on one machine have whatever network they were given this time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(usable_cores())
     mine = (f"{machine_of(device)} {_reported()}", cores, f"{quota_share():.3f}", host(), os.uname().nodename)
     gathered = ranks.all_gather(mine)
     hosts = [one[3] for one in gathered]
@@ -120,26 +120,13 @@ def costs_again(
     if here is None:
         return measure()
     key = key_of(COSTS, code_digest(), here, *parts())
-    text: str | None = None
-    if ranks.rank == 0 and kept is not None:
-        text = _found(kept, key)
-    text = ranks.broadcast(text)
+    entry = kept.find(COSTS, key, MOST_AGE_S) if ranks.rank == 0 and kept is not None else None
+    if entry is not None and kept is not None:
+        kept.say(f"costs: measured here {ago(entry.age_s)}, kept in {kept.folder}; --fresh measures again")
+    text = ranks.broadcast(None if entry is None else entry.text)
     if text is not None:
-        return from_text(Costs, text, "costs")
+        return from_text(Costs, text, COSTS)
     costs = measure()
     if ranks.rank == 0 and kept is not None:
         kept.keep(COSTS, key, to_line(costs))
     return costs
-
-
-def _found(kept: Kept, key: str) -> str | None:
-    entry = kept.find(COSTS, key, MOST_AGE_S)
-    if entry is None:
-        return None
-    try:
-        from_text(Costs, entry.text, COSTS)
-    except UsageError:
-        kept.drop(COSTS, key)
-        return None
-    kept.say(f"costs: measured here {ago(entry.age_s)}, kept in {kept.folder}; --fresh measures again")
-    return entry.text

@@ -40,7 +40,7 @@ class Rounds:
 class HostStopwatch:
     """The host's clock: an op has ended when its call has."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._threads = quota_share() < 1.0
         self._taken: list[tuple[str, int, int]] = []
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 import torch
 
@@ -20,8 +21,8 @@ from stretto.backend.device_time import synchronise
 from stretto.errors import StrettoError
 from stretto.ir.flow import PHASES
 from stretto.ir.integers import what_integers_say
-from stretto.ir.prices import made_bytes, signature, specs_of
-from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.ir.prices import Specs, made_bytes, signature, specs_of
+from stretto.ir.program import Arg, Job, Op, Ref, TensorSpec
 from stretto.measure.profile import device_name, fixed_argument, function_of, made_up_tensor, value_of
 from stretto.measure.stopwatch import repeats
 from stretto.price.calibration import Machine, Timing
@@ -70,9 +71,9 @@ def sweep_ops(device: str) -> Iterator[Sample]:
         for target in MEMORY_OPS:
             two = target in ("aten.add.Tensor", "aten.mul.Tensor")
             yield _op(target, x, *([x, x] if two else [x]))
-        yield _softmax(x)
+        yield _op("aten._softmax.default", x, x, more=(-1, False))
     for dtype in ("float32",) if device == "cpu" else ("float32", "bfloat16"):
-        for m, n, k in sorted(PRODUCTS if device == "cpu" else ACCELERATOR_PRODUCTS, key=_work):
+        for m, n, k in sorted(PRODUCTS if device == "cpu" else ACCELERATOR_PRODUCTS, key=prod):
             yield _product(TensorSpec((m, k), dtype), TensorSpec((k, n), dtype))
         if device == "cpu":
             yield from linear_ops(LINEAR_ROWS, LINEAR_SIZES, dtype)
@@ -80,14 +81,9 @@ def sweep_ops(device: str) -> Iterator[Sample]:
             yield from linear_ops(ACCELERATOR_ROWS, ACCELERATOR_SIZES, dtype)
     for batch, heads, length, head in ATTENTIONS:
         x = TensorSpec((batch, heads, length, head), "float32" if device == "cpu" else "bfloat16")
-        yield _op(
-            "aten._scaled_dot_product_flash_attention" + ("_for_cpu" if device == "cpu" else "") + ".default",
-            x,
-            x,
-            x,
-            x,
-            flops=4 * batch * heads * length * length * head,
-        )
+        kernel = "flash_attention_for_cpu" if device == "cpu" else "flash_attention"
+        flops = 4 * batch * heads * length * length * head
+        yield _op(f"aten._scaled_dot_product_{kernel}.default", x, x, x, x, flops=flops)
 
 
 def linear_ops(rows: Sequence[int], sizes: Sequence[tuple[int, int]], dtype: str) -> Iterator[Sample]:
@@ -112,17 +108,11 @@ def _product(left: TensorSpec, right: TensorSpec) -> Sample:
     return _op("aten.mm.default", TensorSpec((m, n), left.dtype), left, right, flops=2 * m * n * k)
 
 
-def _work(dims: tuple[int, int, int]) -> int:
-    return dims[0] * dims[1] * dims[2]
-
-
-def _softmax(x: TensorSpec) -> Sample:
-    return Op("y", "aten._softmax.default", (Ref("x0"), -1, False), (), (x,)), {"x0": x}
-
-
-def _op(target: str, result: TensorSpec, *reads: TensorSpec, flops: int = 0) -> Sample:
+def _op(
+    target: str, result: TensorSpec, *reads: TensorSpec, more: tuple[Arg, ...] = (), flops: int = 0
+) -> Sample:
     specs = {f"x{at}": spec for at, spec in enumerate(reads)}
-    return Op("y", target, tuple(Ref(name) for name in specs), (), (result,), flops=flops), specs
+    return Op("y", target, (*map(Ref, specs), *more), (), (result,), flops=flops), specs
 
 
 ROUNDS = 7
@@ -139,8 +129,6 @@ CACHE_BYTES = 64 * 2**20
 """Inputs of all sets together, larger than a core's share of a last-level cache. Assumed."""
 
 MOST_SETS = 16
-
-Specs = Mapping[str, TensorSpec]
 
 
 def machine_of(device: torch.device) -> Machine:

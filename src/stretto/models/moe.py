@@ -56,15 +56,6 @@ class MoEConfig(GPTConfig):
     aux_weight: float = 0.01
     z_weight: float = 0.001
 
-    def __post_init__(self) -> None:
-        super(MoEConfig, self).__post_init__()
-        if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k = {self.top_k} must be from 1 to experts = {self.experts}")
-        if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ValueError(
-                f"capacity_factor = {self.capacity_factor} must be above 0, or None for dropless"
-            )
-
     @property
     def expert_hidden(self) -> int:
         """Width of an expert."""

@@ -20,9 +20,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 
 from stretto.ir.action import Phase
 from stretto.ir.costs import Costs
@@ -153,9 +155,11 @@ class _GraphMaker:
         nodes: list[Node] = []
         needs: list[set[int]] = []
         sent: dict[tuple[int, int], int] = {}
-        last_add: dict[int, int] = {}
-        adds = self._adds()
         adding = adding_items(self.job, self.window)
+        before: dict[int, set[int]] = defaultdict(set)
+        for items in adding_items(self.job, self.window, lambda parameter: parameter.name).values():
+            for one, after_it in pairwise(items):
+                before[after_it].add(one)
         for at, item in enumerate(self.window.items):
             need: set[int] = set()
             if item.kind is ItemKind.OP:
@@ -163,11 +167,7 @@ class _GraphMaker:
                 # 2. What it reads.
                 need |= {made for u in op.uses if (made := self._maker(item.part, u)) >= 0}
                 # 3. One order of additions, and all before their sum.
-                need |= {added for group in op.sums for added in adding.get(group, ())}
-                for parameter in adds.get((item.part, op.name), ()):
-                    if parameter in last_add:
-                        need.add(last_add[parameter])
-                    last_add[parameter] = at
+                need |= {added for group in op.sums for added in adding.get(group, ())} | before[at]
                 self.made[item.part, op.name] = at
                 nodes.append(self._op(item, op))
             else:
@@ -246,16 +246,6 @@ class _GraphMaker:
             return Node(item, Role.FINISH, work_us, time_us=us, start=start, lazy=True)
         view = op.alias is not None and not work_us
         return Node(item, Role.COMPUTE, work_us, lazy=view)
-
-    def _adds(self) -> dict[tuple[int, str], list[int]]:
-        """(part, value) -> the parameters to whose gradients it is added, by index."""
-        adds: dict[tuple[int, str], list[int]] = {}
-        for index, parameter in enumerate(self.job.parameters):
-            for stage, phase, value in parameter.grads:
-                for part, (at, runs) in enumerate(self.window.parts):
-                    if at == stage and phase in runs.programs:
-                        adds.setdefault((part, value), []).append(index)
-        return adds
 
     def _storages(self) -> tuple[WindowStorage, ...]:
         """Step 4: all memory that the window's items touch."""

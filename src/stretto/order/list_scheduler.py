@@ -105,8 +105,9 @@ class ListScheduler(LaneWalk):
         while True:
             if self._sends:
                 index = heapq.heappop(self._sends)[1]
-            elif self._ready:
-                index = self._chosen()
+            elif self._ready:  # steps 1 to 3: the next of the ops that are ready, or a start before it
+                start = self._dry(self.graph.nodes[self._ready[0][1]].work_us)
+                index = self._soonest() if start is None else start
             elif (start := self._dry(0.0)) is not None:
                 index = start
             else:
@@ -117,11 +118,6 @@ class ListScheduler(LaneWalk):
             if (work_us or late_us) and self._busy(index, late_us, work_us):
                 return
             self._done(index)
-
-    def _chosen(self) -> int:
-        """Steps 1 to 3: the next of the ops that are ready, or a start before it."""
-        start = self._dry(self.graph.nodes[self._ready[0][1]].work_us)
-        return self._soonest() if start is None else start
 
     def _soonest(self) -> int:
         """Step 1: not one for which the lane would wait, or that takes more memory than there is, if there is

@@ -1,18 +1,9 @@
 """Ordering policies by name, the check that what a policy gives is a legal order, and the windows of a plan
 in the order of a policy. Also here are the baseline's windows, in which nothing hides a collective.
 
-A policy is a function from a window's graph to the indexes of its nodes in the order in which they run:
-
-    import stretto.order as order
-
-    def as_captured(graph):
-        return range(len(graph.nodes))
-
-    order.register("as-captured", as_captured)
-    plan = stretto.plan(job, order="as-captured")
-
-(That is legal because a node needs only nodes of lower numbers. Some of them may be of earlier parts: of two
-backwards in one window, 0B+0B, the second adds its gradients to what the first has added.)
+A policy is a function from a window's graph to the indexes of its nodes in the order in which they run. A
+node needs only nodes of lower numbers, some of them of earlier parts: of two backwards in one window, 0B+0B,
+the second adds its gradients to what the first has added.
 
 Stretto's own order one window by itself:
 
@@ -27,7 +18,6 @@ Stretto's own order one window by itself:
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -119,7 +109,9 @@ def improve_order(
 ) -> tuple[int, ...]:
     """The best order of the search. limit_bytes: as in `list_order`; walks: instead of the constants above;
     share: of them, what the window is worth."""
-    fine = SearchScope((make_rank_window(graph),), CLOSE * floor_us(graph), 0.0)
+    # No order is faster: all work, and what collectives take of the processor meanwhile.
+    floor_us = graph.work_us + sum(n.load * n.time_us for n in graph.nodes if n.role is Role.START)
+    fine = SearchScope((make_rank_window(graph),), CLOSE * floor_us, 0.0)
     captured = replace(fine, limit_bytes=0).walk(SearchPoint(orders=(range(len(graph.nodes)),)))
     assert captured is not None, "a legal order of one window comes to its end"
     fine = replace(fine, limit_bytes=captured.peak_bytes if limit_bytes is None else limit_bytes)
@@ -149,11 +141,6 @@ def _searched(graph: WindowGraph, fine: SearchScope, walks: int | None, share: f
     search.go(ForwardBackward((window,)), budget.left, STALE_WALKS)
     assert search.best is not None, "a window by itself comes to its end"
     return search.best.orders[0]
-
-
-def floor_us(graph: WindowGraph) -> float:
-    """No order is faster: all work, and what collectives take of the processor meanwhile."""
-    return graph.work_us + sum(n.load * n.time_us for n in graph.nodes if n.role is Role.START)
 
 
 def early_reductions(graph: WindowGraph) -> tuple[int, ...]:
@@ -201,13 +188,8 @@ def _reductions_first(graph: WindowGraph) -> list[float]:
     return urgency
 
 
-def captured_order(graph: WindowGraph) -> tuple[int, ...]:
-    """The order in which the ops were captured, one part after the other."""
-    return tuple(range(len(graph.nodes)))
-
-
 POLICIES: dict[str, Policy] = {
-    "captured": captured_order,
+    "captured": lambda graph: range(len(graph.nodes)),
     "list": list_order,
     "improve": improve_order,
 }
@@ -352,23 +334,20 @@ def waits_at_once(job: Job, window: Window) -> Window:
         {op.name: op for sub in phase.programs for op in job.stages[stage].ops[sub]}
         for stage, phase in window.parts
     ]
-    here = {(item.part, item.ref) for item in window.items if item.kind is ItemKind.OP}
-    sends: dict[tuple[int, int | str], list[Item]] = defaultdict(list)
-    waits: dict[tuple[int, int | str], Item] = {}
-    for item in window.items:
+    # (part, op) -> which item it is, or which it comes directly behind as its wait.
+    places: dict[tuple[int, str], tuple[int, bool]] = {}
+
+    def place(at: int, item: Item) -> tuple[int, bool, bool]:
         if item.kind is ItemKind.SEND:
-            sends[item.part, job.edges[int(item.ref)].value].append(item)
-        elif item.kind is ItemKind.OP:
+            return *places[item.part, job.edges[int(item.ref)].value], True
+        mine = at, False
+        if item.kind is ItemKind.OP:
             op = ops[item.part][str(item.ref)]
-            if op.target == WAIT and (item.part, op.uses[0]) in here:
-                waits[item.part, op.uses[0]] = item
-    moved = {*waits.values()}
-    items: list[Item] = []
-    for item in window.items:
-        if item.kind is ItemKind.OP and item not in moved:
-            wait = waits.get((item.part, item.ref))
-            for one in (item,) if wait is None else (item, wait):
-                items += [one, *sends[one.part, one.ref]]
-        elif item.kind is ItemKind.WAIT:
-            items.append(item)
-    return replace(window, items=tuple(items))
+            if op.target == WAIT and (item.part, op.uses[0]) in places:
+                mine = places[item.part, op.uses[0]][0], True
+            places[item.part, op.name] = mine
+        return *mine, False
+
+    turns = [place(at, item) for at, item in enumerate(window.items)]
+    order = sorted(range(len(turns)), key=turns.__getitem__)
+    return replace(window, items=tuple(window.items[at] for at in order))

@@ -38,14 +38,10 @@ class WindowResources:
 
     def __init__(self, skew: float) -> None:
         self.clock = Clock()
-        self._skew = skew
+        self.skew = skew
         self._free_us: dict[str, float] = {}
         self._flights: list[tuple[float, float, float]] = []
         """(begin, end, load) of those that slow compute down."""
-
-    def straggler(self) -> Straggler:
-        """Of a rank: by how much the slowest rank with the same pipeline rank is behind."""
-        return Straggler(self._skew)
 
     def start(self, rank: int, window: RankWindow, index: int) -> Flight | RunningCollective:
         """A node starts its collective now."""
@@ -80,7 +76,7 @@ class WindowResources:
 
     def worked(self, rank: int, straggler: Straggler, work_us: float) -> None:
         """The pipeline rank has worked so much."""
-        if self._skew:
+        if self.skew:
             straggler.work(work_us)
 
     def send(self, node: Node, microbatch: int) -> None:

@@ -85,11 +85,6 @@ class SearchScope:
                 ranks.append(ListScheduler(resources, rank, window, *rules))
         return walk(resources, ranks, most_us)
 
-    @property
-    def groups(self) -> list[tuple[int, list[int]]]:
-        """(rank, nodes) of what changes together (`RankWindow.stretches`)."""
-        return [(rank, group) for rank, window in enumerate(self.windows) for group in window.stretches]
-
 
 class WalkBudget:
     """left: walks that may be made; spent: those that were. best: of all searches that share the budget, with
@@ -108,11 +103,6 @@ class WalkBudget:
         self.left = max(0, self.left - 1)
         if self.best is not None:
             self._watch.still(self._progress)
-
-    def keep_best(self, scope: SearchScope, result: WalkResult) -> None:
-        """A search has come to this."""
-        if self.best is None or result.measure_us <= self.best[1].measure_us:
-            self.best = scope, result
 
     def _progress(self) -> str:
         assert self.best is not None
@@ -138,18 +128,19 @@ class WalkBudget:
 
 class OrderSearch:
     """A search that has come to a point. best: its walk, None where no point was walked to its end; groups:
-    as in `SearchScope`; stale: walks since the last gain."""
+    (rank, nodes) of what changes together (`RankWindow.stretches`); stale: walks since the last gain."""
 
     best: WalkResult | None = None
     stale = 0
     _mark_us = inf
 
-    def __init__(self, scope: SearchScope, budget: WalkBudget, point: SearchPoint = SearchPoint()) -> None:
+    def __init__(self, scope: SearchScope, budget: WalkBudget) -> None:
         self.scope = scope
         self.budget = budget
-        self.point = point
+        self.point = SearchPoint()
         self.draw = random.Random(0)
-        self.groups = scope.groups
+        windows = enumerate(scope.windows)
+        self.groups = [(rank, group) for rank, window in windows for group in window.stretches]
 
     @property
     def measure_us(self) -> float:
@@ -166,7 +157,9 @@ class OrderSearch:
         if result.measure_us < self._mark_us * (1.0 - GAIN):
             self._mark_us, self.stale = result.measure_us, 0
         self.best, self.point = result, point
-        self.budget.keep_best(self.scope, result)
+        before = self.budget.best
+        if before is None or result.measure_us <= before[1].measure_us:
+            self.budget.best = self.scope, result
         return True
 
     def _improves(self, point: SearchPoint, result: WalkResult) -> bool:
@@ -252,17 +245,14 @@ class ForwardBackward:
     def __init__(self, windows: Sequence[RankWindow]) -> None:
         self._windows = windows
         self._graphs = [window.graph for window in windows]
-        receives: dict[tuple[int, int], RankNode] = {}
-        sends: list[tuple[tuple[int, int], RankNode]] = []
+        ends: dict[Role, dict[tuple[int, int], RankNode]] = {Role.SEND: {}, Role.RECEIVE: {}}
         for rank, window in enumerate(windows):
             for index, node in enumerate(window.graph.nodes):
-                if node.role in (Role.SEND, Role.RECEIVE):
+                if node.role in ends:
                     message = int(node.item.ref), window.microbatches[node.item.part]
-                    if node.role is Role.RECEIVE:
-                        receives[message] = rank, index
-                    else:
-                        sends.append((message, (rank, index)))
-        self._arrives = {key: receives[message] for message, key in sends if message in receives}
+                    ends[node.role][message] = rank, index
+        sends, receives = ends.values()
+        self._arrives = {key: receives[message] for message, key in sends.items() if message in receives}
         """Send -> its receive."""
         self._missing = {
             (rank, index): len(users) + ((rank, index) in self._arrives)
@@ -297,7 +287,7 @@ class ForwardBackward:
         an op is taken to have ended; 0 for others."""
         begins = [[0.0] * len(graph.nodes) for graph in self._graphs]
         missing = dict(self._missing)
-        lanes: dict[tuple[int, str], _Lane] = defaultdict(_Lane)
+        lanes: Lanes = defaultdict(_Lane)
         ready: list[tuple[float, int, int]] = []
 
         def can_go(key: RankNode) -> None:
@@ -325,12 +315,7 @@ class ForwardBackward:
         return begins
 
     def _begin_us(
-        self,
-        rank: int,
-        index: int,
-        walked: WalkResult,
-        begins: Sequence[Sequence[float]],
-        lanes: dict[tuple[int, str], _Lane],
+        self, rank: int, index: int, walked: WalkResult, begins: Sequence[Sequence[float]], lanes: Lanes
     ) -> float:
         graph, timing, end_us = self._graphs[rank], walked.timings[rank], walked.step_us
         node, mine = graph.nodes[index], begins[rank]
@@ -369,3 +354,7 @@ class _Lane:
         self._begins_us.insert(at, begin_us)
         self._ends_us.insert(at, end_us)
         return begin_us
+
+
+Lanes = dict[tuple[int, str], _Lane]
+"""(rank, lane) -> what takes it."""

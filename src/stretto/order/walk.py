@@ -19,6 +19,7 @@ from stretto.order.rank_window import RankWindow, WindowMemory, make_rank_window
 from stretto.order.resources import Flight, WindowResources
 from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
+from stretto.simulating.compute_lane import Straggler
 
 STALL_WEIGHT = 0.01
 """What a microsecond of a lane's stall for a collective counts beside a microsecond of the step. Measured on
@@ -100,7 +101,7 @@ class LaneWalk(ABC):
         self.window = window
         self._placed = [False] * len(self.graph.nodes)
         self._started: dict[int, Flight | RunningCollective] = {}
-        self._straggler = resources.straggler()
+        self._straggler = Straggler(resources.skew)
         self._working = False
         """Whether the lane works, or waits for the slowest rank of its pipeline rank."""
         self._idle_since_us: float | None = None

@@ -85,21 +85,6 @@ NodeKey = tuple[int, bool, Item]
 """An item of any microbatch: stage, whether of F, and the item as of part 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class WholeStepOrders:
-    """The windows with the shortest step of the search. walks: how many steps were walked for it; allowed:
-    how many could have been."""
-
-    windows: Mapping[str, Window]
-    walks: int
-    allowed: int
-
-    @property
-    def ended(self) -> bool:
-        """Whether the search ended by itself, and not because its time was up."""
-        return self.walks < self.allowed
-
-
 def order_together(
     plan: Plan,
     bound_us: float,
@@ -107,8 +92,8 @@ def order_together(
     frees: Frees = (),
     worth_us: float | None = None,
     watch: Watch | None = None,
-) -> WholeStepOrders | None:
-    """The windows with the shortest step that the search finds in its time (EFFORT).
+) -> tuple[Mapping[str, Window], WalkBudget] | None:
+    """The windows with the shortest step that the search finds in its time (EFFORT), and what it has spent.
 
     plan: each rank has one window, in the captured order. bound_us: no order is faster. walks: at most
     so many, instead. frees: by rank, which forwards begin when which backwards are done (`make_graph`).
@@ -132,7 +117,7 @@ def order_together(
         )
         for of_rank, order in zip(budget.best[0].windows, budget.best[1].orders, strict=True)
     }
-    return WholeStepOrders(windows, budget.spent, allowed)
+    return windows, budget
 
 
 def walks_allowed(items: int, worth_us: float) -> int:

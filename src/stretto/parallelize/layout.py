@@ -1,34 +1,45 @@
-"""How a model is laid out while one rank's part of it is traced: what is sharded over ranks, and cut in
-chunks."""
+"""How a model is laid out: what is sharded over ranks, and cut in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
-from stretto.parallelize.alone import leaves_of
 from stretto.parallelize.chunks import Chunks, blocks_of
 from stretto.parallelize.expert_op import as_one_op
 from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, other_arguments
 from stretto.parallelize.parts import local_shape
-from stretto.parallelize.spread import sharded
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind. by: as the setting `layouts`."""
+    """Each is None where there is nothing of the kind. is_traced: whether it is what a model is traced with,
+    before passes lay it out."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
-    by: Literal["patched", "passes"] = "patched"
+    is_traced: bool = False
+
+    @property
+    def by_passes(self) -> bool:
+        """Whether passes lay out what is traced."""
+        parts = (self.tensor, self.experts, self.chunks)
+        return not self.is_traced and any(part is not None for part in parts)
+
+    @property
+    def mixtures(self) -> tuple[str, ...]:
+        """Names of the modules of experts that are one op each while the model is traced."""
+        if self.experts is not None:
+            return self.experts.modules
+        return () if self.chunks is None else self.chunks.experts
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -54,22 +65,14 @@ class Layout:
             }
         return result
 
-    def leaves(self) -> frozenset[str]:
-        """Names of the modules whose inside is not the model's own code."""
-        of_tensor = frozenset() if self.tensor is None else leaves_of(self.tensor)
-        return of_tensor.union(() if self.experts is None else self.experts.modules)
-
     @property
-    def mixtures(self) -> tuple[str, ...]:
-        """Names of the modules of experts that are one op each while the model is traced."""
-        if self.experts is not None:
-            return self.experts.modules
-        return () if self.chunks is None else self.chunks.experts
+    def traced(self) -> Layout:
+        """What the model is traced with: parts of experts, which are one op."""
+        return replace(self, tensor=None, is_traced=True)
 
-    @property
-    def before_passes(self) -> Layout:
-        """What is laid out while the model is traced: shapes of experts, and that they are one op."""
-        return replace(self, tensor=None, by="patched")
+    def with_tensor(self, shards: Mapping[str, Shard]) -> Layout:
+        """The same with other shards over tensor-parallel ranks."""
+        return self if self.tensor is None else replace(self, tensor=replace(self.tensor, shards=shards))
 
     @property
     def evaluating(self) -> Layout:
@@ -79,12 +82,9 @@ class Layout:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """While the context lasts, the model computes one rank's part. Parameters must already be parts."""
-        refused = None if self.experts is None else other_arguments
-        with (
-            as_one_op(model, self.mixtures, refused),
-            nullcontext() if self.tensor is None else sharded(model, self.tensor),
-        ):
+        """While the context lasts, modules of experts are one op each. Their parameters must already be
+        parts."""
+        with as_one_op(model, self.mixtures, None if self.experts is None else other_arguments):
             yield
 
 
@@ -104,9 +104,7 @@ def layout_of(
         experts = expert_parallel(model, parallel)
     if degree is None:
         degree = 1 if parallel.ampipe_degree == "auto" else parallel.ampipe_degree
-    chunks = chunks_of(model, parallel, degree)
-    plain = experts is None and chunks is None
-    return Layout(tensor, experts, chunks, parallel.layouts if plain else "passes")
+    return Layout(tensor, experts, chunks_of(model, parallel, degree))
 
 
 def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chunks | None:

@@ -24,7 +24,7 @@ from stretto.ir.collectives import (
     REDUCE_SCATTER,
     Kind,
 )
-from stretto.parallelize.unseen import ALONE, AXES, is_now, unseen, value_now
+from stretto.parallelize.unseen import AXES, value_now
 
 NAMESPACE = "stretto"
 
@@ -67,7 +67,6 @@ for _name, _shapes in _fakes.items():
 _calls = getattr(torch.ops, NAMESPACE)
 
 
-@unseen
 def index(like: Tensor, axis: str, size: int) -> Tensor:
     """This rank's coordinate on the axis: a 0-d int64 tensor on the device of `like`."""
     _check_axis("the rank's coordinate", axis, size)
@@ -75,7 +74,6 @@ def index(like: Tensor, axis: str, size: int) -> Tensor:
     return made
 
 
-@unseen
 def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Tensor:
     """Any collective, start and wait; no gradient. Raises ValueError for a shape or an axis that is wrong."""
     _check_axis(kind.name, axis, size)
@@ -87,13 +85,11 @@ def communicate(kind: Kind, x: Tensor, axis: str, size: int, op: str = "") -> Te
     return made
 
 
-@unseen
 def all_reduce(x: Tensor, axis: str, size: int, op: str = "sum") -> Tensor:
     """The sum (or "max") over the axis; no gradient."""
     return communicate(ALL_REDUCE, x, axis, size, op)
 
 
-@unseen
 def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """Slices along `dim` put together, in the order of ranks; no gradient. Collectives work along the first
     dim: with something before `dim`, the parts are put into their places by a copy."""
@@ -107,7 +103,6 @@ def all_gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     return made.view(size, *x.shape).movedim(0, dim).reshape(full)
 
 
-@unseen
 def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """The sum over the axis, of which each rank keeps its slice along `dim`; no gradient."""
     x, dim = x.contiguous(), _dim_of(x, dim)
@@ -120,7 +115,6 @@ def reduce_scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     return communicate(REDUCE_SCATTER, x.reshape(first), axis, size, "sum")
 
 
-@unseen
 def own_chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
     """This rank's slice along `dim`; no gradient."""
     _check_axis("a rank's slice", axis, size)
@@ -162,32 +156,9 @@ class _OneToOnePair(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-@unseen
 def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
-    if is_now(ALONE):
-        return x
     made: Tensor = _OneToOnePair.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made
-
-
-def copy(x: Tensor, axis: str, size: int) -> Tensor:
-    """Equal values, from here on used in parts."""
-    return _pair(x, lambda t: t.view_as(t), lambda grad: all_reduce(grad, axis, size))
-
-
-def reduce(x: Tensor, axis: str, size: int) -> Tensor:
-    """Partials become their sum, equal on all ranks."""
-    return _pair(x, lambda t: all_reduce(t, axis, size), lambda grad: grad)
-
-
-def gather(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Slices along `dim` become the full tensor, from here on used in parts."""
-    return _pair(x, lambda t: all_gather(t, dim, axis, size), lambda g: reduce_scatter(g, dim, axis, size))
-
-
-def scatter(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Partials become slices of their sum along `dim`."""
-    return _pair(x, lambda t: reduce_scatter(t, dim, axis, size), lambda g: all_gather(g, dim, axis, size))
 
 
 def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor:
@@ -197,13 +168,3 @@ def exchange(x: Tensor, axis: str, size: int, kind: Kind = ALL_TO_ALL) -> Tensor
     return _pair(
         x, lambda t: communicate(kind, t, axis, size), lambda grad: communicate(back, grad, axis, size)
     )
-
-
-def chunk(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Equal values become slices along `dim`."""
-    return _pair(x, lambda t: own_chunk(t, dim, axis, size), lambda grad: all_gather(grad, dim, axis, size))
-
-
-def collect(x: Tensor, dim: int, axis: str, size: int) -> Tensor:
-    """Slices along `dim` become the full tensor, equal on all ranks, and used equally."""
-    return _pair(x, lambda t: all_gather(t, dim, axis, size), lambda grad: own_chunk(grad, dim, axis, size))

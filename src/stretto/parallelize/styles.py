@@ -1,24 +1,18 @@
 """Styles: the words that say how a module is sharded over tensor-parallel ranks, and plans made of them.
 
-    colwise                 output features are sharded; the input is equal on all ranks
-    colwise:K               the same, where the output features are K heads of keys or values: where ranks are
-                            more, those that share a head have the same (`heads` finds K by the usual names)
-    colwise_gather_output   as colwise, and the output is put together again
+    colwise                 output features are sharded
     packed_colwise:K        colwise, for a matrix that is K equal ones side by side (query, key, value)
-    rowwise                 input features are sharded, as a colwise module before it left them; the output is
-                            the sum over ranks
-    rowwise_split_input     the same after a module whose output is unsharded: each rank takes its features
-    vocabulary              an embedding's rows, or an output head's columns, are sharded (`vocabulary`)
-    sequence                a norm that sees a slice of the sequence, with `sequence_parallel`
-    attributes:A,B          integers of the module that count what is sharded, divided by the number of ranks
-    experts                 a module of experts, called with tokens, chosen experts and weights: those of its
-                            own parameters are sharded that have a style, and its output is the sum over ranks
+    rowwise                 input features are sharded
+    vocabulary              an embedding's rows, or an output head's output features, are sharded
+    experts                 a module of experts: those of its own parameters are sharded that have a style
     dim:D, dim:D:K          a parameter of experts is sharded along its dim D (which is K equal blocks)
     replicated              nothing is sharded
 
-A plan maps patterns of module names to styles; `*` matches one part of a name (a layer's number). These
-are the words of `transformers`; PyTorch's `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` objects
-are understood as well. A parameter of experts (experts, out, in) may be colwise, packed_colwise or rowwise.
+A style says where parameters are, and nothing else: what is communicated follows from it (`passes.layout`). A
+plan maps patterns of module names to styles; `*` matches one part of a name (a layer's number). These are the
+words of `transformers`, of which some say more, which is not needed here (`SYNONYMS`); PyTorch's
+`ColwiseParallel`, `RowwiseParallel` and `SequenceParallel` objects are understood as well. A parameter of
+experts (experts, out, in) may be colwise, packed_colwise or rowwise.
 """
 
 from __future__ import annotations
@@ -40,51 +34,39 @@ from torch.distributed.tensor.parallel import (
 
 from stretto.errors import UsageError, meant
 
-KNOWN = (
-    *("colwise", "colwise_gather_output", "packed_colwise", "rowwise", "rowwise_split_input", "vocabulary"),
-    *("sequence", "attributes", "experts", "replicated"),
-)
+KNOWN = ("colwise", "packed_colwise", "rowwise", "vocabulary", "experts", "replicated")
 
-COLWISE = ("colwise", "packed_colwise", "colwise_gather_output")
-ROWWISE = ("rowwise", "rowwise_split_input")
-"""Styles of matrices whose output, or input, features are sharded."""
 EXPERTS = "experts"
 
 SYNONYMS = {
-    "colwise_rep": "colwise_gather_output",
+    "colwise_rep": "colwise",
+    "colwise_gather_output": "colwise",
+    "rowwise_split_input": "rowwise",
     "embedding_rowwise": "vocabulary",
-    "sequence_parallel": "sequence",
+    "sequence": "replicated",
+    "sequence_parallel": "replicated",
     "moe_tp_experts": "experts",
-    # Whether a gradient is a part of a sum is read off the graph.
     "replicated_with_grad_allreduce": "replicated",
 }
-"""Other names for the same, as `transformers` has or had them."""
+"""Other words for the same, as `transformers` has or had them."""
 
 GPT2_PLAN = {
     "transformer.wte": "vocabulary",
-    "transformer.h.*.ln_1": "sequence",
-    "transformer.h.*.attn": "attributes:split_size",
     "transformer.h.*.attn.c_attn": "packed_colwise:3",
     "transformer.h.*.attn.c_proj": "rowwise",
-    "transformer.h.*.ln_2": "sequence",
     "transformer.h.*.mlp.c_fc": "colwise",
     "transformer.h.*.mlp.c_proj": "rowwise",
-    "transformer.ln_f": "sequence",
     "lm_head": "vocabulary",
 }
-"""`transformers` has no plan of its own for GPT-2. Its attention splits the fused query, key and value by an
-attribute, which has to count a rank's part."""
+"""`transformers` has no plan of its own for GPT-2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One style. blocks: K of packed_colwise; attributes: names of `attributes`; heads: K of colwise, 0 where
-    it is not said; dims: of experts, (parameter, dim, blocks)."""
+    """One style. blocks: K of packed_colwise; dims: of experts, (parameter, dim, blocks)."""
 
     kind: str
     blocks: int = 1
-    attributes: tuple[str, ...] = ()
-    heads: int = 0
     dims: tuple[tuple[str, int, int], ...] = ()
 
 
@@ -97,19 +79,18 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
     if isinstance(given, ColwiseParallel):
         _plain("input", given.input_layouts, (Replicate(), Shard(1)), where)
         _plain("output", given.output_layouts, (Shard(-1), Replicate()), where)
-        gathers = Replicate() in given.output_layouts
-        return Style("colwise_gather_output" if gathers else "colwise")
+        return Style("colwise")
     if isinstance(given, RowwiseParallel):
         _plain("input", given.input_layouts, (Shard(-1), Replicate()), where)
         _plain("output", given.output_layouts, (Replicate(), Shard(1)), where)
-        return Style("rowwise_split_input" if Replicate() in given.input_layouts else "rowwise")
+        return Style("rowwise")
     if isinstance(given, SequenceParallel):
         if given.sequence_sharding != (Shard(1),):
             raise UsageError(
                 f"{where}: SequenceParallel along dim {given.sequence_sharding[0].dim} is not supported: the "
                 "sequence is dim 1 (batch, sequence, ...)"
             )
-        return Style("sequence")
+        return Style("replicated")
     if isinstance(given, (PrepareModuleInput, PrepareModuleOutput)):
         raise UsageError(
             f"{where}: leave {type(given).__name__} out: where a sequence is gathered or sharded follows "
@@ -123,17 +104,10 @@ def parse_style(given: Any, where: str, module: nn.Module | None = None) -> Styl
             f"{where}: unknown style {shown!r}; {meant(word, KNOWN)}known styles: {', '.join(KNOWN)}; or "
             "PyTorch's ColwiseParallel, RowwiseParallel, SequenceParallel. Give another plan with tp_plan"
         )
-    if kind in ("packed_colwise", "colwise"):
-        packed = kind == "packed_colwise"
+    if kind == "packed_colwise":
         if rest and not (rest.isdigit() and int(rest) > 0):
-            what = "matrices are packed: " if packed else "heads the output features are: "
-            raise UsageError(f"{where}: {given!r} must name how many {what}{kind}:{3 if packed else 2}")
-        return Style(kind, blocks=int(rest or 2)) if packed else Style(kind, heads=int(rest or 0))
-    if kind == "attributes":
-        names = tuple(name for name in rest.split(",") if name)
-        if not names:
-            raise UsageError(f"{where}: {given!r} must name attributes: attributes:split_size")
-        return Style(kind, attributes=names)
+            raise UsageError(f"{where}: {given!r} must name how many matrices are packed: packed_colwise:3")
+        return Style(kind, blocks=int(rest or 2))
     if rest:
         raise UsageError(f"{where}: the style {kind!r} takes nothing after a colon, found {given!r}")
     return Style(kind)

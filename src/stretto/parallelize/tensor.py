@@ -1,22 +1,19 @@
-"""Tensor and sequence parallelism: which of a model's modules are sharded over ranks, and how.
+"""Tensor and sequence parallelism: which of a model's parameters are sharded over ranks, and how.
 
-    1. The plan says which modules are sharded (`styles`).
-    2. Parameters of sharded modules become shards: rows, columns, or parts of packed columns. Where ranks
-       share a head of keys, they have the same rows (`heads`).
-    3. Sequence parallelism keeps slices of the sequence between modules of the blocks. These are the one list
-       of modules that has the rowwise modules. Modules of a block in which colwise modules are (attention,
-       MLP) gather their input. Every other module of a block with parameters must have a style, or be a norm.
-       The norm after the blocks is where the sequence is put together again.
-    4. What does not fit is refused: sizes, ties that would be sharded in two ways.
+    1. The plan says which modules are sharded (`styles`). Their parameters become shards: rows, columns, or
+       parts of packed columns.
+    2. With sequence parallelism, what enters the blocks is sharded along the sequence. They are the one list
+       of modules that has the rowwise modules.
+    3. What does not fit is refused: sizes, ties that would be sharded in two ways.
 
-The model is looked at and not changed; `sharded` makes it compute a part.
+The model is looked at and not changed; passes make a rank's part of its step (`stretto.passes.layout`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,24 +21,20 @@ from torch import Tensor, nn
 from stretto.errors import UsageError
 from stretto.ir.axes import TENSOR
 from stretto.ir.program import Shard
-from stretto.parallelize.heads import SPREAD, shared_heads
-from stretto.parallelize.styles import COLWISE, EXPERTS, ROWWISE, Style, plan_of
+from stretto.parallelize.styles import EXPERTS, Style, plan_of
 
 AXIS = TENSOR
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """What is sharded. shards: parameter name -> how; modules: name -> style. counts: module name -> its
-    integers that count heads -> their value on a rank, where ranks share heads of keys. With sequence
-    parallelism, first: the first block's name, tails: norms of which one follows the last block."""
+    """What is sharded. shards: parameter name -> how; first: with sequence parallelism, the first block;
+    mixtures: modules with experts in them."""
 
     size: int
-    modules: Mapping[str, Style]
     shards: Mapping[str, Shard]
     first: str | None = None
-    tails: tuple[str, ...] = ()
-    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    mixtures: tuple[str, ...] = ()
 
 
 def tensor_parallel(
@@ -59,16 +52,15 @@ def tensor_parallel(
                 f"the model has {key} = {count}, which is not a multiple of {AXIS} = {size}: each rank "
                 f"has full heads, so give a {AXIS} that divides it ({fitting})"
             )
-    copies, counts = shared_heads(model, modules, styles, size)
-    full = (name for name in copies if name not in styles or styles[name].kind not in SPREAD)
-    styles |= dict.fromkeys(full, Style("colwise"))
-    first, tails = sequence_region(model, modules, styles) if sequence else (None, ())
     shards: dict[str, Shard] = {}
     for name, style in styles.items():
-        for key, shard in _shards(name, modules[name], style, size, copies.get(name, 1)).items():
+        for key, shard in _shards(name, modules[name], style, size).items():
             shards[f"{name}.{key}" if name else key] = shard
     _check_shards(model, shards, size)
-    return TensorParallel(size, styles, shards, first, tails, counts)
+    mixtures = tuple(name.rpartition(".")[0] for name, style in styles.items() if style.kind == EXPERTS)
+    return TensorParallel(
+        size, shards, first_block(model, modules, styles) if sequence else None, tuple(filter(None, mixtures))
+    )
 
 
 def _check_shards(model: nn.Module, shards: Mapping[str, Shard], size: int) -> None:
@@ -101,7 +93,7 @@ def _vocabulary_fits(
     output = getattr(model, "get_output_embeddings", lambda: None)()
     for name, style in styles.items():
         module = modules[name]
-        if module is output and style.kind == "colwise_gather_output":
+        if module is output and style.kind == "colwise":
             result[name] = style = Style("vocabulary")
         if style.kind != "vocabulary":
             continue
@@ -128,13 +120,13 @@ def _vocabulary_fits(
     return result
 
 
-def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) -> dict[str, Shard]:
+def _shards(name: str, module: nn.Module, style: Style, size: int) -> dict[str, Shard]:
     kind = style.kind
     if kind == "experts":
         for key, dim, blocks in style.dims:
             _divides(f"{name}.{key}", module.get_parameter(key).shape[dim], size, blocks)
         return {key: Shard(AXIS, dim, blocks) for key, dim, blocks in style.dims}
-    if kind in ("replicated", "sequence", "attributes"):
+    if kind == "replicated":
         return {}
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -151,13 +143,13 @@ def _shards(name: str, module: nn.Module, style: Style, size: int, copies: int) 
         )
     # transformers' Conv1D keeps its matrix transposed: (in, out).
     out_dim, in_dim = (1, 0) if type(module).__name__ == "Conv1D" else (0, 1)
-    if kind in ROWWISE:
+    if kind == "rowwise":
         _divides(name, weight.shape[in_dim], size, 1)
         return {"weight": Shard(AXIS, in_dim)}
-    _divides(name, weight.shape[out_dim], size // copies, style.blocks)
-    shards = {"weight": Shard(AXIS, out_dim, style.blocks, copies)}
+    _divides(name, weight.shape[out_dim], size, style.blocks)
+    shards = {"weight": Shard(AXIS, out_dim, style.blocks)}
     if getattr(module, "bias", None) is not None:
-        shards["bias"] = Shard(AXIS, 0, style.blocks, copies)
+        shards["bias"] = Shard(AXIS, 0, style.blocks)
     return shards
 
 
@@ -170,11 +162,9 @@ def _divides(name: str, n: int, size: int, blocks: int) -> None:
         )
 
 
-def sequence_region(
-    model: nn.Module, modules: Mapping[str, nn.Module], styles: dict[str, Style]
-) -> tuple[str, tuple[str, ...]]:
-    """The first block and the norms beside the blocks; these are the list that has the rowwise modules."""
-    rowwise = [name for name, style in styles.items() if style.kind in ROWWISE]
+def first_block(model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> str:
+    """The first of the blocks: of the list that has the rowwise modules."""
+    rowwise = [name for name, style in styles.items() if style.kind == "rowwise"]
     lists: dict[str, nn.ModuleList] = {}  # the outermost: they come first
     for name, module in modules.items():
         inner = any(name.startswith(f"{other}.") for other in lists)
@@ -186,68 +176,4 @@ def sequence_region(
             f"has {', '.join(lists) or 'none'}: give the blocks' output projections the style 'rowwise' in "
             "tp_plan, in one nn.ModuleList, or leave sequence_parallel out"
         )
-    ((name, blocks),) = lists.items()
-    for at, block in blocks.named_children():
-        if getattr(type(block), "forward", None) is nn.Module.forward and "forward" not in vars(block):
-            raise UsageError(
-                f"sequence_parallel: the block {name}.{at} is a {type(block).__name__}, which has no "
-                "forward, and the sequence is cut where a block is called: give the blocks a forward of "
-                "their own, or leave sequence_parallel out"
-            )
-    inside = full_inside(name, styles)
-    for part, module in blocks.named_modules(prefix=name, remove_duplicate=False):
-        own = list(module.parameters(recurse=False))
-        sees_all = any(part.startswith(f"{parent}.") for parent in inside)
-        if not own or (part in styles and styles[part].kind != "replicated"):
-            continue
-        if not sees_all and not _is_norm(module):
-            raise UsageError(
-                f"sequence_parallel: {part} ({type(module).__name__}) has no style, and would see a slice of "
-                "the sequence: name it in tp_plan ('colwise', 'rowwise', or 'sequence' if it works on every "
-                "token alone)"
-            )
-        # A norm in attention (of queries, of keys) sees full sequences.
-        styles[part] = Style("replicated" if sees_all else "sequence")
-    parent = name.rpartition(".")[0]
-    prefix = f"{parent}." if parent else ""
-    after = tuple(
-        prefix + child
-        for child, module in modules[parent].named_children()
-        if styles.get(prefix + child, Style("")).kind == "sequence" or _is_norm(module)
-    )
-    if not after or len(blocks) == 0:
-        raise UsageError(
-            f"sequence_parallel: no norm follows the blocks {name!r}, at which the sequence could be put "
-            "together again: give the module that comes after them the style 'sequence' in tp_plan, or leave "
-            "sequence_parallel out"
-        )
-    styles.update(dict.fromkeys(after, Style("sequence")))
-    return f"{name}.0", after
-
-
-def full_inside(blocks: str, styles: Mapping[str, Style]) -> list[str]:
-    """Modules of a block (attention, MLP) that gather their input, because colwise modules or experts in them
-    need it, the outermost of each. Raises UsageError for colwise modules that are in no such module."""
-    result: dict[str, None] = {}
-    for name, style in styles.items():
-        if style.kind in (*COLWISE, EXPERTS) and name.startswith(f"{blocks}."):
-            parent = name.rpartition(".")[0]
-            if parent.count(".") == blocks.count(".") + 1:
-                raise UsageError(
-                    f"sequence_parallel: {name} is directly in its block, whose code would see a slice "
-                    "of the sequence: put it in a module of its own (attention, MLP), which then gathers its "
-                    "input"
-                )
-            result[parent] = None
-    return [name for name in result if not any(name.startswith(f"{other}.") for other in result)]
-
-
-def mixtures(gathering: Sequence[str], styles: Mapping[str, Style]) -> list[str]:
-    """Which of them have experts in them: what else is in these sees full sequences, and makes the same of
-    them on all ranks (a router), while experts make partials."""
-    experts = [name for name, style in styles.items() if style.kind == EXPERTS]
-    return [name for name in gathering if any(inner.startswith(f"{name}.") for inner in experts)]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.lower().endswith("norm") or isinstance(module, nn.LayerNorm)
+    return f"{next(iter(lists))}.0"

@@ -23,7 +23,6 @@ from stretto.passes.no_ops import dead_ops, equal_collectives, no_ops
 from stretto.passes.products import gradient_parts, plain_matmuls
 from stretto.passes.recompute_choice import recomputed
 from stretto.passes.rewrite import Graph
-from stretto.passes.scatter import cut_before_adding, reduce_scatter_chunks
 from stretto.passes.sequence_first import sequence_first
 from stretto.passes.split_ops import split_products
 from stretto.passes.step import Pass
@@ -47,8 +46,6 @@ def _named(*passes: Callable[[T], T]) -> dict[str, Callable[[T], T]]:
 GRAPH_PASSES = _named(
     dead_ops,  # what nothing needs is dropped
     plain_matmuls,  # batched products that are one plain product become one
-    cut_before_adding,  # what is added to a sum over ranks that is then cut is cut before
-    reduce_scatter_chunks,  # an all-reduce of which each rank keeps a part becomes a reduce-scatter
     sequence_first,  # MLPs take tokens in the order in which they are gathered
     no_ops,  # what changes nothing is dropped; chains of reshapes are joined
     equal_collectives,  # one collective instead of two of the same value

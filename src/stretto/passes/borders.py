@@ -30,7 +30,6 @@ from functools import partial
 
 from stretto.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from stretto.ir.flow import PHASES, results_of
-from stretto.ir.placed_by_rule import KEEP_ORDER
 from stretto.ir.prices import specs_of
 from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Edge, Job, Op, Ref, Stage, TensorSpec
 from stretto.parallelize.tensor import AXIS
@@ -223,7 +222,9 @@ def _is_rows(found: TensorSpec | None, spec: TensorSpec) -> bool:
     return found.shape[-1] == spec.shape[-1] and found.numel == spec.numel
 
 
-ORDERING = frozenset((*VIEWS, *KEEP_ORDER, "aten.reshape.default", "aten.permute.default"))
+ORDERING = frozenset(
+    (*VIEWS, *(f"aten.{name}.default" for name in ("clone", "_to_copy", "contiguous", "reshape", "permute")))
+)
 """Ops of one tensor that a gathered value is put in order by."""
 
 

@@ -67,7 +67,8 @@ def dense_messages(step: Step, context: Context) -> Step:
         f"stage {edge.target} reads {edge.value} of stage {edge.source} by strides of its own (as_strided), "
         "and there are gaps between its elements, which are not sent: make it contiguous, or split elsewhere"
         for edge in strided
-        if _by_strides(job.stages[edge.target], edge.value) and _has_gaps(edge.spec)
+        if _by_strides(job.stages[edge.target], edge.value)
+        and any(call.target == COPY for call in _calls(edge.spec)[0])
     ]
     if faults:
         raise PlanError("values that cannot be sent from rank to rank", faults)
@@ -77,22 +78,8 @@ def dense_messages(step: Step, context: Context) -> Step:
     return step if job is step.job else replace(step, job=job)
 
 
-def scattered(job: Job, ranks: Sequence[int]) -> list[str]:
-    """What a transport would have to copy before it is sent: edges and starts of collectives. ranks: by
-    stage. Nothing is left after the pass."""
-    edges = (edge for edge in job.edges if ranks[edge.source] != ranks[edge.target])
-    specs = specs_of(job)
-    starts = (op for stage in job.stages for ops in stage.ops.values() for op in ops if _copies(op, specs))
-    return [*(str(edge) for edge in edges if _is_strided(edge.spec)), *(op.name for op in starts)]
-
-
 def _is_strided(spec: TensorSpec) -> bool:
     return spec.stride is not None and spec.numel > 0
-
-
-def _has_gaps(spec: TensorSpec) -> bool:
-    """Whether what is sent needs a copy (step 2)."""
-    return any(call.target == COPY for call in _calls(spec)[0])
 
 
 def _copies(op: Op, specs: Mapping[str, TensorSpec]) -> bool:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from stretto.ir.dims import dims_of
 from stretto.ir.flow import is_external
 from stretto.ir.program import VIEW, VIEWS, WAIT, Op, Ref, TensorSpec
 from stretto.passes.rewrite import Graph, live, rebuilt, with_uses
@@ -84,7 +85,8 @@ class _NoOps:
         source = self._unchanged(now)
         if source is None:
             source = self._undone(now)
-        if source is not None and self._may_stand(op.name, source):
+        # A root stays a value that an op makes: an external one would be a gradient without a place.
+        if source is not None and not (op.name in self.graph.roots and is_external(source)):
             self.same[op.name] = source
             self.changed = True
             return
@@ -95,10 +97,6 @@ class _NoOps:
             self.owners[op.name] = self.owners.get(given, given)
         self.made[op.name] = now
         self.ops.append(now)
-
-    def _may_stand(self, name: str, source: str) -> bool:
-        """A root stays a value that an op makes: an external one would be a gradient without a place."""
-        return name not in self.graph.roots or not is_external(source)
 
     def spec(self, name: str) -> TensorSpec | None:
         op = self.made.get(name)
@@ -136,10 +134,8 @@ class _NoOps:
             before = self.made.get(_given(op))
             if before is None or before.target not in SWAPS or not self._passing(before, SWAPS):
                 return None
-            first, second = _order(before), _order(op)
-            if first is None or second is None or [first[d] for d in second] != sorted(first):
-                return None
-            return _given(before)
+            first = _order(before)
+            return None if any(first[d or 0] != k for k, d in enumerate(_order(op))) else _given(before)
         base = self._reshaped(op)
         return base if base is not None and self.spec(base) == op.outputs[0] else None
 
@@ -183,30 +179,20 @@ def _given(op: Op) -> str:
     return name
 
 
-def _order(op: Op) -> list[int] | None:
+def _order(op: Op) -> tuple[int | None, ...]:
     """The dims of the input in the order of the result."""
     spec = op.outputs[0]
     assert spec is not None
-    count = len(spec.shape)
-    dims = list(range(count))
-    if op.target == "aten.permute.default":
-        return [int(d) % count for d in op.args[1]]
-    if op.target == "aten.transpose.int":
-        a, b = (int(d) % count for d in op.args[1:3])
-    elif count == 2:
-        a, b = 0, 1
-    else:
-        return dims
-    dims[a], dims[b] = b, a
-    return dims
+    rule = dims_of(op, [spec])  # of the input, how many dims it has is asked alone
+    assert rule is not None
+    return rule.outputs[0]
 
 
 # Step 2, by target: the input that the result may equal; that layout and dtype are the same is seen after it.
 
 
 def _swap(work: _NoOps, op: Op) -> str | None:
-    order = _order(op)
-    return _given(op) if order is not None and order == sorted(order) else None
+    return _given(op) if all(dim == k for k, dim in enumerate(_order(op))) else None
 
 
 def _slice(work: _NoOps, op: Op) -> str | None:

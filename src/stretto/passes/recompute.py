@@ -73,8 +73,7 @@ def repeat(job: Job, again: Mapping[int, Collection[str]]) -> Job:
     """The job whose backward computes ops of the forward again. again: stage -> names of ops of its F whose
     results are not kept; what nothing in the backward needs is not repeated either.
 
-    Losses and gradients are those of `job`, bit by bit. Raises ValueError for a name that the stage's F does
-    not have.
+    Losses and gradients are those of `job`, bit by bit.
     """
     sizes = {edge.value: edge.spec.nbytes for edge in job.edges}
     return replace(
@@ -107,9 +106,6 @@ def closed(forward: Sequence[Op], again: Collection[str]) -> set[str]:
     """Step 1: `again` with all that goes with it. Views of parameters and of received values cost nothing to
     keep and stay."""
     root = storages(forward)
-    unknown = sorted(set(again) - root.keys())
-    if unknown:
-        raise ValueError(f"the stage's forward has no {', '.join(unknown)}")
     roots = {root[name] for name in again}
     for op in reversed(forward):
         if op.target == GETITEM and root[op.name] in roots:
@@ -181,7 +177,11 @@ class _Repeat:
                 together = (op, *parts[op.name])
                 result = sum(one.nbytes for one in together if one.name in until_w)
                 chain, reads = self._chain(op, match)
-                if sum(map(self._nbytes, reads - until_w)) <= result:
+                # What is given from outside takes nothing.
+                kept = (
+                    self.made[o].nbytes if o in self.made else self.sizes.get(o, 0) for o in reads - until_w
+                )
+                if sum(kept) <= result:
                     in_w |= chain
                     until_w |= reads
                 else:
@@ -202,10 +202,6 @@ class _Repeat:
 
     def _owner(self, name: str) -> str:
         return self.root.get(name, name)
-
-    def _nbytes(self, owner: str) -> int:
-        """Bytes of a storage; nothing for what is given from outside."""
-        return self.made[owner].nbytes if owner in self.made else self.sizes.get(owner, 0)
 
     def _placed(self, phase: Phase, done: set[str], for_w: Sequence[str]) -> Iterator[Op]:
         """Step 4: the phase's ops, each after the repeated ops that it needs. done: those that are already;

@@ -211,11 +211,10 @@ def _within(job: Job, limit: int, blocks: Blocks, costs: Costs, schedule: Schedu
 
 @dataclass(slots=True)
 class StorageDrop:
-    """One more storage is not kept. stage, block: its owner; nbytes: of it; ops: those repeated for it that
-    were not repeated before; us: their time."""
+    """One more storage is not kept. stage: its owner; nbytes: of it; ops: those repeated for it that were not
+    repeated before; us: their time."""
 
     stage: int
-    block: str
     nbytes: int
     ops: frozenset[str]
     us: float
@@ -277,9 +276,9 @@ class StageChoice:
         by_block: dict[str, dict[str, _Candidate]] = {}
         for owner, candidate in self.kept.items():
             by_block.setdefault(self.home[owner], {})[owner] = candidate
-        return [list(self._block(block, waiting)) for block, waiting in by_block.items()]
+        return [list(self._block(waiting)) for waiting in by_block.values()]
 
-    def _block(self, block: str, waiting: dict[str, _Candidate]) -> Iterator[StorageDrop]:
+    def _block(self, waiting: dict[str, _Candidate]) -> Iterator[StorageDrop]:
         for owner in waiting:
             self._look(owner)
         while True:
@@ -290,7 +289,7 @@ class StageChoice:
             chosen = waiting.pop(best)
             del self.kept[best]
             self.repeated |= chosen.ops
-            yield StorageDrop(self.stage.index, block, chosen.nbytes, chosen.ops, chosen.us)
+            yield StorageDrop(self.stage.index, chosen.nbytes, chosen.ops, chosen.us)
             for owner, candidate in waiting.items():
                 if best in candidate.stops or candidate.ops & chosen.ops:
                     self._look(owner)

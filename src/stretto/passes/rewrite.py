@@ -11,6 +11,8 @@ from itertools import islice
 from stretto.ir.action import Phase
 from stretto.ir.dims import dims_of
 from stretto.ir.flow import PHASES
+from stretto.ir.parameters import dense_strides as dense_strides
+from stretto.ir.parameters import strides_of as strides_of
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Arg, Edge, Op, Ref, Stage, TensorSpec
 
@@ -117,18 +119,6 @@ def read_as(
     ops = programs[edge.user_phase]
     first = next(at for at, op in enumerate(ops) if name in op.uses)
     programs[edge.user_phase] = (*ops[:first], *made(ops[first].module), *ops[first:])
-
-
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return tuple(reversed(strides))
-
-
-def strides_of(spec: TensorSpec) -> tuple[int, ...]:
-    return dense_strides(spec.shape) if spec.stride is None else spec.stride
 
 
 def spec_with(shape: Sequence[int], dtype: str, strides: Sequence[int]) -> TensorSpec:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stretto.ir.action import Phase
 from stretto.ir.collectives import Collective
 from stretto.ir.dims import dims_of, operands
 from stretto.ir.flow import PHASES
@@ -49,7 +48,6 @@ class Chain:
     """Step 1. between: views and copies from the product to the start; parts: how many it is cut into."""
 
     stage: int
-    phase: Phase
     product: Op
     between: tuple[Op, ...]
     start: Op
@@ -114,7 +112,7 @@ def chains(stage: Stage) -> list[Chain]:
             if made is None or last is None or len(last.shape) < 2:
                 continue  # of one dim: the columns are what is scattered
             if last.shape[-1] == made.shape[1]:
-                result.append(Chain(stage.index, phase, source, tuple(reversed(between)), start, waits[0]))
+                result.append(Chain(stage.index, source, tuple(reversed(between)), start, waits[0]))
     return result
 
 

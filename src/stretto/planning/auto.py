@@ -17,7 +17,7 @@ An interrupt that ends a search (`stretto.passes.step`) ends these too, with wha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from stretto.errors import PlanError, UsageError
@@ -43,7 +43,6 @@ from stretto.planning.loads import Loads, balanced_groups, groups_on, loads_of
 from stretto.planning.pair import Groups, equal_groups, of_stages, pair
 from stretto.planning.schedules import ENOUGH, of_short, shorter
 from stretto.planning.windows import lowered
-from stretto.schedule.list_schedule import Room
 from stretto.schedule.search import Sought, TimedOrder, search
 from stretto.simulating import simulate
 
@@ -59,16 +58,6 @@ as ten simulations. Assumed."""
 
 ROUNDS = 3
 """How often memory is given up for what a simulation needed too much. Assumed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TriedOrder:
-    """An order of the job's own stages. step_us: of the short step that was simulated; family: whether it is
-    that of a family."""
-
-    schedule: Schedule
-    step_us: float
-    family: bool
 
 
 def fastest_schedule(variants: Variants, make: Callable[[Variants], Plan]) -> Plan:
@@ -166,14 +155,15 @@ def _ms(us: float) -> str:
     return f"{us / 1000:.1f} ms"
 
 
-def _tried(step: Step, context: Context) -> list[_TriedOrder]:
-    """Steps 1 and 2, the fastest first; where nothing fits the memory, what does not."""
+def _tried(step: Step, context: Context) -> list[TimedOrder]:
+    """Steps 1 and 2: orders of the job's own stages with the short steps that were simulated, microseconds,
+    the fastest first; where nothing fits the memory, what does not."""
     ranks = step.schedule.ranks
     job = _passed(step, context).job
     # Each border may become one between ranks.
     loads = loads_of(job, context.costs_of(job), tuple(stage % ranks for stage in range(len(job.stages))))
     limits = None if step.max_bytes is None else [float(step.max_bytes)] * ranks
-    seen: dict[object, _TriedOrder] = {}
+    seen: dict[object, TimedOrder] = {}
     for _ in range(ROUNDS):
         promising: dict[object, TimedOrder] = {}
         for groups in _ways(loads, ranks, limits):
@@ -185,7 +175,7 @@ def _tried(step: Step, context: Context) -> list[_TriedOrder]:
                 break
             limits = None  # the proof of a plan knows better what does not fit, and describes it
             continue
-        fresh: list[_TriedOrder] = []
+        fresh: list[TimedOrder] = []
         for one in _enough(job, [*promising.values()]):
             made = seen.get(one.schedule.orders) or _simulated(
                 _with_schedule(step, one.schedule), context, one
@@ -220,14 +210,9 @@ def _ways(loads: Loads, ranks: int, limits: Sequence[float] | None) -> Iterator[
 def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float] | None) -> list[TimedOrder]:
     """Orders of these groups by the clock of schedules; none where no family fits."""
     ranks = step.schedule.ranks
-
-    def room(stage_ranks: tuple[int, ...]) -> Room:
-        assert limits is not None
-        return loads.room(groups, stage_ranks, limits)
-
     sought = Sought(
         *(ranks, len(groups) // ranks, step.job.microbatches, loads.times(groups)),
-        room=None if limits is None else room,
+        room=None if limits is None else partial(loads.room, groups, limits),
         max_live=step.job.max_live,
         group=step.job.microbatch_group,
         joined=tuple(partial(pair, ahead=ahead) for ahead in AHEAD) if may_pair(step) else (),
@@ -240,7 +225,7 @@ def _promising(step: Step, loads: Loads, groups: Groups, limits: Sequence[float]
 
 def _enough(job: Job, promising: list[TimedOrder]) -> list[TimedOrder]:
     """Those that are simulated, the first family among them."""
-    promising.sort(key=lambda one: (one.time, not one.family))
+    promising.sort(key=_speed)
     some = promising[: max(2, min(TRIED, RUNS // _runs(job)))]
     family = next((one for one in promising if one.family), None)
     return some if family is None or family in some else [*some, family]
@@ -253,7 +238,7 @@ def _runs(job: Job) -> int:
     return max(1, ops * min(job.microbatches, ENOUGH * ranks))
 
 
-def _simulated(step: Step, context: Context, order: TimedOrder) -> _TriedOrder | None:
+def _simulated(step: Step, context: Context, order: TimedOrder) -> TimedOrder | None:
     """Step 2; None for an order that cannot be."""
     try:
         before = _passed(step, context)
@@ -265,10 +250,10 @@ def _simulated(step: Step, context: Context, order: TimedOrder) -> _TriedOrder |
     if not steps_us:
         return None
     context.watch.report(f"{step.schedule.family}: {min(steps_us) / 1000:.1f} ms{of_short(step)}")
-    return _TriedOrder(step.schedule, min(steps_us), order.family)
+    return TimedOrder(step.schedule, min(steps_us), order.family)
 
 
-def _needs_bytes(step: Step, context: Context, one: _TriedOrder) -> Sequence[int]:
+def _needs_bytes(step: Step, context: Context, one: TimedOrder) -> Sequence[int]:
     """Bytes of each rank, where sends are waited for as soon as they have left."""
     before = _passed(_with_schedule(step, one.schedule), context)
     made = replace(before, schedule=before.short)
@@ -277,7 +262,7 @@ def _needs_bytes(step: Step, context: Context, one: _TriedOrder) -> Sequence[int
     return simulate(lowered(sends_waited(made, context), context)).peak_bytes
 
 
-def _worth_a_plan(step: Step, context: Context, tried: list[_TriedOrder], count: int) -> list[_TriedOrder]:
+def _worth_a_plan(step: Step, context: Context, tried: list[TimedOrder], count: int) -> list[TimedOrder]:
     """The fastest first, of those that fit: where an order needs more memory, only the variants that overlap
     less are left, and those are slower than it was. The fastest family in place of the last of several."""
     first = tried
@@ -291,14 +276,14 @@ def _worth_a_plan(step: Step, context: Context, tried: list[_TriedOrder], count:
     return [*rest[: count - 1], family, *rest[count - 1 :]]
 
 
-def _why(best: Plan, made: Sequence[Plan], tried: Sequence[_TriedOrder]) -> str:
+def _why(best: Plan, made: Sequence[Plan], tried: Sequence[TimedOrder]) -> str:
     """What it was chosen from."""
     others = [f"{one.schedule.family} {predicted_us(one) / 1000:.1f} ms" for one in made if one is not best]
     planned = {one.schedule.family for one in made}
     slower: dict[str, float] = {}
     for one in tried:
         if one.schedule.family not in planned:
-            slower.setdefault(one.schedule.family, one.step_us / tried[0].step_us)
+            slower.setdefault(one.schedule.family, one.time / tried[0].time)
     texts = ["auto", ", ".join(others)]
     if slower:
         texts.append(
@@ -307,8 +292,8 @@ def _why(best: Plan, made: Sequence[Plan], tried: Sequence[_TriedOrder]) -> str:
     return "; ".join(text for text in texts if text)
 
 
-def _speed(one: _TriedOrder) -> tuple[float, bool]:
-    return one.step_us, not one.family
+def _speed(one: TimedOrder) -> tuple[float, bool]:
+    return one.time, not one.family
 
 
 def predicted_us(plan: Plan) -> float:

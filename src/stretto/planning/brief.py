@@ -12,8 +12,8 @@ A plan tries several ways, and posts receives no earlier than it needs: it may b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from stretto.backend.process_memory import rarely_collected
 from stretto.errors import PlanError
@@ -31,30 +31,27 @@ from stretto.verifying.memory import peak_bytes
 OUTSIDE_BLOCKS = (PP.name, DP.name)
 """Axes of messages between ranks, and of reductions once a step."""
 
-BACKWARD = (Phase.B, Phase.I)
-
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """step_us: of all microbatches; peak_bytes: by rank."""
+    """step_us: of all microbatches; peak_bytes: of the fullest rank."""
 
     step_us: float
-    peak_bytes: tuple[int, ...]
+    peak_bytes: int
 
 
 @rarely_collected()
-def brief(
-    job: Job, cluster: Description, order: str, ahead: int | None, fits: Callable[[Sequence[int]], bool]
-) -> Brief:
+def brief(job: Job, cluster: Description, order: str, ahead: int | None) -> Brief:
     """About what a plan of the job would take, with the schedule that it wishes, which is not "auto". order:
-    of ops. ahead: of pairs (`AHEAD`), that are simulated first; None for no pairs. fits: whether so many
-    bytes a rank are allowed; where no way fits, the one that needs least comes out.
+    of ops. ahead: of pairs (`AHEAD`), that are simulated first; None for no pairs. Where no way fits the
+    memory of a device, the one that needs least comes out.
 
     Raises PlanError for a step that cannot be made, and where no way can order it.
     """
     variants = variants_of(job, cluster, order)
     before, context = variants.step(begins()[0]), variants.context
     count = before.short.microbatches
+    limit_bytes = inf if before.max_bytes is None else before.max_bytes
     missing: list[object] = []
     tight: list[Brief] = []
     # As early as any plan may post its receives.
@@ -65,18 +62,18 @@ def brief(
             missing.append(str(short))
         else:
             more_us = (before.job.microbatches - count) * _period_us(short.timeline, count)
-            made = Brief(short.timeline.step_us + more_us, short.timeline.peak_bytes)
-            if not fits(made.peak_bytes):
+            needs_bytes = max(short.timeline.peak_bytes)
+            if needs_bytes > limit_bytes:
                 # Sends that are waited for as soon as they have left need less.
                 sent = lowered(sends_waited(short.step, context), context)
-                peaks = tuple(peak_bytes(sent, rank) for rank in range(sent.ranks))
-                made = Brief(made.step_us, peaks)
-            if fits(made.peak_bytes):
+                needs_bytes = max(peak_bytes(sent, rank) for rank in range(sent.ranks))
+            made = Brief(short.timeline.step_us + more_us, needs_bytes)
+            if needs_bytes <= limit_bytes:
                 return made
             tight.append(made)
     if not tight:
         raise PlanError("no short step can be made", missing)
-    return min(tight, key=lambda one: max(one.peak_bytes))
+    return min(tight, key=lambda one: one.peak_bytes)
 
 
 def _period_us(timeline: Timeline, microbatches: int) -> float:
@@ -89,7 +86,7 @@ def _period_us(timeline: Timeline, microbatches: int) -> float:
     first, last = microbatches // 4, 3 * microbatches // 4
     done_us = {first: 0.0, last: 0.0}
     for span in timeline.spans:
-        at = span.microbatch
-        if span.kind is SpanKind.COMPUTE and span.stage == 0 and span.phase in BACKWARD and at in done_us:
+        at, backward = span.microbatch, span.phase in (Phase.B, Phase.I)
+        if span.kind is SpanKind.COMPUTE and span.stage == 0 and backward and at in done_us:
             done_us[at] = max(done_us[at], span.end_us)
     return max(work_us, (done_us[last] - done_us[first]) / max(1, last - first))

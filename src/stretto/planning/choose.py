@@ -2,11 +2,7 @@
 
 A variant is a list of passes that make a plan's step out of a job and its schedule, in this order:
 
-    split_products     products and the collectives of their results in parts, where it was asked for
-    dense_messages     what crosses stages is in one piece of memory
-    messages_in_parts  what tensor-parallel ranks have replicated crosses in parts
-    sent_once, handed_on   values that several stages read are sent to each rank once, or handed on
-    recomputed         what the backward computes again, and any other of `stretto.passes.STEP_PASSES`
+    STEP_PASSES        those that change the job (`stretto.passes`)
     paired, one_window forwards share windows with backwards of other microbatches
     moved_across       communications go on from one window to the next
     at_once ...        windows in an order: at once, as captured, ordered, whole_step
@@ -41,7 +37,7 @@ from stretto.order.policies import DEFAULT
 from stretto.passes import STEP_PASSES
 from stretto.passes.step import Context, LeftOutError, Pass, Step
 from stretto.planning.finish import reduced_best
-from stretto.planning.schedules import moved_across, of_short, one_window, paired, writes_buffers
+from stretto.planning.schedules import moved_across, of_short, one_window, paired
 from stretto.planning.windows import as_captured, at_once, lowered, ordered, short_bound_us, whole_step
 from stretto.simulating import simulate
 
@@ -236,7 +232,8 @@ class Variants:
         part of the best other variant's that the few microbatches take."""
         others = [one for one in self._tried.values() if one.overlap != "off"]
         first = self.first
-        if not others or not may_share(first) or writes_buffers(first.job):
+        # What microbatches change and later ones read, as a batch norm's running mean, keeps its order.
+        if not others or not may_share(first) or any(buffer.updates for buffer in first.job.buffers):
             return
         best = min(others, key=lambda one: one.step_us)
         variant = (*best.variant[: best.begin], one_window, whole_step)

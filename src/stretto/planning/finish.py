@@ -15,9 +15,9 @@ live longer. So:
 A receive that is posted earlier never makes a rank wait. A send is waited for before the run by which it has
 left, so that buffers do not pile up and no wait is in the way.
 
-The last run of a window that completes gradients is a window of its own. `lower` gives it the order of the
-other runs; here the orders of `stretto.order.policies` are tried in a step: where a backward sends a message,
-weight gradients that come first make another rank wait. The step of fewer microbatches (`Step.short`) ends as
+The last run of a window has the order of the other runs from `lower`; here the orders of
+`stretto.order.policies` are tried in a step: where a backward sends a message, weight gradients that come
+first make another rank wait. The step of fewer microbatches (`Step.short`) ends as
 the full one does, so orders are compared by it.
 """
 
@@ -38,9 +38,8 @@ from stretto.ir.transfers import collective_time
 from stretto.order.depend import make_graph
 from stretto.order.policies import early_reductions
 from stretto.passes.step import Context, Step
-from stretto.planning.lower import lower
+from stretto.planning.lower import Message, lower
 from stretto.planning.windows import as_short, lowered
-from stretto.schedule.posting import Message
 from stretto.simulating import simulate
 from stretto.verifying.memory import memory_faults
 

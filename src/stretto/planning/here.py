@@ -63,15 +63,10 @@ def plan_on_first(
     def kept_or_made() -> Plan:
         entry = None if kept is None else kept.find(PLAN, key)
         if kept is not None and entry is not None:
-            try:
-                plan_kept = plan_from_text(entry.text, PLAN)
-            except UsageError:
-                kept.drop(PLAN, key)
-            else:
-                kept.say(
-                    f"plan: made here {ago(entry.age_s)} for this job and these costs, kept in {kept.folder}"
-                )
-                return plan_kept
+            kept.say(
+                f"plan: made here {ago(entry.age_s)} for this job and these costs, kept in {kept.folder}"
+            )
+            return plan_from_text(entry.text, PLAN)
         made = make()
         if kept is not None and not waits.stopped:
             try:

@@ -58,7 +58,7 @@ class Loads:
         hops = tuple(self.hops_us[group[-1]] for group in groups[:-1])
         return PhaseTimes(forward, into, weight, hops, overlapped=self.overlapped)
 
-    def room(self, groups: Groups, stage_ranks: Sequence[int], limits: Sequence[float]) -> Room:
+    def room(self, groups: Groups, limits: Sequence[float], stage_ranks: Sequence[int]) -> Room:
         """Of groups that are on these ranks, each of which may use so many bytes in all."""
         saved, rest, fixed = (
             [sum(nbytes[stage] for stage in group) for group in groups]
@@ -114,8 +114,8 @@ def _hop_us(job: Job, costs: Costs, stage_ranks: Sequence[int], border: int) -> 
     )
     times_us = [0.0]
     for way in ways:
-        links = [(costs.link(stage_ranks[e.source], stage_ranks[e.target]), e) for e in way]
-        links = [(link, e) for link, e in links if stage_ranks[e.source] != stage_ranks[e.target]]
+        ends = [(stage_ranks[e.source], stage_ranks[e.target], e) for e in way]
+        links = [(costs.link(a, b), e) for a, b, e in ends if a != b]
         if links:
             latency_us = max(link.latency_us for link, _ in links)
             times_us.append(latency_us + math.fsum(occupancy_us(link, e.spec.nbytes) for link, e in links))

@@ -9,7 +9,10 @@ knows them may give windows in a better order of items (`stretto.order`).
     2. Each rank runs its windows in the schedule's order.
     3. For each communicator, the receiver posts its receives in the order in which the sender starts
        its sends. A receive is posted some messages before it is needed, and `ahead` microbatches before,
-       so that the transfer never waits for the receiver, and no more buffers are live than that.
+       so that the transfer never waits for the receiver, and no more buffers are live than that. Where
+       sends are waited for at once, also before the first run that the receiver begins after the send, in
+       one order of all ranks' runs that the messages allow: walked one run at a time in that order, no rank
+       waits forever; so none does in any other order either.
     4. Sends are waited for at the end, or where `sent_before` says that they have left long ago.
     5. The loss and gradients are summed (`stretto.schedule.sums`). A sum that waits for no other starts in
        the window that completes the gradient; one that joins pipeline ranks, as that of the loss, in a
@@ -20,7 +23,7 @@ knows them may give windows in a better order of items (`stretto.order`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -29,7 +32,6 @@ from stretto.ir.costs import Costs
 from stretto.ir.plan import Communicator, Instruction, InstructionKind, Item, ItemKind, Plan, Window
 from stretto.ir.program import STEP_LOSS, WAIT, Job, Op, OverlapMode
 from stretto.order.policies import waits_at_once
-from stretto.schedule.posting import Message, latest_posts, post_positions
 from stretto.schedule.sums import communicators_of, with_reductions
 from stretto.schedule.windows import last_name, last_run, make_window, window_name
 
@@ -37,6 +39,10 @@ LOOKAHEAD = 3
 """Receives posted ahead of the one that is needed, at least. Two keep a saturated link busy (one in transfer,
 one matched); the third absorbs jitter. Assumed; the cost is three activation buffers a communicator. Where
 many messages make a microbatch's, `stretto.planning.finish` decides whether more are worth it."""
+
+
+Message = tuple[int, int]
+"""(edge index, microbatch)."""
 
 
 def lower(
@@ -58,7 +64,7 @@ def lower(
     Of last runs, those that are there are taken, and others are made of their kind (`last_run`).
     sent_before: for a message, the index of the sender's run (counted in runs) before which the send is
     waited for; messages that are not named are waited for at the end of the step.
-    ahead: microbatches before the one that needs it a receive is posted at the latest (`schedule.posting`);
+    ahead: microbatches before the one that needs it a receive is posted at the latest (`post_positions`);
     of one message a microbatch, `LOOKAHEAD` is more. Not where overlap is "off".
     """
     if windows is None:
@@ -269,3 +275,59 @@ def _sums(job: Job, schedule: Schedule, communicators: Sequence[Communicator], o
         first = {one for name in here for one in (name, waits[name])}
         of_rank.end += [op.name for op in of_rank.program if op.name not in first]
     return result
+
+
+def post_positions(
+    messages: Sequence[Message],
+    needed: Mapping[Message, int],
+    lookahead: int,
+    latest: Mapping[Message, int],
+    ahead: int = 0,
+) -> list[tuple[Message, int]]:
+    """For each message of one communicator, in the sender's order: the run before which it is posted.
+
+    That is before the run that needs the message `lookahead` places ahead of it on the same communicator,
+    before the run that needs itself, and `ahead` runs before that, counted in runs that need any message of
+    the communicator. needed: the run that waits for it. latest: the run before which it is posted at the
+    latest, where sends are waited for at once.
+    """
+    positions = [0] * len(messages)
+    limit: int | None = None
+    runs = sorted({needed[message] for message in messages})
+    turns = {run: turn for turn, run in enumerate(runs)}
+    for k in reversed(range(len(messages))):
+        run = needed[messages[k]]
+        early = needed[messages[k - lookahead]] if k >= lookahead else 0
+        before = runs[turns[run] - ahead] if turns[run] >= ahead else 0
+        position = min(early, before, latest.get(messages[k], early))
+        limit = position if limit is None else min(limit, position)
+        positions[k] = limit
+    return list(zip(messages, positions, strict=True))
+
+
+def latest_posts(
+    waits: Sequence[Sequence[Collection[Message]]],
+    sends: Sequence[Sequence[Mapping[Message, int]]],
+) -> dict[Message, int]:
+    """Message -> the first run that its receiver has not begun when it is sent.
+
+    waits[rank][run]: messages of other ranks that a run needs; sends[rank][run]: what it sends, with the rank
+    that receives it. All ranks go on by one run at a time, those behind first, as far as their messages are
+    there. Messages of runs that can never begin are left out.
+    """
+    heads = [0] * len(waits)
+    sent: set[Message] = set()
+    result: dict[Message, int] = {}
+    while True:
+        able = [
+            rank
+            for rank in reversed(range(len(waits)))
+            if heads[rank] < len(waits[rank]) and sent.issuperset(waits[rank][heads[rank]])
+        ]
+        if not able:
+            return result
+        for rank in able:
+            for message, receiver in sends[rank][heads[rank]].items():
+                result[message] = heads[receiver]
+                sent.add(message)
+            heads[rank] += 1

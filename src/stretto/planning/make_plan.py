@@ -2,10 +2,8 @@
 
 1. The schedule: a family's order, or the user's CSV; of "auto", the most promising (`stretto.planning.auto`),
    for each of which all that follows is done, and the fastest is taken.
-2. Variants: lists of passes that overlap more or less (`stretto.planning.choose`): estimate all, try the best
-   few, search the best. The fastest goes on, the next if it is refused.
-3. Its last backwards are ordered for the gradient reductions that start in them; simulations show how long
-   before their use receives are posted, and when every message has left (`stretto.planning.finish`).
+2. Variants: lists of passes (`stretto.planning.choose`). The fastest goes on, the next if it is refused.
+3. What ends it: orders of last runs, and when messages are waited for (`stretto.planning.finish`).
 4. Proof: `stretto.verify` on the result. Nothing that it refuses is returned.
 5. Prediction: step time, exposed communication, bubble, memory, bound.
 """
@@ -29,10 +27,9 @@ from stretto.ir.prices import Prices
 from stretto.ir.program import OVERLAP_MODES, Job, OptimizerKind, OverlapMode
 from stretto.ir.serialize import CODEC, job_text
 from stretto.ir.stage_maps import AUTO
-from stretto.measure.measured import Measuring, device_of, memory_here
+from stretto.measure.measured import device_of, measure_forms, memory_here
 from stretto.measure.running import running
 from stretto.order.policies import BUILT_IN, DEFAULT, policy_of
-from stretto.passes.messages import scattered
 from stretto.passes.step import Context, Effort, Step, Watch
 from stretto.planning.auto import fastest, fastest_schedule, predicted_us
 from stretto.planning.choose import (
@@ -52,8 +49,7 @@ from stretto.planning.here import agree_on, plan_on_first
 from stretto.planning.schedules import choose_schedule, forms_with, shorter
 from stretto.planning.windows import at_once, lowered
 from stretto.price.alike import ListedPricer
-from stretto.price.cluster import Cluster, Description, describe, described
-from stretto.price.cluster_file import Hardware
+from stretto.price.cluster import Description, describe, described
 from stretto.schedule.families import BUILT_IN as BUILT_IN_FAMILIES
 from stretto.schedule.families import FAMILIES
 from stretto.schedule.sums import without_reductions
@@ -142,7 +138,7 @@ def variants_of(job: Job, cluster: Description, order: str) -> Variants:
     job = without_reductions(job)
     chosen = choose_schedule(job)
     wished = _wished(job, None, None, order, None, None, None)
-    return _begun(job, chosen, prices_of(job, chosen, cluster), wished, memory_limit(cluster, job))
+    return _begun(job, chosen, prices_of(job, chosen, cluster), wished, cluster.memory_bytes)
 
 
 def _made(variants: Variants) -> Plan:
@@ -211,8 +207,6 @@ def _finished(step: Step, context: Context) -> Plan:
         # Reductions that start early keep their buffers for longer.
         draft = _with_messages(step, context)
     verify(draft, step.max_bytes)
-    copied = scattered(draft.job, draft.schedule.stage_ranks)
-    assert not copied, f"transports would copy {copied}"
     return replace(draft, prediction=predict(draft))
 
 
@@ -273,7 +267,7 @@ def plan(
     def begun(one: Job, its_schedule: Schedule) -> Variants:
         wished.watch.report("what its ops and messages take")
         prices = prices_of(one, its_schedule, description)
-        return _begun(one, its_schedule, prices, wished, memory_limit(description, one))
+        return _begun(one, its_schedule, prices, wished, description.memory_bytes)
 
     return _fastest([partial(begun, *one) for one in zip(jobs, chosen, strict=True)], wished)
 
@@ -292,9 +286,8 @@ def _planned_here(
     }
     if ranks.size > 1:
         agree_on(ranks, wishes)  # before they measure, which would not come together
-    measuring = Measuring(jobs, chosen, kept, wished.watch.report)
-    costs = [measuring.costs_of(one) for one in jobs]
-    limits = [memory_limit(None, one) for one in jobs]
+    costs = measure_forms(jobs, chosen, kept, wished.watch.report)
+    limits = [memory_here(one) for one in jobs]
     begun = [
         partial(_begun, one, schedule, listed(one, cost), wished, limit)
         for one, schedule, cost, limit in zip(jobs, chosen, costs, limits, strict=True)
@@ -315,16 +308,3 @@ def prices_of(job: Job, schedule: Schedule, description: Description) -> Prices:
 def listed(job: Job, costs: Costs) -> Prices:
     """Price lists by given costs of a job: what passes make of it is priced by what is like it."""
     return Prices(job, costs, ListedPricer(job, costs), keep=True)
-
-
-def memory_limit(description: Description | None, job: Job) -> int | None:
-    """Bytes of a device that a plan must fit in: as described, or of the devices here when there is no
-    description. None where neither sets a limit: a calibration says nothing of it, and ranks on processors
-    share what there is with others.
-
-    Under torchrun all ranks must call it. Raises UsageError when this machine lacks a device of the job's
-    kind.
-    """
-    if description is None:
-        return memory_here(job)
-    return description.memory_bytes if isinstance(description, (Cluster, Hardware)) else None

@@ -16,9 +16,6 @@ other ranks is proved on the lowered plan.
 
 `full` puts all actions of a rank in one window, of all its stages, forwards and backwards of one microbatch
 too, I and W as the schedule has them.
-
-A job may be cut finer than its ranks need: consecutive stages of a rank are then one to a schedule
-(`of_stages`).
 """
 
 from __future__ import annotations
@@ -97,16 +94,13 @@ def _ahead(actions: Sequence[Action], by: int) -> list[Action]:
     """Step 1: the k-th forward goes where the (k - by)-th was; the rest keeps its order."""
     forwards = [action for action in actions if action.phase is Phase.F]
     result: list[Action] = []
-    taken = 0
     seen = 0
     for action in actions:
-        if action.phase is not Phase.F:
+        if action.phase is Phase.F:
+            result += forwards[seen + by if seen else 0 : seen + by + 1]
+            seen += 1
+        else:
             result.append(action)
-            continue
-        seen += 1
-        upto = min(len(forwards), seen + by)
-        result += forwards[taken:upto]
-        taken = upto
     return result
 
 

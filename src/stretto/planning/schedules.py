@@ -161,11 +161,6 @@ def moved_across(step: Step, context: Context) -> Step:
     return replace(step, job=job)
 
 
-def writes_buffers(job: Job) -> bool:
-    """Whether microbatches change what later ones read, as a batch norm's running mean."""
-    return any(buffer.updates for buffer in job.buffers)
-
-
 def shorter(schedule: Schedule) -> Schedule:
     """The schedule by which steps are compared: of the first microbatches, at least 8; itself unless that is
     much less. Those of its slots that lose an action to it keep the rest."""

@@ -107,14 +107,15 @@ def _together(step: Step, context: Context, kept: Frees) -> Step:
         together = order_together(captured, bound_us, walks, kept, worth_us, context.watch)
         if together is None:
             raise LeftOutError
-        made = replace(step, windows=together.windows)
+        windows, budget = together
+        made = replace(step, windows=windows)
         if step.max_bytes is not None:
             peak = max(simulate(lowered(made, context)).peak_bytes)
             if peak > step.max_bytes:
                 raise _TooMuchMemoryError(
                     f"one window a rank keeps {peak:,} bytes, and the limit is {step.max_bytes:,}"
                 )
-        if together.ended:
+        if budget.spent < budget.allowed:  # the search ended by itself
             break
     return made
 

@@ -28,9 +28,10 @@ from __future__ import annotations
 import bisect
 import math
 import re
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from statistics import fmean
 
@@ -59,29 +60,22 @@ NEAR = 0.02
 _SPEC = re.compile(r"(\w+\[[\d,]*\](?:\{[\d,]*\})?)")
 
 Family = tuple[str, tuple[str, ...]]
+"""Of products: their op, and their operands' dtypes and layouts."""
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A matrix product: `batch` of (m, k) by (k, n). family: its op, and its operands' dtypes and layouts."""
-
-    family: Family
-    dims: Matmul
-
-    @staticmethod
-    def of(signature: str) -> Product | None:
-        """The product of an op's signature (`stretto.ir.prices.signature`); None for an op that is none."""
-        target, _, rest = signature.partition("(")
-        specs = [TensorSpec.parse(text) for text in _SPEC.findall(rest)]
-        try:
-            dims = matmul_dims(target, [spec.shape for spec in specs])
-        except ValueError:
-            return None  # an operand that is not a matrix
-        if dims is None:
-            return None
-        layouts = tuple(f"{spec.dtype}{'' if spec.stride is None else ' strided'}" for spec in specs)
-        return Product((target, layouts), dims)
+def product_of(signature: str) -> tuple[Family, Matmul] | None:
+    """The matrix product of an op's signature (`ir.prices.signature`); None for an op that is none."""
+    target, _, rest = signature.partition("(")
+    specs = [TensorSpec.parse(text) for text in _SPEC.findall(rest)]
+    try:
+        dims = matmul_dims(target, [spec.shape for spec in specs])
+    except ValueError:
+        return None  # an operand that is not a matrix
+    if dims is None:
+        return None
+    layouts = tuple(f"{spec.dtype}{'' if spec.stride is None else ' strided'}" for spec in specs)
+    return (target, layouts), dims
 
 
 class MatmulFit:
@@ -91,33 +85,31 @@ class MatmulFit:
         """known: signature and microseconds of measured ops; those that are no products are left out."""
         points: dict[Family, list[tuple[Matmul, float]]] = defaultdict(list)
         for key, us in known:
-            product = Product.of(key)
-            if product is not None and us > 0 and product.dims.flops > 0:
-                points[product.family].append((product.dims, us))
-        self._weights: dict[Family, Floats] = {}
-        self._ranges: dict[Family, tuple[Floats, Floats]] = {}
-        self._beside: dict[Family, tuple[Floats, Floats]] = {}
-        """Where the products lie that were measured, and the logarithms of their times over the law's."""
+            product = product_of(key)
+            if product is not None and us > 0 and product[1].flops > 0:
+                points[product[0]].append((product[1], us))
+        self._laws: dict[Family, tuple[Floats, Floats, Floats]] = {}
+        """The law's coefficients; sides of the products that were measured; logarithms of their times over
+        the law's."""
         for family, result in points.items():
             if len({dims for dims, _ in result}) >= LEAST_POINTS:
                 rows = np.array([_terms(dims) / us for dims, us in result])
-                self._weights[family] = _least_squares(rows, np.ones(len(result)))
+                weights = _least_squares(rows, np.ones(len(result)))
                 sides = np.array([_sides(dims) for dims, _ in result])
-                self._ranges[family] = (sides.min(axis=0) / BEYOND, sides.max(axis=0) * BEYOND)
-                self._beside[family] = (np.log2(sides), -np.log(rows @ self._weights[family]))
+                self._laws[family] = weights, sides, -np.log(rows @ weights)
 
     def us(self, signature: str) -> float | None:
         """Microseconds of a product; None for no product, or one other than all that are known."""
-        product = Product.of(signature)
-        if product is None or product.family not in self._weights:
+        product = product_of(signature)
+        if product is None or product[0] not in self._laws:
             return None
-        least, most = self._ranges[product.family]
-        sides = _sides(product.dims)
-        if (sides < least).any() or (sides > most).any():
+        family, dims = product
+        weights, known, logs = self._laws[family]
+        sides = _sides(dims)
+        if (sides < known.min(axis=0) / BEYOND).any() or (sides > known.max(axis=0) * BEYOND).any():
             return None
-        law_us = float(_terms(product.dims) @ self._weights[product.family])
-        places, logs = self._beside[product.family]
-        near = (((places - np.log2(sides)) ** 2).sum(axis=1) + NEAR) ** -2
+        law_us = float(_terms(dims) @ weights)
+        near = (((np.log2(known) - np.log2(sides)) ** 2).sum(axis=1) + NEAR) ** -2
         return law_us * float(np.exp(near @ logs / near.sum())) or None
 
 
@@ -151,19 +143,16 @@ _HIDES = re.compile(r"\bTrue\b|\bFalse\b|\bNone\b|\battn_mask=")
 class AlikePricer(Pricer):
     """Prices ops from times by signature."""
 
-    def __init__(self, known: Callable[[], Mapping[str, Timing]]) -> None:
-        """known: is asked when the first op is priced."""
-        self._known = known
-
-    @cached_property
-    def _ops(self) -> Mapping[str, Timing]:
-        return self._known()
+    @property
+    @abstractmethod
+    def ops(self) -> Mapping[str, Timing]:
+        """Those that are known."""
 
     @cached_property
     def _alike(self) -> dict[tuple[str, ...], list[tuple[float, float]]]:
         """Family of a signature -> (work, us), ascending by work, one time each."""
         result: dict[tuple[str, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for key, timing in self._ops.items():
+        for key, timing in self.ops.items():
             work = float(timing.flops or timing.nbytes)
             if work and timing.us:
                 result[_family(key)][work].append(timing.us)
@@ -174,7 +163,7 @@ class AlikePricer(Pricer):
 
     @cached_property
     def _matmuls(self) -> MatmulFit:
-        return MatmulFit((key, timing.us) for key, timing in self._ops.items())
+        return MatmulFit((key, timing.us) for key, timing in self.ops.items())
 
     @cached_property
     def _roof(self) -> tuple[float, float, float]:
@@ -186,11 +175,11 @@ class AlikePricer(Pricer):
 
     def timings(self) -> Sequence[Timing]:
         """Those that show rates."""
-        return [timing for timing in self._ops.values() if timing.us]
+        return [timing for timing in self.ops.values() if timing.us]
 
     def look_up(self, op: Op, specs: Specs, key: str) -> Priced | None:
         """The price of an op that was measured."""
-        exact = self._ops.get(key)
+        exact = self.ops.get(key)
         return None if exact is None else Priced(exact.us, "measured")
 
     def view_us(self) -> float:
@@ -231,7 +220,6 @@ class ListedPricer(AlikePricer):
     other arithmetic units have the same."""
 
     def __init__(self, job: Job, costs: Costs) -> None:
-        super().__init__(self._by_signature)
         self._job = job
         self._listed = [
             (op, costs.op_us[stage.index, op.name])
@@ -240,7 +228,8 @@ class ListedPricer(AlikePricer):
             if (stage.index, op.name) in costs.op_us
         ]
 
-    def _by_signature(self) -> dict[str, Timing]:
+    @cached_property
+    def ops(self) -> Mapping[str, Timing]:
         specs = specs_of(self._job)
         times: dict[str, list[float]] = defaultdict(list)
         work: dict[str, tuple[int, int]] = {}

@@ -1,11 +1,5 @@
 """The calibration file: what `stretto calibrate` measured of a machine or a cluster, readable and strict.
 
-    machine      "kind", "device", "torch", "threads"
-    ops          by signature (`ir.prices`), "aten.mm.default(float32[64,128], float32[128,512])"
-    traced       microseconds, by "aten::mm float32 [64,128] [128,512]"
-    collectives  `GroupTiming`
-    links        `LinkTiming`
-
 `stride` is the distance between the ranks of a group (1 for neighbours, as those of the innermost axis);
 `hosts` how many hosts it spans. `stretto.price.priced` prices jobs from it.
 """
@@ -130,7 +124,8 @@ class LinkTiming:
 
 @dataclass
 class Calibration:
-    """What was measured. `name` is the file's, for sources and messages."""
+    """What was measured. `name` is the file's, for sources and messages. ops: by signature (`ir.prices`),
+    traced: microseconds, by `profiler_trace.trace_key`."""
 
     machine: Machine
     name: str = field(default="calibration", metadata=UNWRITTEN)
@@ -138,6 +133,11 @@ class Calibration:
     traced: dict[str, Amount] = field(default_factory=dict)
     collectives: list[GroupTiming] = field(default_factory=list)
     links: list[LinkTiming] = field(default_factory=list)
+
+    @property
+    def memory_bytes(self) -> None:
+        """Of a device: a calibration says nothing of it."""
+        return None
 
 
 FILE = TypedFile(

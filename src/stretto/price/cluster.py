@@ -1,8 +1,5 @@
 """What costs come from without the machine at hand: a description of devices and links.
 
-It is one of three: a `Cluster` of equal devices and links, `Hardware` of the catalogue (by name such as
-`h100x64`, or a cluster file), or a `Calibration` that was measured before.
-
 On a `Cluster` an op takes its overhead and the longer of arithmetic at the device's rate and traffic at its
 memory's, a collective is a ring. On `Hardware` an op's shape counts (`efficiency.op_us`), and what the
 launches of a program take beyond its ops is spread over them; collectives and messages go by where ranks lie.
@@ -38,7 +35,6 @@ from stretto.price.efficiency import (
     matmul_dims,
     matmul_us,
     op_us,
-    run_us,
 )
 from stretto.price.priced import calibrated_pricer, find_group, find_link, priced_costs
 from stretto.price.shared import ACTION_US, FREE, ring_cost, sharing, wanted_collectives
@@ -80,11 +76,6 @@ class Cluster(NamedArguments):
         peak = peaks.get(dtype, min(peaks.values())) if isinstance(peaks, dict) else peaks
         return peak * PER_US["TFLOP/s"]
 
-    @property
-    def link_bytes_per_us(self) -> float:
-        """Payload of a link in a microsecond."""
-        return self.link_gbps * PER_US["GB/s"]
-
 
 class FlatPricer(Pricer):
     """Prices ops on one of a cluster's devices."""
@@ -108,7 +99,7 @@ def flat_link(cluster: Cluster) -> Link:
     assumed = sorted(type(cluster).model_fields.keys() - cluster.model_fields_set - {"memory_bytes"})
     source = "roofline of the description" + (f"; assumed: {', '.join(assumed)}" if assumed else "")
     return Link(
-        *(cluster.latency_us, cluster.link_bytes_per_us, cluster.processor_us_per_mb, source),
+        *(cluster.latency_us, cluster.link_gbps * PER_US["GB/s"], cluster.processor_us_per_mb, source),
         start_us=cluster.message_us,
     )
 
@@ -178,7 +169,7 @@ class HardwarePricer(Pricer):
         """As `Pricer.run_us`: what launches take beyond the ops is spread over those that launch."""
         roof = self._hardware.roof
         launching = sum(not _is_free(op) for op in ops)
-        missing_us = max(0.0, run_us(alone_us, launching, roof) - sum(alone_us)) / max(launching, 1)
+        missing_us = max(0.0, launching * roof.efficiency.launch_us - sum(alone_us)) / max(launching, 1)
         result = []
         for op, us in zip(ops, alone_us, strict=True):
             us = 0.0 if _is_free(op) else us + missing_us
@@ -225,7 +216,8 @@ def _is_free(op: Op) -> bool:
 
 
 Description = Cluster | Hardware | Calibration
-"""What can be planned for without the machine at hand."""
+"""What can be planned for without the machine at hand: equal devices and links, devices of the catalogue, or
+what was measured before."""
 
 
 def described(job: Job, schedule: Schedule, found: Description) -> tuple[Costs, Pricer]:

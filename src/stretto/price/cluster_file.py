@@ -1,18 +1,6 @@
 """Clusters of accelerators, by name or from a file: what ops, messages and collectives cost on them.
 
-A name is a device of the catalogue and a count, `h100x1024`. A file is a few lines of TOML, all but the
-first two optional:
-
-    device = "h100"
-    count = 1024
-    node_devices = 8                # devices that the fast links of a node join
-
-    [figures]                       # what differs from the catalogue, in its units
-    nic_gbit = 200
-
-    [measured]                      # outputs of nccl-tests on this cluster, beside this file
-    nccl_tests = ["all_reduce_8.txt", "all_reduce_16.json"]
-
+A name is a device of the catalogue and a count, `h100x1024`. A file is a few lines of TOML (`ClusterFile`).
 Reads such a file and those that it names; touches no device.
 """
 
@@ -26,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
+import tomlkit
 from pydantic import BaseModel, ConfigDict, Field
 
 from stretto.errors import UsageError, meant
@@ -37,7 +26,7 @@ from stretto.ir.collectives import SEND
 from stretto.ir.costs import LEAST_RATE, CollectiveCost, Link
 from stretto.ir.curve import Curve
 from stretto.ir.limits import MOST_RANKS
-from stretto.price.collectives import PROTOCOLS, CollectiveModel, Fabric, Group, axis_group, collective_curve
+from stretto.price.collectives import PROTOCOLS, Fabric, Group, axis_group, collective_curve
 from stretto.price.devices import Device, Figure, device, devices
 from stretto.price.efficiency import Roof
 from stretto.price.nccl_tests import read_nccl_tests
@@ -140,10 +129,6 @@ class Hardware:
     def fabric(self) -> Fabric:
         return self.device.fabric()
 
-    @cached_property
-    def collectives(self) -> CollectiveModel:
-        return CollectiveModel(self.fabric, self.measured)
-
     @property
     def nodes(self) -> int:
         return -(-self.count // self.device.node_devices)
@@ -160,8 +145,10 @@ class Hardware:
     def collective(self, kind: str, mesh: Mapping[str, int], axis: str) -> CollectiveCost:
         """What collectives of an axis cost, as a plan carries it. Raises UsageError for an unknown axis."""
         group = self.group(mesh, axis)
-        curve = self.collectives.curve(kind, group)
-        known = curve == self.measured.get((kind, group.size))
+        # A benchmark of so many devices measures a group that fills its nodes, or is within one.
+        dense = group.nodes == 1 or group.node_groups == 1
+        known = self.measured.get((kind, group.size)) if dense else None
+        curve = known or collective_curve(kind, group, self.fabric)
         where = f"{group.per_node} on each of {group.nodes} nodes" if group.nodes > 1 else "in one node"
         described = "measured by nccl-tests" if known else f"model of {self.name}"
         return CollectiveCost(curve, 0.0, self.device.number("slowdown"), f"{described}: {axis} {where}")
@@ -225,18 +212,8 @@ def find_cluster(name_or_path: str) -> Hardware:
 
 def save_cluster(hardware: Hardware, path: str | Path) -> None:
     """Write the cluster file that `load_cluster` reads back. Raises StrettoError where it cannot."""
-    text = hardware.text
-    lines = [f'device = "{text.device}"', f"count = {text.count}"]
-    if text.node_devices is not None:
-        lines.append(f"node_devices = {text.node_devices}")
-    given = {key: value for key, value in text.figures if value is not None}
-    if given:
-        lines += ["", "[figures]", *(f"{key} = {value!r}" for key, value in given.items())]
-    if text.measured.nccl_tests:
-        names = ", ".join(f'"{name}"' for name in text.measured.nccl_tests)
-        lines += ["", "[measured]", f"nccl_tests = [{names}]"]
     with saving(path):
-        write_file(path, "\n".join(lines) + "\n")
+        write_file(path, tomlkit.dumps(hardware.text.model_dump(exclude_defaults=True)))
 
 
 def _resolve(name: str, text: ClusterFile, folder: Path) -> Hardware:

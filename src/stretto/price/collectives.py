@@ -89,11 +89,6 @@ class Group:
     def size(self) -> int:
         return self.per_node * self.nodes
 
-    @property
-    def is_dense(self) -> bool:
-        """One group fills its nodes or is within one: what a benchmark of so many devices measures."""
-        return self.nodes == 1 or self.node_groups == 1
-
 
 def axis_group(mesh: Mapping[str, int], axis: str, node_devices: int) -> Group:
     """Where a group of `axis` lies when ranks fill nodes in order. mesh: axis sizes, outermost first. The
@@ -227,23 +222,3 @@ def _routes(kind: Kind, group: Group, fabric: Fabric) -> list[_Route]:
         else:
             routes.append(_Route(0.0, 1.0, depth, part, bus))
     return routes
-
-
-@dataclass(frozen=True)
-class CollectiveModel:
-    """The fabric's times, or measured ones by (kind, group size), of dense groups: those that fill their
-    nodes."""
-
-    fabric: Fabric
-    measured: Mapping[tuple[str, int], Curve]
-
-    def curve(self, kind: str, group: Group) -> Curve:
-        """The time over bytes of a collective of this group."""
-        known = self.measured.get((kind, group.size))
-        if known is not None and group.is_dense:
-            return known
-        return collective_curve(kind, group, self.fabric)
-
-    def us(self, kind: str, nbytes: float, group: Group) -> float:
-        """Microseconds; see `collective_curve`."""
-        return self.curve(kind, group).us(nbytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,13 +23,11 @@ from stretto.price.efficiency import Efficiency, Roof
 GB_PER_S = 1000.0
 """Bytes per microsecond of one GB/s."""
 
-STATUSES = ("read", "measured", "fitted", "inferred", "recalled", "assumed")
-"""How a figure is known, from the source itself down to a guess."""
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A value and where it is from. status: one of `STATUSES`."""
+    """A value and where it is from. status: how it is known, from the source itself down
+    to a guess: read, measured, fitted, inferred, recalled, assumed."""
 
     value: Any
     status: str
@@ -65,15 +63,11 @@ class Device:
 
     def roof(self) -> Roof:
         """The device as ops see it."""
-        names = (
-            *("matmul", "k_ramp", "memory", "kernel_us", "launch_us", "unaligned", "grouped"),
-            *("flash", "efficient", "cudnn"),
-        )
         return Roof(
             flops_per_us=self.number("peak_tflops") * 1e6,
             memory_bytes_per_us=self.number("memory_tbps") * 1e6,
             cores=int(self.number("cores")),
-            efficiency=Efficiency(**{name: self.number(name) for name in names}),
+            efficiency=Efficiency(**{one.name: self.number(one.name) for one in fields(Efficiency)}),
         )
 
     def fabric(self) -> Fabric:

@@ -9,7 +9,7 @@
     convolution  implicit matrix products (Chetlur et al., arXiv 1410.0759); with groups, none
     otherwise    bytes moved at the part of the memory's rate that such kernels reach
     every op     a kernel has a shortest time, and the host needs time to launch it. Launches run ahead of the
-                 device, so a run of ops takes the longer of both sums: `run_us`
+                 device, so a run of ops takes the longer of both sums
 
 Touches no device: numbers in, microseconds out.
 """
@@ -17,7 +17,7 @@ Touches no device: numbers in, microseconds out.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -103,11 +103,6 @@ def op_us(flops: float, bytes_moved: float, dims: Matmul | None, roof: Roof) -> 
     return max(compute, bytes_moved / (roof.memory_bytes_per_us * reach.memory)) + reach.kernel_us
 
 
-def run_us(device_us: Iterable[float], launches: float, roof: Roof) -> float:
-    """Microseconds of ops one after the other: the device's sum, or the host's launches if that is longer."""
-    return max(sum(device_us), launches * roof.efficiency.launch_us)
-
-
 def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
     """The product that an op (`aten.addmm.default`) computes on tensors of these shapes, None for one that is
     no matmul."""
@@ -129,8 +124,6 @@ def matmul_dims(target: str, shapes: Sequence[Sequence[int]]) -> Matmul | None:
     return None
 
 
-BACKWARD_PRODUCTS = 5
-
 BACKWARD_PART = 0.8
 """Rate of a backward's products over that of the forward's, in half precision. Measured on one H100, PyTorch
 2.11, 16,384 tokens of 16 heads in sequences of 1,024 to 8,192: 0.76 to 0.82, of all three kernels."""
@@ -147,14 +140,11 @@ def attention_product(op: Op, specs: Mapping[str, TensorSpec]) -> tuple[Matmul, 
     backward = "_backward" in op.target
     tensors = [arg.name for arg in op.args if isinstance(arg, Ref)]
     query, key = (specs[name].shape for name in (tensors[1:3] if backward else tensors[:2]))
-    batch = 1
-    for size in query[:-2]:
-        batch *= size
     S, T = query[-2], key[-2]
-    count = float(BACKWARD_PRODUCTS if backward else 2)
+    count = 5.0 if backward else 2.0
     # The last query sees the last key, in all kernels that take fewer queries than keys.
     seen = min(1.0, max(0.0, 1.0 - (S - TILE) / (2.0 * T))) if _is_causal(op) else 1.0
-    return Matmul(S, T, query[-1], batch), count * seen
+    return Matmul(S, T, query[-1], math.prod(query[:-2])), count * seen
 
 
 def kernel_part(op: Op, reach: Efficiency) -> float:

@@ -40,10 +40,13 @@ class CalibratedPricer(AlikePricer):
     ) -> None:
         """job: whose ops are priced; those of it that were traced show rates as measured ones do. calls: by
         (axis, kind), what the transport's calls add to the ops that start and await collectives."""
-        super().__init__(lambda: calibration.ops)
         self._calibration = calibration
         self._job = job
         self._calls = calls or {}
+
+    @property
+    def ops(self) -> Mapping[str, Timing]:
+        return self._calibration.ops
 
     def timings(self) -> Sequence[Timing]:
         """Of ops that were measured, and of the job's that were traced. Raises UsageError for none at all."""

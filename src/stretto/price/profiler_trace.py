@@ -41,8 +41,6 @@ DTYPES = {
 }
 """What traces call dtypes: names of C++ types, as `libtorch` prints them."""
 
-NO_NAME = "traced device"
-
 MOST_BYTES = 2**29
 """Of a trace as text: a few bytes can be packed that are any number of others."""
 
@@ -50,27 +48,11 @@ DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True, slots=True)
-class ProfiledOp:
-    """One op of a trace by name and inputs. us: the median of its `count` calls."""
-
-    name: str
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-    us: float
-    count: int
-
-    @property
-    def key(self) -> str:
-        """As `trace_key` makes it for an op of a program."""
-        return _key(self.name, self.dtype, self.shapes)
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
-    """ops: by (name, dtype, shapes of the tensors that they read), most time first. kind: of the device that
-    they ran on, "cpu" or "cuda"; device: its name, empty for a processor's, which traces do not show."""
+    """op_us: by `trace_key`, the median of an op's calls, most time first. kind: of the device that they ran
+    on, "cpu" or "cuda"; device: its name, empty for a processor's, which traces do not show."""
 
-    ops: list[ProfiledOp]
+    op_us: dict[str, float]
     kind: str
     device: str
 
@@ -98,19 +80,16 @@ def _trace(path: str | Path, events: list[dict[str, Any]], device: str) -> Trace
             f"{path}: was recorded without shapes: give torch.profiler.profile(record_shapes=True)"
         )
     on_device = _device_us(events, calls)
-    times: dict[tuple[str, str, tuple[tuple[int, ...], ...]], list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for event in with_shapes:
         given = event["args"]
         shapes, dtype = _inputs(given.get("Input Dims", []), given.get("Input type", []))
         us = on_device[id(event)] if on_device is not None else float(event.get("dur", 0.0))
         if shapes:
-            times[str(event.get("name")), dtype, shapes].append(us)
-    result = [
-        ProfiledOp(name, dtype, shapes, statistics.median(us), len(us))
-        for (name, dtype, shapes), us in times.items()
-    ]
-    ops = sorted(result, key=lambda op: (-op.us * op.count, op.key))
-    return Trace(ops, "cpu", "") if on_device is None else Trace(ops, "cuda", device or NO_NAME)
+            times[_key(str(event.get("name")), dtype, shapes)].append(us)
+    op_us = {key: statistics.median(us) for key, us in times.items()}
+    op_us = dict(sorted(op_us.items(), key=lambda one: (-one[1] * len(times[one[0]]), one[0])))
+    return Trace(op_us, "cpu", "") if on_device is None else Trace(op_us, "cuda", device or "traced device")
 
 
 def trace_key(op: Op, specs: Mapping[str, TensorSpec]) -> str:

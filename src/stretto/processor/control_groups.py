@@ -1,14 +1,22 @@
-"""What the kernel's control groups say of this process: how much processor time it may have.
+"""What the kernel says of this process: which cores it may use, and, by its control groups, for how long.
 
 Linux, versions 1 and 2 of the `cpu` controller; elsewhere nothing is known. Reads only.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 PROC = Path("/proc")
 MOUNTS = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> list[int]:
+    """Cores that this process may use; all where the system does not say it."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def processor_quota(proc: Path = PROC, mounts: Path = MOUNTS) -> tuple[float, float] | None:

@@ -5,23 +5,17 @@ Importing this room teaches `Timeline.save` its file suffixes; what writes them 
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from stretto.ir.timeline import SAVERS, Saver, Timeline
+from stretto.ir.timeline import SAVERS, Timeline
 
 
-def _saver(module: str, name: str) -> Saver:
-    def save(timeline: Timeline, path: Path) -> None:
-        getattr(import_module(f"stretto.report.{module}"), name)(timeline, path)
-
-    return save
+def _save(module: str, name: str, timeline: Timeline, path: Path) -> None:
+    getattr(import_module(f"stretto.report.{module}"), name)(timeline, path)
 
 
-SAVERS.update(
-    {
-        ".perfetto-trace": _saver("perfetto", "save_perfetto"),
-        ".svg": _saver("svg", "save_svg"),
-        ".json": _saver("files", "save_json"),
-    }
-)
+SAVERS[".perfetto-trace"] = partial(_save, "perfetto", "save_perfetto")
+SAVERS[".svg"] = partial(_save, "svg", "save_svg")
+SAVERS[".json"] = partial(_save, "files", "save_json")

@@ -8,18 +8,16 @@ read by their names, so that predicted and measured steps are judged in one way.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Iterable, Iterator
 
 from stretto.ir.axes import AXES, CP, DP, EP, PIPELINE, PP, TENSOR, TP
 from stretto.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
+from stretto.ir.timeline import COMPUTE_LANE, SpanKind, Timeline
 from stretto.ir.transfers import SUM, message_us
 from stretto.report.findings import LEAST_SHARE
 from stretto.report.grid import Grid, format_bytes, format_share, format_us
-from stretto.report.tables import Traffic, communication_of, traffic_among
+from stretto.report.tables import Traffic, communication_of, traffic_of
 from stretto.schedule.families import FAMILIES
 
 SEQUENCE = "sequence parallelism"
@@ -31,49 +29,11 @@ MOST = 0.5
 """A reason that explains this share of what is exposed is given as the reason."""
 
 
-class Reason(StrEnum):
-    """late: ranks begin their parts late. off: nothing is to be hidden. end, begin: it is after a rank's last
-    op, or before its first. network: it takes longer than all compute. latency: of its messages. order: the
-    ops around it leave nothing to run meanwhile."""
-
-    LATE = "late"
-    OFF = "off"
-    END = "end"
-    BEGIN = "begin"
-    NETWORK = "network"
-    LATENCY = "latency"
-    ORDER = "order"
-
-
-def help_for(
-    reason: Reason, name: str, plan: Plan | None, compute_us: float, traffic: Traffic
-) -> Iterator[str]:
-    """In words: one thing after another, of which each would help."""
-    if reason is Reason.LATE and name == EP.name:
-        yield "ranks with less uneven experts: a loss that balances the router, or a capacity"
-    elif reason is Reason.LATE:
-        yield "ranks that compute equally long: the table of who waits for whom names the slow ones"
-    elif reason is Reason.OFF and plan is not None and plan.overlap_why:
-        yield f"nothing by order alone: {plan.overlap_why}"
-    elif reason is Reason.OFF:
-        yield 'parallel.overlap = "window"'
-    elif reason is Reason.LATENCY:
-        yield from _larger(name, plan)
-    elif reason is Reason.ORDER:
-        yield from _more_to_run(name, plan)
-    else:
-        if reason is Reason.BEGIN:
-            yield f"more microbatches{_now(plan)}: the pipeline fills once for all of them"
-        yield from _less(name, plan)
-        if reason is Reason.NETWORK and compute_us:
-            yield f"links {traffic.total_us / compute_us:.1f} times as fast, which compute could hide"
-
-
-def _less(name: str, plan: Plan | None) -> Iterator[str]:
+def less_to_send(name: str, plan: Plan | None) -> Iterator[str]:
     """Less to communicate for the same compute."""
     if plan is not None and _in_float32(name, plan):
         yield 'precision = "bf16", which halves its bytes'
-    size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(_axis(name))
+    size = 0 if plan is None else plan.ranks if name == PP.name else plan.job.size(name)
     now = f" (now {size})" if size else ""
     if name == PP.name:
         yield f"fewer pipeline ranks{now}, or neighbours on faster links"
@@ -107,7 +67,7 @@ def _larger(name: str, plan: Plan | None) -> Iterator[str]:
         yield f"fewer and larger microbatches{_now(plan)}: half as many have half the messages"
 
 
-def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
+def more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
     """Other ops to run meanwhile."""
     if name == PP.name:
         yield from _ahead(plan)
@@ -128,11 +88,11 @@ def _more_to_run(name: str, plan: Plan | None) -> Iterator[str]:
         yield "two microbatches or more (now 1): one computes while another communicates"
     if name == EP.name and plan.job.chunks == 1:
         yield 'parallel.ampipe_degree = "auto": one chunk of the sequence computes while another communicates'
-    if name in (TP.name, SEQUENCE) and not plan.job.split_ops:
+    if name == TP.name and not plan.job.split_ops:
         yield "parallel.split_ops = true: a product and its communication in parts, which hide each other"
     if plan.overlap_why:
         yield f"planning found: {plan.overlap_why}"
-    yield from _less(name, plan)
+    yield from less_to_send(name, plan)
 
 
 def _ahead(plan: Plan | None) -> Iterator[str]:
@@ -153,11 +113,7 @@ def _ahead(plan: Plan | None) -> Iterator[str]:
         yield f'parallel.schedule = "auto" (now "{schedule.family}"), the fastest of all within the memory'
     if plan.job.max_live is not None:
         yield f"a higher parallel.max_live (now {plan.job.max_live}): more microbatches may be under way"
-    yield from _less(PP.name, plan)
-
-
-def _axis(name: str) -> str:
-    return TP.name if name == SEQUENCE else name
+    yield from less_to_send(PP.name, plan)
 
 
 def _now(plan: Plan | None) -> str:
@@ -179,7 +135,7 @@ def _in_float32(name: str, plan: Plan) -> bool:
             for stage in plan.job.stages
             for ops in stage.ops.values()
             for op in ops
-            if op.collective is not None and op.collective.axis == _axis(name)
+            if op.collective is not None and op.collective.axis == name
             for made in op.outputs
             if made is not None
         ]
@@ -187,30 +143,18 @@ def _in_float32(name: str, plan: Plan) -> bool:
     return 2 * wide_bytes > sum(one.nbytes for one in carried)
 
 
-@dataclass(slots=True)
-class _AxisSpans:
-    """The communication of an axis, or of sequence parallelism."""
-
-    name: str
-    axis: str
-    exposed: list[Span] = field(default_factory=list)
-    messages: list[Span] = field(default_factory=list)
-
-
 def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
     """A row for each axis with exposed communication that is worth a reader's time; None where there is none.
 
     Without a plan only the timeline is judged."""
     rows = []
-    for group in _groups(timeline):
-        traffic = traffic_among(timeline, group.axis, group.name, [*group.messages, *group.exposed])
+    for traffic in sorted(traffic_of(timeline, _name), key=lambda one: (AXES.index(one.axis), one.kind)):
         share = traffic.exposed_us / timeline.step_us if timeline.step_us else 0.0
         if share < LEAST_SHARE:
             continue
-        reason, words = _why(group, traffic, timeline, plan)
-        helps = "; ".join(help_for(reason, group.name, plan, _compute_us(timeline), traffic))
+        words, helps = _why(traffic, timeline, plan)
         exposed = f"{format_us(traffic.exposed_us)} ({format_share(share)})"
-        rows.append((group.name, exposed, words, helps))
+        rows.append((traffic.kind, exposed, words, "; ".join(helps)))
     if not rows:
         return None
     head = ("", "exposed", "why", "what would help")
@@ -218,53 +162,51 @@ def advice_grid(timeline: Timeline, plan: Plan | None) -> Grid | None:
     return Grid("Why communication is exposed", head, rows, (0, 2, 3), caption)
 
 
-def _groups(timeline: Timeline) -> list[_AxisSpans]:
-    """In the order of axes."""
-    result: dict[tuple[str, str], _AxisSpans] = {}
-    for span in timeline.spans:
-        if span.kind not in (SpanKind.MESSAGE, SpanKind.EXPOSED):
-            continue
-        axis, kind = communication_of(span.name)
-        name = SEQUENCE if axis == TENSOR and kind in OF_SEQUENCE else axis
-        group = result.setdefault((axis, name), _AxisSpans(name, axis))
-        (group.messages if span.kind is SpanKind.MESSAGE else group.exposed).append(span)
-    return sorted(result.values(), key=lambda group: (AXES.index(group.axis), group.name))
+def _name(axis: str, kind: str) -> str:
+    """What a row is of: an axis, or sequence parallelism."""
+    return SEQUENCE if axis == TENSOR and kind in OF_SEQUENCE else axis
 
 
-def _why(group: _AxisSpans, traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[Reason, str]:
-    """The reason, and it in words."""
-    exposed_us, compute_us = traffic.exposed_us, _compute_us(timeline)
-    late_us = _late_us(group, timeline)
+def _why(traffic: Traffic, timeline: Timeline, plan: Plan | None) -> tuple[str, Iterable[str]]:
+    """The reason in words; and what would help against it, one thing after another."""
+    axis, exposed_us, compute_us = traffic.axis, traffic.exposed_us, _compute_us(timeline)
+    late_us = _late_us(traffic, timeline)
     if late_us >= MOST * exposed_us:
-        return Reason.LATE, f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
+        words = f"{format_us(late_us)} a rank is spent until the last rank has begun its part"
+        if axis == EP.name:
+            return words, ["ranks with less uneven experts: a loss that balances the router, or a capacity"]
+        return words, ["ranks that compute equally long: the table of who waits for whom names the slow ones"]
     if plan is not None and plan.overlap == "off":
-        return Reason.OFF, "the plan waits for each as soon as it is started (overlap = off)"
-    before_us, after_us = _outside_us(group, timeline)
+        why = plan.overlap_why
+        helps = f"nothing by order alone: {why}" if why else 'parallel.overlap = "window"'
+        return "the plan waits for each as soon as it is started (overlap = off)", [helps]
+    before_us, after_us = _outside_us(traffic, timeline)
     if after_us >= MOST * exposed_us:
-        return (
-            Reason.END,
-            f"{format_us(after_us)} of it is after a rank's last op, with nothing left to hide it",
-        )
+        words = f"{format_us(after_us)} of it is after a rank's last op, with nothing left to hide it"
+        return words, less_to_send(axis, plan)
     if before_us >= MOST * exposed_us:
-        return Reason.BEGIN, f"{format_us(before_us)} of it is before a rank's first op: the pipeline fills"
+        fills = f"more microbatches{_now(plan)}: the pipeline fills once for all of them"
+        words = f"{format_us(before_us)} of it is before a rank's first op: the pipeline fills"
+        return words, [fills, *less_to_send(axis, plan)]
     if traffic.total_us > compute_us:
-        times = format_us(traffic.total_us), format_us(compute_us)
-        return Reason.NETWORK, f"it takes {times[0]}, and all compute that could hide it {times[1]}"
-    latency = _latency(group, plan)
+        times = traffic.total_us / compute_us if compute_us else 0.0
+        faster = [f"links {times:.1f} times as fast, which compute could hide"] if times else []
+        words = f"it takes {format_us(traffic.total_us)}, and all compute that could hide it "
+        return words + format_us(compute_us), [*less_to_send(axis, plan), *faster]
+    latency = _latency(traffic, plan)
     if latency >= MOST:
-        count, mean = len(group.messages), sum(s.nbytes for s in group.messages) / len(group.messages)
-        words = (
-            f"{count:,} of {format_bytes(mean)} on average: {format_share(latency)} of their time is latency"
-        )
-        return Reason.LATENCY, words
-    return Reason.ORDER, "what needs it follows too soon: there are not enough other ops to run meanwhile"
+        count = len(traffic.messages)
+        words = f"{count:,} of {format_bytes(traffic.nbytes / count)} on average"
+        return f"{words}: {format_share(latency)} of their time is latency", _larger(axis, plan)
+    words = "what needs it follows too soon: there are not enough other ops to run meanwhile"
+    return words, more_to_run(axis, plan)
 
 
 def _compute_us(timeline: Timeline) -> float:
     return sum(timeline.by_rank(SpanKind.COMPUTE)) / timeline.ranks
 
 
-def _late_us(group: _AxisSpans, timeline: Timeline) -> float:
+def _late_us(group: Traffic, timeline: Timeline) -> float:
     """How long a rank waits, on average, for other ranks along the axis, by a measured timeline. Between
     pipeline ranks such waiting is a bubble."""
     if group.axis == PIPELINE or not timeline.busy_us:
@@ -272,7 +214,7 @@ def _late_us(group: _AxisSpans, timeline: Timeline) -> float:
     return sum(stall.us for stall in timeline.stalls if stall.axis == group.axis) / len(timeline.busy_us)
 
 
-def _outside_us(group: _AxisSpans, timeline: Timeline) -> tuple[float, float]:
+def _outside_us(group: Traffic, timeline: Timeline) -> tuple[float, float]:
     """What is exposed before a rank's first op, and after its last: means over ranks."""
     ends: dict[int, tuple[float, float]] = {}
     for span in timeline.spans:
@@ -287,7 +229,7 @@ def _outside_us(group: _AxisSpans, timeline: Timeline) -> tuple[float, float]:
     return before_us / timeline.ranks, after_us / timeline.ranks
 
 
-def _latency(group: _AxisSpans, plan: Plan | None) -> float:
+def _latency(group: Traffic, plan: Plan | None) -> float:
     """Share of its communications' time that they would take without a byte, by the plan's costs; 0 where
     these have none."""
     if plan is None:

@@ -51,11 +51,6 @@ class OpRow:
     part: int
     us: float
 
-    @property
-    def category(self) -> str:
-        """The phase's letter; `R` for recomputation."""
-        return op_category(self.op, self.phase)
-
 
 @dataclass(frozen=True, slots=True)
 class WindowRun:
@@ -129,8 +124,9 @@ def runs_of(plan: Plan, timeline: Timeline) -> tuple[tuple[WindowRun, ...], ...]
     )
 
 
-def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, float, float]]:
-    """Lay ops, one after another, over a run's compute spans: (index of the op, start, end) in microseconds.
+def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tuple[int, Span, float, float]]:
+    """Lay ops, one after another, over a run's compute spans: (index of the op, span, start, end) in
+    microseconds.
 
     The run takes what it took, so all ops are stretched or shrunk by one factor; one that does not fit before
     a wait goes on after it, as a second piece. Ops without time are left out.
@@ -155,7 +151,7 @@ def laid_over(times_us: Sequence[float], spans: Sequence[Span]) -> Iterator[tupl
                 span, at_us = following, following.start_us
                 continue
             took_us = min(left_us, room_us)
-            yield index, at_us, at_us + took_us
+            yield index, span, at_us, at_us + took_us
             at_us += took_us
             left_us -= took_us
 

@@ -9,11 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stretto.bounds.step import format_us
+from stretto.bounds.step import format_us as format_us
 
 KIB = 1024
-
-__all__ = ["counted", "format_bytes", "format_flops", "format_share", "format_us", "source_word"]
 
 
 def format_bytes(nbytes: float) -> str:

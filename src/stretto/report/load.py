@@ -39,16 +39,6 @@ class Load:
     buffer: float | None
 
     @property
-    def busiest(self) -> int:
-        """The expert with the most rows."""
-        return max(range(len(self.shares)), key=lambda e: self.shares[e])
-
-    @property
-    def idlest(self) -> int:
-        """That with the fewest."""
-        return min(range(len(self.shares)), key=lambda e: self.shares[e])
-
-    @property
     def without(self) -> tuple[int, ...]:
         """Experts that got none in any step."""
         return tuple(e for e, share in enumerate(self.most) if share == 0.0)
@@ -66,18 +56,9 @@ def loads_of(observed: Sequence[Observed]) -> tuple[Load, ...]:
         shares, least, most = (
             tuple(count / total for count in counts) for counts in (one.mean, one.least, one.most)
         )
-        result.append(
-            Load(
-                one.module,
-                one.steps,
-                total,
-                shares,
-                least,
-                most,
-                None if dropped is None else sum(dropped.mean) / total,
-                None if buffer is None else buffer.most[0],
-            )
-        )
+        lost = None if dropped is None else sum(dropped.mean) / total
+        room = None if buffer is None else buffer.most[0]
+        result.append(Load(one.module, one.steps, total, shares, least, most, lost, room))
     return tuple(result)
 
 
@@ -93,11 +74,12 @@ def load_grid(run: ObservedRun) -> Grid | None:
         if len(load.without) > MOST_NAMED:
             without += f" and {len(load.without) - MOST_NAMED} more"
         buffer = of_all_steps[load.module].buffer
+        fewest, most = min(load.shares), max(load.shares)
         rows.append(
             (
                 load.module,
-                f"{format_share(load.shares[load.idlest])} ({load.idlest})",
-                f"{format_share(load.shares[load.busiest])} ({load.busiest})",
+                f"{format_share(fewest)} ({load.shares.index(fewest)})",
+                f"{format_share(most)} ({load.shares.index(most)})",
                 f"{format_share(min(load.least))} to {format_share(max(load.most))}",
                 without or "-",
                 "-" if load.dropped is None else format_share(load.dropped),
@@ -155,9 +137,10 @@ def load_findings(run: ObservedRun) -> list[str]:
     if not loads:
         return []
     worst = max(loads, key=lambda load: max(load.shares) * len(load.shares))
-    times = max(worst.shares) * len(worst.shares)
+    most = max(worst.shares)
+    times, busiest = most * len(worst.shares), worst.shares.index(most)
     said = [
-        f"The busiest expert is number {worst.busiest} of {worst.module}: {times:.2f} times the even share, "
+        f"The busiest expert is number {busiest} of {worst.module}: {times:.2f} times the even share, "
         f"in the mean of the steps {run.first} to {run.last}."
     ]
     idle = [load for load in loads if load.without]
@@ -187,10 +170,8 @@ MORE, LESS = "213,94,0", "0,114,178"
 MOST_SHARES = 32
 """Experts of a layer up to which cells have their shares written into them."""
 
-Point = tuple[float, float]
 
-
-def points_of(metrics: Sequence[dict[str, Any]], key: str) -> list[Point]:
+def points_of(metrics: Sequence[dict[str, Any]], key: str) -> list[tuple[float, float]]:
     """(step, value) of the lines that have a finite number under `key`."""
     pairs = ((line.get("step"), line.get(key)) for line in metrics)
     return [

@@ -43,7 +43,7 @@ class OpLine:
             "name": op.name,
             "op": op.target,
             "phase": self.row.phase.value,
-            "category": self.row.category,
+            "category": op_category(op, self.row.phase),
             "module": op.module,
             "reads": self.reads,
             "makes": self.makes,
@@ -160,6 +160,8 @@ class _Memory:
         root = self._root(op.name)
         # A view saves nothing of its own.
         later = self._readers[root] if root == op.name else ()
+        asked = op.collective
+        cost = None if asked is None else self._plan.costs.collectives.get((asked.axis, asked.kind))
         return OpLine(
             row,
             shapes_in(op, self._specs),
@@ -168,14 +170,8 @@ class _Memory:
             tuple(f"e{e.index} to stage {e.target}" for e in self._edges if e.value == op.name),
             tuple(self._results.get(op.name, ())),
             freed,
-            self._collective_us(op),
+            None if cost is None or asked is None else cost.curve.us(asked.nbytes),
         )
-
-    def _collective_us(self, op: Op) -> float | None:
-        if op.collective is None:
-            return None
-        cost = self._plan.costs.collectives.get((op.collective.axis, op.collective.kind))
-        return None if cost is None else cost.curve.us(op.collective.nbytes)
 
 
 def notes_of(line: OpLine) -> Iterator[str]:

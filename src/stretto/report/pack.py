@@ -14,13 +14,14 @@ import base64
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import COMPUTE_LANE, Span, Timeline
 from stretto.report.detail import (
     WindowRun,
+    op_category,
     rows_of,
     runs_of,
     shapes_in,
@@ -37,14 +38,8 @@ TICK_US = 0.01
 CATEGORIES = ("F", "I", "W", "B", "R", "exposed", "bubble", "message")
 
 
-class _Texts:
-    """Texts by number, each once."""
-
-    def __init__(self) -> None:
-        self.number: dict[str, int] = {}
-
-    def __call__(self, text: str) -> int:
-        return self.number.setdefault(text, len(self.number))
+Texts = Callable[[str], int]
+"""A text's number; each is there once."""
 
 
 def packed(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | None) -> str:
@@ -55,7 +50,11 @@ def packed(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | No
 
 def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Plan | None) -> dict[str, Any]:
     """The data itself, before it is compressed."""
-    texts = _Texts()
+    numbers: dict[str, int] = {}
+
+    def texts(text: str) -> int:
+        return numbers.setdefault(text, len(numbers))
+
     data: dict[str, Any] = {
         "tick_us": TICK_US,
         "categories": CATEGORIES,
@@ -67,14 +66,14 @@ def drawing_data(timelines: Sequence[Timeline], titles: Sequence[str], plan: Pla
             _timeline(timeline, title, plan, texts) for timeline, title in zip(timelines, titles, strict=True)
         ],
     }
-    data["texts"] = list(texts.number)
+    data["texts"] = list(numbers)
     return data
 
 
 # --- step 2: ops, once a window ----------------------------------------------------------------------
 
 
-def _ops(plan: Plan, texts: _Texts) -> dict[str, Any]:
+def _ops(plan: Plan, texts: Texts) -> dict[str, Any]:
     """Columns of all ops, and for every window its first op's number and how many there are."""
     specs = specs_of(plan.job)
     columns: dict[str, list[int]] = defaultdict(list)
@@ -93,7 +92,7 @@ def _ops(plan: Plan, texts: _Texts) -> dict[str, Any]:
                     "out": texts(shapes_out(op)),
                     "bytes": op.nbytes,
                     "flops": op.flops,
-                    "category": CATEGORIES.index(row.category),
+                    "category": CATEGORIES.index(op_category(op, row.phase)),
                     "part": row.part,
                     "us": _ticks(row.us),
                 },
@@ -109,7 +108,7 @@ def _append(columns: dict[str, list[int]], values: Mapping[str, int]) -> None:
 # --- step 1: spans -----------------------------------------------------------------------------------
 
 
-def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: _Texts) -> dict[str, Any]:
+def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: Texts) -> dict[str, Any]:
     runs = runs_of(plan, timeline) if plan is not None else ((),) * timeline.ranks
     return {
         "title": title,
@@ -129,7 +128,7 @@ def _timeline(timeline: Timeline, title: str, plan: Plan | None, texts: _Texts) 
 
 
 def _lane(
-    rank: int, row: str, spans: Sequence[Span], texts: _Texts, runs: Sequence[WindowRun]
+    rank: int, row: str, spans: Sequence[Span], texts: Texts, runs: Sequence[WindowRun]
 ) -> dict[str, Any]:
     run_of = {id(span): number for number, run in enumerate(runs) for span in run.spans}
     columns: dict[str, list[int]] = defaultdict(list)

@@ -24,6 +24,7 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import (
     OpRow,
     laid_over,
+    op_category,
     rows_of,
     runs_of,
     shapes_in,
@@ -37,8 +38,6 @@ NS_PER_US = 1000
 START = attrgetter("start_us")
 FIELDS = {int: "int_value", float: "double_value", str: "string_value"}
 """Where a trace keeps a value of a type."""
-WRITER = 1
-"""All packets are of one writer; any number but 0 will do."""
 
 MOST_OPS = 100_000
 """More op slices than this are written only when they are asked for. Measured: 234 bytes each, so 23 MB."""
@@ -54,11 +53,10 @@ class OpSlice:
     end_us: float
 
 
+Details = Iterator[tuple[str, int | float | str]]
+
 Nested = Mapping[int, list[OpSlice]]
 """Identity of a compute span -> the ops within it, in order."""
-
-Flows = Mapping[int, list[int]]
-"""Identity of a span or an op's slice -> the flows through it."""
 
 
 def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
@@ -69,19 +67,12 @@ def count_ops(plan: Plan, timelines: Iterable[Timeline]) -> int:
 
 def nested_ops(plan: Plan, timeline: Timeline) -> dict[int, list[OpSlice]]:
     """The ops of every run, laid over its compute spans."""
-    result: dict[int, list[OpSlice]] = {}
+    result: dict[int, list[OpSlice]] = defaultdict(list)
     windows = window_ops(plan)
     times_us = {name: [row.us for row in rows] for name, rows in windows.items()}
-    for runs in runs_of(plan, timeline):
-        for run in runs:
-            spans = iter(run.spans)
-            span = next(spans)
-            inside = result.setdefault(id(span), [])
-            for at, start_us, end_us in laid_over(times_us[run.window], run.spans):
-                while start_us >= span.end_us:
-                    span = next(spans)
-                    inside = result.setdefault(id(span), [])
-                inside.append(OpSlice(windows[run.window][at], at, start_us, end_us))
+    for run in (run for runs in runs_of(plan, timeline) for run in runs):
+        for at, span, start_us, end_us in laid_over(times_us[run.window], run.spans):
+            result[id(span)].append(OpSlice(windows[run.window][at], at, start_us, end_us))
     return result
 
 
@@ -239,7 +230,7 @@ class _Writer:
     def _packet(self, time_us: float) -> Any:
         packet = self.builder.add_packet()
         packet.timestamp = round(time_us * NS_PER_US)
-        packet.trusted_packet_sequence_id = WRITER
+        packet.trusted_packet_sequence_id = 1  # all are of one writer; any number but 0 will do
         return packet
 
     def _event(self, track: int, time_us: float, kind: str) -> Any:
@@ -258,13 +249,7 @@ class _Writer:
         self._event(track, span.end_us, "TYPE_SLICE_END")
 
     def _begin(
-        self,
-        track: int,
-        time_us: float,
-        name: str,
-        category: str,
-        identity: int,
-        details: Iterator[tuple[str, int | float | str]],
+        self, track: int, time_us: float, name: str, category: str, identity: int, details: Details
     ) -> None:
         begin = self._event(track, time_us, "TYPE_SLICE_BEGIN")
         begin.name = name
@@ -275,10 +260,10 @@ class _Writer:
             annotation.name = key
             setattr(annotation, FIELDS[type(value)], value)
 
-    def _op_details(self, row: OpRow) -> Iterator[tuple[str, int | float | str]]:
+    def _op_details(self, row: OpRow) -> Details:
         op = row.op
         yield "op", op.target
-        yield "category", row.category
+        yield "category", op_category(op, row.phase)
         if op.module:
             yield "module", op.module
         yield "reads", shapes_in(op, self.specs)
@@ -289,7 +274,7 @@ class _Writer:
         yield "predicted_us", row.us
 
 
-def _details(span: Span) -> Iterator[tuple[str, int | float | str]]:
+def _details(span: Span) -> Details:
     for key in ("stage", "microbatch", "sender", "sent_us"):
         value: int | float | None = getattr(span, key)
         if value is not None:

@@ -1,9 +1,8 @@
 """What a run left behind: reads a run directory, or a plan file, into one object for tables and pages.
 
-A run directory has settings.json, plan.json, figures.json, metrics.jsonl, measured.json, simulated.json,
-observed.json and summary.json. Any may be missing, or be of another version than this Stretto writes; the
-report states which. Timelines and figures are all that it needs of a step, so that a run outlives the version
-of its plan file.
+Of the files of a run directory (`FILES`) any may be missing, or be of another version than this Stretto
+writes; the report states which. Timelines and figures are all that it needs of a step, so that a run outlives
+the version of its plan file.
 """
 
 from __future__ import annotations

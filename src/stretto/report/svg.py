@@ -22,7 +22,7 @@ from stretto.ir.action import Phase, Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.report.detail import rows_of, with_reductions_together
 from stretto.report.grid import counted, format_bytes, format_share, format_us, source_word
-from stretto.schedule.draw import action_label, tick_times, to_timeline
+from stretto.schedule.draw import tick_times, to_timeline
 from stretto.schedule.timing import ScheduleTiming
 
 WIDTH_PX = 1200
@@ -79,9 +79,12 @@ def draw_schedule(schedule: Schedule, timing: ScheduleTiming) -> str:
 
     As wide as its labels need, up to `MAX_WIDTH_PX`.
     """
-    labels = {
-        str(a): action_label(schedule, r, a) for r in range(schedule.ranks) for a in schedule.actions(r)
-    }
+    labels: dict[str, str] = {}
+    for rank in range(schedule.ranks):
+        alone = len(schedule.stages_of(rank)) < 2  # then its actions need no stage
+        labels |= {
+            str(a): f"{a.phase.value}{a.microbatch}" if alone else str(a) for a in schedule.actions(rank)
+        }
     timeline = to_timeline(schedule, timing)
     needed = [
         (_text_px(labels[span.name]) + 3) / span.duration_us

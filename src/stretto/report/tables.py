@@ -22,16 +22,20 @@ _BUCKET = re.compile(r"^\d+\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Communications of one axis and kind. count, nbytes: of the full step, over all ranks. total_us,
-    exposed_us: means over ranks, as `Timeline.comm_us` and `Timeline.exposed_us` define them: what overlaps
-    in time counts once, so the kinds of an axis may add up to more than the axis."""
+    """Communications of one axis and kind. messages: of the full step, over all ranks; exposed: what waits
+    for them. total_us, exposed_us: means over ranks, as `Timeline.comm_us` and `Timeline.exposed_us` define
+    them: what overlaps in time counts once, so the kinds of an axis may add up to more than the axis."""
 
     axis: str
     kind: str
-    count: int
-    nbytes: int
+    messages: tuple[Span, ...]
+    exposed: tuple[Span, ...]
     total_us: float
     exposed_us: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(span.nbytes for span in self.messages)
 
     @property
     def hidden(self) -> float | None:
@@ -56,38 +60,29 @@ def communication_of(name: str) -> tuple[str, str]:
     return axis, word
 
 
-def traffic_of(timeline: Timeline) -> tuple[Traffic, ...]:
-    """All communication of a step by axis and kind, in the order of axes, the longest kind first."""
+def traffic_of(
+    timeline: Timeline, kind_of: Callable[[str, str], str] = lambda axis, kind: kind
+) -> tuple[Traffic, ...]:
+    """All communication of a step by axis and kind, in the order of axes, the longest kind first. kind_of:
+    what a kind of an axis counts as."""
     spans: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
-            spans[communication_of(span.name)].append(span)
-    result = (traffic_among(timeline, axis, kind, of) for (axis, kind), of in spans.items())
-    order = {axis: at for at, axis in enumerate(AXES)}
-    return tuple(sorted(result, key=lambda t: (order[t.axis], -t.total_us, t.kind)))
+            axis, kind = communication_of(span.name)
+            spans[axis, kind_of(axis, kind)].append(span)
+    result: list[Traffic] = []
+    for (axis, kind), of in spans.items():
+        only = replace(timeline, spans=tuple(of))
+        messages = tuple(span for span in of if span.kind is SpanKind.MESSAGE)
+        exposed = tuple(span for span in of if span.kind is SpanKind.EXPOSED)
+        exposed_us = only.exposed_us.get(axis, 0.0)
+        result.append(Traffic(axis, kind, messages, exposed, only.comm_us[axis], exposed_us))
+    return tuple(sorted(result, key=lambda t: (AXES.index(t.axis), -t.total_us, t.kind)))
 
 
 def axes_of(timeline: Timeline) -> tuple[Traffic, ...]:
     """All communication of a step by axis; the kind is `all`."""
-    spans: dict[str, list[Span]] = defaultdict(list)
-    for span in timeline.spans:
-        if span.kind in (SpanKind.MESSAGE, SpanKind.EXPOSED):
-            spans[span.axis].append(span)
-    return tuple(traffic_among(timeline, axis, "all", spans[axis]) for axis in AXES if axis in spans)
-
-
-def traffic_among(timeline: Timeline, axis: str, kind: str, spans: list[Span]) -> Traffic:
-    """What some spans of an axis come to."""
-    only = replace(timeline, spans=tuple(spans))
-    messages = [span for span in spans if span.kind is SpanKind.MESSAGE]
-    return Traffic(
-        axis,
-        kind,
-        len(messages),
-        sum(span.nbytes for span in messages),
-        only.comm_us[axis],
-        only.exposed_us.get(axis, 0.0),
-    )
+    return traffic_of(timeline, lambda axis, kind: "all")
 
 
 def summary_grid(timeline: Timeline, prediction: Prediction) -> Grid:
@@ -167,7 +162,7 @@ def traffic_grid(timelines: Sequence[Timeline]) -> Grid:
         for key in [(axis, "all"), *(k for k in keys if k[0] == axis and k[1] != "all")]:
             known = next(one[key] for one in result if key in one)
             row = [axis if key[1] == "all" else f"  {key[1]}"]
-            row += [f"{known.count:,}", format_bytes(known.nbytes)]
+            row += [f"{len(known.messages):,}", format_bytes(known.nbytes)]
             for one in result:
                 if key in one:
                     hidden = one[key].hidden

@@ -59,7 +59,8 @@ def timeline_text(
     cells = max(1, width - label_cells)
     text = Text(f"Timeline, {source_word(timeline.source)}\n", style="bold")
     lanes = rows_of(timeline, with_reductions_together)
-    drawn = _drawn_ranks(timeline.ranks)
+    half = MOST_RANKS // 2
+    drawn = [rank for rank in range(timeline.ranks) if rank < half or rank >= timeline.ranks - half]
     for before, rank in zip([-1, *drawn], drawn):
         if rank != before + 1:
             first, last = (before + 1) * timeline.members, rank * timeline.members - 1
@@ -73,13 +74,6 @@ def timeline_text(
     text.append(f"{'':{label_cells}}0{end:>{cells - 1}}\n", style="dim")
     text.append_text(_legend(timeline))
     return text
-
-
-def _drawn_ranks(ranks: int) -> list[int]:
-    if ranks <= MOST_RANKS:
-        return list(range(ranks))
-    half = MOST_RANKS // 2
-    return [*range(half), *range(ranks - half, ranks)]
 
 
 def _line(spans: Sequence[Span], step_us: float, cells: int, compute: bool) -> Text:

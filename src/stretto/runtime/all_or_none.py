@@ -106,6 +106,4 @@ def on_first(ranks: Ranks, work: Callable[[], T]) -> T:
 
 def on_first_slowly(ranks: Ranks, work: Callable[[], T], what: str) -> T | None:
     """Do it on rank 0 alone, as `together_slowly` does. Returns on rank 0 what it gave, None elsewhere."""
-    if ranks.rank != 0:
-        return together_slowly(ranks, lambda: None, what)
-    return together_slowly(ranks, work, what)
+    return together_slowly(ranks, work if ranks.rank == 0 else lambda: None, what)

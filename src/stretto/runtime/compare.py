@@ -10,7 +10,8 @@ from stretto.ir.compared import against, beside_bound, signed
 from stretto.ir.costs import Prediction
 from stretto.ir.metrics import Observed
 from stretto.ir.plan import Plan
-from stretto.ir.timeline import SpanKind, Timeline
+from stretto.ir.timeline import Timeline
+from stretto.simulating.engine import accounts_of
 
 MS, MIB = (1000.0, "ms"), (2.0**20, "MiB")
 LINES = 8
@@ -29,17 +30,15 @@ def rank_lines(
     predicted: Prediction | None, measured: Timeline | None, pp_rank: int, prefix: str = ""
 ) -> Iterator[str]:
     """A pipeline rank's accounts of its compute lane, and its peak of memory, as far as they are known."""
-    guess: dict[str, float] = {}
-    took: dict[str, float] = {}
-    if predicted is not None:
-        guess = {f"exposed {axis}": us[pp_rank] for axis, us in predicted.exposed_axis_us.items()}
-        guess |= {"compute": predicted.compute_us[pp_rank], "bubble": predicted.bubble_us[pp_rank]}
-        guess |= {"peak memory": predicted.peak_bytes[pp_rank]}
-    if measured is not None:
-        took = {f"exposed {axis}": us[pp_rank] for axis, us in measured.exposed_axis_us().items()}
-        took |= {"compute": measured.total_us(SpanKind.COMPUTE, pp_rank)}
-        took |= {"bubble": measured.total_us(SpanKind.BUBBLE, pp_rank)}
-        took |= {"peak memory": measured.peak_bytes[pp_rank]}
+
+    def accounts(of: Prediction | None) -> dict[str, float]:
+        if of is None:
+            return {}
+        exposed = {f"exposed {axis}": us[pp_rank] for axis, us in of.exposed_axis_us.items()}
+        more = {"bubble": of.bubble_us[pp_rank], "peak memory": of.peak_bytes[pp_rank]}
+        return {**exposed, "compute": of.compute_us[pp_rank], **more}
+
+    guess, took = accounts(predicted), accounts(None if measured is None else accounts_of(measured))
     exposed = sorted(name for name in {*guess, *took} if name.startswith("exposed"))
     for name in ("compute", *exposed, "bubble", "peak memory"):
         unit = MIB if name == "peak memory" else MS

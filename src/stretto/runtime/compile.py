@@ -20,7 +20,6 @@ from __future__ import annotations
 import importlib.util
 import operator
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,8 @@ from stretto.errors import UsageError
 from stretto.ir.plan import ItemKind, Window
 from stretto.ir.prices import specs_of
 from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, WAIT, Arg, Const, Job, Op, Ref, TensorSpec
-from stretto.runtime.generate import Externals, Generated, Writer
+from stretto.passes.recompute import numbered
+from stretto.runtime.generate import Externals, Writer
 from stretto.runtime.memory_adapter import MemoryMeter
 
 Key = tuple[int, str]
@@ -48,8 +48,6 @@ kernel does; a call of a compiled function costs its guards, 25 to 50 us (measur
 
 _KERNELS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "embedding", "embedding_dense_backward")
 """Ops that stay calls of PyTorch's kernels under Inductor, without overloads."""
-_BLOCK = re.compile(r"^(?:[^.]*\.)*?\d+(?=\.|$)")
-
 
 _CALLING = threading.Lock()
 """Ranks that are threads compile, and call what was compiled, one after the other."""
@@ -69,8 +67,7 @@ def _fuses(op: Op) -> bool:
 def block_of(module: str) -> str:
     """The block that a module is in, `blocks.3` of `blocks.3.mlp.up`; "-" for a module that is in none, and
     "" for no module."""
-    result = _BLOCK.match(module)
-    return result[0] if result else module and "-"
+    return next(iter(numbered(module)), module and "-")
 
 
 def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ...]]:
@@ -139,13 +136,12 @@ def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set
     built = {(part, op.name) for part, op in ops}
     before = tuple((part, op) for part, op in ops if op.target == GETITEM and (part, op.uses[0]) not in built)
     given = {(part, op.name) for part, op in before}
+    ops = [(part, op) for part, op in ops if (part, op.name) not in given]
     # 2. Backwards: what is read outside, and what it is made of.
     needed = set(outside)
     after: set[Key] = set()
     for part, op in reversed(ops):
         key = (part, op.name)
-        if key in given:
-            continue
         if key in products or (key in needed and op.alias is not None):
             after.add(key)
             needed.update((part, name) for name in op.uses)
@@ -156,8 +152,6 @@ def find_stretch(ops: Sequence[tuple[int, Op]], outside: set[Key], products: set
     graph: list[tuple[int, Op]] = []
     for part, op in reversed(ops):
         key = (part, op.name)
-        if key in given:
-            continue
         if key in needed and key not in after:
             if len(op.outputs) > 1:
                 tuples[key] = len(op.outputs)
@@ -284,21 +278,16 @@ def _zeros(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def make_compiler(how: str | None, device: torch.device, threads: bool) -> Compiler | None:
-    """The one that `Runner(compile=...)` names. Raises UsageError for another, or where there is none."""
-    if how is None:
-        return None
-    if how != "inductor":
-        raise UsageError(f'compile={how!r}: give compile="inductor", or leave it out to call op by op')
-    require_compiler(device)
-    return Compiler(device, threads=threads)
-
-
-def require_compiler(device: torch.device) -> None:
-    """Raise UsageError, which names what to install, unless Inductor can compile for the device.
+    """The one that `Runner(compile=...)` names. Raises UsageError for another, and where Inductor cannot
+    compile for the device, with what to install.
 
     On processors it writes C++ and calls a compiler (the one that $CXX names, else g++ or clang++); on
     accelerators it writes Triton.
     """
+    if how is None:
+        return None
+    if how != "inductor":
+        raise UsageError(f'compile={how!r}: give compile="inductor", or leave it out to call op by op')
     named = os.environ.get("CXX", "").split()
     if device.type == "cpu" and not any(map(shutil.which, named[:1] or ("g++", "clang++"))):
         raise UsageError(
@@ -310,11 +299,7 @@ def require_compiler(device: torch.device) -> None:
             f'compile="inductor" needs Triton for {device.type}, and it is not installed: install the triton '
             "that belongs to this PyTorch, or leave compile out"
         )
-
-
-def generate_compiled(job: Job, window: Window, externals: Externals, compiler: Compiler) -> Generated:
-    """Make the function of a window. externals: with all fixed tensors that the window's stages read."""
-    return CompiledWriter(job, window, externals, compiler).write()
+    return Compiler(device, threads=threads)
 
 
 class CompiledWriter(Writer):

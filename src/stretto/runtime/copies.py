@@ -17,6 +17,7 @@ import torch
 
 from stretto.errors import UsageError
 from stretto.ir.plan import Plan
+from stretto.runtime.rank_tensors import RankTensors
 from stretto.runtime.transport import Transport
 
 Copy = tuple[str, tuple[int, ...]]
@@ -32,21 +33,11 @@ SHOWN_RANKS = 8
 """Ranks that a message names."""
 
 
-def check_copies(
-    plan: Plan,
-    transport: Transport,
-    parameters: Mapping[int, torch.Tensor],
-    buffers: Mapping[int, torch.Tensor],
-    full_tensors: Mapping[str, torch.Tensor],
-) -> None:
-    """Every rank must call it. Raises UsageError on all ranks when two have different copies.
-
-    parameters, buffers: what this rank has, by index in the job. full_tensors: tied name -> the full
-    tensor, of parameters from which this rank cut its part.
-    """
+def check_copies(tensors: RankTensors, transport: Transport) -> None:
+    """Every rank must call it. Raises UsageError on all ranks when two have different copies."""
     if transport.size == 1:
         return
-    kept = _copies(plan, transport.rank, parameters, buffers, full_tensors)
+    kept = _copies(tensors)
     gathered = _difference(transport.all_gather({copy: digest(tensor) for copy, tensor in kept.items()}))
     if gathered:
         raise UsageError(
@@ -55,19 +46,14 @@ def check_copies(
         )
 
 
-def _copies(
-    plan: Plan,
-    rank: int,
-    parameters: Mapping[int, torch.Tensor],
-    buffers: Mapping[int, torch.Tensor],
-    full_tensors: Mapping[str, torch.Tensor],
-) -> dict[Copy, torch.Tensor]:
-    job, coordinates = plan.job, plan.mesh.coordinates(rank)
+def _copies(tensors: RankTensors) -> dict[Copy, torch.Tensor]:
+    plan, coordinates, full_tensors = tensors.plan, tensors.coordinates, tensors.full_tensors
+    job = plan.job
     stages: dict[str, set[int]] = {}
     for parameter in job.parameters:
         stages.setdefault(parameter.tied_to, set()).update(parameter.stages)
     result: dict[Copy, torch.Tensor] = {}
-    for k, kept in sorted(parameters.items()):
+    for k, kept in sorted(tensors.parameters.items()):
         parameter = job.parameters[k]
         name = parameter.tied_to
         shards = () if name in full_tensors else parameter.shards
@@ -75,10 +61,10 @@ def _copies(
             part = tuple(s.part(coordinates[s.axis]) for s in shards)
             result.setdefault((f"parameter {name!r}", part), full_tensors.get(name, kept))
     # An evaluation reads what a training wrote.
-    for k, kept in sorted(buffers.items()) if job.trains else ():
+    for k, buffer_here in sorted(tensors.buffers.items()) if job.trains else ():
         buffer = job.buffers[k]
         if not buffer.updates and _is_elsewhere(plan, buffer.stages, ()):
-            result[f"buffer {buffer.name!r}", ()] = kept
+            result[f"buffer {buffer.name!r}", ()] = buffer_here
     return result
 
 

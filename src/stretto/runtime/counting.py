@@ -35,17 +35,21 @@ NOTED_STEPS = 8
 PHASES = (Phase.F, Phase.I, Phase.W)
 
 
+def constants_of(job: Job, device: torch.device) -> dict[str, torch.Tensor]:
+    """The job's constants, by the names that ops have for them."""
+    result = {}
+    for constant in job.constants:
+        built = torch.tensor(constant.data, dtype=getattr(torch, constant.spec.dtype), device=device)
+        result[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
+    return result
+
+
 class Alone:
     """Computes a value that follows from a microbatch alone. leaves: those that it reads."""
 
     def __init__(self, job: Job, ops: tuple[Op, ...], value: str, device: torch.device) -> None:
         read = dict.fromkeys(name for op in ops for name in op.uses)
         self.leaves = [name for name, _ in job.batch if f"batch/{name}" in read]
-        fixed = {}
-        for constant in job.constants:
-            if f"const/{constant.name}" in read:
-                built = torch.tensor(constant.data, dtype=getattr(torch, constant.spec.dtype), device=device)
-                fixed[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
         alone = replace(
             job,
             stages=(Stage(0, {phase: ops if phase is Phase.F else () for phase in PHASES}),),
@@ -56,7 +60,7 @@ class Alone:
             loss=(0, value),
         )
         window = Window("alone", ((0, Phase.F),), tuple(Item(ItemKind.OP, 0, op.name) for op in ops))
-        self._run = generate(alone, window, Externals(fixed, device)).run
+        self._run = generate(alone, window, Externals(constants_of(job, device), device)).run
 
     def __call__(self, *leaves: torch.Tensor) -> torch.Tensor:
         kept: list[torch.Tensor] = []

@@ -31,8 +31,15 @@ from stretto.runtime.record import idle_spans
 from stretto.runtime.transport import Handle, Pending, Transport
 from stretto.simulating.cards import Moment
 from stretto.simulating.collectives import RunningCollective
-from stretto.simulating.live import Live, calls_of, messages_of, ready_windows
+from stretto.simulating.live import Live, calls_of, messages_of
+from stretto.simulating.windows import make_ready
 from stretto.verifying.trace import EventKind
+
+SPIN_US = 150.0
+"""The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""
+
+NOISE = 0.02
+"""Standard deviation of made-up values: that of freshly initialised weights."""
 
 
 class SingleRankEnd(Transport):
@@ -45,10 +52,11 @@ class SingleRankEnd(Transport):
         super().__init__(rank, plan.world)
         self._plan = plan
         self._pp_rank = plan.mesh.pp_rank(rank)
-        self._windows = ready_windows(plan)
+        self._windows = {name: make_ready(plan, name) for name in plan.windows}
         self._works = calls_of(plan, self._pp_rank, self._windows)
         self._sends = messages_of(plan, self._pp_rank, EventKind.SEND)
         self._posts = messages_of(plan, self._pp_rank, EventKind.RECV)
+        self._made_up: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def begin(self) -> None:
         """A step begins: nothing that the plan's order has on a lane has started."""
@@ -78,6 +86,15 @@ class SingleRankEnd(Transport):
     def all_gather(self, item: Any) -> list[Any]:
         return [item] * self.size
 
+    def _fill(self, buffer: torch.Tensor, scale: float = NOISE) -> None:
+        """Write made-up values of normal distribution into what is received."""
+        key = (buffer.shape, buffer.dtype)
+        if key not in self._made_up:
+            built = self._made_up[key] = torch.zeros_like(buffer)
+            if scale and buffer.is_floating_point():
+                built.normal_(0.0, scale)
+        buffer.copy_(self._made_up[key])
+
     def _take(self, queues: dict[str, deque[Any]], lane: str) -> Any:
         """What the plan's order starts next on a lane. Raises RunError when that is nothing."""
         self.members_of(lane)
@@ -86,19 +103,8 @@ class SingleRankEnd(Transport):
         return queues[lane].popleft()
 
 
-SPIN_US = 150.0
-"""The end of a sleep that is spent asking the clock. Measured: Linux wakes a sleeper 50 to 100 us late."""
-
-NOISE = 0.02
-"""Standard deviation of made-up values: that of freshly initialised weights."""
-
-
 class EmulatedTransport(SingleRankEnd):
     """The end of rank `rank` of a plan. `begin` comes before each step and `end` after it."""
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        super().__init__(plan, rank)
-        self._noise: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     # The step.
 
@@ -131,37 +137,28 @@ class EmulatedTransport(SingleRankEnd):
 
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         edge, microbatch = self._take(self._next_send, lane)
-        self._live.advance(self.now_us())
-        message = self._live.send(edge, microbatch)
+        self._live.clock.advance(self.now_us())
+        message = self._live.network.send(edge, microbatch)
         return Pending(partial(self._wait_for, message.left, message.name, None))
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
         edge, microbatch = self._take(self._next_post, lane)
-        self._live.advance(self.now_us())
-        message = self._live.post(edge, microbatch)
-        fill = lambda: buffer.copy_(self._made_up(buffer))  # noqa: E731
+        self._live.clock.advance(self.now_us())
+        message = self._live.network.post(edge, microbatch)
+        fill = partial(self._fill, buffer)
         return Pending(partial(self._wait_for, message.arrived, message.name, fill))
 
     # Behind them.
 
     def _collective(self, lane: str, fill: Callable[[], object] | None = None) -> Handle:
         work, microbatch = self._take(self._next_work, lane)
-        self._live.advance(self.now_us())
-        built: RunningCollective = self._live.start(work, microbatch)
-        return Pending(partial(self._wait_for, built.done, built.name, fill))
-
-    def _made_up(self, like: torch.Tensor) -> torch.Tensor:
-        key = (like.shape, like.dtype)
-        if key not in self._noise:
-            built = torch.zeros_like(like)
-            if like.is_floating_point():
-                built.normal_(0.0, NOISE)
-            self._noise[key] = built
-        return self._noise[key]
+        self._live.clock.advance(self.now_us())
+        built: RunningCollective = self._live.collectives.start(work, self._pp_rank, microbatch)
+        return Pending(partial(self._wait_for, built.done, work.name, fill))
 
     def _wait_for(self, moment: Moment, name: str, fill: Callable[[], object] | None) -> None:
         start_us = self.now_us()
-        self._live.advance(start_us)
+        self._live.clock.advance(start_us)
         end_us = start_us if moment.happened else self._live.until(moment, name)
         if fill is not None:  # while the step's clock is stopped
             begun_ns = time.perf_counter_ns()

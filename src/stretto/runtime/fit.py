@@ -3,13 +3,12 @@
 Numbers of a batch that name a row or a class are checked: one that is out of range would end a step inside
 an op on processors, and end the process on accelerators (`Ranges`).
 
-    1. The ops state which values are such numbers: the rows of an embedding, the labels of a cross-entropy.
-       What is between is views and casts.
+    1. The ops state which values are such numbers (`stretto.ir.integers.numbers_read`).
     2. The full leaf is checked, in one pass: where it is in range, so is every part of it.
     3. Where it is not, the very value is computed that the op reads.
 
 Leaves on an accelerator are not checked: that would wait for it. Labels over a vocabulary that
-tensor-parallel ranks share are compared by other ops (`stretto.parallelize.vocabulary`).
+tensor-parallel ranks share are compared by other ops (`stretto.passes.layout.losses`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,10 +24,9 @@ from torch import nn
 
 from stretto.batch import tree
 from stretto.errors import RunError, StrettoError, UsageError
-from stretto.ir.action import Phase
-from stretto.ir.op_names import LIKELIHOODS
+from stretto.ir.integers import NumbersRead, numbers_read
 from stretto.ir.plan import Plan
-from stretto.ir.program import Job, Op, Ref, TensorSpec
+from stretto.ir.program import Job, TensorSpec
 from stretto.ir.serialize import plan_to_text
 from stretto.runtime.counting import Alone
 from stretto.runtime.transport import Transport
@@ -186,24 +184,8 @@ def check_tensor(
         )
 
 
-EMBEDDING = "aten.embedding.default"
-"""(weight, indices, ...)"""
-PASSED = ("aten._to_copy.default", "aten.clone.default")
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 """Files of token ids have them; PyTorch can keep and convert them, and little else."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """leaf: of the batch; value, ops: what is read of it, and how it is made; count: numbers from 0 on that
-    are in range; ignored: one more that is; what: it is, in words."""
-
-    leaf: str
-    value: str
-    ops: tuple[Op, ...]
-    count: int
-    ignored: int | None
-    what: str
 
 
 class Ranges:
@@ -211,44 +193,7 @@ class Ranges:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._ops = {op.name: op for stage in job.stages for op in stage.ops[Phase.F]}
-        result = (self._use(op) for op in self._ops.values())
-        self._uses = [use for use in result if use is not None]
-
-    def _use(self, op: Op) -> _Use | None:
-        shape = self._shape(op.args[0]) if op.target in (EMBEDDING, *LIKELIHOODS) else None
-        if shape is None:
-            return None
-        if op.target == EMBEDDING:
-            return self._of(op.args[1], shape[0], None, f"the embedding {op.module!r} has {shape[0]} rows")
-        classes = shape[min(1, len(shape) - 1)]
-        return self._of(op.args[1], classes, op.args[4], f"the loss is over {classes} classes")
-
-    def _shape(self, argument: object) -> tuple[int, ...] | None:
-        if not isinstance(argument, Ref):
-            return None
-        kind, _, name = argument.name.partition("/")
-        if kind == "param":
-            return next((p.spec.shape for p in self._job.parameters if p.name == name), None)
-        built = self._ops.get(argument.name)
-        return built.outputs[0].shape if built is not None and built.outputs[0] is not None else None
-
-    def _of(self, argument: object, count: int, ignored: object, what: str) -> _Use | None:
-        """The chain from the leaf to what is read; None where the value is computed."""
-        chain: list[Op] = []
-        name = argument.name if isinstance(argument, Ref) else ""
-        value = name
-        while name in self._ops:
-            op = self._ops[name]
-            if len(op.uses) != 1 or (op.alias is None and op.target not in PASSED):
-                return None
-            chain.append(op)
-            name = op.uses[0]
-        kind, _, leaf = name.partition("/")
-        if kind != "batch":
-            return None
-        left = ignored if isinstance(ignored, int) else None
-        return _Use(leaf, value, tuple(reversed(chain)), count, left, what)
+        self._uses = numbers_read(job)
 
     def check(self, leaves: Mapping[str, torch.Tensor]) -> None:
         """leaves: of the full batch, as the user gave it. Raises UsageError with leaf, number and range."""
@@ -258,7 +203,7 @@ class Ranges:
                 self._refuse(use, leaf)
 
     @staticmethod
-    def _wrong(use: _Use, values: torch.Tensor) -> torch.Tensor | None:
+    def _wrong(use: NumbersRead, values: torch.Tensor) -> torch.Tensor | None:
         """Step 2: those that are out of range."""
         if values.dtype in UNSIGNED:
             values = values.long()
@@ -270,7 +215,7 @@ class Ranges:
             wrong &= values != use.ignored
         return values[wrong] if bool(wrong.any()) else None
 
-    def _refuse(self, use: _Use, leaf: torch.Tensor) -> None:
+    def _refuse(self, use: NumbersRead, leaf: torch.Tensor) -> None:
         full = use.leaf in self._job.replicated
         read = Alone(self._job, use.ops, use.value, torch.device("cpu")) if use.ops else None
         for at, part in enumerate((leaf,) if full else leaf.chunk(self._job.pieces)):

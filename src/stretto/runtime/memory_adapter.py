@@ -3,32 +3,26 @@
 On accelerators the allocator keeps this figure. On processors nothing does, so the first step of a
 `Runner` is walked under a dispatch mode that sees every new storage and when it goes; later steps pay
 nothing. Compiled functions run outside of the mode: of these it sees what they return, and not what they
-allocate between. Uses two private names, `TorchDispatchMode` and `_disable_current_modes` of
-`torch.utils._python_dispatch`.
+allocate between. Uses a private name, `TorchDispatchMode` of `torch.utils._python_dispatch`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """What is made here is no memory of the rank: a carrier's own buffers, which a network has elsewhere."""
-    with _disable_current_modes():
-        yield
+from stretto.tensor.dtensor_adapter import outside_modes as uncounted
 
 
 class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of storages that ops make while the mode is on. `peak_bytes` includes `kept`.
 
-    kept: tensors that exist before and throughout; each storage counts once.
+    kept: tensors that exist before and throughout; each storage counts once. What is made `uncounted` is no
+    memory of the rank: a carrier's own buffers, which a network has elsewhere.
     """
 
     def __init__(self, kept: Iterable[torch.Tensor]) -> None:
@@ -52,7 +46,7 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def outside(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a compiled function returns, called outside of the mode; its results count."""
-        with _disable_current_modes():
+        with uncounted():
             result = function(*args)
         return self._seen(result)
 

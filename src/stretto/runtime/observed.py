@@ -19,8 +19,8 @@ from stretto.ir.action import Phase
 from stretto.ir.axes import PIPELINE
 from stretto.ir.metrics import NO_ROOM, Metric, Observed
 from stretto.ir.plan import Plan
-from stretto.runtime.memory_adapter import uncounted
 from stretto.runtime.transport import Transport
+from stretto.tensor.dtensor_adapter import outside_modes as uncounted
 
 KEPT_STEPS = 256
 """Vectors that are kept if no one reads them, the newest. Assumed: some kilobytes each, and a line of a log

@@ -17,8 +17,8 @@ from stretto.ir.axes import PIPELINE, TENSOR
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.placed_programs import differing_in
 from stretto.ir.plan import Instruction, InstructionKind, Plan
-from stretto.runtime.compile import Compiler, generate_compiled
-from stretto.runtime.counting import Divisor
+from stretto.runtime.compile import CompiledWriter, Compiler
+from stretto.runtime.counting import Divisor, constants_of
 from stretto.runtime.generate import Externals, Generated, Started, Store, generate
 from stretto.runtime.gradients import Slot, apart, slot_of, together
 from stretto.runtime.observed import ObservedWatch
@@ -74,10 +74,7 @@ class RankState:
         job = plan.job
         fixed = {f"param/{job.parameters[k].name}": t for k, t in parameters.items()}
         fixed |= {f"buffer/{job.buffers[k].name}": t for k, t in buffers.items()}
-        for constant in job.constants:
-            dtype = getattr(torch, constant.spec.dtype)
-            built = torch.tensor(constant.data, dtype=dtype, device=device)
-            fixed[f"const/{constant.name}"] = built.reshape(constant.spec.shape)
+        fixed |= constants_of(job, device)
         self._loss_dtype: torch.dtype = getattr(torch, job.loss_spec.dtype)
         fixed["tangent"] = torch.tensor(job.tangent, dtype=self._loss_dtype, device=device)
         self.divisor = Divisor(job, device, fixed["tangent"])
@@ -96,7 +93,7 @@ class RankState:
         self.windows: dict[str, Generated] = {
             name: generate(job, plan.windows[name], externals)
             if compiler is None
-            else generate_compiled(job, plan.windows[name], externals, compiler)
+            else CompiledWriter(job, plan.windows[name], externals, compiler).write()
             for name in sorted(used)
         }
         self._grad_dtype = grad_dtypes

@@ -146,7 +146,9 @@ class RankTensors:
         self.on_mesh = False
         if shares is not None:
             _check_shares(plan, shares.plan)
-        self._shared = {} if shares is None else shares.by_tie()
+        self._shared = {
+            known.tied_to: kept for known, kept in (() if shares is None else shares.known_parameters())
+        }
         self._parts: dict[int, nn.Parameter] = {}
         self._empty, self.without_values = empty, False
         self._adopt(model, shares)
@@ -213,9 +215,6 @@ class RankTensors:
     def _rank_in_stage(self) -> int:
         """This rank's number among the ranks of its stage: on a mesh of their own, its coordinate there."""
         return self.coordinates.get(TENSOR, 0)
-
-    def by_tie(self) -> dict[str, nn.Parameter]:
-        return {self.plan.job.parameters[k].tied_to: part for k, part in self.parameters.items()}
 
     def _compute_copies(self) -> dict[int, torch.Tensor]:
         """The tensors that ops read: the parameters, or copies in the dtype of the computation."""

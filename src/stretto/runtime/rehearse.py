@@ -9,7 +9,7 @@ that the plan predicts (`runtime.emulated_transport`, on accelerators `runtime.e
     matrices    normal with the variance 1 / columns, and vectors (norms, biases) lie around one, so that
                 values neither vanish nor grow, however many layers there are; tied parameters are one tensor
     buffers     ones; integer ones are zeros, which are valid indices into anything
-    batch       integers name rows of the embedding that they reach; where they reach none they are 0 or 1
+    batch       integers name what they reach (`stretto.ir.integers`); where that is nothing they are 0 or 1
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from stretto.runtime.rank import RankState
 from stretto.runtime.record import compute_spans, gap_spans
 from stretto.runtime.runner import Runner
 from stretto.simulating import simulate
-from stretto.simulating.memory import bytes_throughout
 from stretto.verifying import verify
+from stretto.verifying.memory import bytes_throughout
 
 End = EmulatedTransport | CudaTransport
 Kept = tuple[torch.Tensor, ...]
@@ -210,7 +210,10 @@ def _step(state: RankState, transport: End, leaves: Mapping[str, torch.Tensor], 
     lane = [span for span in spans if span.rank == pp_rank and span.lane == COMPUTE_LANE]
     spans += gap_spans(pp_rank, lane, step_us)
     spans.sort(key=lambda s: (s.rank, s.lane != COMPUTE_LANE, s.lane, s.start_us, s.end_us))
-    peaks = tuple(live.peak_bytes.get(rank, peak_bytes) for rank in range(plan.ranks))
+    others = live.ranks
+    peaks = tuple(
+        others[rank].accounts.peak_bytes if rank in others else peak_bytes for rank in range(plan.ranks)
+    )
     return Timeline("measured", plan.ranks, step_us, tuple(spans), peaks, members=plan.members)
 
 

@@ -233,13 +233,7 @@ class Runner:
 
     def check_copies(self) -> None:
         """Raise UsageError on every rank when two have other values of the same; every rank must call it."""
-        check_copies(
-            self.plan,
-            self.transport,
-            self.tensors.parameters,
-            self.tensors.buffers,
-            self.tensors.full_tensors,
-        )
+        check_copies(self.tensors, self.transport)
 
     def close(self) -> None:
         """Give the communicators back. Every rank calls it; the runner cannot step after it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from stretto.errors import RunError
 from stretto.ir.collectives import KINDS, How
 from stretto.ir.mesh import Mesh
 from stretto.ir.plan import Communicator
-from stretto.runtime.memory_adapter import uncounted
+from stretto.tensor.dtensor_adapter import outside_modes as uncounted
 
 
 class Handle(Protocol):
@@ -102,7 +102,8 @@ class Pending:
 class _Board:
     size: int
     changed: threading.Condition = field(default_factory=threading.Condition)
-    mail: dict[str, deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
+    mail: dict[str, dict[int, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    """Messages of a lane, by number, that no one has taken yet."""
     rounds: dict[str, dict[int, dict[int, Any]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(dict))
     )
@@ -116,8 +117,8 @@ class ThreadTransport(Transport):
         super().__init__(rank, board.size)
         self._board = board
         self._timeout_s = timeout_s
-        self._round: dict[str, int] = defaultdict(int)
-        self._posted: dict[str, deque[_Receive]] = defaultdict(deque)
+        self._counts: Counter[tuple[str, str]] = Counter()
+        """Lane, and what of it -> how many this rank has sent, posted and joined."""
 
     @staticmethod
     def group(size: int, timeout_s: float = 60.0) -> list[ThreadTransport]:
@@ -129,6 +130,11 @@ class ThreadTransport(Transport):
         """The board of the lane's group that this rank is in: groups of one lane have boards of their own."""
         return f"{lane} of {self.members_of(lane)}"
 
+    def _number(self, lane: str, what: str) -> int:
+        """Of the rank's next message, receive or collective on a lane."""
+        self._counts[lane, what] += 1
+        return self._counts[lane, what]
+
     def fail(self, reason: str) -> None:
         """Wake all ranks that wait, with an error."""
         with self._board.changed:
@@ -138,18 +144,21 @@ class ThreadTransport(Transport):
     def send(self, lane: str, value: torch.Tensor, to: int) -> Handle:
         with self._board.changed, uncounted():
             # A copy, so that a plan that frees or reuses the buffer too early is not excused here.
-            self._board.mail[self._of(lane)].append(value.clone())
+            self._board.mail[self._of(lane)][self._number(lane, "sent")] = value.clone()
             self._board.changed.notify_all()
         return Pending(lambda: None)
 
     def recv(self, lane: str, buffer: torch.Tensor, source: int) -> Handle:
-        receive = _Receive(self, lane, self._of(lane), buffer)
-        self._posted[lane].append(receive)
-        return receive
+        mail, number = self._board.mail[self._of(lane)], self._number(lane, "posted")
+
+        def wait() -> None:
+            self.wait_for(lambda: number in mail, f"a message on lane {lane!r}")
+            buffer.copy_(mail.pop(number))
+
+        return Pending(wait)
 
     def broadcast(self, lane: str, value: torch.Tensor, source: int) -> Handle:
-        self.members_of(lane)
-        return _Collective(self, lane, value, lambda parts: value.copy_(parts[source]), {source})
+        return self._join(lane, value, lambda parts: value.copy_(parts[source]), {source})
 
     def collective(
         self, lane: str, kind: str, result: torch.Tensor, value: torch.Tensor, how: How = ""
@@ -160,14 +169,35 @@ class ThreadTransport(Transport):
             given = [parts[member] for member in members]
             put_together(row, result, arrived(row, given, members.index(self.rank), how), how)
 
-        return _Collective(self, lane, value, finish, set(members))
+        return self._join(lane, value, finish, set(members))
 
     def all_gather(self, item: Any) -> list[Any]:
         result: dict[int, Any] = {}
-        _Collective(self, "control", item, result.update, set(range(self.size))).wait()
+        self._join("", item, result.update, set(range(self.size))).wait()
         return [result[rank] for rank in range(self.size)]
 
-    def wait_for(self, ready: Any, what: str) -> None:
+    def _join(self, lane: str, value: Any, finish: Callable[[Any], object], needed: set[int]) -> Handle:
+        """Give a value to the next collective on a lane; "" is one of all ranks."""
+        number, board = self._number(lane, "joined"), self._board
+        place, members = (self._of(lane), len(self.members[lane])) if lane else ("", self.size)
+        with board.changed, uncounted():
+            parts = board.rounds[place][number]
+            parts[self.rank] = value.clone() if isinstance(value, torch.Tensor) else value
+            if len(parts) == members:
+                # All have given; each keeps its own reference, so the board can forget the round.
+                del board.rounds[place][number]
+            board.changed.notify_all()
+
+        def wait() -> None:
+            self.wait_for(
+                lambda: needed <= parts.keys(), f"collective {number} on lane {lane or 'control'!r}"
+            )
+            with torch.no_grad(), uncounted():
+                finish(parts)
+
+        return Pending(wait)
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         board = self._board
         with board.changed:
             board.changed.wait_for(lambda: board.failed is not None or ready(), self._timeout_s)
@@ -177,44 +207,3 @@ class ThreadTransport(Transport):
                     if board.failed is None
                     else f"rank {self.rank}: {what} cannot come: {board.failed}"
                 )
-
-
-class _Receive:
-    def __init__(self, end: ThreadTransport, lane: str, board_of: str, buffer: torch.Tensor) -> None:
-        self._end, self._lane, self._board_of, self._buffer = end, lane, board_of, buffer
-        self._done = False
-
-    def wait(self) -> None:
-        # Receives posted before this one take their messages first, as on a communicator.
-        posted = self._end._posted[self._lane]
-        mail = self._end._board.mail[self._board_of]
-        while not self._done:
-            first = posted[0]
-            self._end.wait_for(lambda: bool(mail), f"a message on lane {self._lane!r}")
-            with self._end._board.changed:
-                first._buffer.copy_(mail.popleft())
-            first._done = True
-            posted.popleft()
-
-
-class _Collective:
-    def __init__(self, end: ThreadTransport, lane: str, value: Any, finish: Any, needed: set[int]) -> None:
-        self._end, self._finish, self._needed = end, finish, needed
-        number = end._round[lane]
-        end._round[lane] += 1
-        self._name = f"collective {number} on lane {lane!r}"
-        members = len(end.members.get(lane, range(end.size)))
-        board = end._board
-        lane = end._of(lane) if lane in end.members else lane
-        with board.changed, uncounted():
-            self._parts = board.rounds[lane][number]
-            self._parts[end.rank] = value.clone() if isinstance(value, torch.Tensor) else value
-            if len(self._parts) == members:
-                # All have given; each keeps its own reference, so the board can forget the round.
-                del board.rounds[lane][number]
-            board.changed.notify_all()
-
-    def wait(self) -> None:
-        self._end.wait_for(lambda: self._needed <= self._parts.keys(), self._name)
-        with torch.no_grad(), uncounted():
-            self._finish(self._parts)

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, TypeVar
 
 from stretto.errors import UsageError
 from stretto.files.codec import Fits
@@ -25,6 +25,8 @@ ELSE = "take another checkpoint"
 BYTES = 16
 """Of a digest: two checkpoints of different content never share one by accident."""
 BLOCK_BYTES = 1 << 20
+
+T = TypeVar("T")
 
 FileName = Annotated[
     str,
@@ -76,12 +78,7 @@ def identity(folder: Path) -> str:
 
 def read_checked(folder: Path, name: str) -> bytes:
     """A file of a checkpoint, as it was written. Raises UsageError where it is absent or has changed."""
-    try:
-        known = FILE.from_text(_read(folder, NAME).decode(), NAME).files
-    except UnusableError:
-        raise
-    except (UsageError, ValueError) as error:  # the latter of what is no text
-        raise unusable(folder, str(error)) from None
+    known = parsed(folder, FILE, NAME, _read(folder, NAME)).files
     data = _read(folder, name)
     if name not in known:
         raise unusable(folder, f"{NAME} has no digest of {name}")
@@ -90,13 +87,17 @@ def read_checked(folder: Path, name: str) -> bytes:
     return data
 
 
-class UnusableError(UsageError):
-    """A checkpoint that cannot be read."""
+def parsed(folder: Path, kind: TypedFile[T], name: str, data: bytes) -> T:
+    """What a file of a checkpoint has. Raises UsageError."""
+    try:
+        return kind.from_text(data.decode(), name)
+    except (UsageError, ValueError) as error:  # the latter of what is no text
+        raise unusable(folder, str(error)) from None
 
 
-def unusable(folder: Path, why: str) -> UnusableError:
-    """The same, in the user's words."""
-    return UnusableError(f"{folder} cannot be read ({why}); {ELSE}")
+def unusable(folder: Path, why: str) -> UsageError:
+    """That a checkpoint cannot be read, in the user's words."""
+    return UsageError(f"{folder} cannot be read ({why}); {ELSE}")
 
 
 def _read(folder: Path, name: str) -> bytes:

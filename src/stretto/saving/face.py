@@ -120,8 +120,9 @@ def write(
         owned = runner.tensors.owned_parts()
         if optimizer is None:
             return owned, None
-        state = states.state_of(runner, optimizer)
-        return owned | states.owned_tensors(runner, state), state.table
+        table, parts = states.state_of(runner, optimizer)
+        mine = {key: part for key, part in parts.items() if runner.owns(states.name_and_key(key)[0])}
+        return owned | mine, table
 
     owned, mine = together(transport, owned_and_table)
     tables = transport.all_gather(mine)

@@ -76,16 +76,9 @@ class OptimizerTable:
             self.numbers[name] = values
 
 
-@dataclass(slots=True)
-class OptimizerState:
-    """A rank's state of its optimizer. tensors: `optimizer.<name>.<key>` -> its part."""
-
-    table: OptimizerTable
-    tensors: dict[str, Part]
-
-
-def state_of(runner: Runner, optimizer: Optimizer) -> OptimizerState:
-    """Step 1. Raises UsageError for an optimizer over what is not the runner's, or state without a place."""
+def state_of(runner: Runner, optimizer: Optimizer) -> tuple[OptimizerTable, dict[str, Part]]:
+    """Step 1: the table of a rank, and `optimizer.<name>.<key>` -> its part of that tensor. Raises UsageError
+    for an optimizer over what is not the runner's, or state without a place."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
     mine = {id(parameter): known for known, parameter in runner.tensors.known_parameters()}
@@ -111,12 +104,7 @@ def state_of(runner: Runner, optimizer: Optimizer) -> OptimizerState:
                 else:
                     tensors[f"optimizer.{parameter.tied_to}.{key}"] = part
             table.add(parameter.tied_to, options, values)
-    return OptimizerState(table, tensors)
-
-
-def owned_tensors(runner: Runner, state: OptimizerState) -> dict[str, Part]:
-    """What this rank writes of them."""
-    return {key: part for key, part in state.tensors.items() if runner.owns(_name_and_key(key)[0])}
+    return table, tensors
 
 
 def merged(tables: Sequence[OptimizerTable]) -> OptimizerTable:
@@ -160,7 +148,7 @@ def new_tensors(
     mine = _members(runner, optimizer)
     tensors: dict[str, tuple[torch.Tensor, Part]] = {}
     for full, shape, dtype in stored:
-        name, _ = _name_and_key(full)
+        name, _ = name_and_key(full)
         if name not in mine:
             continue
         parameter, tensor = mine[name]
@@ -213,7 +201,7 @@ def install(
     """Give the optimizer its state and options, by PyTorch's own `load_state_dict`."""
     state: dict[str, dict[str, Any]] = {}
     for full, tensor in tensors.items():
-        name, key = _name_and_key(full)
+        name, key = name_and_key(full)
         state.setdefault(name, {})[key] = tensor
     for name, values in table.numbers.items():
         state.setdefault(name, {}).update(values)
@@ -253,7 +241,8 @@ def _members(runner: Runner, optimizer: Optimizer) -> dict[str, tuple[Parameter,
     }
 
 
-def _name_and_key(full: str) -> tuple[str, str]:
+def name_and_key(full: str) -> tuple[str, str]:
+    """Of `optimizer.<name>.<key>`."""
     name, _, key = full.removeprefix("optimizer.").rpartition(".")
     return name, key
 

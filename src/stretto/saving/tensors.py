@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import StrettoError
 from stretto.files.codec import Codec, Fits, TextLayout
 from stretto.files.typed_file import TypedFile
 from stretto.runtime.all_or_none import together, together_slowly
@@ -48,9 +48,9 @@ from stretto.saving.digests import (
     TABLE,
     Digest,
     FileName,
-    UnusableError,
     digest_of,
     digest_of_next,
+    parsed,
     read_checked,
     unusable,
 )
@@ -177,13 +177,8 @@ def write(folder: Path, owned: Parts, transport: Transport, writing: Writing) ->
 
 def stored_in(folder: Path) -> Mapping[str, StoredTensor]:
     """The tensors of a checkpoint, every file of which is as long as it was. Raises UsageError."""
-    try:
-        read_checked(folder, METADATA)  # which is for PyTorch's own readers
-        table = FILE.from_text(read_checked(folder, TABLE).decode(), TABLE)
-    except UnusableError:
-        raise
-    except (UsageError, ValueError) as error:  # the latter of what is no text
-        raise unusable(folder, str(error)) from None
+    read_checked(folder, METADATA)  # which is for PyTorch's own readers
+    table = parsed(folder, FILE, TABLE, read_checked(folder, TABLE))
     fault = next(_faults(folder, table.tensors), None)
     if fault is not None:
         raise unusable(folder, fault)

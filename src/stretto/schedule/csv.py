@@ -1,4 +1,4 @@
-"""PyTorch's compute-only pipeline CSV: read it, write it.
+"""PyTorch's compute-only pipeline CSV: from a schedule to its text, and back.
 
 One row a rank, one token a cell (`0F0`, `1I3`, `1W3`, `2B0`, `(2F5;5B1)OVERLAP_F_B`); empty cells are idle
 time steps and carry no meaning here. PyTorch's readers and writers of the format are private
@@ -14,22 +14,24 @@ import os
 
 from stretto.errors import UsageError
 from stretto.files.typed_file import read_text
-from stretto.files.whole_file import saving, write_file
 from stretto.ir.action import Overlap, Schedule, Slot, parse_slot
 from stretto.ir.limits import MOST_MICROBATCHES
 
 
-def read_csv(source: str | os.PathLike[str]) -> Schedule:
-    """Read a schedule from a file, or from the text itself.
+def read_csv(path: str | os.PathLike[str]) -> Schedule:
+    """The schedule of a file. Raises UsageError as `from_csv` does, and where it cannot be read."""
+    return from_csv(read_text(path, "schedule"), os.fspath(path))
 
-    A `str` is taken as text if it has a line break or begins with a token, else as a path. Blank lines at
-    the end are skipped; a blank line before that is a rank without actions, as PyTorch reads it. Stages,
-    microbatches and the stages' ranks are inferred from the tokens; the family is "csv".
+
+def from_csv(text: str, name: str = "schedule text") -> Schedule:
+    """The schedule of a text. name: what messages call it.
+
+    Blank lines at the end are skipped; a blank line before that is a rank without actions, as PyTorch reads
+    it. Stages, microbatches and the stages' ranks are inferred from the tokens; the family is "csv".
 
     Raises UsageError, with file, line, column (cells count from 1) and token, for a cell that cannot be read
     and for a stage that is on two ranks; and for a text with no action, or with a gap in its stages.
     """
-    name, text = _load(source)
     cells = csv.reader(io.StringIO(text, newline=""))
     rows: list[tuple[int, list[str]]] = []
     try:
@@ -86,30 +88,6 @@ def to_csv(schedule: Schedule) -> str:
         # An empty order becomes one empty cell: a blank line at the end would not be read back.
         writer.writerow([str(slot) for slot in order] or [""])
     return out.getvalue()
-
-
-def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Write the schedule to a file. Raises StrettoError if the file cannot be written."""
-    with saving(path):
-        write_file(path, to_csv(schedule))
-
-
-def _load(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """The name to use in messages, and the text."""
-    if isinstance(source, str) and _is_text(source):
-        return "schedule text", source
-    path = os.fspath(source)
-    return path, read_text(path, "schedule")
-
-
-def _is_text(source: str) -> bool:
-    if "\n" in source or "\r" in source:
-        return True
-    try:
-        parse_slot(source.split(",", 1)[0])
-    except ValueError:
-        return False
-    return True
 
 
 def _parse(token: str, cell: str) -> Slot:

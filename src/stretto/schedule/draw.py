@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from stretto.ir.action import Action, Schedule
+from stretto.ir.action import Schedule
 from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.schedule.search import Searched
 from stretto.schedule.timing import ScheduleTiming
@@ -32,11 +32,6 @@ def to_timeline(schedule: Schedule, timing: ScheduleTiming) -> Timeline:
         if timing.makespan > until:
             spans.append(Span(rank, COMPUTE_LANE, SpanKind.BUBBLE, "", until, timing.makespan))
     return Timeline(schedule.family, schedule.ranks, timing.makespan, tuple(spans), (0,) * schedule.ranks)
-
-
-def action_label(schedule: Schedule, rank: int, action: Action) -> str:
-    """What an action's box says: phase and microbatch, after the stage where the rank has several."""
-    return f"{action.phase.value}{action.microbatch}" if len(schedule.stages_of(rank)) < 2 else str(action)
 
 
 def tick_times(until: float, least_apart: float) -> list[float]:

@@ -50,15 +50,14 @@ def register(
     build: Callable[[ScheduleShape], Schedule],
     *,
     places: StageMap = ONE_EACH,
-    min_live: Callable[[ScheduleShape], int] | None = None,
-    description: str = "registered by the user",
+    keeps_any_limit: bool = False,
 ) -> None:
     """Make a family of your own known under `name`: for `Parallel(schedule=name)` and settings, for plans,
     tuning, and the search of "auto".
 
     build: makes the schedule, from the numbers that it is given alone, in any order that progresses. places:
-    where its stages are, and how many a rank can have; one by default. min_live: the smallest limit of live
-    microbatches that it can keep; without it, what it has without a limit.
+    where its stages are, and how many a rank can have; one by default. keeps_any_limit: of live
+    microbatches; else none below what it has without one.
 
     Raises UsageError when Stretto has a family of that name (a user's own is replaced), for a name that no
     family can have, and for what cannot be called.
@@ -73,7 +72,7 @@ def register(
         )
     STAGE_MAPS[name] = places
     made = partial(_checked, name, build)
-    FAMILIES[name] = Family(name, made, description, "your own", min_live)
+    FAMILIES[name] = Family(name, made, "registered by the user", "your own", keeps_any_limit)
 
 
 def _checked(name: str, build: Callable[[ScheduleShape], Schedule], wanted: ScheduleShape) -> Schedule:
@@ -156,7 +155,7 @@ def check_count(stages: int, microbatches: int) -> None:
 
 def _check_limit(family: Family, wanted: ScheduleShape, max_live: int) -> None:
     free = replace(wanted, max_live=None)
-    least = family.min_live(free) if family.min_live else max(peak_live(family.build(free)))
+    least = 1 if family.keeps_any_limit else max(peak_live(family.build(free)))
     if max_live < least:
         raise UsageError(
             f"family {family.name!r} cannot keep max_live={max_live} with {wanted.stages} stages and "

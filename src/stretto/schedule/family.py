@@ -33,16 +33,16 @@ class ScheduleShape:
 class Family:
     """A named way to order actions. In those of Stretto, F, I and W of each stage ascend.
 
-    build: makes the schedule (call `make_schedule`, which checks the arguments and names it). min_live: the
-    smallest limit of live microbatches that it can keep; None where it takes none below what it has without
-    one. groups: whether it goes by groups of microbatches. eager: the family that sends forwards earlier.
+    build: makes the schedule (call `make_schedule`, which checks the arguments and names it).
+    keeps_any_limit: of live microbatches, else none below what it has without one. groups: whether it goes by
+    groups of microbatches. eager: the family that sends forwards earlier.
     """
 
     name: str
     build: Callable[[ScheduleShape], Schedule]
     description: str
     source: str
-    min_live: Callable[[ScheduleShape], int] | None = lambda wanted: 1
+    keeps_any_limit: bool = True
     groups: bool = False
     eager: str | None = None
 

@@ -137,7 +137,7 @@ LOOPS = (
         _pattern(lambda n, i, m: m),
         "all forwards, then all backwards; every microbatch is live",
         "GPipe, NeurIPS 2019, arXiv 1811.06965",
-        min_live=None,
+        keeps_any_limit=False,
         eager="eager-1f1b",
     ),
     # Live: min(m, n - i) on stage i of n.
@@ -200,6 +200,6 @@ LOOPS = (
         _breadth_first,
         "each stage of a rank takes all microbatches before its next one; every microbatch is live",
         "Breadth-First Pipeline Parallelism, MLSys 2023, arXiv 2211.05953",
-        min_live=None,
+        keeps_any_limit=False,
     ),
 )

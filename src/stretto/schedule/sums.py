@@ -41,6 +41,9 @@ LARGE_BYTES = 4 * 2**20
 than a collective's latency on any link, and a copy into a bucket would cost memory and time. A bucket that
 has grown to it is closed, for the same reason: more would only start later."""
 
+TIED = "tied "
+"""What the names of tied gradients' communicators begin with."""
+
 
 @dataclass(slots=True)
 class _TiedGroup:
@@ -74,13 +77,15 @@ def without_reductions(job: Job) -> Job:
 
 
 def communicators_of(job: Job, schedule: Schedule) -> tuple[Communicator, ...]:
-    """All communicators, in the one order in which every rank creates them."""
+    """All communicators, in the one order in which every rank creates them: one for each pair of pipeline
+    ranks and direction with messages, `loss` where ranks do not have all of it, one for each tied gradient,
+    and one for each axis other than pp."""
     pairs = sorted({(schedule.stage_ranks[e.source], schedule.stage_ranks[e.target]) for e in job.edges})
     result = [Communicator(f"pp {a}>{b}", (a, b)) for a, b in pairs if a != b]
     if reduces_loss(job, schedule.ranks):
         result.append(Communicator(LOSS, tuple(range(schedule.ranks)), (PIPELINE, *job.data_axes)))
     result += [
-        Communicator(f"tied {name}", ranks)
+        Communicator(TIED + name, ranks)
         for name, ranks in sorted(tied_ranks(job, schedule.stage_ranks).items())
     ]
     result += [Communicator(axis, tuple(range(size)), (axis,)) for axis, size in job.axes if size > 1]
@@ -148,7 +153,7 @@ class _RankReductions:
             yield Op(f"{first}.loss", ALL_REDUCE.target, args, (), (self._job.loss_spec,), STEP_LOSS)
 
     def _of_ties(self, name: str) -> Op:
-        return self._start(f"tied.{name}", f"tied {name}", len(self._tied[name]), [name])
+        return self._start(f"tied.{name}", TIED + name, len(self._tied[name]), [name])
 
     def _over(self, axis: str, names: Iterable[str]) -> list[Op]:
         """Reductions of some gradients over an axis."""

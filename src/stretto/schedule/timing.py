@@ -57,27 +57,24 @@ class PhaseTimes:
 
     def of(self, action: Action) -> float:
         """The action's duration."""
-        return sum(self._phase(phase, action.stage) for phase in action.phase.programs)
+        phases = action.phase.programs
+        values: list[PerStageTime] = [getattr(self, _FIELDS[phase.value]) for phase in phases]
+        return sum(one[action.stage] if isinstance(one, tuple) else one for one in values)
 
     def hop(self, border: int) -> float:
         """What a message takes over a border between stages that are on different ranks."""
         return self.message[border] if isinstance(self.message, tuple) else self.message
 
-    def _phase(self, phase: Phase, stage: int) -> float:
-        value: PerStageTime = getattr(self, _FIELDS[phase.value])
-        return value[stage] if isinstance(value, tuple) else value
-
     def check_stages(self, stages: int) -> None:
         """Raise UsageError if a phase has a time for each stage but not one for each of `stages`; or message
         one for each border, but not for all between `stages`."""
-        for key, name in _FIELDS.items():
-            value: PerStageTime = getattr(self, name)
-            if key == "message":
-                if isinstance(value, tuple) and len(value) != stages - 1:
-                    raise UsageError(
-                        f"message has times for {len(value)} borders, but {stages} stages have {stages - 1}"
-                    )
-            elif isinstance(value, tuple) and len(value) != stages:
+        if isinstance(self.message, tuple) and len(self.message) != stages - 1:
+            raise UsageError(
+                f"message has times for {len(self.message)} borders, but {stages} stages have {stages - 1}"
+            )
+        for key in ("F", "I", "W"):
+            value: PerStageTime = getattr(self, _FIELDS[key])
+            if isinstance(value, tuple) and len(value) != stages:
                 raise UsageError(f"{key} has times for {len(value)} stages, but the schedule has {stages}")
 
 
@@ -165,7 +162,9 @@ def time_schedule(schedule: Schedule, times: PhaseTimes = UNIT_TIMES) -> Schedul
                 if needed not in end:
                     missing = needed
                     break
-                latency = 0.0 if rank_of[needed] == rank else times.hop(_border(needed))
+                # Over the border to the stage that needs it: forward, or back.
+                border = needed.stage if needed.phase is Phase.F else needed.stage - 1
+                latency = 0.0 if rank_of[needed] == rank else times.hop(border)
                 if times.blocking:
                     received_in += latency
                     latency = 0.0
@@ -243,11 +242,6 @@ def _ranks_of_actions(schedule: Schedule) -> dict[Action, int]:
     if faults:
         raise PlanError(f"schedule {schedule.family!r} cannot be timed", faults)
     return rank_of
-
-
-def _border(action: Action) -> int:
-    """The border that the action's result goes over, to the stage that needs it: forward, or back."""
-    return action.stage if action.phase is Phase.F else action.stage - 1
 
 
 def _needs(slot: Slot, stages: int, rank_of: dict[Action, int]) -> list[Action]:

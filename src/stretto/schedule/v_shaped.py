@@ -204,6 +204,6 @@ V_SHAPED = (
         _dualpipev,
         "two stages a rank in a V, forwards overlapped with backwards; about twice 1F1B's memory",
         "DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half by its authors' repository",
-        min_live=None,
+        keeps_any_limit=False,
     ),
 )

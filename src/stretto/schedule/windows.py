@@ -10,11 +10,11 @@ same.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from stretto.ir.action import Phase, Slot
 from stretto.ir.plan import Item, ItemKind, Window
-from stretto.ir.program import Job, Op
+from stretto.ir.program import Job, Op, Parameter
 
 
 def window_name(slot: Slot) -> str:
@@ -46,7 +46,9 @@ def make_window(job: Job, slot: Slot) -> Window:
             if edge.source == stage and edge.phase in phase.programs:
                 leaving[edge.value].append(edge.index)
         captured = [op for sub in phase.programs for op in job.stages[stage].ops[sub]]
-        for op in _memory_order(job, stage, phase) if _least_memory(job) else captured:
+        # Whether the job asks for memory before anything else.
+        least_memory = job.recompute not in ("none", "selective", "gathers")
+        for op in _memory_order(job, stage, phase) if least_memory else captured:
             for name in op.uses:
                 if name in arriving:
                     items.append(Item(ItemKind.WAIT, part, arriving.pop(name)))
@@ -82,8 +84,10 @@ def last_run(job: Job, window: Window, stage: int, sums: Sequence[Op]) -> Window
     )
 
 
-def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
-    """Tied group -> the window's items that add to its gradient, ascending."""
+def adding_items(
+    job: Job, window: Window, group_of: Callable[[Parameter], str] = lambda parameter: parameter.tied_to
+) -> dict[str, list[int]]:
+    """Tied group, or another of parameters -> the window's items that add to its gradient, ascending."""
     parts: dict[tuple[int, Phase], list[int]] = defaultdict(list)
     for part, (stage, runs) in enumerate(window.parts):
         for phase in runs.programs:
@@ -92,18 +96,13 @@ def adding_items(job: Job, window: Window) -> dict[str, list[int]]:
     for parameter in job.parameters:
         for stage, phase, value in parameter.grads:
             for part in parts.get((stage, phase), ()):
-                adds[part, value].append(parameter.tied_to)
+                adds[part, value].append(group_of(parameter))
     result: dict[str, list[int]] = defaultdict(list)
     for at, item in enumerate(window.items):
         if item.kind is ItemKind.OP:
             for group in adds.get((item.part, str(item.ref)), ()):
                 result[group].append(at)
     return result
-
-
-def _least_memory(job: Job) -> bool:
-    """Whether the job asks for memory before anything else."""
-    return job.recompute not in ("none", "selective", "gathers")
 
 
 def _memory_order(job: Job, stage: int, phase: Phase) -> list[Op]:

@@ -17,36 +17,29 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stretto.ir.action import ONCE, Phase
+from stretto.ir.action import ONCE
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Span, SpanKind
-from stretto.ir.transfers import CollectiveTime
 from stretto.simulating.cards import Cards, Clock, Moment, Transfer, nothing
 from stretto.simulating.windows import Call
 
 
 @dataclass(slots=True, eq=False)
 class RunningCollective:
-    """One collective of one step. track: the communicator, whose lane the timeline shows; name: `<axis> ...`,
-    as in the timeline; done_us: when `done` happened."""
+    """One collective of one step. done_us: when `done` happened; microbatch: None where it comes once."""
 
     lane: Lane
-    track: str
-    name: str
+    call: Call
     pp_ranks: Sequence[int]
-    nbytes: int
-    time: CollectiveTime
-    missing: set[int] = field(default_factory=set)
+    missing: set[int]
+    microbatch: int | None
     done: Moment = field(default_factory=Moment)
     done_us: float = 0.0
-    stage: int | None = None
-    phase: Phase | None = None
-    microbatch: int | None = None
 
     def why_missing(self) -> str:
         """Which ranks have not started it, in words."""
         ranks = ", ".join(f"rank {rank}" for rank in sorted(self.missing))
-        return f"collective {self.name}, which {ranks} has not started"
+        return f"collective {self.call.name}, which {ranks} has not started"
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +73,8 @@ class Collectives:
             lane = self._lanes[call.axis, 0 if call.pp_ranks else pp_rank]
             pp_ranks = call.pp_ranks or (pp_rank,)
             made = RunningCollective(
-                lane, call.axis, call.name, pp_ranks, call.nbytes, call.time, set(pp_ranks)
+                lane, call, pp_ranks, set(pp_ranks), None if microbatch == ONCE else microbatch
             )
-            if microbatch != ONCE:
-                made.stage, made.phase, made.microbatch = call.stage, call.phase, microbatch
             if call.pp_ranks:
                 joined.append(made)
         made.missing.discard(pp_rank)
@@ -99,7 +90,7 @@ class Collectives:
             self._begin(collective)
 
     def _begin(self, collective: RunningCollective) -> None:
-        lane, time = collective.lane, collective.time
+        lane, time = collective.lane, collective.call.time
         lane.busy = True
         start_us = self._clock.now_us
 
@@ -113,7 +104,7 @@ class Collectives:
             collective.done.happen(self._clock)
 
         pp_ranks = collective.pp_ranks
-        shares = collective.track in self._shared
+        shares = collective.call.axis in self._shared
         busy_us = time.us - time.latency_us if shares else time.us
         self._cards.begin(
             Transfer(
@@ -130,18 +121,9 @@ class Collectives:
         )
 
     def _draw(self, collective: RunningCollective, start_us: float) -> None:
+        call, microbatch = collective.call, collective.microbatch
+        stage, phase, _ = (None, None, None) if microbatch is None else call.key
+        of = stage, phase, microbatch, call.nbytes
+        end_us = self._clock.now_us
         for pp_rank in collective.pp_ranks:
-            self._spans.append(
-                Span(
-                    pp_rank,
-                    collective.track,
-                    SpanKind.MESSAGE,
-                    collective.name,
-                    start_us,
-                    self._clock.now_us,
-                    collective.stage,
-                    collective.phase,
-                    collective.microbatch,
-                    collective.nbytes,
-                )
-            )
+            self._spans.append(Span(pp_rank, call.axis, SpanKind.MESSAGE, call.name, start_us, end_us, *of))

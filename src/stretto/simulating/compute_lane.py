@@ -74,19 +74,10 @@ class Accounts:
         if action is not None:
             # Work too short for the clock ends where it began: no stall goes on across it.
             self._stalled = -1
-            self._spans.append(
-                Span(
-                    self._rank,
-                    COMPUTE_LANE,
-                    SpanKind.COMPUTE,
-                    str(action),
-                    self._action_start_us,
-                    self.action_end_us,
-                    action.stage,
-                    action.phase,
-                    action.microbatch,
-                )
-            )
+            start_us, end_us = self._action_start_us, self.action_end_us
+            of = action.stage, action.phase, action.microbatch
+            span = Span(self._rank, COMPUTE_LANE, SpanKind.COMPUTE, str(action), start_us, end_us, *of)
+            self._spans.append(span)
 
     def stall(self, start_us: float, end_us: float, begun_us: float, name: str) -> None:
         """The lane stalled; what it waited for was under way from `begun_us` on."""
@@ -101,11 +92,8 @@ class Accounts:
     def _stand(self, span: Span) -> None:
         """Write a span, or make the last one longer that it goes on with."""
         before = self._spans[self._stalled] if self._stalled >= 0 else None
-        if before is not None and (before.kind, before.name, before.end_us) == (
-            span.kind,
-            span.name,
-            span.start_us,
-        ):
+        goes_on = span.kind, span.name, span.start_us
+        if before is not None and (before.kind, before.name, before.end_us) == goes_on:
             self._spans[self._stalled] = replace(before, end_us=span.end_us)
             return
         self._stalled = len(self._spans)

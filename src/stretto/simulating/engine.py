@@ -9,7 +9,7 @@
    until the slowest of the ranks that share the pipeline rank has done its part of it.
 3. `sent` stalls until the message has left.
 4. How messages move is the contract of `simulating.network`, how collectives do of `simulating.collectives`,
-   what is shared of `simulating.cards`; memory is that of `simulating.memory`.
+   what is shared of `simulating.cards`; memory is that of `verifying.memory`.
 5. While transfers take shares of a rank's processor, its ops go slower by these shares
    (`simulating.compute_lane`).
 6. A rank's time from 0 to the end of the step is its ops' (compute), its waiting for something that is
@@ -33,9 +33,9 @@ from stretto.ir.timeline import COMPUTE_LANE, Span, SpanKind, Timeline
 from stretto.simulating.cards import Cards, Clock, Moment
 from stretto.simulating.collectives import Collectives, RunningCollective
 from stretto.simulating.compute_lane import Accounts, ComputeLane, Straggler
-from stretto.simulating.memory import RankMemory, memory_parts
 from stretto.simulating.network import Message, Network
 from stretto.simulating.windows import Call, Control, ReadyWindow, Segment, make_ready
+from stretto.verifying.memory import RankMemory, memory_parts
 
 Lane = Generator[float | Moment, None, None]
 """Yields microseconds of work to do, or a moment to stall for."""
@@ -69,7 +69,7 @@ class Walk:
         self.network = Network(plan, self.clock, self.cards, self.spans)
         self.collectives = Collectives(plan, self.clock, self.cards, self.spans)
         self.made: set[tuple[int, int]] = set()
-        self._windows = {} if windows is None else windows
+        self.windows = {} if windows is None else windows
         self.ranks = {rank: _Rank(self, rank) for rank in range(plan.ranks) if rank != absent}
 
     def begin(self) -> None:
@@ -113,12 +113,6 @@ class Walk:
             vars(rank).clear()
         vars(self).clear()
 
-    def window(self, name: str) -> ReadyWindow:
-        """The window ready to walk; cut into segments once."""
-        if name not in self._windows:
-            self._windows[name] = make_ready(self.plan, name)
-        return self._windows[name]
-
     def _change_load(self, rank: int, was: float, load: float) -> None:
         if rank in self.ranks:
             self.ranks[rank].compute.change_load(was, load)
@@ -160,8 +154,11 @@ class _Rank:
                 self.accounts.keep(self._clock.now_us, memory.bytes_held)
 
     def _run(self, name: str, microbatches: tuple[int, ...]) -> Lane:
-        ready = self._walk.window(name)
-        changes = self._memory.run(ready, microbatches)
+        windows = self._walk.windows
+        if name not in windows:  # cut into segments once
+            windows[name] = make_ready(self._walk.plan, name)
+        ready = windows[name]
+        changes = self._memory.run(ready.window, microbatches, ready.stretches, ready.op_us)
         actions = [
             Action(stage, phase, microbatch)
             for (stage, phase), microbatch in zip(ready.window.parts, microbatches, strict=True)
@@ -212,7 +209,7 @@ class _Rank:
             there = Moment()
             there.begun_us = now_us
             self._clock.at(now_us + late_us, lambda: there.happen(self._clock))
-            yield from self._wait(there, done.name, done)
+            yield from self._wait(there, done.call.name, done)
 
     def _finish(self, started: RunningCollective | None, call: Call) -> Lane:
         if started is None:
@@ -220,7 +217,7 @@ class _Rank:
             name = f"collective {call.name}"
             yield from self._wait(Moment(), call.name, f"{name}, which this rank itself starts later")
         else:
-            yield from self._wait(started.done, started.name, started)
+            yield from self._wait(started.done, call.name, started)
 
     def _message(self, segment: Segment, microbatch: int) -> Lane:
         key = (segment.edge, microbatch)

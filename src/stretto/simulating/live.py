@@ -4,8 +4,9 @@ it does it. So one rank of a plan can be tried alone (`stretto.runtime.rehearse`
 The caller gives the time, in microseconds from the step's start, with everything that it does; no time may be
 before an earlier one. The contract:
 
-1. Before the real rank does anything, all events up to its time happen.
-2. What it starts, sends, posts or joins enters lanes and network cards as in `stretto.simulating.engine`.
+1. Before the real rank does anything, all events up to its time happen (`clock.advance`).
+2. What it starts, sends, posts or joins enters lanes and network cards as in `stretto.simulating.engine`
+   (`collectives.start`, `network.send` and `post`).
 3. When it waits, events happen until what it waits for does; it learns when that is. Nothing that it
    could do is missed: it waits.
 """
@@ -16,43 +17,18 @@ from stretto.errors import PlanError
 from stretto.ir.plan import InstructionKind, Plan
 from stretto.ir.program import WAIT
 from stretto.simulating.cards import Moment
-from stretto.simulating.collectives import RunningCollective
 from stretto.simulating.engine import Walk
-from stretto.simulating.network import Message
-from stretto.simulating.windows import Call, ReadyWindow, make_ready
+from stretto.simulating.windows import Call, ReadyWindow
 from stretto.verifying.trace import EventKind, ends_of, trace_of
 
 
 class Live(Walk):
-    """One step of `plan` with a real rank at a pipeline rank. windows: see `ready_windows`. Raises PlanError
+    """One step of `plan` with a real rank at a pipeline rank. windows: all, ready to walk. Raises PlanError
     for windows, ops or costs that are missing."""
 
     def __init__(self, plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow] | None = None) -> None:
         super().__init__(plan, pp_rank, windows)
         self._place = pp_rank
-
-    @property
-    def now_us(self) -> float:
-        """The latest time that was reported, or that a wait ended at."""
-        return self.clock.now_us
-
-    def advance(self, now_us: float) -> None:
-        """Step 1."""
-        self.clock.advance(now_us)
-
-    def send(self, edge: int, microbatch: int) -> Message:
-        """Start a message; `left` of what is returned happens when its buffer may go."""
-        self.network.send(edge, microbatch)
-        return self.network.message(edge, microbatch)
-
-    def post(self, edge: int, microbatch: int) -> Message:
-        """Post a receive; `arrived` of what is returned happens when the message can be used."""
-        self.network.post(edge, microbatch)
-        return self.network.message(edge, microbatch)
-
-    def start(self, call: Call, microbatch: int) -> RunningCollective:
-        """Start a collective, or the rank's part of a collective that joins pipeline ranks."""
-        return self.collectives.start(call, self._place, microbatch)
 
     def until(self, moment: Moment, what: str) -> float:
         """Let events happen until `moment` does; returns when that is, in microseconds. Raises PlanError when
@@ -70,16 +46,6 @@ class Live(Walk):
         if stuck := self.stuck():
             raise PlanError("the plan stops: ranks wait for each other forever", stuck)
         return super().end(least_us)
-
-    @property
-    def peak_bytes(self) -> dict[int, int]:
-        """The other ranks' peak memory."""
-        return {rank: result.accounts.peak_bytes for rank, result in self.ranks.items()}
-
-
-def ready_windows(plan: Plan) -> dict[str, ReadyWindow]:
-    """All windows ready to walk, so that no step has to make them. Raises PlanError for what is missing."""
-    return {name: make_ready(plan, name) for name in plan.windows}
 
 
 def calls_of(plan: Plan, pp_rank: int, windows: dict[str, ReadyWindow]) -> dict[str, list[tuple[Call, int]]]:

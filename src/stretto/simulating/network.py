@@ -100,8 +100,8 @@ class Network:
             result = self._messages[edge, microbatch] = Message(channel, edge, microbatch, of.spec.nbytes)
         return result
 
-    def send(self, edge: int, microbatch: int) -> None:
-        """Step 1: the sender starts the message now."""
+    def send(self, edge: int, microbatch: int) -> Message:
+        """Step 1: the sender starts the message now; when it has `left`, its buffer may go."""
         message = self.message(edge, microbatch)
         message.sent_us = message.left.begun_us = message.arrived.begun_us = self._clock.now_us
         sender = message.channel.sender
@@ -109,12 +109,14 @@ class Network:
         self._sent[sender] = message.number + 1
         message.channel.waiting.append(message)
         self._start([message.channel])
+        return message
 
-    def post(self, edge: int, microbatch: int) -> None:
-        """Step 1: the receiver posts the buffer now."""
+    def post(self, edge: int, microbatch: int) -> Message:
+        """Step 1: the receiver posts the buffer now; when the message has `arrived`, it can be used."""
         message = self.message(edge, microbatch)
         message.posted = True
         self._start([message.channel])
+        return message
 
     def _start(self, channels: list[Channel]) -> None:
         """Step 2: let transfers begin on those of `channels` that can, when all has come that comes now."""
@@ -162,23 +164,10 @@ class Network:
 
     def _draw(self, message: Message, start_us: float, arrival_us: float) -> None:
         edge, channel = self._plan.job.edges[message.edge], message.channel
-        self._spans.append(
-            Span(
-                channel.receiver,
-                channel.lane,
-                SpanKind.MESSAGE,
-                message.name,
-                start_us,
-                arrival_us,
-                edge.source,
-                edge.phase,
-                message.microbatch,
-                message.nbytes,
-                channel.sender,
-                message.sent_us,
-                message.edge,
-            )
-        )
+        lane, kind, name = channel.lane, SpanKind.MESSAGE, message.name
+        of = edge.source, edge.phase, message.microbatch, message.nbytes
+        sent = *of, channel.sender, message.sent_us, message.edge
+        self._spans.append(Span(channel.receiver, lane, kind, name, start_us, arrival_us, *sent))
 
 
 def _turn(channel: Channel) -> tuple[float, int, int]:

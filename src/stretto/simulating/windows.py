@@ -31,17 +31,15 @@ class Control(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op that starts a collective. key: what its wait finds it by; name: as in the timeline;
-    pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it; sums: whether it
-    sums gradients or the loss, once a step."""
+    """An op that starts a collective. key: its stage, phase and name, by which its wait finds it; name: as in
+    the timeline; pp_ranks: the pipeline ranks that it joins, () for the ranks of one; op: that starts it;
+    sums: whether it sums gradients or the loss, once a step."""
 
     key: tuple[int, Phase, str]
     axis: str
     name: str
     nbytes: int
     time: CollectiveTime
-    stage: int
-    phase: Phase
     pp_ranks: tuple[int, ...]
     op: Op
     sums: bool
@@ -67,11 +65,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReadyWindow:
-    """A window cut into segments. By item: op_us, the time on the compute lane, 0 for what is no op; calls,
-    the collective that it starts or waits for."""
+    """A window cut into segments. stretches: their items. By item: op_us, the time on the compute lane, 0
+    for what is no op; calls, the collective that it starts or waits for."""
 
     window: Window
     segments: tuple[Segment, ...]
+    stretches: tuple[range, ...]
     op_us: tuple[float, ...]
     ops: tuple[Op | None, ...]
     calls: tuple[Call | None, ...]
@@ -119,7 +118,8 @@ def make_ready(plan: Plan, name: str) -> ReadyWindow:
     if faults:
         raise PlanError("cannot simulate the plan", list(dict.fromkeys(faults)))
     segments = _segments(plan, window, op_us, ops, calls)
-    return ReadyWindow(window, segments, tuple(op_us), tuple(ops), tuple(calls))
+    stretches = tuple(range(segment.first, segment.last) for segment in segments)
+    return ReadyWindow(window, segments, stretches, tuple(op_us), tuple(ops), tuple(calls))
 
 
 def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op) -> Call | None:
@@ -140,10 +140,9 @@ def _call(plan: Plan, stage: int, programs: dict[str, tuple[Op, Phase]], op: Op)
     if pp_ranks and plan.rank_of(stage) not in pp_ranks:
         raise ValueError(f"stage {stage}'s op {op.name} needs a communicator that has its rank")
     time = collective_time(plan.costs, plan.job, communicator, collective)
-    phase = programs[started.name][1]
-    key = (stage, phase, started.name)
+    key = (stage, programs[started.name][1], started.name)
     return Call(
-        *(key, collective.axis, started.label, collective.nbytes, time, stage, phase, pp_ranks, started),
+        *(key, collective.axis, started.label, collective.nbytes, time, pp_ranks, started),
         sums=bool(started.sums),
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -28,7 +29,7 @@ from stretto.tensor.dtensor_adapter import (
     propagated,
     unmasked,
 )
-from stretto.tensor.layout import Layout, MeshRanks, layout_of, region_count
+from stretto.tensor.layout import Layout, MeshRanks, region_count, region_shape
 
 Wrap = Callable[[torch.Tensor, Spec], DTensor]
 """Makes the tensor of a local part and a description."""
@@ -49,10 +50,20 @@ def is_absent(mesh: DeviceMesh) -> bool:
     return mesh.get_coordinate() is None
 
 
+def unfilled(x: torch.Tensor, target: Layout, device_type: str) -> torch.Tensor:
+    """Memory for this rank's part of a tensor in a layout; zeros where that is its term."""
+    rank = dist.get_rank()
+    region = target.region(tuple(x.shape), rank)
+    if region is None:
+        return nothing(x.dtype, device_type)
+    make = torch.zeros if rank in target.zero_ranks() else torch.empty
+    return make(region_shape(region), dtype=x.dtype, device=device_type)
+
+
 @lru_cache(maxsize=256)
 def mesh_ranks(mesh: DeviceMesh) -> MeshRanks:
     """The ranks of a mesh, as nested tuples. Kept, for to read them off a mesh takes kernels."""
-    return layout_of(mesh, (Replicate(),) * mesh.ndim).mesh_ranks
+    return Layout(tuple(mesh.mesh.tolist()), (Replicate(),) * mesh.ndim).mesh_ranks
 
 
 @lru_cache(maxsize=4096)

@@ -79,16 +79,13 @@ def set_spec(x: DTensor, spec: Spec) -> None:
     x._spec = spec
 
 
-def part_of(
-    local: torch.Tensor, spec: Spec, placements: Sequence[Placement], async_op: bool = False
-) -> torch.Tensor:
+def part_of(local: torch.Tensor, spec: Spec, placements: Sequence[Placement]) -> torch.Tensor:
     """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
 
-    local: the part under the placements of `spec`. async_op: the first op on what is given waits for it.
-    Outside autograd.
+    local: the part under the placements of `spec`. Outside autograd.
     """
     target = with_placements(spec, placements)
-    result: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target, async_op=async_op)
+    result: torch.Tensor = _redistribute.redistribute_local_tensor(local, spec, target)
     return result
 
 

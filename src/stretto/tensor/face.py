@@ -20,10 +20,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
 from stretto.tensor import errors
-from stretto.tensor.clip import is_absent, layout_on, nothing
+from stretto.tensor.clip import is_absent, layout_on, unfilled
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
 from stretto.tensor.global_tensor import GlobalTensor
-from stretto.tensor.layout import region_shape
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import checked_placements
 from stretto.tensor.reshard.move import reshard, reshard_all
@@ -114,10 +113,8 @@ def _part(
     layout = layout_on(mesh, placements)
     rank = dist.get_rank()
     region = layout.region(tuple(tensor.shape), rank)
-    if region is None:
-        return nothing(tensor.dtype, mesh.device_type)
-    if rank in layout.zero_ranks():
-        return torch.zeros(region_shape(region), dtype=tensor.dtype, device=mesh.device_type)
+    if region is None or rank in layout.zero_ranks():
+        return unfilled(tensor, layout, mesh.device_type)
     if tensor.is_meta:
         raise UsageError(
             f"{where}: it is on 'meta' and has no values, but rank {rank} is on mesh "

@@ -98,14 +98,12 @@ class GlobalTensor(DTensor):
         *,
         async_op: bool = False,
     ) -> DTensor:
-        """DTensor's `redistribute`, for module styles; to another mesh it is `stretto.reshard`.
-
-        async_op: the result's part may still be under way; the first op on it waits.
-        """
+        """DTensor's `redistribute`, for module styles; to another mesh it is `stretto.reshard`. It returns
+        when the part is there, whatever `async_op` says."""
         mesh = self.device_mesh if device_mesh is None else device_mesh
         placements = [Replicate()] * mesh.ndim if placements is None else placements
         (how,) = _moved_by
-        return how(self, mesh, placements, async_op)
+        return how(self, mesh, placements)
 
     def to_local(self, **options: Any) -> torch.Tensor:
         """This rank's part. Raises UsageError on a rank off the mesh; `stretto.local` gives None there."""
@@ -141,8 +139,8 @@ class GlobalTensor(DTensor):
         return f"GlobalTensor({errors.tensor_name(self)}; {kept})"
 
 
-Redistribute = Callable[[GlobalTensor, DeviceMesh, Sequence[Placement], bool], GlobalTensor]
-"""(tensor, mesh, placements, async_op) -> the tensor there."""
+Redistribute = Callable[[GlobalTensor, DeviceMesh, Sequence[Placement]], GlobalTensor]
+"""(tensor, mesh, placements) -> the tensor there."""
 
 _moved_by: list[Redistribute] = []
 

@@ -11,16 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 Region: TypeAlias = tuple[tuple[int, int], ...]
 """A box of a tensor: (start, stop) for each dim, in elements of the full tensor. () for a 0-d tensor."""
@@ -121,10 +118,6 @@ class Layout:
         """The mesh axes over which the tensor is yet to be reduced."""
         return tuple(i for i, placement in enumerate(self.placements) if isinstance(placement, Partial))
 
-    def with_placements(self, placements: Sequence[Placement]) -> Layout:
-        """The same mesh with other placements."""
-        return Layout(self.mesh_ranks, tuple(placements))
-
     def reduced(self, shape: Sequence[int]) -> Layout:
         """This layout with its Partial axes reduced: where a tensor goes before it leaves its mesh.
 
@@ -142,7 +135,7 @@ class Layout:
                 taken.add(dim)
             else:
                 placements[axis] = Replicate()
-        return self.with_placements(placements)
+        return Layout(self.mesh_ranks, tuple(placements))
 
     def zero_ranks(self) -> tuple[int, ...]:
         """Ranks that have zeros when a full value is laid out so: all but the first along a reduced axis.
@@ -169,11 +162,6 @@ class Layout:
     def __str__(self) -> str:
         kept = ", ".join(str(placement) for placement in self.placements)
         return f"[{kept}] on mesh {self.mesh_ranks}"
-
-
-def layout_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """The layout of a tensor on a device mesh of PyTorch. placements: one for each mesh axis."""
-    return Layout(_as_tuples(mesh.mesh.tolist()), tuple(placements))
 
 
 def region_shape(region: Region) -> tuple[int, ...]:

@@ -270,14 +270,12 @@ def _laid_out(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     return local.permute(order).contiguous().permute(back)
 
 
-def part_under(
-    local: torch.Tensor, spec: Spec, placements: Sequence[Placement], async_op: bool = False
-) -> torch.Tensor:
+def part_under(local: torch.Tensor, spec: Spec, placements: Sequence[Placement]) -> torch.Tensor:
     """This rank's part of a tensor under other placements of its mesh; all ranks of the mesh call it.
 
-    local: the part under the placements of `spec`. async_op: the part may still be under way; the first op on
-    it waits. Axes that become Partial go to Replicate first; then of a reduced axis the first rank keeps the
-    value, and the others have zeros; of avg, max and min every rank keeps it.
+    local: the part under the placements of `spec`. Axes that become Partial go to Replicate first; then of a
+    reduced axis the first rank keeps the value, and the others have zeros; of avg, max and min every rank
+    keeps it.
     """
     mesh = spec.mesh
     becomes = [new.is_partial() and new != old for old, new in zip(spec.placements, placements)]
@@ -285,7 +283,7 @@ def part_under(
         return part_of(local, spec, placements)
     through = [Replicate() if reduced else new for reduced, new in zip(becomes, placements)]
     if any(old != new and mesh.size(a) > 1 for a, (old, new) in enumerate(zip(spec.placements, through))):
-        local = part_of(local, spec, through, async_op)
+        local = part_of(local, spec, through)
     new_only = tuple(p if reduced else Replicate() for reduced, p in zip(becomes, placements))
     if any(becomes) and dist.get_rank() in layout_on(mesh, new_only).zero_ranks():
         return torch.zeros_like(local)

@@ -7,7 +7,6 @@ the view would be: a write into it, and a read of it after a write into its tens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -27,19 +26,10 @@ from stretto.tensor.dtensor_adapter import (
     writes_of,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Copied:
-    """That a tensor is a copy. by: the op that took it; version: the writes that there had
-    been, if they are counted."""
-
-    by: str
-    version: int | None
-
-
 RENUMBERING = frozenset({"squeeze_", "unsqueeze_", "transpose_", "t_"})
 
 _MARK = "_stretto_copied"
+"""Of a tensor that is a copy: the op that took it, and the writes until then, if they are counted."""
 
 
 @cache
@@ -59,9 +49,9 @@ def check(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if written is None:
                 written = {id(value) for value in given_back(op, args, kwargs)}
             if id(x) in written:
-                raise errors.copy_written(op, x, mark.by)
-            if mark.version is not None and writes_of(x) != mark.version:
-                raise errors.copy_stale(op, x, mark.by)
+                raise errors.copy_written(op, x, mark[0])
+            if mark[1] is not None and writes_of(x) != mark[1]:
+                raise errors.copy_stale(op, x, mark[0])
 
 
 def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -75,7 +65,7 @@ def remember(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         cut = any(not p.is_replicate() and mesh.size(a) > 1 for a, p in enumerate(source.placements))
         if not cut or not _copies(op, args, kwargs, result):
             return
-        mark = _Copied(str(op), writes_of(source))
+        mark = str(op), writes_of(source)
     for x in result if isinstance(result, (list, tuple)) else (result,):
         if isinstance(x, torch.Tensor):
             setattr(x, _MARK, mark)

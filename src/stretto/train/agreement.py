@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.config import TrainSettings
-from stretto.errors import StrettoError, UsageError
+from stretto.errors import UsageError
+from stretto.files.whole_file import saving
 from stretto.runtime.all_or_none import on_first
 from stretto.saving.digests import identity
 from stretto.saving.folder import PROBE, look, refuse_apart, write_probe
@@ -51,12 +52,8 @@ def take_folders(world: World, settings: TrainSettings, lock: RunLock) -> None:
 
     def take() -> None:
         lock.take(folders_of(settings))
-        try:
+        with saving(settings.checkpoint_dir):
             put_back(settings.checkpoint_dir)
-        except OSError as error:
-            raise StrettoError(
-                f"cannot put back a checkpoint in {settings.checkpoint_dir}: {error.strerror}"
-            ) from None
 
     on_first(world, take)
 
@@ -180,13 +177,9 @@ def check_shared(world: World, folder: Path) -> None:
         return
 
     def begin() -> str:
-        try:
+        with saving(f"{folder} (checkpoint.dir)"):
             folder.mkdir(parents=True, exist_ok=True)
             return write_probe(folder)
-        except OSError as error:
-            raise StrettoError(
-                f"cannot write into {folder}: {error.strerror}; set checkpoint.dir elsewhere"
-            ) from None
 
     text = on_first(world, begin)
     try:

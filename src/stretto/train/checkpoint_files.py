@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from stretto.errors import StrettoError, UsageError, near_path
+from stretto.errors import UsageError, near_path
 from stretto.files.codec import Fits
 from stretto.files.typed_file import TypedFile
+from stretto.files.whole_file import saving
 from stretto.saving.digests import ELSE, read_checked
 from stretto.saving.folder import recover, sync_folder, write_synced
 
@@ -157,12 +158,10 @@ def set_aside(folder: Path) -> Path | None:
 
     A run that starts again would otherwise mix its steps with theirs. Raises StrettoError.
     """
-    try:
+    with saving(folder):
         kept = keep_earlier(folder, checkpoints_in(folder))
         if kept is not None:
             (folder / LATEST).unlink(missing_ok=True)
-    except OSError as error:
-        raise StrettoError(f"cannot set aside the checkpoints in {folder}: {error.strerror}") from None
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a run cleanly, wherever it is."""
+"""Ctrl-C, SIGTERM and a lost terminal (SIGHUP) as one exception that ends a command or a run in any place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+from stretto.errors import StoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STUCK_S = 3.0
@@ -16,6 +19,47 @@ STUCK_S = 3.0
 instructions, and a rank may be inside a library, waiting for another rank."""
 AGAIN_S = 0.02
 """When a signal is handled again that a callback has swallowed. Assumed: longer than most callbacks."""
+
+
+class Stops:
+    """While it is entered, SIGTERM and a lost terminal (SIGHUP) end a command as Ctrl-C does: by
+    KeyboardInterrupt, wherever it is, in the main thread. What takes the best so far, writes what it has, or
+    cleans up, then does so for all three. numbers: theirs, in order: who is interrupted may take that for the
+    end of a search, and print nothing. raises: False only notes them there.
+
+    What the caller ignores stays ignored: `nohup stretto plan` outlives its terminal.
+    """
+
+    def __init__(self, raises: bool = True) -> None:
+        self.numbers: list[int] = []
+        self._raises = raises
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stops:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def status(self) -> int:
+        """The exit status by custom: 128 and the number of the signal that came first."""
+        return 128 + self.numbers[0] if self.numbers else StoppedError.exit_status
+
+    def ignore(self) -> None:
+        """From here on there is little left to do."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.numbers.append(number)
+        if self._raises:
+            raise KeyboardInterrupt
 
 
 class Interrupted(BaseException):
@@ -27,7 +71,7 @@ class Interrupted(BaseException):
         super().__init__(signal.Signals(signum).name)
 
 
-class Interrupts:
+class Interrupts(Stops):
     """While it is entered, the first signal raises `Interrupted` and later ones are ignored.
 
     Call it in the main thread. `received` stays set, because libraries turn exceptions that cross them into
@@ -37,6 +81,7 @@ class Interrupts:
     """
 
     def __init__(self, stuck: Callable[[Interrupted], None]) -> None:
+        super().__init__()
         self.received: Interrupted | None = None
         self.stuck_s = STUCK_S
         self._ending = False
@@ -45,11 +90,7 @@ class Interrupts:
         self._again: threading.Timer | None = None
 
     def __enter__(self) -> Interrupts:
-        # Under `nohup` the terminal's end is ignored.
-        taken = [
-            one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN
-        ]
-        self._before = {signum: signal.signal(signum, self._handle) for signum in taken}
+        super().__enter__()
         self._hook_before, sys.unraisablehook = sys.unraisablehook, self._swallowed
         # The interpreter writes a signal's number here at once, even while the main thread is elsewhere.
         self._receiver, self._sender = socket.socketpair()
@@ -65,8 +106,7 @@ class Interrupts:
         if self._again is not None:
             self._again.cancel()
         signal.set_wakeup_fd(self._wakeup_before)
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+        super().__exit__()
         self._sender.close()
         # A thread that outlived the run would free what `stuck` knows of, a model with its tensors, while the
         # interpreter ends. PyTorch cannot have that, and aborts.
@@ -78,7 +118,7 @@ class Interrupts:
         One that came before, while the process was inside a library, is raised now, as the last."""
         self._ending = True
 
-    def _handle(self, signum: int, _: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received = Interrupted(signum)
             if not self._ending:

@@ -49,10 +49,11 @@ class Trained:
     size: int
 
 
-def trained(settings: TrainSettings) -> Trained:
-    """What a run of these settings trains. Raises UsageError for a task that cannot be made."""
+def trained(settings: TrainSettings, rows: int | None = None) -> Trained:
+    """What a run of these settings trains. rows: of the batch, the run's own without it. Raises UsageError
+    for a task that cannot be made."""
     check_files(settings)
-    seed, rows = settings.training.seed, settings.training.global_batch
+    seed, rows = settings.training.seed, settings.training.global_batch if rows is None else rows
     if settings.task is not None:
         task = own_task(settings.task, seed)
         return Trained(task.model, task.train(0, rows), task.loss, task.unit, task.size)

@@ -55,7 +55,6 @@ from stretto.train.failure import (
 )
 from stretto.train.interrupt import Interrupted, Interrupts, end_at_once
 from stretto.train.job import kept_by, layout_of_run, refuse_early
-from stretto.train.lock import folders_of, refuse_if_locked
 from stretto.train.peers import LOST_AFTER_S, is_first_to_print, lost_first, part
 from stretto.train.progress import STARTED, Progress
 from stretto.train.task import task_of
@@ -89,8 +88,6 @@ def start(settings: TrainSettings, command: Sequence[str], progress: Progress | 
     check_tensorboard(settings.output.tensorboard)
     if settings.checkpoint.resume not in ("auto", "never"):
         find(Path(settings.checkpoint.resume))
-    if not is_worker():
-        refuse_if_locked(folders_of(settings))
     kept_by(settings)
     if is_worker() or settings.parallel.world == 1:
         if not is_worker():

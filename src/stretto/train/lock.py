@@ -12,7 +12,6 @@ import errno
 import json
 import os
 import socket
-import time
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
@@ -28,8 +27,6 @@ from stretto.files.whole_file import write_file
 
 LOCK = ".lock"
 OWNER = ".owner.json"
-MOMENT_S = 0.3
-"""How long to try: one that only looks (`refuse_if_locked`) has a lock for a moment."""
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems that cannot lock, where `filelock` has no way of its own."""
 
@@ -67,18 +64,10 @@ def folders_of(settings: TrainSettings) -> list[tuple[str, Path]]:
     return folders
 
 
-def refuse_if_locked(folders: Folders) -> None:
-    """Raise UsageError when another run has one of the folders now. Creates none of them."""
-    lock = RunLock()
-    with suppress(OSError):  # a folder that cannot be looked into is refused by the run itself
-        lock.take([(setting, folder) for setting, folder in folders if (folder / LOCK).exists()])
-    lock.release()
-
-
 def _lock(locks: ExitStack, setting: str, folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK, timeout=MOMENT_S, thread_local=False)
+        lock = FileLock(folder / LOCK, timeout=0, thread_local=False)
         lock.acquire()
     except Timeout:
         raise UsageError(
@@ -108,10 +97,8 @@ def _lock(locks: ExitStack, setting: str, folder: Path) -> None:
 
 def _owner(folder: Path) -> str:
     """Who has the lock; it writes its name just after it has it."""
-    for _ in range(10):
-        try:
-            owner = parse_json((folder / OWNER).read_text(encoding="utf-8"))
-            return f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            time.sleep(0.05)
-    return "a process that has not written which"
+    try:
+        owner = parse_json((folder / OWNER).read_text(encoding="utf-8"))
+        return f"process {owner['pid']} on host {owner['host']}, since {owner['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "a process that has not written which"

@@ -30,12 +30,6 @@ def make_optimizer(runner: Runner, settings: OptimizerSettings) -> torch.optim.A
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """The rate of all groups from now on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def learning_rate(schedule: LRScheduleSettings, peak: float, steps: int, step: int) -> float:
     """The rate of step `step` (from 0) of `steps`; `peak` is the highest.
 

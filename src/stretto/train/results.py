@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,12 @@ import torch
 from rich.console import Console
 
 from stretto.config import TrainSettings
-from stretto.errors import StrettoError
 from stretto.files.parse import parse_json
-from stretto.files.whole_file import write_file
-from stretto.ir.compared import SHOWN, against
+from stretto.files.whole_file import saving, write_file
 from stretto.ir.metrics import Observed, ObservedRun
 from stretto.ir.plan import Plan
 from stretto.ir.timeline import Timeline
 from stretto.ir.work import Work, work_of
-from stretto.measure.measured import measured_costs
 from stretto.report.files import FIGURES, OBSERVED, PlanFigures
 from stretto.report.findings import stalls_grid
 from stretto.report.html import REPORT, lacks_page, write_page
@@ -36,8 +33,7 @@ from stretto.report.load import load_grid
 from stretto.report.rundir import SUMMARY, load_run
 from stretto.report.tables import comparison_grid
 from stretto.runtime.rank_tensors import full_spec
-from stretto.schedule.sums import without_reductions
-from stretto.simulating import predict, simulate
+from stretto.simulating import simulate
 from stretto.train.checkpoint import load_model
 from stretto.train.checkpoint_files import keep_earlier, set_aside
 from stretto.train.progress import duration
@@ -47,8 +43,7 @@ from stretto.train.world import World
 TRACE = "trace.perfetto-trace"
 METRICS = "metrics.jsonl"
 SEEN = "observed.json"
-PLANNED = "planned.json"
-RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT, PLANNED)
+RESULTS = ("measured.json", SEEN, TRACE, SUMMARY, REPORT)
 """What a run leaves at its end."""
 BEGINNING = ("settings.json", "plan.json", "figures.json", "simulated.json", METRICS, "tensorboard")
 """What it has from its beginning."""
@@ -94,36 +89,6 @@ class Results:
         return ordered[len(ordered) // 2] if ordered else None
 
 
-def plan_that_holds(
-    plan: Plan, timelines: Sequence[Timeline], run_dir: Path, first: bool, say: Callable[[str], None]
-) -> Plan:
-    """The plan, or with costs that are measured now, where steps were faster than its costs let any step be.
-
-    Costs are measured before the first step. Where others used the processors in that minute, ops are too
-    long in them, and a run would end "below the bound". All ranks then measure once more; the plan, whose
-    order stays, is predicted with these costs, and the run's folder keeps the earlier one in `planned.json`.
-    On accelerators, where no one else computes, nothing is measured again.
-
-    timelines: of the last steps, the same on all ranks, which must all call it. first: whether this rank
-    writes the run's folder. Raises StrettoError.
-    """
-    prediction = plan.prediction
-    if prediction is None or not timelines or plan.job.device != "cpu":
-        return plan
-    ordered = sorted(timeline.step_us for timeline in timelines)
-    gap = against(ordered[len(ordered) // 2], prediction.bound_us)
-    if gap is None or gap > -SHOWN:
-        return plan
-    say(f"steps were {-gap:.1%} faster than the costs from before let any step be: measuring them again")
-    made = replace(plan, costs=measured_costs(without_reductions(plan.job), plan.schedule))
-    made = replace(made, prediction=predict(made))
-    if first:
-        with writing(run_dir):
-            plan.save(run_dir / PLANNED)
-            write_plan(run_dir, made)
-    return made
-
-
 def finish(results: Results, say: Callable[[str], None]) -> None:
     """Say how it went, let the task report, and leave summary and report in the run's folder."""
     run_dir = results.settings.run_dir
@@ -132,7 +97,7 @@ def finish(results: Results, say: Callable[[str], None]) -> None:
     # Files first: they are not lost where no one reads what is printed any more.
     reported: list[str] = []
     summary = _summary(results, _report(results, reported.append))
-    with writing(run_dir):
+    with saving(run_dir):
         if measured is not None:
             measured.save(run_dir / "measured.json")
             measured.save(run_dir / TRACE)
@@ -170,7 +135,7 @@ def report_again(world: World, run_dir: Path, say: Callable[[str], None]) -> Non
     """Rank 0 writes the report of a run that was killed between its summary and its report. Raises
     StrettoError when it cannot be written."""
     if world.rank == 0 and lacks_page(run_dir):
-        with writing(run_dir):
+        with saving(run_dir):
             write_page(load_run(run_dir))
         say(f"the run had ended before its report: {run_dir / REPORT} is made now")
 
@@ -219,17 +184,6 @@ def _summary(results: Results, reported: Mapping[str, Any]) -> dict[str, Any]:
 # Files.
 
 
-@contextmanager
-def writing(where: Path) -> Iterator[None]:
-    """Around work that writes in a run's folder: an error of the system becomes a StrettoError."""
-    try:
-        yield
-    except OSError as error:
-        raise StrettoError(
-            f"cannot write {where}: {error.strerror}; free some space, or set output.run_dir elsewhere"
-        ) from None
-
-
 def is_finished(run_dir: Path, steps: int) -> bool:
     """Whether a run that came to its end, after `steps` steps or more, has left its summary here."""
     try:
@@ -252,26 +206,21 @@ def set_earlier_aside(settings: TrainSettings, goes_on: bool, say: Callable[[str
     )
     if not any(path.stat().st_size for path in (*moved, *copied) if path.name in (SUMMARY, METRICS)):
         return  # it left neither lines nor a summary
-    with writing(settings.run_dir):
+    with saving(settings.run_dir):
         say(f"what an earlier run measured is now in {keep_earlier(settings.run_dir, moved, copied)}")
 
 
 def begin_run(run_dir: Path, settings: TrainSettings, plan: Plan) -> None:
     """What is known before the first step. Raises StrettoError when it cannot be written."""
-    with writing(run_dir):
+    with saving(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
         write_file(run_dir / "settings.json", settings.model_dump_json(indent=1) + "\n")
-        write_plan(run_dir, plan)
+        plan.save(run_dir / "plan.json")
+        FIGURES.save(PlanFigures.of(plan), run_dir / "figures.json")
+        simulate(plan).save(run_dir / "simulated.json")
         # Those of an earlier run would be taken for this one's.
         for name in RESULTS:
             (run_dir / name).unlink(missing_ok=True)
-
-
-def write_plan(run_dir: Path, plan: Plan) -> None:
-    """The plan, and what reports say of it. Raises OSError."""
-    plan.save(run_dir / "plan.json")
-    FIGURES.save(PlanFigures.of(plan), run_dir / "figures.json")
-    simulate(plan).save(run_dir / "simulated.json")
 
 
 # Lines of metrics.
@@ -303,7 +252,7 @@ class Metrics:
         Raises StrettoError when the file cannot be written.
         """
         self._path = run_dir / METRICS
-        with writing(self._path):
+        with saving(self._path):
             kept = _lines_up_to(self._path, from_step)
             write_file(self._path, b"".join(line + b"\n" for line in kept))
             self._file = self._path.open("a", encoding="utf-8")
@@ -315,7 +264,7 @@ class Metrics:
 
     def write(self, line: dict[str, Any]) -> None:
         """Add a line; it has `step`. Raises StrettoError when the disk is full."""
-        with writing(self._path):
+        with saving(self._path):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._board is not None:
@@ -325,7 +274,7 @@ class Metrics:
 
     def close(self) -> None:
         """Close the files, also where they cannot be written to their ends, which raises StrettoError."""
-        with writing(self._path), self._file:
+        with saving(self._path), self._file:
             if self._board is not None:
                 self._board.close()
 

@@ -105,45 +105,31 @@ def check_files(settings: TrainSettings) -> None:
 def own_task(settings: TaskSettings, seed: int) -> Task:
     """The task that a file defines. Raises UsageError for a file that cannot be read or run, and for one that
     gives no task."""
-    path = Path(settings.file).expanduser()
+    path, what = Path(settings.file).expanduser(), f"task.file = {settings.file!r}"
     try:
         code = path.read_bytes()
     except OSError as error:
         raise UsageError(
-            f"task.file = {settings.file!r} cannot be read ({error.strerror}): {near_path(path, '{} ')}give "
+            f"{what} cannot be read ({error.strerror}): {near_path(path, '{} ')}give "
             "a file of Python, relative to the working directory"
         ) from None
     spec = importlib.util.spec_from_file_location(f"{MODULE}{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"task.file = {settings.file!r} is no file of Python: its name must end in .py")
+        raise UsageError(f"{what} is no file of Python: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:
-        raise UsageError(f"task.file = {settings.file!r} cannot import what it needs: {error}") from error
-    except SyntaxError as error:
-        raise UsageError(f"task.file = {settings.file!r}, line {error.lineno}: {error.msg}") from None
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"task.file = {settings.file!r}{_line(error, path)}: {_in_words(error)}") from error
-    make = getattr(module, FUNCTION, None)
-    if not callable(make):
-        raise UsageError(
-            f"task.file = {settings.file!r} defines no function {FUNCTION}(config, seed), which returns a "
-            "stretto.train.task.Task"
-        )
-    try:
-        made = make(dict(settings.config), seed)
+        make = getattr(module, FUNCTION, None)
+        made = make(dict(settings.config), seed) if callable(make) else None
     except StrettoError:
         raise
     except (Exception, SystemExit) as error:
-        raise UsageError(
-            f"task.file = {settings.file!r}{_line(error, path)}: {FUNCTION}(config, seed) failed with "
-            f"task.config = {dict(settings.config)}: {_in_words(error)}"
-        ) from error
+        config = f", with task.config = {dict(settings.config)}"
+        raise UsageError(f"{what}{_line(error, path)}: {_in_words(error)}{config}") from error
     if not isinstance(made, Task):
         raise UsageError(
-            f"task.file = {settings.file!r}: {FUNCTION}(config, seed) is to return a "
-            f"stretto.train.task.Task, and returned {made!r:.60}"
+            f"{what} has no function {FUNCTION}(config, seed) that returns a stretto.train.task.Task, "
+            f"and not {made!r:.60}"
         )
     digest = hashlib.sha256(code + made.digest.encode()).hexdigest()
     return replace(made, digest=digest, where=made.where or str(path), kept=(KEPT, digest))
@@ -176,6 +162,7 @@ def _is_own(trace: TracebackType) -> bool:
 def _line(error: BaseException, path: Path) -> str:
     """Where in the file it was raised."""
     lines = [frame.lineno for frame in extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    lines += [error.lineno] if isinstance(error, SyntaxError) else []
     return f", line {lines[-1]}" if lines else ""
 
 

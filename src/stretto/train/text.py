@@ -257,9 +257,9 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def encode(
-    tokenizer: Tokenizer, texts: Iterable[str], begin: Sequence[int] = (), end: int | None = None
+    tokenizer: Tokenizer, texts: Iterable[str], begin: Sequence[int], end: int
 ) -> Iterator[tuple[int, npt.NDArray[np.unsignedinteger]]]:
-    """Token ids of full documents, in groups, each with `begin` before it and `end` (END_OF_TEXT) behind.
+    """Token ids of full documents, in groups, each with `begin` before it and `end` behind.
 
     Yields the number of characters and the ids of a group, on all cores (`RAYON_NUM_THREADS` limits them).
     Where a long document is cut into pieces, a tokenizer that looks further than a line makes a few other
@@ -267,7 +267,7 @@ def encode(
     """
     dtype = token_dtype(count(tokenizer))
     before = np.array(begin, dtype=dtype)
-    behind = np.array([tokenizer.token_to_id(END_OF_TEXT) if end is None else end], dtype=dtype)
+    behind = np.array([end], dtype=dtype)
     nothing = before[:0]
 
     def ids_of(group: list[tuple[str, bool, bool]]) -> npt.NDArray[np.unsignedinteger]:

@@ -49,7 +49,7 @@ from stretto.train.failure import enter_phase, is_launched
 from stretto.train.heldout import Evaluation, held_out_steps
 from stretto.train.job import kept_by, layout_of_run, move
 from stretto.train.lock import RunLock
-from stretto.train.optimizer import learning_rate, make_optimizer, set_learning_rate
+from stretto.train.optimizer import learning_rate, make_optimizer
 from stretto.train.peers import Heartbeat
 from stretto.train.progress import Progress
 from stretto.train.results import (
@@ -59,7 +59,6 @@ from stretto.train.results import (
     finish,
     is_finished,
     observed_line,
-    plan_that_holds,
     report_again,
     set_earlier_aside,
     speed_line,
@@ -111,10 +110,9 @@ class Trainer:
             return None
         try:
             self._train(task)
-            first, run_dir = self.world.rank == 0, self.settings.run_dir
             results = Results(
                 settings=self.settings,
-                plan=plan_that_holds(self.runner.plan, self.timelines, run_dir, first, self.progress.say),
+                plan=self.runner.plan,
                 task=task,
                 steps=self.step,
                 losses=tuple(self._losses),
@@ -284,10 +282,13 @@ class Trainer:
                 exposed = line["exposed_fraction"] = gathered
             self._look(line)
             self._write(line)
-            self.progress.show({**line, "step_s": self._usual_step_s()}, exposed)
+            self.progress.show({**line, "step_s": statistics.median(self._step_s[-20:])}, exposed)
             last = self.step == training.steps
             if training.eval_every and self.step % training.eval_every == 0 and not last:
-                self.progress.say(f"step {self.step}: held-out loss {self._held_out():.4f}{self._dropped()}")
+                held_out = self._held_out()
+                dropped = "" if self._seen is None else dropped_words(self._seen.evaluation)
+                words = f" ({dropped})" if dropped else ""
+                self.progress.say(f"step {self.step}: held-out loss {held_out:.4f}{words}")
             if last or (every and self.step % every == 0):
                 self._save()
 
@@ -302,7 +303,8 @@ class Trainer:
                 f"step {self.step + 1}: the loss is {loss} and the gradient's norm {norm}; nothing was "
                 "updated. Lower optimizer.lr, or warm up longer (lr_schedule.warmup_steps), and resume"
             )
-        set_learning_rate(self.optimizer, rate)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -335,13 +337,6 @@ class Trainer:
             known = self._seen or ObservedRun(before, before, (), ())
             self._seen = replace(known, last=before).and_then(self.step, seen)
             line["observed"] = observed_line(seen)
-
-    def _dropped(self) -> str:
-        words = "" if self._seen is None else dropped_words(self._seen.evaluation)
-        return f" ({words})" if words else ""
-
-    def _usual_step_s(self) -> float:
-        return statistics.median(self._step_s[-20:])
 
     def _held_out(self) -> float:
         """The held-out loss after the steps done; measured once for each."""

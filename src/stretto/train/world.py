@@ -5,9 +5,7 @@ It decides nothing about training.
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stretto.config import ParallelSettings
 from stretto.errors import StrettoError, UsageError
+from stretto.processor.control_groups import usable_cores
 from stretto.train.failure import is_worker
 
 Said = TypeVar("Said")
@@ -148,7 +147,7 @@ def device_note(wanted: str, world: World) -> str | None:
 
 def crowding(ranks: int, threads_per_rank: int) -> str | None:
     """The note about ranks on this machine that want more cores than it has; None when they fit."""
-    cores = available_cores()
+    cores = len(usable_cores())
     if ranks * threads_per_rank <= cores:
         return None
     each = f" of {threads_per_rank} threads" if threads_per_rank > 1 else ""
@@ -156,11 +155,6 @@ def crowding(ranks: int, threads_per_rank: int) -> str | None:
         f"{ranks} ranks{each} share {cores} core{'s' if cores > 1 else ''} of this machine and take turns: a "
         "step is no faster than on fewer ranks"
     )
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def join(world: World) -> World:
@@ -177,11 +171,6 @@ def join(world: World) -> World:
         backends = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        if world.rank == 0 and _is_taken(os.environ.get("MASTER_PORT", "")):
-            raise StrettoError(
-                f"port {os.environ['MASTER_PORT']} of this machine, MASTER_PORT, is in use by another "
-                "program, perhaps another run: give all ranks another one (torchrun --master-port)"
-            ) from None
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise StrettoError(
             f"rank {world.rank} could not meet the others at {where}: {str(error).splitlines()[0]}; "
@@ -190,20 +179,11 @@ def join(world: World) -> World:
     return replace(world, rank=rank, size=size, store=store)
 
 
-def _is_taken(port: str) -> bool:
-    """Whether rank 0 cannot listen there, as it has to where no launcher does."""
-    if not port.isdigit() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return False
-    with socket.socket() as listening:
-        try:
-            listening.bind(("", int(port)))
-        except (OSError, OverflowError) as error:
-            return isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    return False
-
-
 def what_to_check(error: Exception, size: int) -> str:
-    """What to look at where ranks could not meet: the interface, if Gloo cannot use it, else the address."""
+    """What to look at where ranks could not meet: the port, if another program has it, the interface, if Gloo
+    cannot use it, else the address."""
+    if "EADDRINUSE" in str(error):
+        return "another program has the port: give all ranks another one (torchrun --master-port)"
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     if "address for" not in str(error) or not named:
         return f"check that all {size} ranks were started with the same MASTER_ADDR and MASTER_PORT"
@@ -236,4 +216,4 @@ def threads(wanted: int | None, local_size: int) -> int:
     count = os.environ.get("OMP_NUM_THREADS", "")
     if count.isdigit() and int(count) > 0:
         return int(count)
-    return max(1, available_cores() // local_size)
+    return max(1, len(usable_cores()) // local_size)

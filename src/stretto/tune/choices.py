@@ -13,7 +13,7 @@ from typing import Any
 
 from stretto.config import DecoderSettings, ParallelSettings, TrainSettings
 from stretto.errors import UsageError, meant
-from stretto.files.settings_file import faults_of
+from stretto.files.settings_file import faults_of, parse_value
 from stretto.ir.stage_maps import AUTO, stage_map_of, unknown_schedule, virtual_stages_of
 from stretto.schedule.families import FAMILIES, PLAIN, PLAIN_OF_SEVERAL
 
@@ -142,15 +142,11 @@ class Choices:
         """Whether the settings' checks allow it; their message is counted where they do not."""
         try:
             virtual_stages_of(candidate.schedule, candidate.virtual_stages)
-            TrainSettings.model_validate(self._changed(candidate))
+            faults = [line for _, line in faults_of(TrainSettings, self._changed(candidate), "", {})]
         except UsageError as error:
-            self.refused[str(error)] += 1
-        except ValueError:
-            for _, line in faults_of(TrainSettings, self._changed(candidate), "", {}):
-                self.refused[line] += 1
-        else:
-            return True
-        return False
+            faults = [str(error)]
+        self.refused.update(faults)
+        return not faults
 
     def plain(self, layout: LayoutChoice) -> Candidate:
         """A layout as a candidate, with what is fixed and nothing chosen."""
@@ -187,16 +183,14 @@ class Choices:
 
     def orders(self, layout: LayoutChoice) -> Iterator[tuple[str, int]]:
         """Families, each with its numbers of stages a rank that are allowed."""
-        for name in self._of("schedule", self._families(layout)):
+        # One rank has no one to wait for: families differ in nothing but their memory.
+        families = tuple(FAMILIES) if layout.pp > 1 else (self._plain,)
+        for name in self._of("schedule", families):
             stages = stage_map_of(name)
             numbers = (stages.usual, *(VIRTUAL if stages.most is None else ()))
             for each in self._of("virtual_stages", tuple(dict.fromkeys(numbers))):
                 if stages.allow(each) and self.allowed(Candidate(layout, name, each)):
                     yield name, each
-
-    def _families(self, layout: LayoutChoice) -> Sequence[str]:
-        # One rank has no one to wait for: families differ in nothing but their memory.
-        return tuple(FAMILIES) if layout.pp > 1 else (self._plain,)
 
     def again(self, layout: LayoutChoice) -> tuple[str | int, ...]:
         """What the backward may compute again, the least first."""
@@ -260,11 +254,7 @@ def read_fixed(texts: Sequence[str]) -> dict[str, Any]:
         if key not in KEYS or not equals:
             near = "" if key in KEYS else meant(key, KEYS)
             raise UsageError(f"--fix {text}: {near}expected KEY=VALUE with a key of {', '.join(KEYS)}")
-        read: Any = value.strip()
-        if read.isdigit():
-            read = int(read)
-        elif read in ("true", "false"):
-            read = read == "true"
+        read = parse_value(value)
         faults = [line for _, line in faults_of(ParallelSettings, {key: read}, "", {})]
         if key == "schedule" and read not in (*FAMILIES, AUTO):
             faults = [unknown_schedule(read) or "an order of your own is for one layout: name a family"]

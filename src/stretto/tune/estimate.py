@@ -24,16 +24,13 @@ from stretto.ir.stage_maps import AUTO
 from stretto.ir.transfers import occupancy_us
 from stretto.planning.choose import AHEAD
 from stretto.planning.pair import pair
-from stretto.price.cluster import Cluster, Description, pp_link, sum_cost
+from stretto.planning.schedules import ENOUGH
+from stretto.price.cluster import TF32_PART, Cluster, Description, pp_link, sum_cost
 from stretto.price.cluster_file import Hardware
 from stretto.schedule.families import PLAIN_OF_SEVERAL, make_schedule
 from stretto.schedule.timing import PhaseTimes, ScheduleTiming, peak_live, time_schedule
 from stretto.tune.block import BlockWork, TuneBlock
 from stretto.tune.choices import Candidate, LayoutChoice
-
-SHORT = 4
-"""Microbatches for every rank that are timed; the others add what one takes in steady state. Assumed, as in
-`stretto.planning.schedules`."""
 
 ROUNDING = 1e-9
 """A sum over all ops in another order may be larger by that share."""
@@ -45,28 +42,17 @@ put in order: more stages a rank divide them. Assumed."""
 LIKE_AUTO = ("zb-h1", PLAIN_OF_SEVERAL)
 """The family by which "auto" is estimated, with one stage a rank and with several. Assumed: it is as fast."""
 
-TF32 = 2.0
-"""Times the rate in half precision's place: products of float32 are at most half as fast (TF32)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Of a candidate: its step, and the least bytes that the fullest rank has, the optimizer's state
-    included. ahead: of the pairs (`stretto.planning.choose.AHEAD`) that make it so fast; None of none."""
+    included. ahead: of the pairs (`stretto.planning.choose.AHEAD`) that make it so fast; None of none.
+    bound_us: of a layout, of which no plan is faster."""
 
     step_us: float
     peak_bytes: float
     ahead: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """Of a layout: its step, infinite where nothing likely fits; no plan of it is faster than bound_us; and
-    what its fullest rank likely needs."""
-
-    step_us: float
-    bound_us: float
-    peak_bytes: float
+    bound_us: float = 0.0
 
 
 def mesh_of(layout: LayoutChoice) -> Mesh:
@@ -95,7 +81,7 @@ def fastest_us(flops: float, cluster: Description, dtype: str) -> float:
         return flops / cluster.flops_per_us("bfloat16" if dtype == "bf16" else dtype)
     if isinstance(cluster, Hardware):
         reach = cluster.roof.flops_per_us * cluster.roof.efficiency.matmul
-        return flops / (reach if dtype == "bf16" else reach / TF32)
+        return flops / (reach if dtype == "bf16" else reach * TF32_PART)
     return 0.0
 
 
@@ -106,11 +92,11 @@ def guess(
     limit_bytes: float,
     virtual: bool,
     least_us: float | None = None,
-) -> Guess:
-    """Of a layout, with the least computed again that likely fits; to put layouts in order: its steady state,
-    and a pipeline's shortest way to fill. words: what may be computed again, the least first. virtual: as in
-    `bound_us`; least_us: what a microbatch's arithmetic takes at least, for the bound where the block is a
-    guess itself."""
+) -> Estimate:
+    """Of a layout, with the least computed again that likely fits, infinite where nothing does; to put
+    layouts in order: its steady state, and a pipeline's shortest way to fill. words: what may be computed
+    again, the least first. virtual: as in `bound_us`; least_us: what a microbatch's arithmetic takes at
+    least, for the bound where the block is a guess itself."""
     m, p = layout.microbatches, layout.pp
     works = [block.again[word] for word in words if word in block.again]
     # As many live microbatches as 1F1B has.
@@ -120,8 +106,8 @@ def guess(
     for work, peak in zip(works, peaks, strict=True):
         if peak <= limit_bytes:
             fill_us = (p - 1) / LEAST_FILL * work.steady_us
-            return Guess((m * work.steady_us + fill_us) / p, least, peak)
-    return Guess(inf, least, min(peaks))
+            return Estimate((m * work.steady_us + fill_us) / p, peak, bound_us=least)
+    return Estimate(inf, min(peaks), bound_us=least)
 
 
 def estimate(
@@ -137,7 +123,8 @@ def estimate(
     family = candidate.schedule
     if family == AUTO:
         family = LIKE_AUTO[v > 1]
-    count = min(m, max(SHORT * p, 8))
+    # The others add what one takes in steady state.
+    count = min(m, max(ENOUGH * p, 8))
     shares = block.shares.get(p * v) or (1 / (p * v),) * (p * v)
     fitting: list[tuple[int | None, Schedule]] = []
     least = inf

@@ -15,7 +15,7 @@ from stretto.price.cluster import Description
 from stretto.tune.block import TuneBlock
 from stretto.tune.choices import VIRTUAL, Candidate, Choices, LayoutChoice
 from stretto.tune.estimate import Estimate, estimate, fastest_us, guess
-from stretto.tune.work import Asked, Refused, Tuned, limit_of
+from stretto.tune.work import Asked, Refused, Tuned
 
 FITS = 1.10
 """Times a device's memory, up to which a candidate's likely peak lets it be planned. Assumed: stages are
@@ -49,7 +49,7 @@ class Layouts:
         self._choices = choices
         self._cluster = cluster
         self._tuned = tuned
-        self._limit = limit_of(cluster) or inf
+        self._limit = cluster.memory_bytes or inf
         self._by_sharding: dict[object, list[TuneBlock]] = {}
         self._seen: dict[LayoutChoice, OpenLayout] = {}
         self._shares_asked = False

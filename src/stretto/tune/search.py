@@ -25,11 +25,13 @@ from math import inf
 from stretto.errors import UsageError
 from stretto.ir.stage_maps import AUTO
 from stretto.order.policies import DEFAULT
+from stretto.planning.brief import Brief
+from stretto.planning.choose import QUICK
 from stretto.price.cluster import Description
 from stretto.tune.block import TuneBlock
 from stretto.tune.choices import Candidate, Choices, LayoutChoice
 from stretto.tune.layouts import LIKELY_TOO_LARGE, Layouts
-from stretto.tune.work import QUICK, Answer, Asked, Planned, Refused, ShortStepResult, Tuned, Workers
+from stretto.tune.work import Answer, Asked, Planned, Refused, Tuned, Workers
 
 WITHIN = 1.10
 """Times the best step, up to which an estimate lets a candidate be simulated. Measured on GPTs over 32
@@ -88,7 +90,6 @@ class Search:
         self._priced_last = False
         self._short_us: dict[Candidate, float] = {}
         self._plans: dict[Candidate, Planned] = {}
-        self._made = 0
         self._finals: list[Candidate] | None = None
         self._unseen_us = inf
 
@@ -234,7 +235,7 @@ class Search:
         if asked.order is None:
             assert isinstance(answer, (TuneBlock, Refused))
             self._layouts.priced(candidate.layout, answer)
-        elif isinstance(answer, ShortStepResult):
+        elif isinstance(answer, Brief):
             self._short_us[candidate] = answer.step_us
         elif isinstance(answer, Planned):
             self._planned(answer)
@@ -245,7 +246,6 @@ class Search:
 
     def _planned(self, plan: Planned) -> None:
         candidate, best_us = plan.candidate, self._best_us()
-        self._made += 1
         before = self._plans.get(candidate)
         if before is None or plan.order == DEFAULT or plan.step_us <= before.step_us:
             self._plans[candidate] = plan
@@ -284,7 +284,7 @@ class Search:
         open_, priced = len(self._layouts.open), len(self._layouts.blocks)
         self._say(
             f"{now_s - self._begun_s:.0f} s: {priced} blocks priced, {len(self._short_us)} short "
-            f"steps simulated, {self._made} plans made; left {open_} of {self.tuned.layouts} "
+            f"steps simulated, {len(self._plans)} plans made; left {open_} of {self.tuned.layouts} "
             f"layouts, {len(self._candidates)} candidates; "
             + (f"best {best.step_us / 1e3:,.1f} ms: {best.candidate}" if best else "no plan yet")
         )

@@ -13,7 +13,7 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -26,18 +26,15 @@ import torch
 
 from stretto.config import TrainSettings
 from stretto.errors import PlanError, StrettoError
-from stretto.planning.brief import brief
+from stretto.ir.costs import Prediction
+from stretto.planning.brief import Brief, brief
 from stretto.planning.make_plan import plan
-from stretto.price.cluster import Cluster, Description
-from stretto.price.cluster_file import Hardware
+from stretto.price.cluster import Description
 from stretto.train.interrupt import SIGNALS
 from stretto.train.job import captures_of
 from stretto.tune.block import TuneBlock, block_of, shares_of
 from stretto.tune.choices import Candidate, Choices
 from stretto.verifying.memory import MemoryFault
-
-QUICK = "list"
-"""The policy that orders ops in steps and plans that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +55,20 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A candidate's plan. exposed_us: axis -> the most of any rank; peak_bytes: of the fullest rank, the
-    optimizer's state included; order: the policy that ordered its ops."""
+    """A candidate's plan. order: the policy that ordered its ops."""
 
     candidate: Candidate
     order: str
-    step_us: float
-    bound_us: float
-    binds: str
-    exposed_us: Mapping[str, float]
-    bubble_us: float
-    peak_bytes: int
+    made: Prediction
 
+    @property
+    def step_us(self) -> float:
+        return self.made.step_us
 
-@dataclass(frozen=True, slots=True)
-class ShortStepResult:
-    """About what a candidate's plan would take and need, by a step of few microbatches."""
-
-    candidate: Candidate
-    step_us: float
-    peak_bytes: int
+    @property
+    def exposed_us(self) -> dict[str, float]:
+        """Axis -> the most of any rank."""
+        return {axis: max(by) for axis, by in self.made.exposed_axis_us.items() if by}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +82,7 @@ class Refused:
     bytes_needed: int = 0
 
 
-Answer = TuneBlock | ShortStepResult | Planned | Refused
+Answer = TuneBlock | Brief | Planned | Refused
 
 
 @dataclass(slots=True)
@@ -135,7 +126,7 @@ class Work:
         self._choices = Choices(settings, devices, fixed)
         self._cluster = cluster
         self._captures = captures_of(settings, cluster)
-        self._limit = limit_of(cluster)
+        self._limit = cluster.memory_bytes
 
     def do(self, asked: Asked) -> Answer:
         """One piece. A refusal comes back with its words."""
@@ -165,18 +156,13 @@ class Work:
         block = block_of(self._captures, parallel, self._cluster, asked.words, rows, self._choices.layers)
         return replace(block, shares=shares_of(self._captures, parallel, self._cluster, asked.stages))
 
-    def _short(self, asked: Asked) -> ShortStepResult | Refused:
+    def _short(self, asked: Asked) -> Brief | Refused:
         job = self._captures.job(self._choices.settings_of(asked.candidate).parallel)
-
-        def fits(peaks: Sequence[int]) -> bool:
-            return self._limit is None or max(peaks) <= self._limit
-
         assert asked.order is not None
-        short = brief(job, self._cluster, asked.order, asked.ahead, fits)
-        peak_bytes = max(short.peak_bytes)
-        if not fits(short.peak_bytes):
-            return Refused(asked.candidate, "a rank has more than a device has", True, peak_bytes)
-        return ShortStepResult(asked.candidate, short.step_us, peak_bytes)
+        short = brief(job, self._cluster, asked.order, asked.ahead)
+        if self._limit is None or short.peak_bytes <= self._limit:
+            return short
+        return Refused(asked.candidate, "a rank has more than a device has", True, short.peak_bytes)
 
     def _plan(self, candidate: Candidate, order: str) -> Planned:
         settings = self._settings
@@ -189,21 +175,7 @@ class Work:
             search_s=settings.planning.search_s,
         ).prediction
         assert made is not None
-        return Planned(
-            candidate,
-            order,
-            made.step_us,
-            made.bound_us,
-            made.binds,
-            {axis: max(by) for axis, by in made.exposed_axis_us.items() if by},
-            max(made.bubble_us),
-            max(made.peak_bytes),
-        )
-
-
-def limit_of(cluster: Description) -> int | None:
-    """Bytes of a device, where the description says."""
-    return cluster.memory_bytes if isinstance(cluster, (Cluster, Hardware)) else None
+        return Planned(candidate, order, made)
 
 
 def refused(candidate: Candidate, error: StrettoError) -> Refused:

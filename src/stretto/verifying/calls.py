@@ -30,25 +30,21 @@ from stretto.verifying.fault import Fault
 def repeat_faults(plan: Plan) -> Iterator[Fault]:
     """Every fault of repeated ops. References must be sound."""
     for stage in plan.job.stages:
-        yield from _repeated(plan, stage)
-
-
-def _repeated(plan: Plan, stage: Stage) -> Iterator[Fault]:
-    made = {op.name: op for op in stage.ops[Phase.F]}
-    again = {op.name: op.repeats for phase in PHASES[1:] for op in stage.ops[phase] if op.repeats}
-    repeating = [(phase, op) for phase in PHASES for op in stage.ops[phase] if op.repeats]
-    for phase, op in repeating:
-        fix = "Name the op of F that it computes again, or none"
-        if phase is Phase.F:
-            what, fix = "but is in F itself", "Take it out of F"
-        elif op.repeats not in made:
-            what = f"which stage {stage.index} does not have in F"
-        else:
-            difference = _differs(made[op.repeats], op, again)
-            what = f"but {difference}" if difference else ""
-        if what:
-            where = f"stage {stage.index}{phase}, {op.name}"
-            yield Fault(plan.rank_of(stage.index), where, f"repeats {op.repeats}, {what}", fix)
+        made = {op.name: op for op in stage.ops[Phase.F]}
+        again = {op.name: op.repeats for phase in PHASES[1:] for op in stage.ops[phase] if op.repeats}
+        repeating = [(phase, op) for phase in PHASES for op in stage.ops[phase] if op.repeats]
+        for phase, op in repeating:
+            fix = "Name the op of F that it computes again, or none"
+            if phase is Phase.F:
+                what, fix = "but is in F itself", "Take it out of F"
+            elif op.repeats not in made:
+                what = f"which stage {stage.index} does not have in F"
+            else:
+                difference = _differs(made[op.repeats], op, again)
+                what = f"but {difference}" if difference else ""
+            if what:
+                where = f"stage {stage.index}{phase}, {op.name}"
+                yield Fault(plan.rank_of(stage.index), where, f"repeats {op.repeats}, {what}", fix)
 
 
 def _differs(first: Op, op: Op, again: dict[str, str]) -> str:

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from stretto.ir.action import Phase
 from stretto.ir.collectives import Kind
 from stretto.ir.flow import PHASES, given_specs, results_of
 from stretto.ir.plan import Plan
@@ -27,9 +26,6 @@ from stretto.verifying.fault import Fault
 
 COORDINATE = "int64[]"
 """What `axis.index` gives."""
-
-Place = tuple[Phase, str]
-"""(phase, name) of an op of the stage."""
 
 Found = Iterator[tuple[str, str]]
 """What is wrong with an op, and what to do about it."""
@@ -50,56 +46,48 @@ class _StageProof:
         self.rank = plan.rank_of(stage.index)
         self.stage = stage
         self.given = given
-        self.ops: dict[Place, Op] = {(phase, op.name): op for phase in PHASES for op in stage.ops[phase]}
+        self.ops = {op.name: op for phase in PHASES for op in stage.ops[phase]}
+        self.phase_of = {op.name: phase for phase in PHASES for op in stage.ops[phase]}
         self.taken = self.leaving()
-        self.waits: dict[Place, list[Place]] = defaultdict(list)
-        for (phase, name), op in self.ops.items():
-            for source in self.started(phase, op) if op.target == WAIT else ():
-                self.waits[source].append((phase, name))
+        self.waits: dict[str, list[str]] = defaultdict(list)
+        for name, op in self.ops.items():
+            for source in self.started(op) if op.target == WAIT else ():
+                self.waits[source].append(name)
 
     def faults(self) -> Iterator[Fault]:
-        for (phase, name), op in self.ops.items():
-            checks = [self.form(phase, op)]
+        for name, op in self.ops.items():
+            checks = [self.form(op)]
             if op.target != WAIT:
-                checks.append(self.reads(phase, op))
+                checks.append(self.reads(op))
             if op.target in STARTS:
-                checks += [self.waited(phase, op), self.uses((phase, name))]
+                checks += [self.waited(op), self.uses(name)]
             for what, fix in (result for check in checks for result in check):
-                yield Fault(self.rank, f"stage {self.stage.index}{phase}, {name}", what, fix)
+                yield Fault(self.rank, f"stage {self.stage.index}{self.phase_of[name]}, {name}", what, fix)
 
-    def place(self, phase: Phase, name: str) -> Place | None:
-        """Where the value is made that `name` means in a phase. I and W share their names."""
-        for sub in (Phase.F,) if phase is Phase.F else (Phase.I, Phase.W, Phase.F):
-            if (sub, name) in self.ops:
-                return sub, name
-        return None
-
-    def started(self, phase: Phase, op: Op) -> list[Place]:
+    def started(self, op: Op) -> list[str]:
         """The starts whose results an op reads."""
-        places = [self.place(phase, name) for name in op.uses]
-        return [place for place in places if place is not None and self.ops[place].target in STARTS]
+        return [name for name in op.uses if name in self.ops and self.ops[name].target in STARTS]
 
-    def spec(self, phase: Phase, name: str) -> TensorSpec | None:
+    def spec(self, name: str) -> TensorSpec | None:
         """The tensor with that name; None if the value is no tensor."""
-        place = self.place(phase, name)
-        if place is None:
+        if name not in self.ops:
             return self.given.get(name)
-        outputs = self.ops[place].outputs
+        outputs = self.ops[name].outputs
         return outputs[0] if len(outputs) == 1 else None
 
     # 1. The form.
 
-    def form(self, phase: Phase, op: Op) -> Found:
+    def form(self, op: Op) -> Found:
         if op.kind is not None:
-            yield from self.start(phase, op, op.kind)
+            yield from self.start(op, op.kind)
         elif op.target == WAIT:
-            yield from self.wait(phase, op)
+            yield from self.wait(op)
         elif op.target in (INDEX, CHUNK):
-            yield from self.part(phase, op)
+            yield from self.part(op)
         elif op.target.startswith(("comm.", "axis.")):
             yield f"there is no op {op.target}", f"Known are {', '.join((*STARTS, WAIT, INDEX, CHUNK))}"
 
-    def start(self, phase: Phase, op: Op, kind: Kind) -> Found:
+    def start(self, op: Op, kind: Kind) -> Found:
         """A collective's arguments and shapes."""
         reductions = kind.reductions
         if not _has_form(op, Ref, *([str] if reductions else [tuple] if kind.sized else []), str, int):
@@ -117,7 +105,7 @@ class _StageProof:
             yield from group
             return
         name, made, size = op.args[0].name, op.outputs[0], op.args[-1]
-        source = self.spec(phase, name)
+        source = self.spec(name)
         assert made is not None
         if op.alias is not None:
             yield f"says that it is a view of {op.alias}", "A start makes its own buffer"
@@ -135,12 +123,12 @@ class _StageProof:
         elif (made.shape, made.dtype) != (shape, source.dtype):
             yield f"{gives} of shape {list(shape)} and dtype {source.dtype}", "Capture the job again"
 
-    def wait(self, phase: Phase, op: Op) -> Found:
+    def wait(self, op: Op) -> Found:
         """A wait's arguments, and that its result is the start's."""
         if not _has_form(op, Ref):
             yield "cannot be read", "Write comm.wait(value) with one tensor as result"
             return
-        name, starts = op.args[0].name, self.started(phase, op)
+        name, starts = op.args[0].name, self.started(op)
         if not starts:
             what = f"waits for {name}, which starts no communication in stage {self.stage.index}"
             yield what, "Wait, in the same stage, for what a start gives"
@@ -150,7 +138,7 @@ class _StageProof:
             what = f"gives {op.outputs[0]}, a view of {op.alias}; but {name} is {start.outputs[0]}"
             yield what, f"Make it a view of {name} of the same shape"
 
-    def part(self, phase: Phase, op: Op) -> Found:
+    def part(self, op: Op) -> Found:
         """`axis.index` and `axis.chunk`."""
         if not _has_form(op, *((str, int) if op.target == INDEX else (Ref, int, str, int))):
             form = "axis.index(axis, size)" if op.target == INDEX else "axis.chunk(value, dim, axis, size)"
@@ -164,7 +152,7 @@ class _StageProof:
                 yield f"gives {made}", f"A coordinate is {COORDINATE}"
             return
         name, dim = op.args[0].name, op.args[1]
-        source = self.spec(phase, name)
+        source = self.spec(name)
         if source is None:
             yield f"{name} is no tensor", "Take a part of a single tensor"
         elif not 0 <= dim < len(source.shape):
@@ -186,49 +174,44 @@ class _StageProof:
 
     # 2 to 4. What happens between start and wait.
 
-    def reads(self, phase: Phase, op: Op) -> Found:
-        for _, name in self.started(phase, op):
+    def reads(self, op: Op) -> Found:
+        for name in self.started(op):
             what = f"reads {name}, which is being filled until its communication is done"
             yield what, f"Read the result of the `comm.wait` of {name}"
 
-    def waited(self, phase: Phase, op: Op) -> Found:
-        waits = self.waits[phase, op.name]
+    def waited(self, op: Op) -> Found:
+        waits, phase = self.waits[op.name], self.phase_of[op.name]
         if not waits:
             fix = f"Add a `comm.wait` of {op.name} to stage {self.stage.index}"
             yield "nothing waits until it is done", fix
         elif len(waits) > 1:
-            by = ", ".join(name for _, name in waits)
-            yield f"is waited for {len(waits)} times, by {by}", "Keep one wait"
-        elif op.args and isinstance(op.args[0], Ref) and waits[0][0] is not phase:
-            root = self.root(phase, op.args[0].name)
+            yield f"is waited for {len(waits)} times, by {', '.join(waits)}", "Keep one wait"
+        elif op.args and isinstance(op.args[0], Ref) and self.phase_of[waits[0]] is not phase:
+            root = self.root(op.args[0].name)
             updated = (b for b in self.job.buffers if any(at == self.stage.index for at, *_ in b.updates))
             if root in {f"buffer/{buffer.name}" for buffer in updated}:
                 is_updated = "which is updated when a window ends, and is waited for in another window"
                 yield f"sends {root}, {is_updated}", f"Wait for it in {phase}, or send a copy"
 
-    def root(self, phase: Phase, name: str) -> str:
+    def root(self, name: str) -> str:
         """The value that owns the storage in which a value lies."""
-        seen: set[Place] = set()
-        place = self.place(phase, name)
-        while place is not None and place not in seen and self.ops[place].alias is not None:
-            seen.add(place)
-            name = str(self.ops[place].alias)
-            place = self.place(place[0], name)
+        while name in self.ops and self.ops[name].alias is not None:  # to an end, as references are sound
+            name = str(self.ops[name].alias)
         return name
 
-    def uses(self, start: Place) -> Found:
+    def uses(self, start: str) -> Found:
         for use in self.taken[start]:
-            yield f"{use}, while it is being filled", f"Use the result of the `comm.wait` of {start[1]}"
+            yield f"{use}, while it is being filled", f"Use the result of the `comm.wait` of {start}"
 
-    def leaving(self) -> dict[Place, list[str]]:
+    def leaving(self) -> dict[str, list[str]]:
         """What leaves the stage or outlives the microbatch, and in words how."""
-        result: dict[Place, list[str]] = defaultdict(list)
+        result: dict[str, list[str]] = defaultdict(list)
         for edge in self.job.edges:
             if edge.source == self.stage.index:
-                result[edge.phase, edge.value].append(f"edge {edge} takes it to stage {edge.target}")
+                result[edge.value].append(f"edge {edge} takes it to stage {edge.target}")
         for phase in PHASES:
             for value, uses in results_of(self.job, self.stage.index, phase).items():
-                result[phase, value] += [f"it is {use}" for use in uses]
+                result[value] += [f"it is {use}" for use in uses]
         return result
 
 

@@ -1,34 +1,322 @@
-"""Proves that a rank's memory suffices: an upper bound that is true whatever the times are.
+"""The memory of one rank: what is allocated when, and when it goes; and the proof that it suffices.
 
-What a rank keeps follows from the order of its program alone: receives and sends have their buffers from the
-instruction that starts them to the one that says that they are done. Counted, in bytes:
+What a rank keeps follows from the order of its program alone, whatever the times are. The simulation walks
+this same count, and says when (`stretto.simulating.engine`). In bytes:
 
-1. parameters, one copy of each tied tensor a rank, buffers and the optimizer's state, throughout;
-2. an op's results from the op to the last use of each, or of a view of it, by any program of the rank; the
-   wait for a gather or a scatter uses what is sent too (a reduction works in a copy, its result);
-3. a received value from the post of its receive; a sent value at least to its `sent`;
-4. a parameter's gradient from the op that makes its first part to the end of the step; a product that is
-   added while it is multiplied (`stretto.ir.storage`) is nothing but the gradient that it begins;
-5. what gradients that are summed together, or among some ranks of an axis only, are put into, from the start
-   to the wait, as the result of any op; those of tied parameters become one before.
+1. Parameters, one copy a rank, buffers and the optimizer's state are kept throughout. Batch leaves, constants
+   and the tangent are not counted.
+2. An op's results exist from the op's start, each to the end of its last use by any program of the rank for
+   that microbatch. A view keeps the result that it belongs to; so does the wait for a collective, whose
+   result is that of the op that starts it. What is gathered or scattered exists until the wait as well.
+3. A receive's buffer exists from the post to its last use. What is sent exists until `sent` as well.
+4. A parameter's gradient exists from the first op that adds to it to the end of the step; the first
+   contribution becomes the gradient or is copied, later ones go as soon as they are added. A product that is
+   added while it is multiplied has no bytes but those of a gradient that it begins
+   (`stretto.ir.storage`).
+5. Gradients that are summed together are put into one tensor from the start to the wait, and so are those
+   that only some ranks of an axis share (`Parameter.slots`); those of tied parameters become one before.
 
-Not counted: batch, constants, workspaces and the allocator's waste. `stretto.simulate`
-counts the same things with its own code, and a test compares the two.
+Not counted: workspaces and the allocator's waste.
+
+What one window does to memory depends only on which of the values that outlive a window end in it, so
+each such case is worked out once, stretch by stretch of its items, relative to the window's start.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
-from stretto.ir.flow import is_external
-from stretto.ir.plan import InstructionKind, ItemKind, Plan
-from stretto.ir.program import WAIT, Op, Parameter
+from stretto.ir.action import Phase
+from stretto.ir.flow import PHASES, is_external
+from stretto.ir.plan import InstructionKind, ItemKind, Plan, Window
+from stretto.ir.program import STEP_LOSS, WAIT, Job, Op
 from stretto.ir.storage import PartialSum, in_flight, makes, owner, partial_sums, reads
 from stretto.verifying.fault import Fault
 
-Storage = tuple[int, str]
-"""(stage, value): the value whose op, or whose receive, allocates."""
+Program = tuple[int, Phase]
+"""(stage, F | I | W)."""
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory that one op, or one receive, allocates for each microbatch."""
+
+    nbytes: int
+    users: set[Program] = field(default_factory=set)
+    sends: set[int] = field(default_factory=set)
+    group: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """Storages with the same users and sends: they end in the same run, or with the same `sent`."""
+
+    users: frozenset[Program]
+    sends: frozenset[int]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a stretch does to the bytes kept: the highest on the way, where (0 to 1), and at the end."""
+
+    peak: int
+    at: float
+    end: int
+
+
+def bytes_throughout(job: Job, stages: Collection[int]) -> dict[str, int]:
+    """What a rank with these stages has throughout, and at the end of a step: "parameters" (with copies in
+    another dtype, and buffers), "optimizer", and "gradients"."""
+    trained = {parameter.tied_to for parameter in job.parameters if parameter.grads}
+    kept = {p.tied_to: p for p in job.parameters if any(stage in stages for stage in p.stages)}
+    buffers = (b for b in job.buffers if any(stage in stages for stage in b.stages))
+    own = [parameter for name, parameter in kept.items() if name in trained]
+    return {
+        "parameters": sum(p.held_nbytes for p in kept.values()) + sum(b.spec.nbytes for b in buffers),
+        "optimizer": sum(p.state_nbytes(job.optimizer) for p in own),
+        "gradients": sum(p.grad_nbytes for p in own),
+    }
+
+
+def memory_parts(plan: Plan, peak_bytes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Of what peaks consist, by rank: `bytes_throughout`, and as "activations" all else: results of ops,
+    buffers of messages, gradients on their way into a sum."""
+    ranks = [bytes_throughout(plan.job, plan.schedule.stages_of(rank)) for rank in range(plan.ranks)]
+    for kept, peak in zip(ranks, peak_bytes, strict=True):
+        kept["activations"] = peak - sum(kept.values())
+    return {part: tuple(kept[part] for kept in ranks) for part in ranks[0]}
+
+
+class RankMemory:
+    """Bytes kept on one rank, walked in the order of its instructions."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan = plan
+        self._stages = plan.schedule.stages_of(rank)
+        self._ops: dict[tuple[int, str], tuple[Op, Phase]] = {
+            (stage, op.name): (op, phase)
+            for stage in self._stages
+            for phase in PHASES
+            for op in plan.job.stages[stage].ops[phase]
+        }
+        self._edges_into = {
+            (edge.target, edge.value): edge for edge in plan.job.edges if edge.target in self._stages
+        }
+        self._roots: dict[tuple[int, str], Storage | None] = {}
+        self._received: dict[int, Storage] = {}
+        self._touched: dict[tuple[int, str], tuple[Storage, ...]] = {}
+        self._partial_sums: dict[tuple[int, str], tuple[PartialSum, ...]] = {
+            (stage, value): of
+            for stage in self._stages
+            for value, of in partial_sums(plan.job, stage).items()
+        }
+        self._made: dict[tuple[int, str], int] = {}
+        self._find_lifetimes()
+        self._groups = self._make_groups()
+        self._groups_of_program: dict[Program, list[int]] = defaultdict(list)
+        self._groups_of_send: dict[int, list[int]] = defaultdict(list)
+        for index, group in enumerate(self._groups):
+            for program in sorted(group.users):
+                self._groups_of_program[program].append(index)
+            for edge_index in group.sends:
+                self._groups_of_send[edge_index].append(index)
+        self._grad_names: dict[Program, list[str]] = defaultdict(list)
+        # By group of tied parameters: the names that the rank keeps, bytes of one gradient.
+        self._tied: dict[str, tuple[list[str], int]] = {}
+        for parameter in plan.job.parameters:
+            if any(stage in self._stages for stage in parameter.stages):
+                names, _ = self._tied.setdefault(parameter.tied_to, ([], parameter.grad_nbytes))
+                names.append(parameter.name)
+            for stage, phase, _ in parameter.grads:
+                if stage in self._stages:
+                    self._grad_names[stage, phase].append(parameter.name)
+        throughout = bytes_throughout(plan.job, self._stages)
+        self.bytes_held = throughout["parameters"] + throughout["optimizer"]
+        self._remaining: dict[tuple[int, int], int] = {}
+        self._begun_grads: set[str] = set()
+        self._cache: dict[tuple[object, ...], tuple[Change | None, ...]] = {}
+
+    def _root(self, stage: int, name: str) -> Storage | None:
+        """The storage that a value is in; None for what is not counted."""
+        key = (stage, name)
+        if key in self._roots:
+            return self._roots[key]
+        result: Storage | None = None
+        edge = self._edges_into.get(key)
+        if key in self._ops:
+            op, _ = self._ops[key]
+            lies_in = owner(op)
+            result = self._root(stage, lies_in) if lies_in != name else None
+        elif edge is not None and edge.source in self._stages:
+            result = self._root(edge.source, name)
+        elif edge is not None:
+            result = self._received.setdefault(edge.index, Storage(edge.spec.nbytes))
+        self._roots[key] = result
+        return result
+
+    def _find_lifetimes(self) -> None:
+        for (stage, name), (op, _) in self._ops.items():
+            product = any(partial_sum.product for partial_sum in self._partial_sums.get((stage, name), ()))
+            made = {} if product else {(stage, made): Storage(nbytes) for made, nbytes in makes(op)}
+            self._roots.update(made)
+            self._made[stage, name] = sum(storage.nbytes for storage in made.values())
+        for (stage, name), (op, phase) in self._ops.items():
+            read = reads(op)
+            if op.target == WAIT and (stage, op.uses[0]) in self._ops:
+                start, _ = self._ops[stage, op.uses[0]]
+                read = (*read, *in_flight(start))
+            used = (*(made for made, _ in makes(op)), *(use for use in read if not is_external(use)))
+            roots = (self._root(stage, one) for one in used)
+            touched = tuple(root for root in roots if root is not None)
+            self._touched[stage, name] = touched
+            for root in touched:
+                root.users.add((stage, phase))
+        for edge in self._plan.job.edges:
+            if edge.source in self._stages and edge.target not in self._stages:
+                storage = self._root(edge.source, edge.value)
+                if storage is not None:
+                    storage.sends.add(edge.index)
+
+    def _make_groups(self) -> list[MemoryGroup]:
+        index_of: dict[tuple[frozenset[Program], frozenset[int]], int] = {}
+        nbytes: list[int] = []
+        seen: set[int] = set()
+        for storage in (*self._roots.values(), *self._received.values()):
+            if storage is None or id(storage) in seen:
+                continue
+            seen.add(id(storage))
+            key = (frozenset(storage.users), frozenset(storage.sends))
+            storage.group = index_of.setdefault(key, len(index_of))
+            if storage.group == len(nbytes):
+                nbytes.append(0)
+            nbytes[storage.group] += storage.nbytes
+        return [MemoryGroup(*key, nbytes[index]) for key, index in index_of.items()]
+
+    def post(self, edge: int) -> None:
+        """Step 3: a receive is posted."""
+        self.bytes_held += self._plan.job.edges[edge].spec.nbytes
+
+    def sent(self, edge: int, microbatch: int) -> None:
+        """Step 3: a message has left; what only it kept goes."""
+        for group in self._groups_of_send[edge]:
+            if self._use(group, microbatch):
+                self.bytes_held -= self._groups[group].nbytes
+
+    def reduce(self, start: Op) -> int:
+        """Step 5: a sum starts. Returns the most bytes that are kept on the way."""
+        peak = self.bytes_held
+        for group in start.sums if start.alias != STEP_LOSS else ():
+            names, nbytes = self._tied[group]
+            begun = self._begun_grads.intersection(names)
+            # A sum of several, or zeros where there is none; one alone stays as it is.
+            if len(begun) != 1:
+                peak = max(peak, self.bytes_held + nbytes)
+                self.bytes_held += nbytes * (1 - len(begun))
+                self._begun_grads -= begun
+                self._begun_grads.add(names[0])
+        self.bytes_held += start.nbytes
+        return max(peak, self.bytes_held)
+
+    def reduced(self, start: Op) -> None:
+        """Step 5: the gradients are summed."""
+        self.bytes_held -= start.nbytes
+
+    def run(
+        self,
+        window: Window,
+        microbatches: tuple[int, ...],
+        stretches: Sequence[range],
+        op_us: Sequence[float],
+    ) -> tuple[Change | None, ...]:
+        """What stretches of the window's items do to the bytes kept, in order (None: nothing); the caller
+        applies each when it runs. No item between them is an op of a microbatch. op_us: by item."""
+        ending: set[tuple[int, int]] = set()
+        # A window may run one program for two microbatches.
+        programs: list[tuple[Program, int]] = [
+            ((stage, sub), microbatch)
+            for (stage, phase), microbatch in zip(window.parts, microbatches, strict=True)
+            for sub in phase.programs
+        ]
+        for program, microbatch in programs:
+            for group in self._groups_of_program[program]:
+                if self._use(group, microbatch):
+                    ending.add((group, microbatch))
+        first = {
+            name
+            for program, _ in programs
+            for name in self._grad_names[program]
+            if name not in self._begun_grads
+        }
+        self._begun_grads.update(first)
+        # Only which parts share a microbatch matters, not which one it is.
+        shape = tuple(microbatches.index(microbatch) for microbatch in microbatches)
+        ends = frozenset((group, microbatches.index(microbatch)) for group, microbatch in ending)
+        key = (window.name, shape, ends, frozenset(first))
+        if key not in self._cache:
+            self._cache[key] = self._changes(window, shape, ends, first, stretches, op_us)
+        return self._cache[key]
+
+    def _use(self, group: int, microbatch: int) -> bool:
+        """Count one use of a group for a microbatch; True when it was the last."""
+        key = (group, microbatch)
+        of = self._groups[group]
+        left = self._remaining.get(key, len(of.users) + len(of.sends)) - 1
+        if left:
+            self._remaining[key] = left
+            return False
+        self._remaining.pop(key, None)
+        return True
+
+    def _changes(
+        self,
+        window: Window,
+        shape: tuple[int, ...],
+        ends: frozenset[tuple[int, int]],
+        first: set[str],
+        stretches: Sequence[range],
+        op_us: Sequence[float],
+    ) -> tuple[Change | None, ...]:
+        ops = [
+            (window.parts[item.part][0], str(item.ref)) if item.kind is ItemKind.OP else (-1, "")
+            for item in window.items
+        ]
+        last_use: dict[tuple[int, int], tuple[int, int]] = {}
+        for at, item in enumerate(window.items):
+            for storage in self._touched.get(ops[at], ()):
+                if (storage.group, shape[item.part]) in ends:
+                    last_use[id(storage), shape[item.part]] = (at, storage.nbytes)
+        freed: dict[int, int] = defaultdict(int)
+        for at, nbytes in last_use.values():
+            freed[at] += nbytes
+
+        changes: list[Change | None] = []
+        for stretch in stretches:
+            level = peak = 0
+            at_us = peak_us = 0.0
+            for at in stretch:
+                level += self._made.get(ops[at], 0)
+                begun = 0
+                for partial_sum in self._partial_sums.get(ops[at], ()):
+                    if partial_sum.parameter in first:
+                        first.discard(partial_sum.parameter)
+                        # What becomes the gradient goes as the gradient comes; a copy waits beside it.
+                        if partial_sum.product or partial_sum.copied:
+                            level += partial_sum.nbytes
+                        else:
+                            begun += partial_sum.nbytes
+                if level > peak:
+                    peak, peak_us = level, at_us
+                at_us += op_us[at]
+                level += begun - freed[at]
+                if level > peak:
+                    peak, peak_us = level, at_us
+            change = Change(peak, peak_us / at_us if at_us else 0.0, level)
+            changes.append(change if peak or level else None)
+        return tuple(changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +330,7 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
     """A fault for each rank that has more than `max_bytes`. The plan must have no other fault."""
     result: list[Fault] = []
     for rank in range(plan.ranks):
-        peak, at = _MemoryWalk(plan, rank).peak()
+        peak, at = _peak(plan, rank)
         if peak > max_bytes:
             what = f"keeps {peak:,} bytes, {peak - max_bytes:,} more than the limit of {max_bytes:,}"
             what += f"; with the optimizer's state ({plan.job.optimizer})" if plan.job.trains else ""
@@ -53,184 +341,41 @@ def memory_faults(plan: Plan, max_bytes: int) -> list[Fault]:
 
 def peak_bytes(plan: Plan, rank: int) -> int:
     """The most bytes that the rank has at any point of its order."""
-    return _MemoryWalk(plan, rank).peak()[0]
+    return _peak(plan, rank)[0]
 
 
-@dataclass(slots=True)
-class _Step:
-    """Bytes that come with some ops of a window, and then go, in every run; and what depends on the run: a
-    value that others use too, a part of a gradient, gradients that are to be summed. part: whose
-    microbatch."""
+def _peak(plan: Plan, rank: int) -> tuple[int, str]:
+    """(bytes, the instruction at which they are kept)."""
+    memory = RankMemory(plan, rank)
+    sums = {op.name: op for op in plan.sums(rank)}
+    highest = (memory.bytes_held, "")
 
-    up: int = 0
-    down: int = 0
-    part: int = 0
-    partial_sums: tuple[PartialSum, ...] = ()
-    lasting: list[Storage] = field(default_factory=list)
-    sums: tuple[str, ...] = ()
+    @cache
+    def cut(name: str) -> tuple[list[range], list[Op | None]]:
+        """A window's items between those of sums, and the op of a sum that comes after each stretch."""
+        window = plan.windows[name]
+        at = [k for k, i in enumerate(window.items) if window.parts[i.part][1] is Phase.REDUCE_GRAD]
+        stretches = [range(a, b) for a, b in zip([0, *(k + 1 for k in at)], [*at, len(window.items)])]
+        return stretches, [*(sums[str(window.items[k].ref)] for k in at), None]
 
-    def take(self, after: _Step) -> bool:
-        """Do what the step after this one does, if neither depends on the run."""
-        if (
-            self.partial_sums
-            or self.lasting
-            or self.sums
-            or after.partial_sums
-            or after.lasting
-            or after.sums
-        ):
-            return False
-        end = self.up + self.down
-        self.up, end = max(self.up, end, end + after.up), end + after.up + after.down
-        self.down = end - self.up
-        return True
-
-
-class _MemoryWalk:
-    """One walk over one rank's order, op by op."""
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan = plan
-        self.rank = rank
-        self.stages = set(plan.schedule.stages_of(rank))
-        self.ops: dict[Storage, Op] = {
-            (stage, op.name): op
-            for stage in self.stages
-            for ops in plan.job.stages[stage].ops.values()
-            for op in ops
-        }
-        self.edge_into = {(e.target, e.value): e for e in plan.job.edges if e.target in self.stages}
-        self.partial_sums: dict[Storage, tuple[PartialSum, ...]] = {
-            (stage, value): of for stage in self.stages for value, of in partial_sums(plan.job, stage).items()
-        }
-        # By group of tied parameters: the names that the rank has.
-        self.tied: dict[str, list[Parameter]] = defaultdict(list)
-        for parameter in plan.job.parameters:
-            if self.stages.intersection(parameter.stages):
-                self.tied[parameter.tied_to].append(parameter)
-        self.made: dict[Storage, tuple[tuple[Storage, int], ...]] = {
-            (stage, name): tuple(((stage, made), nbytes) for made, nbytes in makes(op))
-            for (stage, name), op in self.ops.items()
-            if not any(partial_sum.product for partial_sum in self.partial_sums.get((stage, name), ()))
-        }
-        self.nbytes = dict(made for of_op in self.made.values() for made in of_op)
-        self.nbytes |= {at: edge.spec.nbytes for at, edge in self.edge_into.items()}
-        self.touched = {at: self.touches(*at) for at in self.ops}
-        # What must be done with a storage before it goes: ops that use it, and sends of it.
-        self.uses = Counter(storage for touched in self.touched.values() for storage in touched)
-        for edge in plan.job.edges:
-            if edge.source in self.stages and edge.target not in self.stages:
-                self.uses[self.storage(edge.source, edge.value)] += 1
-        self.left: dict[tuple[Storage, int], int] = {}
-        self.known: dict[str, list[_Step]] = {}
-        self.begun: set[str] = set()
-        self.level = 0
-        self.highest = (0, "")
-
-    def storage(self, stage: int, name: str) -> Storage:
-        """The storage in which the value lies: follows views, and edges that stay on the rank."""
-        op = self.ops.get((stage, name))
-        if op is not None:
-            lies_in = owner(op)
-            return (stage, name) if lies_in == name else self.storage(stage, lies_in)
-        edge = self.edge_into.get((stage, name))
-        return self.storage(edge.source, name) if edge and edge.source in self.stages else (stage, name)
-
-    def touches(self, stage: int, name: str) -> list[Storage]:
-        """The storages that an op makes or reads, those given from outside left out."""
-        op = self.ops[stage, name]
-        names = [*(made for (_, made), _ in self.made.get((stage, name), ())), *reads(op)]
-        if op.target == WAIT:
-            names += in_flight(self.ops[stage, op.args[0].name])
-        result = [self.storage(stage, one) for one in names if not is_external(one)]
-        return [storage for storage in dict.fromkeys(result) if not is_external(storage[1])]
-
-    def peak(self) -> tuple[int, str]:
-        """(bytes, the instruction at which they are kept)."""
-        kept = sum(parameters[-1].held_nbytes for parameters in self.tied.values())
-        trained = {parameter.tied_to for parameter in self.plan.job.parameters if parameter.grads}
-        kind = self.plan.job.optimizer
-        kept += sum(one[-1].state_nbytes(kind) for name, one in self.tied.items() if name in trained)
-        buffers = [b.spec.nbytes for b in self.plan.job.buffers if self.stages.intersection(b.stages)]
-        self.keep(kept + sum(buffers), "")
-        for instruction in self.plan.orders[self.rank]:
-            at = str(instruction)
-            if instruction.kind is InstructionKind.RECV:
-                self.keep(self.plan.job.edges[int(instruction.ref)].spec.nbytes, at)
-            elif instruction.kind is InstructionKind.SENT:
-                edge = self.plan.job.edges[int(instruction.ref)]
-                self.keep(-self.gone(self.storage(edge.source, edge.value), instruction.microbatches[0]), at)
-            else:
-                for step in self.steps(str(instruction.ref)):
-                    self.run(step, instruction.microbatches, at)
-        return self.highest
-
-    def keep(self, nbytes: int, at: str) -> None:
-        """So many bytes more are kept from here on."""
-        self.level += nbytes
-        if self.level > self.highest[0]:
-            self.highest = (self.level, at)
-
-    def run(self, step: _Step, microbatches: tuple[int, ...], at: str) -> None:
-        up, down = step.up, step.down
-        for group in step.sums:
-            self.become_one(group, at)
-        for partial_sum in step.partial_sums:
-            if partial_sum.parameter not in self.begun:
-                self.begun.add(partial_sum.parameter)
-                # A value that becomes the gradient goes as the gradient comes; a copy is beside it.
-                if partial_sum.product or partial_sum.copied:
-                    up += partial_sum.nbytes
-                else:
-                    down += partial_sum.nbytes
-        self.keep(up, at)
-        self.keep(down - sum(self.gone(storage, microbatches[step.part]) for storage in step.lasting), at)
-
-    def steps(self, name: str) -> list[_Step]:
-        """What a window does, op by op; ops in a row that do the same in every run are one step."""
-        if name in self.known:
-            return self.known[name]
-        window = self.plan.windows[name]
-        ops = {item: (window.parts[item.part][0], str(item.ref)) for item in window.items}
-        left = Counter(
-            (storage, item.part)
-            for item, op in ops.items()
-            if item.kind is ItemKind.OP
-            for storage in self.touched[op]
-        )
-        inside = {key for key, count in left.items() if count == self.uses[key[0]]}
-        result = self.known[name] = []
-        for item, op in ops.items():
-            if item.kind is not ItemKind.OP:
-                continue
-            step = _Step(sum(nbytes for _, nbytes in self.made.get(op, ())), 0, item.part)
-            step.partial_sums = self.partial_sums.get(op, ())
-            step.sums = self.ops[op].sums
-            for storage in self.touched[op]:
-                left[storage, item.part] -= 1
-                if (storage, item.part) not in inside:
-                    step.lasting.append(storage)
-                elif not left[storage, item.part]:
-                    step.down -= self.nbytes[storage]
-            if not result or not result[-1].take(step):
-                result.append(step)
-        return result
-
-    def gone(self, storage: Storage, microbatch: int) -> int:
-        """Count a use that is over; the bytes that go if it was the last."""
-        key = (storage, microbatch)
-        left = self.left.pop(key, self.uses[storage]) - 1
-        if left:
-            self.left[key] = left
-        return 0 if left or is_external(storage[1]) else self.nbytes[storage]  # what is given stays
-
-    def become_one(self, group: str, at: str) -> None:
-        """Gradients of tied parameters are one before they are summed; where none is, zeros."""
-        names = [parameter.name for parameter in self.tied.get(group, ())]  # none of the loss
-        begun = self.begun.intersection(names)
-        if names and len(begun) != 1:
-            nbytes = self.tied[group][-1].grad_nbytes
-            self.keep(nbytes, at)
-            self.keep(-len(begun) * nbytes, at)
-            self.begun -= begun
-            self.begun.add(names[0])
+    for instruction in plan.orders[rank]:
+        peak = 0
+        if instruction.kind is InstructionKind.RECV:
+            memory.post(int(instruction.ref))
+        elif instruction.kind is InstructionKind.SENT:
+            memory.sent(int(instruction.ref), instruction.microbatches[0])
+        else:
+            window = plan.windows[str(instruction.ref)]
+            stretches, after = cut(window.name)
+            nothing = [0.0] * len(window.items)
+            changes = memory.run(window, instruction.microbatches, stretches, nothing)
+            for change, op in zip(changes, after, strict=True):
+                if change is not None:
+                    peak = max(peak, memory.bytes_held + change.peak)
+                    memory.bytes_held += change.end
+                if op is not None and op.target == WAIT:
+                    memory.reduced(sums[op.uses[0]])
+                elif op is not None:
+                    peak = max(peak, memory.reduce(op))
+        highest = max(highest, (max(peak, memory.bytes_held), str(instruction)), key=lambda one: one[0])
+    return highest

@@ -124,7 +124,7 @@ def placement_faults(plan: Plan) -> list[Fault]:
     size = job.size(TENSOR)
     if size == 1:
         return []
-    placers = placers_of(TENSOR, size, shards_of(job, TENSOR), exact=False)
+    placers = placers_of(TENSOR, size, shards_of(job, TENSOR))
     specs = given_specs(job)
     stages, programs = zip(*programs_of(job), strict=True)
     troubles = place_all(programs, placers, specs)

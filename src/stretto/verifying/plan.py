@@ -13,7 +13,7 @@ from stretto.ir.plan import Plan
 from stretto.ir.references import broken_references
 from stretto.verifying.calls import repeat_faults, saved_faults
 from stretto.verifying.communication import communication_faults
-from stretto.verifying.communicators import communicator_faults, cost_faults
+from stretto.verifying.communicators import communicator_faults
 from stretto.verifying.fault import Fault
 from stretto.verifying.messages import deadlock_faults, message_faults
 from stretto.verifying.ops import op_faults
@@ -35,7 +35,6 @@ PROOFS: tuple[Callable[[Plan], Iterable[Fault]], ...] = (
     message_faults,
     communicator_faults,
     sum_faults,
-    cost_faults,
 )
 """What is proved of a plan whose references and actions are sound; all of them always run."""
 

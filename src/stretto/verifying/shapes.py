@@ -17,22 +17,21 @@ Communication is for `stretto.verifying.communication`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from stretto.backend.dispatch_adapter import refused
+from stretto.backend.dispatch_adapter import no_elements, refused
 from stretto.ir.action import Phase
 from stretto.ir.dims import operands
 from stretto.ir.flow import given_specs
+from stretto.ir.parameters import strides_of
 from stretto.ir.plan import Plan
 from stretto.ir.prices import Specs, signature, specs_of
 from stretto.ir.program import CHUNK, GETITEM, Arg, Const, Job, Op, Ref, TensorSpec
 from stretto.ir.storage import is_expanded
-from stretto.verifying.fake_adapter import no_elements
 from stretto.verifying.fault import Fault
 
 Given = tuple[TensorSpec | None, ...]
@@ -84,7 +83,7 @@ def _cut(op: Op, specs: Specs) -> str:
     source, made = specs.get(next(iter(op.uses), "")), op.outputs[0]
     if source is None or made is None or len(source.shape) != len(made.shape):
         return ""  # a fault of its form
-    like = TensorSpec(made.shape, made.dtype, _steps(source))
+    like = TensorSpec(made.shape, made.dtype, strides_of(source))
     return "" if _laid_out(made) == _laid_out(like) else f"is {made}, but a part of {source} is {like}"
 
 
@@ -123,16 +122,9 @@ def _trouble(op: Op, specs: Specs, device: str) -> str:
     return ""
 
 
-def _steps(spec: TensorSpec) -> tuple[int, ...]:
-    """The strides, also of a contiguous tensor."""
-    if spec.stride is not None:
-        return spec.stride
-    return tuple(math.prod(spec.shape[at + 1 :]) for at in range(len(spec.shape)))
-
-
 def _laid_out(spec: TensorSpec) -> tuple[int, ...]:
     """The strides of the dims that have several elements; those of others mean nothing."""
-    return tuple(step for length, step in zip(spec.shape, _steps(spec)) if length > 1)
+    return tuple(step for length, step in zip(spec.shape, strides_of(spec)) if length > 1)
 
 
 def _counts(job: Job) -> Iterator[Fault]:

@@ -26,7 +26,7 @@ from stretto.ir.axes import PIPELINE, Sums, sums_of
 from stretto.ir.plan import LOSS, ItemKind, Plan
 from stretto.ir.program import DTYPE_BYTES, GRAD, STEP_LOSS, WAIT, Op, TensorSpec
 from stretto.ir.transfers import reduced_bytes, tied_ranks
-from stretto.verifying.communicators import TIED, reduces_loss
+from stretto.schedule.sums import TIED, reduces_loss
 from stretto.verifying.fault import Fault
 from stretto.verifying.trace import Event, EventKind, last_runs, trace_of
 
@@ -262,7 +262,7 @@ def _needed(plan: Plan, rank: int, tied: dict[str, tuple[int, ...]]) -> dict[str
         if rank in tied.get(name, ()):
             axes.append(TIES)
         axes += [axis for axis in plan.job.data_axes if axis not in axes and axis not in sharded[name]]
-    return result | ({STEP_LOSS: [LOSS]} if reduces_loss(plan) else {})
+    return result | ({STEP_LOSS: [LOSS]} if reduces_loss(plan.job, plan.ranks) else {})
 
 
 def _last_adds(plan: Plan, rank: int) -> dict[str, Position]:

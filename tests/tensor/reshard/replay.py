@@ -70,11 +70,11 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
             if rank in tensor.source.ranks and not tensor.source.partial_axes:
                 assert not _shares(tensor.source.regions(tensor.shape)[rank], one.region), "has it already"
             arrive(one.tensor, rank, one.region, values.copy())
-    zeros = set(plan.zeros)
     for tensor_index, each in enumerate(got):
+        zeros = tensors[tensor_index].targets[0].zero_ranks()
         for arrays, counts in zip(each, times[tensor_index]):
             for rank, array in arrays.items():
-                if (tensor_index, rank) in zeros:
+                if rank in zeros:
                     assert (counts[rank] == 0).all()
                     array[...] = 0
                 else:
@@ -84,12 +84,12 @@ def replayed(plan: ReshardPlan, tensors: Sequence[Tensor]) -> list[list[dict[int
 
 def check_values(plan: ReshardPlan, tensors: Sequence[Tensor]) -> None:
     """Every rank has, after the plan, exactly what its target layout says."""
-    for index, (tensor, each) in enumerate(zip(tensors, replayed(plan, tensors))):
+    for tensor, each in zip(tensors, replayed(plan, tensors)):
         unsharded = np.arange(math.prod(tensor.shape), dtype=np.int64).reshape(tensor.shape) + 7
         for target, arrays in zip(tensor.targets, each):
             for rank, region in target.regions(tensor.shape).items():
                 wanted = unsharded[tuple(slice(*ends) for ends in region)]
-                zero = (index, rank) in plan.zeros
+                zero = rank in tensor.targets[0].zero_ranks()
                 np.testing.assert_array_equal(arrays[rank], 0 * wanted if zero else wanted)
 
 

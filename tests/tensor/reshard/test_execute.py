@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import stretto
+from stretto.tensor.clip import layout_on
 from stretto.tensor.dtensor_adapter import new_spec, wrapped
-from stretto.tensor.layout import layout_of
 from stretto.tensor.reshard.tasks import MODES
 from tests.tensor.world import all_end_well
 
@@ -37,7 +37,7 @@ def ranged(shape: Sequence[int], dtype: torch.dtype = torch.float64) -> torch.Te
 def laid_out(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """A tensor so placed, made without what is tested: of a sum over an axis, its ranks have 1, 2, 3 .. times
     `full`."""
-    layout = layout_of(mesh, placements)
+    layout = layout_on(mesh, tuple(placements))
     where = layout.coordinate(dist.get_rank())
     local = full.new_empty(0)
     if where is not None:
@@ -60,7 +60,7 @@ def expected_part(
     target: tuple[DeviceMesh, Sequence[Placement]],
 ) -> torch.Tensor | None:
     """What this rank must keep in the end; None off the mesh. A sum that stays keeps its terms."""
-    layout = layout_of(*target)
+    layout = layout_on(target[0], tuple(target[1]))
     where, region = layout.coordinate(dist.get_rank()), layout.region(tuple(full.shape), dist.get_rank())
     if where is None or region is None:
         return None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from stretto.ir.dim_rules import Dims
 from stretto.ir.dims import operands
 from stretto.ir.op_names import COPIES, POINTWISE, SUMS
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, Op, TensorSpec
-from stretto.passes.layout.op_groups import KEEP_PARTIAL, SAME_DATA
+from stretto.passes.layout.op_groups import KEEP_PARTIAL, SAME_DATA, ZEROS
 from stretto.passes.layout.placement import AxisPlacement, fits, sharded, viewed
 from stretto.passes.layout.program import StepProgram
 from stretto.passes.layout.rules import rule_of
@@ -19,19 +20,32 @@ MOST_OPS = 200
 """Ops that a look ahead passes. Assumed: a sum meets what it is added to within a layer."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpReads:
+    """What an op reads: its operands, their specs, and its row in the table of dims. A view has none here."""
+
+    names: tuple[str, ...]
+    specs: tuple[TensorSpec, ...]
+    rule: Dims | None
+
+
 @dataclass(slots=True)
 class Ahead:
     """Of the global program. size: of the axis. made: value -> the op that makes it; uses: the ops that
-    read it; specs: of what no op makes, and of values that are decomposed."""
+    read it; needed: values of roots; specs: of what no op makes, and of values that are decomposed."""
 
     program: StepProgram
     size: int
     specs: dict[str, TensorSpec]
     made: dict[str, Op] = field(init=False)
     uses: dict[str, list[Op]] = field(init=False)
+    needed: frozenset[str] = field(init=False)
+    _reads: dict[str, OpReads | None] = field(default_factory=dict, init=False)
+    _bytes: dict[str, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.made = {op.name: op for op, _ in self.program.ops}
+        self.needed = frozenset(self.program.roots.values())
         self.uses = defaultdict(list)
         for op, _ in self.program.ops:
             for name in op.uses:
@@ -45,6 +59,15 @@ class Ahead:
         if op.target == GETITEM:
             return self.made[op.args[0].name].outputs[op.args[1]]
         return op.outputs[0] if len(op.outputs) == 1 else None
+
+    def reads(self, op: Op) -> OpReads | None:
+        """None where an operand is no tensor. Each op is asked for several times, and answered once."""
+        if op.name not in self._reads:
+            names = operands(op)
+            specs = tuple(spec for spec in map(self.spec, names) if spec is not None)
+            rule = None if op.target in VIEW_OPS or len(specs) < len(names) else rule_of(op, specs)
+            self._reads[op.name] = OpReads(names, specs, rule) if len(specs) == len(names) else None
+        return self._reads[op.name]
 
     def wanted(self, wanted: Mapping[str, AxisPlacement]) -> dict[str, AxisPlacement]:
         """Placements that roots are to have -> those, and what follows for what they are views, copies and
@@ -67,26 +90,60 @@ class Ahead:
 
     def before(self, op: Op, at: AxisPlacement) -> Iterator[tuple[str, AxisPlacement]]:
         """How operands are placed where the op's result is sharded so."""
-        names, made = operands(op), op.outputs[0]
-        specs = [self.spec(name) for name in names]
-        one = at.is_sharded and at.copies == 1
-        if made is None or any(spec is None for spec in specs) or not one:
+        made, reads = op.outputs[0], self.reads(op)
+        if made is None or reads is None or not at.is_sharded or at.copies > 1:
             return
-        known = [spec for spec in specs if spec is not None]
         if op.target in VIEW_OPS:
-            placement = viewed(at, made.shape, known[0].shape, self.size)
+            placement = viewed(at, made.shape, reads.specs[0].shape, self.size)
             if placement is not None:
-                yield names[0], placement
+                yield reads.names[0], placement
             return
-        rule = rule_of(op, known)
+        rule = reads.rule
         if rule is None or at.dim >= len(rule.outputs[0]):
             return
         label = rule.outputs[0][at.dim]
-        for name, labels, spec in zip(names, rule.inputs, known, strict=True):
+        for name, labels, spec in zip(reads.names, rule.inputs, reads.specs, strict=True):
             if label is not None and label in labels and label not in rule.full:
                 placement = sharded(labels.index(label), at.blocks)
                 if fits(placement, spec.shape, self.size):
                     yield name, placement
+
+    def is_summed_later(self, name: str, is_scattered: Callable[[str], bool]) -> bool:
+        """Whether a sum takes fewer bytes behind linear ops that read it than where it is, as that of what
+        experts make of a token, behind its weights. is_scattered: of a value whose sum would be."""
+        return self._bytes_summed(name, is_scattered) < self._own_bytes(name, is_scattered)
+
+    def _own_bytes(self, name: str, is_scattered: Callable[[str], bool]) -> int:
+        spec = self.spec(name)
+        assert spec is not None, f"{name} is no tensor"
+        return spec.nbytes if is_scattered(name) else 2 * spec.nbytes
+
+    def _bytes_summed(self, name: str, is_scattered: Callable[[str], bool]) -> int:
+        """The fewest bytes in which a partial sum becomes full: its own, or those of all that ops make of it
+        that are linear in it."""
+        if name not in self._bytes:
+            own, uses = self._own_bytes(name, is_scattered), self.uses.get(name, ())
+            if uses and name not in self.needed and all(self._is_linear(op, name) for op in uses):
+                own = min(own, sum(self._bytes_summed(op.name, is_scattered) for op in uses))
+            self._bytes[name] = own
+        return self._bytes[name]
+
+    def _is_linear(self, op: Op, name: str) -> bool:
+        """Whether a partial sum of that operand makes one of the result, without a product of matrices."""
+        reads, spec = self.reads(op), self.spec(name)
+        if reads is None or spec is None or op.flops or len(op.outputs) != 1:
+            return False
+        made = op.outputs[0]
+        if made is None or made.dtype != spec.dtype:
+            return False
+        if op.target in VIEW_OPS:
+            return True
+        for together in () if reads.rule is None else reads.rule.linear:
+            of = {reads.names[k] for k in together}
+            makers = (self.made.get(other) for other in of - {name})
+            if name in of and all(maker is not None and maker.target in ZEROS for maker in makers):
+                return all(reads.names[k] != name or k in together for k in range(len(reads.names)))
+        return False
 
     def best(
         self,
@@ -112,24 +169,29 @@ class Ahead:
             if op.target == GETITEM or op.name in placed or op.name in seen or len(seen) > MOST_OPS:
                 continue
             seen.add(op.name)
-            names = operands(op)
-            specs = [self.spec(each) for each in names]
-            if any(spec is None for spec in specs):
+            reads = self.reads(op)
+            if reads is None:
                 continue
-            known = [spec for spec in specs if spec is not None]
-            rule = None if op.target in VIEW_OPS else rule_of(op, known)
-            if rule is not None:
-                mine = rule.inputs[names.index(name)]
-                for other, labels in zip(names, rule.inputs, strict=True):
+            if reads.rule is not None:
+                mine = reads.rule.inputs[reads.names.index(name)]
+                for other, labels in zip(reads.names, reads.rule.inputs, strict=True):
                     at = placed.get(other)
                     if other == name or at is None or not at.is_sharded or at.copies > 1 or other in fixed:
                         continue
                     label = labels[at.dim] if at.dim < len(labels) else None
-                    if label is not None and label in mine and label not in rule.full:
+                    if label is not None and label in mine and label not in reads.rule.full:
                         return sharded(mine.index(label), at.blocks)
-            if (op.target in KEEP_PARTIAL or op.target in POINTWISE) and len(op.outputs) == 1:
-                after = asked.get(op.name) or self._best(op.name, placed, asked, fixed, seen)
+            if op.target not in KEEP_PARTIAL and op.target not in POINTWISE:
+                continue
+            for made in self._results(op):
+                after = asked.get(made) or self._best(made, placed, asked, fixed, seen)
                 result = after and dict(self.before(op, after)).get(name)
                 if result:
                     return result
         return None
+
+    def _results(self, op: Op) -> list[str]:
+        """The values that an op makes."""
+        if len(op.outputs) == 1:
+            return [op.name]
+        return [use.name for use in self.uses.get(op.name, ()) if use.target == GETITEM]

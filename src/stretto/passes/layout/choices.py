@@ -24,7 +24,7 @@ from stretto.passes.layout.placement import (
     sharded,
     viewed,
 )
-from stretto.passes.layout.rules import RULES, Choice, OpGiven, Rule, full, rule_of
+from stretto.passes.layout.rules import RULES, Choice, OpGiven, Rule, full
 from stretto.passes.layout.shared_heads import SHARED, along_shared, along_two
 from stretto.passes.layout.values import Values
 
@@ -61,10 +61,11 @@ class OpChoices:
         if op.target in VIEW_OPS:
             yield from self._view(op, names[0])
             return
-        rule = rule_of(op, given.specs)
-        if rule is None:
+        reads = self.ahead.reads(op)
+        if reads is None or reads.rule is None:
             return
-        yield from self._partial(op, rule, given)
+        rule = reads.rule
+        yield from self._partial(op, names, rule, given)
         yield from along_two(op, rule, given)
         for label, blocks, copies in dict.fromkeys(self._labels(op, names, rule)):
             if copies > 1:
@@ -75,7 +76,11 @@ class OpChoices:
     def wish(self, name: str) -> AxisPlacement | None:
         """How a partial sum is best scattered; None where it is best summed."""
         at = self.asked.get(name) or self.ahead.best(name, self.values.placed, self.asked, self.values.fixed)
-        return at if at is not None and fits(at, self.values.spec[name].shape, self.size) else None
+        spec = self.ahead.spec(name)
+        return at if at is not None and spec is not None and fits(at, spec.shape, self.size) else None
+
+    def _is_summed_later(self, name: str) -> bool:
+        return self.ahead.is_summed_later(name, lambda value: self.wish(value) is not None)
 
     def _known(self, name: str) -> Iterator[AxisPlacement]:
         """Placements that an operand has, or may have where its sum is scattered."""
@@ -95,15 +100,16 @@ class OpChoices:
             if after is not None and (after.within is None or self.of_time is None):
                 yield Choice((at,), (after,))
 
-    def _partial(self, op: Op, rule: Dims, given: OpGiven) -> Iterator[Choice]:
+    def _partial(self, op: Op, names: Sequence[str], rule: Dims, given: OpGiven) -> Iterator[Choice]:
         """Partial sums of operands in which the op is linear make partial sums."""
         same = all(spec is None or spec.dtype == given.specs[0].dtype for spec in op.outputs)
         # Sums are taken in the dtype of what is added.
         keeps = op.target in KEEP_PARTIAL and (same or op.name in self.summed_later)
         for together in rule.linear:
             sums = {k for k in together if given.placements[k].is_sum}
+            later = same and not op.flops and all(self._is_summed_later(names[k]) for k in sums)
             shared = sums == together and all(given.placements[k] == SHARED_SUM for k in sums)
-            if sums and (keeps or shared):
+            if sums and (keeps or shared or later):
                 inputs = tuple(
                     given.placements[k] if k in sums else PARTIAL if k in together else REPLICATED
                     for k in range(len(given.specs))

@@ -73,30 +73,30 @@ def in_chunks(
     program: StepProgram,
     blocks: Sequence[str],
     degree: int,
-    *,
-    tails: Collection[str] = (),
-    multiple: int = 1,
+    ranks: int,
     may_be_partial: frozenset[str] = frozenset(),
 ) -> ChunkedProgram:
-    """See the module. tails: norms behind the last block, up to which chunks go. multiple: of which lengths
-    of chunks are multiples. Raises UsageError for a sequence that is too short, and MisfitError."""
+    """See the module. ranks: with sequence parallelism, those that share each chunk, and go on with it up to
+    the norm behind the last block. Raises UsageError for a sequence that is too short, and MisfitError."""
     stream = stream_into(program, blocks[0])
     if stream is None:
         raise UsageError(
             f"ampipe_degree = {degree} cuts the sequence where it enters {blocks[0]}, which reads no "
             "activation (batch, sequence, hidden) that a module before it has made: leave ampipe_degree out"
         )
-    least = max(2, multiple)
+    least = max(2, ranks)
     if stream.length < least * degree:
-        fewer = "two tokens" if multiple == 1 else f"{multiple} tokens, one of each rank"
+        fewer = "two tokens" if ranks == 1 else f"{ranks} tokens, one of each rank"
         raise UsageError(
             f"ampipe_degree = {degree} cuts a sequence of {stream.length} into chunks of less than {fewer}; "
             f"give {max(stream.length // least, 1)} or less"
         )
     check_draws((op for op, _ in program.ops), "ampipe_degree")
-    lengths = [multiple * n for n in lengths_of(stream.length // multiple, degree)]
+    lengths = [ranks * n for n in lengths_of(stream.length // ranks, degree)]
     unit = gcd(*lengths)
-    region = _Region(program, (*blocks, *tails), stream)
+    region = _Region(program, blocks, stream)
+    if ranks > 1:
+        region = region.with_norm_behind()
     wishes = region.wishes()
     made = shard(program, AXIS, stream.length // unit, {}, wishes, may_be_partial, IN_CHUNKS)
     unrolled = unroll(made, AXIS, [length // unit for length in lengths])
@@ -106,27 +106,35 @@ def in_chunks(
 
 
 class _Region:
-    """The ops of the blocks: the forward's, and the backward's, each from the first to the last."""
+    """The ops of the blocks: the forward's, and the backward's, each from the first to the last. leaving:
+    what leaves them of the stream's shape; "" for nothing."""
 
     def __init__(self, program: StepProgram, modules: Sequence[str], stream: Stream) -> None:
-        ops = [op for op, _ in program.ops]
-        self.stream = stream
-        self.made = {op.name: op for op in ops}
+        self.program, self.modules, self.stream = program, tuple(modules), stream
+        self.made = {op.name: op for op, _ in program.ops}
         self.forward = [op for op, origin in program.ops if not origin.backward]
         self.backward = [op for op, origin in program.ops if origin.backward]
-        self.modules = tuple(modules)
+        self.leaving = next(filter(self._is_like_stream, self._left()), "")
+
+    def _left(self) -> list[str]:
+        """What the forward of the blocks makes for others alone."""
+        _, inside, after = self._parts(self.forward)
+        own = {op.name for op in inside} - {name for op in inside for name in op.uses}
+        return list(dict.fromkeys(name for op in after for name in op.uses if name in own))
+
+    def with_norm_behind(self) -> _Region:
+        """Up to the module that is given what leaves the blocks, where it makes the like of it."""
+        _, _, after = self._parts(self.forward)
+        behind = next((op.module for op in after if self.leaving in op.uses), "")
+        if not behind or any(_names(self.modules[0], (behind,))):
+            return self
+        wider = _Region(self.program, (*self.modules, behind), self.stream)
+        return wider if wider.leaving else self
 
     def wishes(self) -> Mapping[str, AxisPlacement]:
         """Steps 1 and 3."""
         result = {self.stream.name: sharded(SEQUENCE_DIM)}
-        before, inside, after = self._parts(self.forward)
-        read = {name for op in inside for name in op.uses}
-        own = {op.name for op in inside}
-        self.leaving = ""
-        for name in {name: None for op in after for name in op.uses if name in own - read}:
-            result[name] = REPLICATED
-            if self._is_like_stream(name):
-                self.leaving = name
+        result |= dict.fromkeys(self._left(), REPLICATED)
         before, inside, after = self._parts(self.backward)
         outside = {op.name for op in before}
         for name in {name: None for op in inside for name in op.uses if name in outside}:

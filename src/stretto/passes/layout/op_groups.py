@@ -34,3 +34,6 @@ LIKE = names("zeros_like ones_like empty_like full_like")
 
 NEW = names("new_zeros new_ones new_empty new_full new_empty_strided")
 """A number everywhere, in a shape of its own."""
+
+ZEROS = names("new_zeros zeros_like zeros")
+"""Which may as well be what a rank adds to a sum."""

@@ -197,16 +197,19 @@ class _Walk:
         values.add(op.name, op.outputs[0], made[0], choice.outputs[0])
         if op.target in SAME_DATA and names[0] in values.fixed:
             values.fixed[op.name] = None
-        self._as_asked(op.name, choice.at_once)
+        if self._as_asked(op.name):
+            return
+        if choice.at_once and choice.outputs[0].is_partial:
+            scattered = self.choices.wish(op.name) if choice.outputs[0].is_sum else None
+            values.place(op.name, scattered or REPLICATED)
 
-    def _as_asked(self, name: str, at_once: bool) -> None:
-        values, at = self.values, self.values.placed[name]
+    def _as_asked(self, name: str) -> bool:
+        """What reads a stream reads its slices; what enters a mixture is gathered once."""
         wish = self.asked.get(name)
-        if wish is not None and not at.is_partial:
-            values.place(name, wish, only=True)  # what reads a stream reads its slices
-        elif at_once and at.is_partial:
-            scattered = self.choices.wish(name) if at.is_sum else None
-            values.place(name, scattered or REPLICATED)
+        if wish is None or self.values.placed[name].is_partial:
+            return False
+        self.values.place(name, wish, only=True)
+        return True
 
     def _note_gathered(self, op: Op, names: Sequence[str]) -> None:
         activations = [name for name in names if not name.startswith(PARAM)]
@@ -220,7 +223,7 @@ class _Walk:
             name = self.taken.get((op.name, k), "")
             if name and spec is not None:
                 self.values.add(name, spec, self.out.emit(GETITEM, Ref(made), k, name=name), at)
-                self._as_asked(name, False)
+                self._as_asked(name)
             self.parts[op.name].append(name)
 
     def _decomposed(self, op: Op, names: Sequence[str]) -> bool:
@@ -305,6 +308,9 @@ class _Walk:
                 partial.add(root)
             if self.out.cost_bytes(self.values.source(value, want), want, 1) == math.inf:
                 raise MisfitError(f"{root} is {placed[value]}, and is to be {want}")
+            self.out.origin, self.out.module = self.values.origins.get(
+                value, (self.out.origin, self.out.module)
+            )
             roots[root] = self.values.form(value, want)
         return roots, frozenset(partial)
 

@@ -1,4 +1,7 @@
-"""Rules for slices that several ranks share: fewer heads of keys than ranks.
+"""Slices that several ranks share: fewer heads of keys than ranks.
+
+Where code views the features that a parameter makes as heads, of which there are fewer than ranks, `copies`
+ranks in a row have the same head (`copies_of`). No name says so; the views of the trace do.
 
 Forward, each of `copies` ranks has the same head. Where heads are repeated, each has those repetitions that
 its own queries read. Backward, each has a partial sum of its head's gradient, which ops keep that are linear
@@ -7,12 +10,17 @@ in it; a sum over all heads is a partial sum over all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from stretto.ir.dim_rules import SUMMED, Dims, results_along
-from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD
+from stretto.ir.dims import operands
+from stretto.ir.op_names import ATTENTION, ATTENTION_BACKWARD, COPIES, SUMS
+from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import Op
+from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.op_groups import SAME_DATA
 from stretto.passes.layout.placement import (
     PARTIAL,
     REPLICATED,
@@ -22,6 +30,35 @@ from stretto.passes.layout.placement import (
     sharded,
 )
 from stretto.passes.layout.rules import Choice, OpGiven, Rule, rule_of
+
+
+def copies_of(ahead: Ahead, parameter: str, placement: AxisPlacement) -> int:
+    """How many ranks have the same of what a parameter makes, so that each has full heads. Heads are the
+    first dim into which the first view that takes the features apart cuts them."""
+    name, dim = parameter, placement.dim
+    while placement.blocks == 1:
+        op = next((op for op in ahead.uses.get(name, ()) if op.target in FOLLOWED), None)
+        made = None if op is None else op.outputs[0]
+        if op is None or made is None:
+            break
+        specs = [spec for each in operands(op) if (spec := ahead.spec(each)) is not None]
+        if op.target in VIEW_OPS:
+            before, shape = specs[0].shape, made.shape
+            rows = math.prod(before[:dim])
+            dims = [d for d in range(len(shape)) if math.prod(shape[:d]) == rows]
+            if not dims:
+                break
+            if shape[dims[0]] != before[dim]:
+                return ahead.size // math.gcd(ahead.size, shape[dims[0]])
+            dim = dims[0]
+        else:
+            rule = rule_of(op, specs)
+            label = None if rule is None else rule.inputs[operands(op).index(name)][dim]
+            if rule is None or label is None or label not in rule.outputs[0]:
+                break
+            dim = rule.outputs[0].index(label)
+        name = op.name
+    return 1
 
 
 def along_shared(
@@ -98,6 +135,9 @@ def _attention(op: Op, given: OpGiven) -> Iterator[Choice]:
     if all(spec is None or fits(place, spec.shape, given.size) for place, spec in fitting):
         yield Choice(inputs, tuple(outputs))
 
+
+FOLLOWED = VIEW_OPS | SAME_DATA | COPIES | SUMS | {f"aten.{name}.default" for name in ("mm", "bmm", "addmm")}
+"""From a parameter to its features' heads."""
 
 SHARED: dict[str, Rule] = {
     "aten.expand.default": _repeated,

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stretto.ir.dims import operands
+from stretto.ir.op_names import COPIES, POINTWISE
 from stretto.ir.program import Op, TensorSpec
 from stretto.passes.layout.emit import Emitter, MisfitError
-from stretto.passes.layout.op_groups import SAME_DATA
-from stretto.passes.layout.placement import REPLICATED, AxisPlacement, local_shape
+from stretto.passes.layout.op_groups import SAME_DATA, ZEROS
+from stretto.passes.layout.placement import PARTIAL, REPLICATED, AxisPlacement, local_shape
 from stretto.passes.layout.program import Origin
 from stretto.passes.layout.rules import emit_op, full
 
@@ -47,6 +48,9 @@ class Values:
         self.spec[value], self.placed[value], self.forms[value] = spec, at, {at: local}
         self.local[local] = at
         self.origins[value] = self.out.origin, self.out.module
+        maker = self.made.get(value)
+        if at == REPLICATED and maker is not None and maker.target in ZEROS:
+            self.forms[value][PARTIAL] = local
 
     def same(self, name: str, value: str) -> None:
         """Another name for a value."""
@@ -61,12 +65,12 @@ class Values:
             maker, module = self.origins.get(name, now)
             self.out.origin, self.out.module = now[0]._replace(segment=maker.segment), module
             source = self.source(name, at)
-            base = self._viewed_from(name) if at == REPLICATED and source.is_sharded else None
-            if base is None:
+            op = self._made_again(name) if at == REPLICATED and source.is_sharded else None
+            if op is None:
                 forms[at] = self.out.converted(forms[source], source, at, self.spec[name].shape)
             else:
-                op = self.made[name]
-                (forms[at],) = emit_op(full(op), self.out.size)(self.out, op, [self.form(base, REPLICATED)])
+                given = [self.form(each, REPLICATED) for each in operands(op)]
+                (forms[at],) = emit_op(full(op), self.out.size)(self.out, op, given)
             self.out.origin, self.out.module = now
             self.local[forms[at]] = at
         return forms[at]
@@ -89,25 +93,49 @@ class Values:
 
     def cost(self, name: str, at: AxisPlacement) -> float:
         """Bytes that a rank sends for a form."""
-        base: str | None = name
-        while at == REPLICATED and base is not None and REPLICATED not in self.forms[base]:
-            base = self._viewed_from(base)
-        if at == REPLICATED and base is not None:
-            return 0.0  # it is a view of what was gathered
+        op = self._made_again(name) if at == REPLICATED and at not in self.forms[name] else None
+        return self._sent(name, at) if op is None else self._sent_above(op)
+
+    def _sent(self, name: str, at: AxisPlacement) -> float:
         source = self.source(name, at)
         cost = self.out.cost_bytes(source, at, self.spec[name].nbytes)
         return cost * STAYS if name in self.fixed and source != at else cost
+
+    def _sent_above(self, op: Op) -> float:
+        """Bytes for all that an op reads in full."""
+        result = 0.0
+        for name in dict.fromkeys(operands(op)):
+            while REPLICATED not in self.forms[name]:
+                above = self.made.get(name)
+                if above is None or not self._is_copied(above):
+                    break
+                name = operands(above)[0]
+            result += self._sent(name, REPLICATED)
+        return result
 
     def sends(self, names: Sequence[str], inputs: Sequence[AxisPlacement]) -> bool:
         """Whether ranks send anything for operands that are placed so."""
         pairs = dict.fromkeys(zip(names, inputs, strict=True))
         return any(self.cost(name, at) > 0 and self.source(name, at) != REPLICATED for name, at in pairs)
 
-    def _viewed_from(self, name: str) -> str | None:
-        """What a sharded value is a view of, where that is sharded as well."""
-        op = self.made.get(name)
-        if op is None or op.target not in SAME_DATA or len(op.outputs) != 1:
+    def _made_again(self, name: str) -> Op | None:
+        """The op by which a sharded value is best made once more in full: a view or a copy of what is
+        gathered above it, or element by element of what has fewer bytes, or is at hand."""
+        op, at = self.made.get(name), self.placed.get(name)
+        if op is None or at is None or not at.is_sharded or self._is_copied(op):
+            return op if at is not None and at.is_sharded else None
+        if op.target not in POINTWISE or op.random or len(op.outputs) != 1:
             return None
+        given = operands(op)
+        if not given or any(each in self.fixed or each not in self.placed for each in given):
+            return None
+        return op if self._sent_above(op) < self._sent(name, REPLICATED) else None
+
+    def _is_copied(self, op: Op) -> bool:
+        """Whether an op makes a view or a copy of what is sharded as well, or in full."""
+        if op.target not in SAME_DATA | COPIES or len(op.outputs) != 1:
+            return False
         base = operands(op)[0]
         at = self.placed.get(base)
-        return base if at is not None and at.is_sharded and base not in self.fixed else None
+        alike = at is not None and not at.is_partial and base not in self.fixed
+        return alike and self.spec[base].dtype == self.spec[op.name].dtype

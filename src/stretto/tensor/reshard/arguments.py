@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from stretto.errors import UsageError
 from stretto.ir.limits import MOST_RESHARDED
 from stretto.tensor import errors
-from stretto.tensor.clip import layout_on
+from stretto.tensor.clip import mesh_ranks
 from stretto.tensor.layout import Layout, sharded_dim
 from stretto.tensor.reshard.tasks import MODES, Hosts, Mode
 
@@ -126,27 +126,12 @@ def checked_placements(
     placements = [Replicate()] * mesh.ndim if placements is None else placements
     if isinstance(placements, Placement) or not isinstance(placements, Sequence):
         raise UsageError(f"{where}: placements {placements!r}; give a list, one for each axis of the mesh")
-    if len(placements) != mesh.ndim:
-        raise UsageError(
-            f"{where}: mesh {errors.mesh_name(mesh)} has {mesh.ndim} axes, but there are {len(placements)} "
-            f"placements {list(placements)}; give one for each axis"
-        )
-    result: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if type(placement) is Shard:
-            try:
-                result.append(Shard(sharded_dim(placement, shape)))
-            except UsageError as error:
-                raise UsageError(f"{where}, axis {axis} of mesh {errors.mesh_name(mesh)}: {error}") from None
-        elif type(placement) is Replicate or isinstance(placement, Partial):
-            result.append(placement)
-        else:
-            raise UsageError(
-                f"{where}: axis {axis} of mesh {errors.mesh_name(mesh)} has {placement!r}; use Shard(dim), "
-                "Replicate() or Partial()"
-            )
-    layout_on(mesh, tuple(result)).zero_ranks()  # refuses reductions that no value can be laid out for
-    return tuple(result)
+    try:
+        layout = Layout(mesh_ranks(mesh), tuple(placements))
+        layout.zero_ranks()  # refuses reductions that no value can be laid out for
+        return tuple(Shard(sharded_dim(p, shape)) if isinstance(p, Shard) else p for p in layout.placements)
+    except UsageError as error:
+        raise UsageError(f"{where}, to mesh {errors.mesh_name(mesh)}: {error}") from None
 
 
 WRITTEN = re.compile(r"([0-9]{1,12})x([0-9]{1,12}):((?:R|S[01]+)*)")

@@ -24,10 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing
+from stretto.tensor.clip import in_order, is_absent, layout_on, mesh_ranks, nothing, unfilled
 from stretto.tensor.dtensor_adapter import local_of, new_spec, plain_placement, spec_of
 from stretto.tensor.global_tensor import GlobalTensor, as_global, global_tensor, moved_by
-from stretto.tensor.layout import Layout, region_shape
 from stretto.tensor.parts import part_under
 from stretto.tensor.reshard.agree import agreement
 from stretto.tensor.reshard.arguments import Move, check_way, checked_move, checked_moves, text_of
@@ -49,7 +48,7 @@ def between(
     device_type = moves[0].mesh.device_type
     sources = {at: layout_on(x.device_mesh, x.placements) for at, x in tensors.items()}
     targets = [layout_on(move.mesh, move.placements) for move in moves]
-    parts = [_unfilled(tensors[move.tensor], target, device_type) for move, target in zip(moves, targets)]
+    parts = [unfilled(tensors[move.tensor], target, device_type) for move, target in zip(moves, targets)]
     ranks = {rank for layout in (*sources.values(), *targets) for rank in layout.ranks}
     group = lines().group(device_type, sorted(ranks))
     if rank in ranks:
@@ -69,15 +68,6 @@ def between(
             wanted.append([LocalBox(targets[i].region(shape, rank), parts[i]) for i in goes])
         execute(planned.plan, kept, wanted, lines(), group, in_flight_bytes)
     return [_result(tensors[move.tensor], move, part) for move, part in zip(moves, parts)]
-
-
-def _unfilled(x: GlobalTensor, target: Layout, device_type: str) -> torch.Tensor:
-    rank = dist.get_rank()
-    region = target.region(tuple(x.shape), rank)
-    if region is None:
-        return nothing(x.dtype, device_type)
-    make = torch.zeros if rank in target.zero_ranks() else torch.empty
-    return make(region_shape(region), dtype=x.dtype, device=device_type)
 
 
 def _result(x: GlobalTensor, move: Move, part: torch.Tensor) -> GlobalTensor:
@@ -162,9 +152,7 @@ def reshard_all(
     return _agreed(tensors, result, _Way(True, in_flight_bytes, mode))
 
 
-def _redistributed(
-    x: GlobalTensor, mesh: DeviceMesh, placements: Sequence[Placement], async_op: bool
-) -> GlobalTensor:
+def _redistributed(x: GlobalTensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> GlobalTensor:
     """Other placements; on the same mesh by its ranks alone, as DTensor does. Differentiable."""
     if mesh != x.device_mesh:
         return reshard(x, mesh, placements)
@@ -175,7 +163,7 @@ def _redistributed(
         return made
     if not in_order(mesh):
         return reshard(x, mesh, placements)
-    way = _Way(False, IN_FLIGHT_BYTES, "broadcast", async_op)
+    way = _Way(False, IN_FLIGHT_BYTES, "broadcast")
     return _apply([x], (Move(0, mesh, placements),), way)[0]
 
 
@@ -189,7 +177,6 @@ class _Way:
     agreed: bool
     in_flight_bytes: int
     mode: Mode
-    async_op: bool = False
 
 
 def _agreed(tensors: Sequence[DTensor], moves: tuple[Move, ...], way: _Way) -> tuple[GlobalTensor, ...]:
@@ -207,7 +194,13 @@ class _Moves(torch.autograd.Function):
     def forward(ctx: Any, way: _Way, moves: tuple[Move, ...], *tensors: GlobalTensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.way, ctx.moves = way, moves
-        ctx.back = [(x.device_mesh, tuple(map(_placement_back, x.placements))) for x in tensors]
+        ctx.back = [
+            (
+                x.device_mesh,
+                tuple(Replicate() if p.is_partial() else plain_placement(p) for p in x.placements),
+            )
+            for x in tensors
+        ]
         results = _moved(tensors, moves, way)
         wanting = ctx.needs_input_grad[2:]
         ctx.mark_non_differentiable(
@@ -227,7 +220,7 @@ class _Moves(torch.autograd.Function):
             back = _agreed(there, moves, ctx.way)
         else:
             back = tuple(
-                _redistributed(as_global(gradient), move.mesh, move.placements, ctx.way.async_op)
+                _redistributed(as_global(gradient), move.mesh, move.placements)
                 for gradient, move in zip(there, moves)
             )
         sums: list[torch.Tensor | None] = [None] * len(ctx.back)
@@ -237,14 +230,10 @@ class _Moves(torch.autograd.Function):
         return None, None, *sums
 
 
-def _placement_back(placement: Placement) -> Placement:
-    return Replicate() if placement.is_partial() else plain_placement(placement)
-
-
 def _moved(tensors: Sequence[GlobalTensor], moves: Sequence[Move], way: _Way) -> list[GlobalTensor]:
     """Steps 2 to 4, outside autograd."""
     results = {
-        at: _within(tensors[move.tensor], move.mesh, move.placements, way.async_op)
+        at: _within(tensors[move.tensor], move.mesh, move.placements)
         for at, move in enumerate(moves)
         if _stays(tensors[move.tensor], move)
     }
@@ -262,14 +251,12 @@ def _stays(x: GlobalTensor, move: Move) -> bool:
     return same and (in_order(move.mesh) or move.placements == x.placements)
 
 
-def _within(
-    x: GlobalTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], async_op: bool = False
-) -> GlobalTensor:
+def _within(x: GlobalTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> GlobalTensor:
     """Other placements on the tensor's own mesh, or on one that is equal to it."""
     spec = new_spec(mesh, placements, x.shape, x.stride(), x.dtype)
     if is_absent(mesh):
         return global_tensor(nothing(x.dtype, mesh.device_type), spec)
-    return global_tensor(part_under(local_of(x), spec_of(x), placements, async_op), spec)
+    return global_tensor(part_under(local_of(x), spec_of(x), placements), spec)
 
 
 def _reduced(x: GlobalTensor) -> GlobalTensor:

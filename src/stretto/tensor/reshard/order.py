@@ -86,7 +86,7 @@ class SendArranger:
         orders: list[Callable[[], list[int]]] = [partial(self.listed, ways, rule) for rule in RULES]
         orders.append(lambda: in_rounds({i: way.takes for i, way in enumerate(ways)}))
         for order in orders:
-            if meets(best.makespan_us, bound_us):
+            if best.makespan_us <= bound_us * (1 + 1e-9):  # sums of times are rounded
                 break
             best = min(best, self.arrangement(ways, order()), key=lambda one: one.makespan_us)
         return best
@@ -166,11 +166,6 @@ RULES: tuple[Rule, ...] = (
     lambda left, us: (-sum(left), -us),
     lambda left, us: (-sum(left), us),
 )
-
-
-def meets(makespan_us: float, bound_us: float) -> bool:
-    """Whether no better arrangement is left to look for; sums of times are rounded."""
-    return makespan_us <= bound_us * (1 + 1e-9)
 
 
 def in_rounds(takes: Mapping[int, Footprint]) -> list[int]:

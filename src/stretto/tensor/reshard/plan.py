@@ -32,26 +32,10 @@ import networkx as nx
 from stretto.errors import UsageError
 from stretto.tensor.layout import Region
 from stretto.tensor.reshard.order import Arrangement, SendArranger
-from stretto.tensor.reshard.tasks import (
-    MICROSECONDS_PER_S,
-    Copy,
-    Hosts,
-    Mode,
-    Needs,
-    Tensor,
-    UnitTask,
-    needs_of,
-    sends_of,
-)
-
-__all__ = [
-    "Choice",
-    "Hosts",
-    "Mode",
-    "ReshardPlan",
-    "Tensor",
-    "plan_reshards",
-]
+from stretto.tensor.reshard.tasks import MICROSECONDS_PER_S, Copy, Needs, UnitTask, needs_of, sends_of
+from stretto.tensor.reshard.tasks import Hosts as Hosts
+from stretto.tensor.reshard.tasks import Mode as Mode
+from stretto.tensor.reshard.tasks import Tensor as Tensor
 
 PIECE_BYTES = 1 << 20
 """Pieces of a box along a chain, bytes: assumed. Small beside a box, large beside a message's own cost."""
@@ -92,7 +76,6 @@ class ReshardPlan:
     """How one tensor, or several together, come to their target layouts.
 
     transfers: in the order in which every rank does its own. copies: what ranks have already.
-    zeros: (tensor, rank): the rank's target tensor is zeros (a Partial target).
     piece_bytes: along a chain, a receiver hands a box on in pieces of so many bytes.
     makespan_us: predicted, from the first byte sent to the last received. bound_us: no plan takes less.
     full_us: the time of the full tensors over the link of one host, a unit to compare by.
@@ -104,7 +87,6 @@ class ReshardPlan:
     mode: Mode
     transfers: tuple[BoxTransfer, ...]
     copies: tuple[Copy, ...]
-    zeros: tuple[tuple[int, int], ...]
     piece_bytes: int
     makespan_us: float
     bound_us: float
@@ -144,11 +126,40 @@ def plan_reshards(
     bound = bound_us(needs.tasks, hosts)
     arranger = SendArranger(sends_of(needs.tasks, hosts, mode), hosts, piece_bytes)
     if choice == "naive":
-        return _plan(tensors, needs, arranger, arranger.naive(), mode, bound)
-    # a mode may need more of the links than the best one: where it does, that is as far as it gets
-    within_mode = bound_us(arranger.sends, hosts)
-    arranger, result = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
-    return _plan(tensors, needs, arranger, result, mode, bound)
+        found = arranger.naive()
+    else:
+        # a mode may need more of the links than the best one: where it does, that is as far as it gets
+        within_mode = bound_us(arranger.sends, hosts)
+        arranger, found = _cut_if_better(arranger, arranger.balanced(within_mode), needs, mode, within_mode)
+    timeline, times = arranger.walk(found.ways, found.order)
+    transfers = []
+    sent: dict[int, int] = defaultdict(int)
+    received: dict[int, int] = defaultdict(int)
+    for index, (start_us, end_us) in times.items():
+        send, way = arranger.sends[index], found.ways[index]
+        transfers.append(
+            BoxTransfer(send.tensor, send.region, send.nbytes, way.sender, way.receivers, start_us, end_us)
+        )
+        for here, there in pairwise((way.sender, *way.receivers)):
+            if hosts[here] != hosts[there]:
+                sent[hosts[here]] += send.nbytes
+                received[hosts[there]] += send.nbytes
+    full_bytes = sum(math.prod(tensor.shape) * tensor.itemsize_bytes for tensor in tensors)
+    return ReshardPlan(
+        mode=mode,
+        transfers=tuple(transfers),
+        copies=needs.copies,
+        piece_bytes=arranger.piece_bytes,
+        makespan_us=timeline.makespan_us,
+        bound_us=bound,
+        full_us=full_bytes / hosts.link_bytes_per_s * MICROSECONDS_PER_S,
+        tasks=len(needs.tasks),
+        needed_bytes=sum(task.nbytes * len(task.receivers) for task in needs.tasks),
+        bytes_sent=sum(one.nbytes * len(one.receivers) for one in transfers),
+        link_bytes=sum(sent.values()),
+        sent_bytes=dict(sorted(sent.items())),
+        received_bytes=dict(sorted(received.items())),
+    )
 
 
 def _cut_if_better(
@@ -167,47 +178,6 @@ def _cut_if_better(
         if better.makespan_us < found.makespan_us * (1 - PARTS_MUST_SAVE):
             arranger, found = other, better
     return arranger, found
-
-
-def _plan(
-    tensors: Sequence[Tensor],
-    needs: Needs,
-    arranger: SendArranger,
-    found: Arrangement,
-    mode: Mode,
-    bound: float,
-) -> ReshardPlan:
-    timeline, times = arranger.walk(found.ways, found.order)
-    hosts = arranger.hosts
-    transfers = []
-    sent: dict[int, int] = defaultdict(int)
-    received: dict[int, int] = defaultdict(int)
-    for index, (start_us, end_us) in times.items():
-        send, way = arranger.sends[index], found.ways[index]
-        transfers.append(
-            BoxTransfer(send.tensor, send.region, send.nbytes, way.sender, way.receivers, start_us, end_us)
-        )
-        for here, there in pairwise((way.sender, *way.receivers)):
-            if hosts[here] != hosts[there]:
-                sent[hosts[here]] += send.nbytes
-                received[hosts[there]] += send.nbytes
-    full_bytes = sum(math.prod(tensor.shape) * tensor.itemsize_bytes for tensor in tensors)
-    return ReshardPlan(
-        mode=mode,
-        transfers=tuple(transfers),
-        copies=needs.copies,
-        zeros=needs.zeros,
-        piece_bytes=arranger.piece_bytes,
-        makespan_us=timeline.makespan_us,
-        bound_us=bound,
-        full_us=full_bytes / hosts.link_bytes_per_s * MICROSECONDS_PER_S,
-        tasks=len(needs.tasks),
-        needed_bytes=sum(task.nbytes * len(task.receivers) for task in needs.tasks),
-        bytes_sent=sum(one.nbytes * len(one.receivers) for one in transfers),
-        link_bytes=sum(sent.values()),
-        sent_bytes=dict(sorted(sent.items())),
-        received_bytes=dict(sorted(received.items())),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,38 +209,29 @@ def plan_together(
 
     See `plan_reshards` for the rest.
     """
+
+    def planned(joined: frozenset[int]) -> Together:
+        parts: list[tuple[int, tuple[int, ...]]] = []
+        for index, tensor in enumerate(tensors):
+            apart = list(range(len(tensor.targets)))
+            if index in joined:
+                apart = [at for at in apart if tensor.targets[at].partial_axes]
+                parts.append((index, tuple(at for at in range(len(tensor.targets)) if at not in apart)))
+            parts += [(index, (at,)) for at in apart]
+        split = [replace(tensors[at], target=[tensors[at].targets[to] for to in goes]) for at, goes in parts]
+        return Together(plan_reshards(split, hosts, mode, piece_bytes=piece_bytes), tuple(parts))
+
     joined: frozenset[int] = frozenset()
-    result = _planned(tensors, joined, hosts, mode, piece_bytes)
+    result = planned(joined)
     for index, tensor in enumerate(tensors):
         if sum(not target.partial_axes for target in tensor.targets) > 1:
-            other = _planned(tensors, joined | {index}, hosts, mode, piece_bytes)
+            other = planned(joined | {index})
             plan, than = other.plan, result.plan
             is_faster = plan.makespan_us < than.makespan_us * (1 - PARTS_MUST_SAVE)
             is_as_fast = plan.makespan_us <= than.makespan_us * (1 + 1e-9)
             if is_faster or (is_as_fast and plan.link_bytes < than.link_bytes):
                 joined, result = joined | {index}, other
     return result
-
-
-def _planned(
-    tensors: Sequence[Tensor],
-    joined: frozenset[int],
-    hosts: Hosts,
-    mode: Mode,
-    piece_bytes: int,
-) -> Together:
-    parts: list[tuple[int, tuple[int, ...]]] = []
-    for index, tensor in enumerate(tensors):
-        apart = list(range(len(tensor.targets)))
-        if index in joined:
-            apart = [at for at in apart if tensor.targets[at].partial_axes]
-            parts.append((index, tuple(at for at in range(len(tensor.targets)) if at not in apart)))
-        parts += [(index, (at,)) for at in apart]
-    split = [
-        replace(tensors[index], target=[tensors[index].targets[at] for at in targets])
-        for index, targets in parts
-    ]
-    return Together(plan_reshards(split, hosts, mode, piece_bytes=piece_bytes), tuple(parts))
 
 
 Demands = Mapping[frozenset[int], int]

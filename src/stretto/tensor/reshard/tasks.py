@@ -185,42 +185,35 @@ class Copy:
 
     tensor: int
     region: Region
-    nbytes: int
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """All that a reshard must do: tasks that move boxes, copies, and ranks whose target tensor is zeros."""
+    """All that a reshard must do: tasks that move boxes, and copies."""
 
     tasks: tuple[UnitTask, ...]
     copies: tuple[Copy, ...]
-    zeros: tuple[tuple[int, int], ...]
 
 
 def needs_of(tensors: Sequence[Tensor]) -> Needs:
-    """What must move so that each tensor comes to its target.
-
-    zeros of the result: (tensor, rank). Raises UsageError for a Partial source, a shape that is none, or a
-    placement that does not fit the shape.
-    """
+    """What must move so that each tensor comes to its target. Raises UsageError for a Partial source, a shape
+    that is none, or a placement that does not fit the shape."""
     tasks: list[UnitTask] = []
     copies: list[Copy] = []
-    zeros: list[tuple[int, int]] = []
     for index, tensor in enumerate(tensors):
         _check(tensor)
         nothing = tensor.targets[0].zero_ranks()
-        zeros += [(index, rank) for rank in nothing]
         kept = [_tiles(tensor.source, tensor.shape)]
         needed = [_tiles(target, tensor.shape, leave_out=nothing) for target in tensor.targets]
         for tile, needers in _needed(needed):
             for region, owners in _pieces(tile, kept):
                 nbytes = region_count(region) * tensor.itemsize_bytes
-                copies += [Copy(index, region, nbytes, rank) for rank in needers if rank in owners]
+                copies += [Copy(index, region, rank) for rank in needers if rank in owners]
                 receivers = tuple(rank for rank in needers if rank not in owners)
                 if receivers:
                     tasks.append(UnitTask(index, region, nbytes, tuple(sorted(owners)), receivers))
-    return Needs(tuple(tasks), tuple(copies), tuple(zeros))
+    return Needs(tuple(tasks), tuple(copies))
 
 
 def _needed(targets: Sequence[dict[Region, list[int]]]) -> Iterator[tuple[Region, list[int]]]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.synthetic import make_costs, make_job
-from tests.verifying.plans import LOOPED, lowered, rich_job
-
 from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
 from stretto.ir.program import Edge, Job, Op, Ref, Stage
 from stretto.ir.stage_maps import virtual_stages_of
+from stretto.planning.lower import latest_posts, post_positions
 from stretto.planning.make_plan import make_plan
 from stretto.schedule.families import FAMILIES
-from stretto.schedule.posting import latest_posts, post_positions
 from stretto.verifying import plan_faults
 from stretto.verifying.trace import EventKind, trace_of
+from tests.synthetic import make_costs, make_job
+from tests.verifying.plans import LOOPED, lowered, rich_job
 
 
 def job_with_a_value_for_w(stages: int, microbatches: int) -> Job:
