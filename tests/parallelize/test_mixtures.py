@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.capturing import capture
+from stretto.capturing import capture, torch_adapter
 from stretto.config import Parallel
 from stretto.ir.program import Job, Op, Shard
 from stretto.models.build import huggingface_sum
@@ -283,3 +284,18 @@ def test_chunks_gather_each_by_itself() -> None:
     job = captured(model, tp=2, ampipe_degree=2, sequence_parallel=True)
     gathered = [op.outputs[0].shape for op in ops_of(job) if op.target == "comm.all_gather"]  # type: ignore[union-attr]
     assert {shape[1] for shape in gathered if len(shape) == 3} == {3}
+
+
+def test_equal_layers_and_equal_chunks_of_experts_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.Size] = []
+    own = torch_adapter.export_call
+
+    def counted(module: nn.Module, leaves: Sequence[torch.Tensor], mode: Any) -> Any:
+        calls.append(leaves[0].shape)
+        return own(module, leaves, mode)
+
+    monkeypatch.setattr(torch_adapter, "export_call", counted)
+    captured(model_of(FEW), ep=2, dp=2, ampipe_degree=2)
+    assert calls == [(4 * 6, 16)]
+    captured(model_of(FEW), ep=2, dp=2, ampipe_degree=5)
+    assert sorted(calls[1:]) == [(4 * 2, 16), (4 * 3, 16)]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from stretto.backend.dispatch_adapter import named, overload, positional
@@ -112,7 +112,8 @@ def _attention(op: Op, given: OpGiven) -> Iterator[Choice]:
             spec is None or fits(place, spec.shape, given.size)
             for place, spec in zip((*inputs, *outputs), (*given.specs, *op.outputs), strict=True)
         ):
-            yield Choice(inputs, outputs, _one_member)
+            pairs = queries.shape[SEQUENCE] * keys.shape[SEQUENCE]
+            yield Choice(inputs, outputs, partial(_one_member, flops=op.flops // max(pairs, 1)))
 
 
 def _is_padded(op: Op, spec: TensorSpec | None, queries: TensorSpec, size: int) -> bool:
@@ -124,11 +125,12 @@ def _is_padded(op: Op, spec: TensorSpec | None, queries: TensorSpec, size: int) 
     return spec.shape[SEQUENCE] == -(-rows // ROWS_ALIGNED) * ROWS_ALIGNED
 
 
-def _one_member(out: Emitter, op: Op, local: Sequence[str]) -> Sequence[str]:
+def _one_member(out: Emitter, op: Op, local: Sequence[str], flops: int) -> Sequence[str]:
+    """flops: of a query and a key."""
     left = list(local)
     args = [Ref(left.pop(0)) if isinstance(arg, Ref) else arg for arg in op.args]
     kwargs = {key: Ref(left.pop(0)) if isinstance(arg, Ref) else arg for key, arg in op.kwargs}
-    return (out.emit(ATTEND, op.target, *args, name=op.name, kwargs=kwargs, flops=op.flops),)
+    return (out.emit(ATTEND, op.target, *args, name=op.name, kwargs=kwargs, flops=flops),)
 
 
 def _has_later(op: Op, queries: TensorSpec, keys: TensorSpec, values: TensorSpec) -> bool:
@@ -151,13 +153,11 @@ IN_CHUNKS: dict[str, Rule] = dict.fromkeys((*KERNELS, *OF_BACKWARD), _attention)
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """A chunk's attention. call: its arguments by name; results: of the op, by number; ends: behind the last
-    key that it sees."""
+    """A chunk's attention. call: its arguments by name; results: of the op, by number."""
 
     kernel: str
     call: Mapping[str, Arg]
     results: Mapping[int, str]
-    end: int
 
 
 @dataclass(slots=True)
@@ -173,42 +173,38 @@ class AttentionChunks:
         self.forwards[op.name] = [self._forward(op, calls, k) for k in range(len(calls))]
         return [one.results for one in self.forwards[op.name]]
 
-    def backward(
-        self, op: Op, forward: str, calls: Sequence[Mapping[str, Arg]], moves: bool
-    ) -> list[Mapping[int, str]]:
-        """forward: the name of the op that it is of. moves: whether keys are in chunks; else the gradients of
-        keys and values are the addends of chunks."""
+    def backward(self, op: Op, forward: str, calls: Sequence[Mapping[str, Arg]]) -> list[Mapping[int, str]]:
+        """forward: the name of the op that it is of. Of keys and values that are not in chunks, gradients are
+        the addends of chunks."""
         made: list[tuple[str, str, str]] = []
         for k, one in enumerate(self.forwards[forward]):
             target = backward_of(one.kernel)
             results = dict(zip(("out", "logsumexp"), one.results.values(), strict=False))
             draws = [Ref(one.results[at]) for at in DRAWS[one.kernel]]
-            query = self.out.specs[one.call["query"].name]
             given = {
                 **one.call,
                 **{name: Ref(value) for name, value in results.items()},
                 **dict(zip(("philox_seed", "philox_offset"), draws, strict=False)),
                 **dict.fromkeys(("grad_out", "grad_out_"), _gradient(calls[k])),
-                "max_q": query.shape[SEQUENCE],
-                "max_k": one.end,
+                "max_q": self._rows(one.call["query"]),
+                "max_k": self._rows(one.call["key"]),
                 "cum_seq_q": None,
                 "cum_seq_k": None,
                 "grad_input_mask": (True, True, True, False),
             }
-            name = self._call(op, target, given, self._share(calls, k, one.end))
+            name = self._call(op, target, given)
             parts = [self.out.emit(GETITEM, Ref(name), n, name=f"{op.name}_{n}") for n in range(3)]
             made.append((parts[0], parts[1], parts[2]))
-        of_keys = [self._sums([of[n] for of in made], calls, moves) for n in (1, 2)]
+        of_keys = [self._sums([of[n] for of in made], [one["key"] for one in calls]) for n in (1, 2)]
         return [{0: made[k][0], 1: of_keys[0][k], 2: of_keys[1][k]} for k in range(len(calls))]
 
     def _forward(self, op: Op, calls: Sequence[Mapping[str, Arg]], k: int) -> Attended:
         kernel, call = op.args[0], dict(calls[k])
         causal = bool(call["is_causal"])
-        rows = [self.out.specs[one["query"].name].shape[SEQUENCE] for one in calls]
+        rows = [self._rows(one["query"]) for one in calls]
         start, end = sum(rows[:k]), sum(rows[: k + 1])
         for what in ("key", "value"):
             call[what] = Ref(self._seen([one[what].name for one in calls], k, end, causal))
-        length = self.out.specs[call["key"].name].shape[SEQUENCE]
         if causal and start:
             if kernel == CUDNN:
                 kernel = FLASH
@@ -217,24 +213,20 @@ class AttentionChunks:
                 call |= {"is_causal": False, mask: Ref(self._hidden(kernel, call, start, end))}
         if kernel == FLASH:
             call["return_debug_mask"] = False
-        made = self._call(op, kernel, call, self._share(calls, k, length))
+        made = self._call(op, kernel, call)
         wanted = (0, 1, *DRAWS[kernel])
         results = {at: self.out.emit(GETITEM, Ref(made), at, name=f"{made}_{at}") for at in wanted}
-        return Attended(kernel, call, results, length)
+        return Attended(kernel, call, results)
 
-    def _call(self, op: Op, target: str, call: Mapping[str, Arg], share: Fraction) -> str:
+    def _rows(self, x: Arg) -> int:
+        return self.out.specs[x.name].shape[SEQUENCE]
+
+    def _call(self, op: Op, target: str, call: Mapping[str, Arg]) -> str:
         function = overload(target)
         assert function is not None
         args, kwargs = positional(function, call)
-        return self.out.emit(target, *args, name=op.name, kwargs=kwargs, flops=int(op.flops * share))
-
-    def _share(self, calls: Sequence[Mapping[str, Arg]], k: int, seen: int) -> Fraction:
-        """Of all products of queries and keys. seen: the keys that the chunk sees."""
-        rows, keys = (
-            [self.out.specs[one[what].name].shape[SEQUENCE] for one in calls] for what in ("query", "key")
-        )
-        moves = len({one["key"].name for one in calls}) > 1
-        return Fraction(rows[k] * seen, sum(rows) * (sum(keys) if moves else keys[0]))
+        flops = op.flops * self._rows(call["query"]) * self._rows(call["key"])
+        return self.out.emit(target, *args, name=op.name, kwargs=kwargs, flops=flops)
 
     def _seen(self, parts: Sequence[str], k: int, end: int, causal: bool) -> str:
         """Keys, or values, as far as a chunk sees them."""
@@ -269,15 +261,15 @@ class AttentionChunks:
             mask = out.emit("aten.expand.default", Ref(mask), (*query.shape[:2], rows, end), name=name)
         return mask
 
-    def _sums(self, parts: Sequence[str], calls: Sequence[Mapping[str, Arg]], moves: bool) -> list[str]:
+    def _sums(self, parts: Sequence[str], keys: Sequence[Ref]) -> list[str]:
         """Gradients of keys or values, of each chunk as far as it sees them: each chunk's own, or addends as
         long as all keys."""
-        lengths = [self.out.specs[part].shape[SEQUENCE] for part in parts]
-        if not moves:
-            return [self._padded(part, max(lengths)) for part in parts]
+        lengths = [self._rows(Ref(part)) for part in parts]
+        if len(set(keys)) == 1:
+            return [self._padded(part, self._rows(keys[0])) for part in parts]
         result, start = [], 0
-        for call in calls:
-            end = start + self.out.specs[call["query"].name].shape[SEQUENCE]
+        for key in keys:
+            end = start + self._rows(key)
             own = [self._part(part, start, end) for part, n in zip(parts, lengths, strict=True) if n >= end]
             result.append(total(self.out, own))
             start = end
