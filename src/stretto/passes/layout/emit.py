@@ -33,7 +33,6 @@ GATHER, SCATTER, SLICE, REDUCE = LAYOUT_OPS = (
 )
 
 CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
-ON_THE_RANK = {"device": Const("device", "job")}
 
 Outputs = tuple[TensorSpec | None, ...]
 
