@@ -297,8 +297,8 @@ def encode(
 
 @dataclass(frozen=True, slots=True)
 class GivenTokenizer:
-    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it, the
-    first of one that `learn` made."""
+    """begin: tokens before each document, as the tokenizer itself puts there. end: the token behind it. A
+    tokenizer that `learn` made has no such tokens before, and its first behind."""
 
     tokenizer: Tokenizer
     begin: tuple[int, ...] = ()
