@@ -189,7 +189,7 @@ class Runner:
         one copy is saved. Of a sharded parameter each rank owns its part, of ranks with the same part
         the first.
         """
-        return self.tensors.owns(name)
+        return name in self.tensors.owned
 
     # Values.
 
