@@ -53,11 +53,6 @@ _CALLING = threading.Lock()
 """Ranks that are threads compile, and call what was compiled, one after the other."""
 
 
-def is_compute(op: Op) -> bool:
-    """Whether the op may be part of a stretch."""
-    return not op.random and op.target not in (*STARTS, WAIT, INDEX, CHUNK)
-
-
 def _fuses(op: Op) -> bool:
     name = op.target.split(".")[1] if "." in op.target else op.target
     kernel = name in _KERNELS or name.startswith("_scaled_dot_product")
@@ -83,7 +78,7 @@ def cut(window: Window, ops: Mapping[tuple[int, str], Op]) -> list[tuple[int, ..
 
     for at, item in enumerate(window.items):
         op = ops[window.parts[item.part][0], str(item.ref)] if item.kind is ItemKind.OP else None
-        if op is None or not is_compute(op):
+        if op is None or op.random or op.target in (*STARTS, WAIT, INDEX, CHUNK):
             close()
             result.append((at,))
         else:
@@ -232,14 +227,6 @@ class Compiler:
         return self._known[text]
 
 
-def _full(key: Key) -> Key:
-    return key[0], key[1].partition("#")[0]
-
-
-def _index(key: Key) -> str:
-    return key[1].partition("#")[2]
-
-
 def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
     graph = fx.Graph()
     nodes: dict[Key, fx.Node] = {key: graph.placeholder(f"x{k}") for k, key in enumerate(stretch.inputs)}
@@ -259,11 +246,10 @@ def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
         named = {name: given(part, arg) for name, arg in op.kwargs}
         nodes[part, op.name] = graph.call_function(function, arguments, named)
     results = []
-    for key in stretch.outputs:
-        node = nodes[_full(key)]
-        if _index(key):
-            node = graph.call_function(operator.getitem, (node, int(_index(key))))
-        results.append(node)
+    for part, name in stretch.outputs:
+        made, _, at = name.partition("#")
+        node = nodes[part, made]
+        results.append(graph.call_function(operator.getitem, (node, int(at))) if at else node)
     graph.output(tuple(results))
     return fx.GraphModule(torch.nn.Module(), graph)
 

@@ -76,7 +76,9 @@ class GlobalTensor(DTensor):
         mesh = _one_mesh(op, leaves)
         if not all(isinstance(leaf, DTensor) for leaf in leaves):
             beside = next(leaf for leaf in leaves if isinstance(leaf, DTensor))
-            _refuse_writes_to_plain(op, args, kwargs, beside)
+            for value in given_back(op, args, kwargs):
+                if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                    raise errors.plain_written(op, value, beside)
             args = tuple(_placed(op, value, beside) for value in args)
             kwargs = {name: _placed(op, value, beside) for name, value in kwargs.items()}
         if op in VALUES:
@@ -301,12 +303,6 @@ def _one_mesh(op: Any, leaves: list[torch.Tensor]) -> DeviceMesh:
                 raise errors.two_meshes(op, first, leaf)
     assert first is not None, "this class was chosen for one of the arguments"
     return first.device_mesh
-
-
-def _refuse_writes_to_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], beside: DTensor) -> None:
-    for value in given_back(op, args, kwargs):
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            raise errors.plain_written(op, value, beside)
 
 
 def _placed(op: Any, value: Any, beside: DTensor) -> Any:
