@@ -180,7 +180,7 @@ class Compiled:
 
 
 class Compiler:
-    """Step 4: compiles graphs, each once. `graphs` is how many were compiled, `calls` for how many stretches.
+    """Step 4: compiles graphs, each once. known: by their text, `calls` for how many stretches.
 
     Compiling happens at once, on zeros of the inputs' shapes, and not in the first step. Inductor keeps what
     it compiled on disk, for other processes and later runs.
@@ -192,22 +192,18 @@ class Compiler:
     def __init__(self, device: torch.device, *, threads: bool = False) -> None:
         self._device = device
         self._threads = threads
-        self._known: dict[str, Compiled] = {}
+        self.known: dict[str, Compiled] = {}
         self.calls = 0
-
-    @property
-    def graphs(self) -> int:
-        return len(self._known)
 
     @contextmanager
     def metered(self, meter: MemoryMeter) -> Iterator[None]:
         """What compiled functions return is counted meanwhile."""
-        for compiled in self._known.values():
+        for compiled in self.known.values():
             compiled.meter = meter
         try:
             yield
         finally:
-            for compiled in self._known.values():
+            for compiled in self.known.values():
                 compiled.meter = None
 
     def compiled(self, stretch: Stretch, specs: Iterable[TensorSpec]) -> Compiled:
@@ -217,14 +213,14 @@ class Compiler:
         graph = _graph(stretch, self._device)
         # Equal for stretches that are equal but for names.
         text = "\n".join([*map(str, specs), graph.code])
-        if text not in self._known:
+        if text not in self.known:
             with _CALLING, torch.no_grad():
                 function = torch.compile(
                     graph, fullgraph=not self._threads, dynamic=False, backend="inductor"
                 )
                 function(*(_zeros(spec, self._device) for spec in specs))
-            self._known[text] = Compiled(len(self._known), function)
-        return self._known[text]
+            self.known[text] = Compiled(len(self.known), function)
+        return self.known[text]
 
 
 def _graph(stretch: Stretch, device: torch.device) -> fx.GraphModule:
