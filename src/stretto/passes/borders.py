@@ -35,9 +35,9 @@ from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Edge, Job, Op, Ref, S
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.messages_in_parts import cut_rows, divisible, in_parts, part_of, rows_of
 from stretto.passes.rewrite import changed, read_as, stage_of, users_of, with_uses
+from stretto.passes.scatter import RESHAPES as SHAPED
 
 ADD = "aten.add.Tensor"
-SHAPED = (*VIEWS, "aten.reshape.default")
 NORM = "aten.native_layer_norm_backward.default"
 
 
