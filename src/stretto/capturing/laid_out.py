@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ import torch
 
 from stretto.backend.process_memory import rarely_collected
 from stretto.capturing.graph import Traced, TracedOp, passed
+from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
@@ -31,8 +31,6 @@ from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
 from stretto.passes.layout.shard import GRAD, PARAM, shard
 from stretto.passes.rewrite import rooted
-
-_log = logging.getLogger(__name__)
 
 LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
@@ -61,8 +59,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
             'give layouts = "patched"'
         ) from None
-    for one in made.gathered:
-        _log.debug("%s (%s) is computed in full: %d bytes", one.op.target, one.op.module, one.nbytes)
+    check_in_full(traced, made)
     low = lower(made.program)
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():

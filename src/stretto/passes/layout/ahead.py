@@ -11,10 +11,10 @@ from stretto.ir.dims import operands
 from stretto.ir.op_names import COPIES, POINTWISE, SUMS
 from stretto.ir.placed_by_rule import VIEW_OPS
 from stretto.ir.program import GETITEM, Op, TensorSpec
-from stretto.passes.layout.op_groups import KEEP_PARTIAL, SAME_DATA, ZEROS
+from stretto.passes.layout.op_groups import KEEP_PARTIAL, LIKE, NEW, SAME_DATA, ZEROS
 from stretto.passes.layout.placement import AxisPlacement, fits, sharded, viewed
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import rule_of
+from stretto.passes.layout.rules import passes_sums, rule_of
 
 MOST_OPS = 200
 """Ops that a look ahead passes. Assumed: a sum meets what it is added to within a layer."""
@@ -110,7 +110,7 @@ class Ahead:
 
     def is_summed_later(self, name: str, is_scattered: Callable[[str], bool]) -> bool:
         """Whether a sum takes fewer bytes behind linear ops that read it than where it is: what experts make
-        of a token, behind the weights by which it is added up. is_scattered: of a value whose sum would be."""
+        of a token, behind the weights by which it is added up. is_scattered: whether a value's sum would be."""
         return self._bytes_summed(name, is_scattered) < self._own_bytes(name, is_scattered)
 
     def _own_bytes(self, name: str, is_scattered: Callable[[str], bool]) -> int:
@@ -122,7 +122,8 @@ class Ahead:
         """The fewest bytes in which a partial sum becomes full: its own, or those of all that ops make of it
         that are linear in it."""
         if name not in self._bytes:
-            own, uses = self._own_bytes(name, is_scattered), self.uses.get(name, ())
+            own = self._own_bytes(name, is_scattered)
+            uses = [op for op in self.uses.get(name, ()) if op.target not in LIKE | NEW]
             if uses and name not in self.needed and all(self._is_linear(op, name) for op in uses):
                 own = min(own, sum(self._bytes_summed(op.name, is_scattered) for op in uses))
             self._bytes[name] = own
@@ -136,7 +137,7 @@ class Ahead:
         made = op.outputs[0]
         if made is None or made.dtype != spec.dtype:
             return False
-        if op.target in VIEW_OPS:
+        if op.target in VIEW_OPS or passes_sums(op):
             return True
         for together in () if reads.rule is None else reads.rule.linear:
             of = {reads.names[k] for k in together}
