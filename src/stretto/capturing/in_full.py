@@ -13,11 +13,18 @@ from collections.abc import Sequence
 from stretto.capturing.graph import Traced
 from stretto.errors import CaptureError
 from stretto.ir.axes import TENSOR
+from stretto.passes.layout.emit import GATHER, REDUCE, SCATTER
 from stretto.passes.layout.shard import Gathered, ShardedProgram
 
 MOST = 0.5
 """Share of a step's flops, or of its parameters, that may be computed, or gathered, in full for want of a
 rule. By Amdahl's law (AFIPS 1967) no number of ranks makes the step twice as fast where it is more."""
+
+LEAST = 0.01
+"""Share of the bytes that a rank's collectives make, below which nothing is said of what is gathered so: as
+little of the time of sending is lost."""
+
+SENDING = (GATHER, REDUCE, SCATTER)
 
 NAMED = 4
 """How many places a message names."""
@@ -28,17 +35,24 @@ WAY_OUT = (
 )
 
 
-def check_in_full(traced: Traced, made: ShardedProgram) -> None:
-    """See the module. Raises CaptureError."""
+def check_in_full(traced: Traced, made: ShardedProgram, gathering: tuple[str, ...] = ()) -> None:
+    """See the module. gathering: how names begin in modules that are to gather activations. Raises
+    CaptureError."""
+    unruled = [
+        one for one in made.gathered if one.of_parameters or not f"{one.op.module}.".startswith(gathering)
+    ]
     is_training = any(gradient is not None for _, _, gradient in traced.parameters.values())
-    if not made.gathered or not is_training:
+    if not unruled or not is_training:
+        return
+    sent = sum(op.outputs[0].nbytes for op, _ in made.program.ops if op.target in SENDING and op.outputs[0])
+    if sum(one.nbytes for one in unruled) < LEAST * sent:
         return
     flops = made.flops_in_full / max(sum(item.op.flops for item in traced.ops), 1)
     parameters = sum(spec.nbytes for spec, _, _ in traced.parameters.values())
-    gathered = sum(one.of_parameters for one in made.gathered) / max(parameters, 1)
+    gathered = sum(one.of_parameters for one in unruled) / max(parameters, 1)
     text = (
         f"ranks of {TENSOR} gather their slices for what no rule computes on slices, and each computes it in "
-        f"full: {_places(made.gathered)}"
+        f"full: {_places(unruled)}"
     )
     for share, what in ((flops, "flops are computed"), (gathered, "parameters are gathered")):
         if share > MOST:

@@ -59,7 +59,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan, or "
             'give layouts = "patched"'
         ) from None
-    check_in_full(traced, made)
+    check_in_full(traced, made, _mixtures(tensor))
     low = lower(made.program)
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
@@ -163,17 +163,22 @@ def stream(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacem
 def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
     """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
     all tokens, so that no rank has to be told what another's has chosen."""
-    if tensor.first is None:
-        return {}
-    blocks = tensor.first.rpartition(".")[0]
-    inside = tuple(f"{name}." for name in mixtures(full_inside(blocks, tensor.modules), tensor.modules))
+    inside = _mixtures(tensor)
     result: dict[str, AxisPlacement] = {}
     made: dict[str, Op] = {}
     for op, origin in program.ops:
-        own = f"{op.module}.".startswith(inside) if inside and not origin.backward else False
+        own = not origin.backward and f"{op.module}.".startswith(inside)
         for name in op.uses if own else ():
             maker = made.get(name)
             if maker is not None and not f"{maker.module}.".startswith(inside) and len(maker.outputs) == 1:
                 result[name] = REPLICATED
         made[op.name] = op
     return result
+
+
+def _mixtures(tensor: TensorParallel) -> tuple[str, ...]:
+    """How names begin in modules with experts, which with sequence parallelism gather what they are given."""
+    if tensor.first is None:
+        return ()
+    blocks = tensor.first.rpartition(".")[0]
+    return tuple(f"{name}." for name in mixtures(full_inside(blocks, tensor.modules), tensor.modules))

@@ -110,7 +110,7 @@ class Ahead:
 
     def is_summed_later(self, name: str, is_scattered: Callable[[str], bool]) -> bool:
         """Whether a sum takes fewer bytes behind linear ops that read it than where it is: what experts make
-        of a token, behind the weights by which it is added up. is_scattered: whether a value's sum would be."""
+        of a token, behind the weights by which it is added up. is_scattered: whether a value's sum is."""
         return self._bytes_summed(name, is_scattered) < self._own_bytes(name, is_scattered)
 
     def _own_bytes(self, name: str, is_scattered: Callable[[str], bool]) -> int:
