@@ -35,6 +35,7 @@ def mixtral(layers: int, experts: str) -> nn.Module:
 
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "gpt": lambda layers: gpt(layers=layers),
+    "gpt, dropout": lambda layers: gpt(layers=layers, dropout=0.3),
     "gpt2": lambda layers: gpt2(n_layer=layers),
     "llama": lambda layers: small("LlamaForCausalLM", num_hidden_layers=layers),
     "qwen2": lambda layers: small("Qwen2ForCausalLM", num_hidden_layers=layers),
@@ -48,7 +49,9 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
 }
 
 TABLE: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
-    **dict.fromkeys(("gpt", "gpt2", "llama", "qwen2", "gemma2"), ((TP, 4, 8_192), (SP, 8, 16_384))),
+    **dict.fromkeys(
+        ("gpt", "gpt, dropout", "gpt2", "llama", "qwen2", "gemma2"), ((TP, 4, 8_192), (SP, 8, 16_384))
+    ),
     **dict.fromkeys(
         ("mixtral", "mixtral, grouped"),
         ((TP, 5, 8_320), (SP, 9, 16_512), (EP, 10, 20_576), (EP_SP, 14, 24_672)),
@@ -59,7 +62,7 @@ TABLE: dict[str, tuple[tuple[dict[str, Any], int, int], ...]] = {
 """(layout, collectives, bytes) a layer and microbatch, counted when forwards of modules were replaced to be
 those of Megatron-LM: the most that a layer may send. Bytes are of what each op is given."""
 
-FAST = (("moe", SP), ("mixtral, grouped", TP), ("gpt2", SP))
+FAST = (("moe", SP), ("mixtral, grouped", TP), ("gpt, dropout", SP))
 
 CELLS = [
     (name, *cell) if (name, cell[0]) in FAST else slow(name, *cell)
@@ -70,7 +73,13 @@ CELLS = [
 
 def sent(name: str, layout: dict[str, Any], layers: int) -> Counter[tuple[str, int]]:
     is_own = name.startswith("moe")
-    loss = moe_token_sum if is_own else next_token_loss if name == "gpt" else huggingface_loss
+    loss = (
+        moe_token_sum
+        if is_own
+        else next_token_loss
+        if name.startswith("gpt") and name != "gpt2"
+        else huggingface_loss
+    )
     batch = mixture_batch() if is_own else batch_of(4)
     job = capture(MODELS[name](layers), batch, loss, Parallel(microbatches=2, **layout))
     return Counter(collectives(job))

@@ -182,9 +182,17 @@ class Ahead:
                     label = labels[at.dim] if at.dim < len(labels) else None
                     if label is not None and label in mine and label not in reads.rule.full:
                         return sharded(mine.index(label), at.blocks)
-            if (op.target in KEEP_PARTIAL or op.target in POINTWISE) and len(op.outputs) == 1:
-                after = asked.get(op.name) or self._best(op.name, placed, asked, fixed, seen)
+            made = self._first_result(op)
+            if made is not None and (op.target in KEEP_PARTIAL or op.target in POINTWISE):
+                after = asked.get(made) or self._best(made, placed, asked, fixed, seen)
                 result = after and dict(self.before(op, after)).get(name)
                 if result:
                     return result
         return None
+
+    def _first_result(self, op: Op) -> str | None:
+        """The value that an op makes; of several (a dropout's, and what it has kept) the first."""
+        if len(op.outputs) == 1:
+            return op.name
+        parts = (part for part in self.uses.get(op.name, ()) if part.target == GETITEM)
+        return next((part.name for part in parts if part.args[1] == 0), None)
