@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ import torch
 
 from stretto.backend.process_memory import rarely_collected
 from stretto.capturing.graph import Traced, TracedOp, passed
+from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
 from stretto.capturing.substitutes import with_cuda_results
 from stretto.errors import CaptureError, UsageError
@@ -32,8 +32,6 @@ from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_
 from stretto.passes.layout.shard import GRAD, PARAM, shard
 from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
-
-_log = logging.getLogger(__name__)
 
 SEQUENCE_DIM = 1
 """The dim of the sequence in activations (batch, sequence, hidden)."""
@@ -71,8 +69,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         raise CaptureError(
             f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
         ) from None
-    for one in made.gathered:
-        _log.debug("%s (%s) is computed in full: %d bytes", one.op.target, one.op.module, one.nbytes)
+    check_in_full(traced, made, _mixtures(tensor))
     low = lower(made.program)
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
@@ -184,16 +181,19 @@ def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
 def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:
     """With sequence parallelism: what enters a module with experts is gathered there once. Its router sees
     all tokens, so that no rank has to be told what another's has chosen."""
-    if tensor.first is None:
-        return {}
-    inside = tuple(f"{name}." for name in tensor.mixtures)
+    inside = _mixtures(tensor)
     result: dict[str, AxisPlacement] = {}
     made: dict[str, Op] = {}
     for op, origin in program.ops:
-        own = f"{op.module}.".startswith(inside) if inside and not origin.backward else False
+        own = not origin.backward and f"{op.module}.".startswith(inside)
         for name in op.uses if own else ():
             maker = made.get(name)
             if maker is not None and not f"{maker.module}.".startswith(inside) and len(maker.outputs) == 1:
                 result[name] = REPLICATED
         made[op.name] = op
     return result
+
+
+def _mixtures(tensor: TensorParallel) -> tuple[str, ...]:
+    """How names begin in modules with experts, which with sequence parallelism gather what they are given."""
+    return () if tensor.first is None else tuple(f"{name}." for name in tensor.mixtures)
