@@ -89,8 +89,6 @@ THEIRS = """
 Llama dp=2 ep=2 | ep_plan={"layers.*.mlp.experts": "experts"}, or ep = 1
 Mixtral num_local_experts=3 dp=2 ep=2 | give an ep that divides them, such as 1
 Mixtral num_local_experts=4 dp=2 ep=2 pipe_experts=true | cut them with pipe_experts_multi_data = 2
-GptOss ampipe_degree=2 | (transformers: attn_implementation='sdpa')
-Mixtral attn_implementation='eager' ampipe_degree=2 | (transformers: attn_implementation='sdpa')
 """
 """Of `transformers`: the class, then keys of its configuration, then changes."""
 
@@ -106,7 +104,7 @@ def settings(changes: str) -> list[str]:
 def named(changes: str) -> list[str]:
     """The settings of a line of `THEIRS`."""
     name, *words = changes.split()
-    own = [word for word in words if re.match("(num|attn)_", word)]
+    own = [word for word in words if word.startswith("num_")]
     empty = [f"model.{key}=" for key in ("layers", "hidden", "heads", "context", "experts")]
     model = [f"model.architecture={name}ForCausalLM", f"model.config={{{','.join([SIZES, *own])}}}"]
     others = settings(" ".join(word for word in words if word not in own))

@@ -3,10 +3,8 @@ independent."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections import Counter
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,30 +16,33 @@ import stretto
 from stretto.capturing import capture
 from stretto.config import Parallel
 from stretto.errors import CaptureError, UsageError
+from stretto.ir.action import Phase
 from stretto.ir.plan import Plan
+from stretto.ir.program import Op
 from stretto.models.gpt import GPT, GPTConfig, next_token_sum
-from stretto.parallelize.ampipe import Chunks, _ChunkedAttention, ampipe, attention
-from stretto.parallelize.chunked import Chunked, joined, views_noted
-from stretto.parallelize.parts import lengths_of
+from tests.cells import slow
 from tests.clusters import cores
-from tests.parallelize.mixtures import FEW, batch, captured, model_of
+from tests.parallelize.equality import assert_plan_is_plain, batch_of, small, step_of
+from tests.parallelize.mixtures import FEW, batch, captured, model_of, planned
+from tests.runtime.equality import huggingface_loss
 
 
-@pytest.mark.parametrize("degree", [2, 3])
+def planned_step(model: nn.Module, loss: Any, given: Any, degree: int) -> tuple[Tensor, dict[str, Tensor]]:
+    return step_of(planned(capture(model, given, loss, Parallel(ampipe_degree=degree))), model, given)
+
+
+def assert_draws_the_same(model: nn.Module, loss: Any, given: Any, degree: int) -> None:
+    """A planned step draws, and its numbers do not depend on the number of chunks."""
+    (want, grads), (found, others) = (planned_step(model, loss, given, n) for n in (1, degree))
+    assert torch.allclose(found, want, rtol=1e-12)
+    for name, grad in grads.items():
+        assert torch.allclose(others[name], grad, rtol=1e-10, atol=1e-12), name
+
+
+@pytest.mark.parametrize("degree", [2, slow(5)])
 def test_dropout_draws_for_a_token_what_it_draws_in_the_uncut_model(degree: int) -> None:
     model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12, dropout=0.3)).double()
-    found = []
-    for n in (1, degree):
-        own = copy.deepcopy(model)
-        torch.manual_seed(3)
-        with ampipe(own, Chunks(n)) if n > 1 else nullcontext():
-            total, _ = next_token_sum(own, batch())
-        total.backward()
-        found.append((total.detach(), [p.grad for p in own.parameters()]))
-    (want, grads), (loss, others) = found
-    assert torch.allclose(loss, want, rtol=1e-12)
-    for grad, other in zip(grads, others, strict=True):
-        assert torch.allclose(other, grad, rtol=1e-10, atol=1e-12)
+    assert_draws_the_same(model, next_token_sum, batch(), degree)
 
 
 def window() -> Tensor:
@@ -67,25 +68,74 @@ ATTENTIONS: dict[str, tuple[int, dict[str, Any]]] = {
 """Heads of keys, and what attention is given."""
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
+class Attention(nn.Module):
+    """A block: attention that is given what `ATTENTIONS` says, added to the stream."""
+
+    def __init__(self, heads: int, dropout: float, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.q = nn.Linear(32, 32)
+        self.kv = nn.Linear(32, 2 * heads * 8)
+        self.dropout = dropout
+        self.given = {key: value for key, value in given.items() if key != "attn_mask"}
+        self.register_buffer("mask", given.get("attn_mask"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in (self.q(x), *self.kv(x).chunk(2, -1)))
+        made = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, dropout_p=self.dropout, **self.given
+        )
+        return x + made.transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """Ids (2, 12) to a number, by blocks of any kind."""
+
+    def __init__(self, *blocks: nn.Module, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+IDS = torch.randint(0, 16, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(ids)  # type: ignore[no-any-return]
+
+
+def ops_of(model: nn.Module, degree: int) -> list[Op]:
+    job = capture(model, IDS, loss_of, Parallel(ampipe_degree=degree))
+    return [op for stage in job.stages for ops in stage.ops.values() for op in ops]
+
+
+def assert_equal_in_chunks(model: nn.Module, degree: int) -> None:
+    job = capture(model, IDS, loss_of, Parallel(ampipe_degree=degree))
+    assert_plan_is_plain(planned(job), model, loss_of, IDS)
+
+
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_attention_is_that_of_the_uncut_one(name: str, dropout: float) -> None:
-    """And draws for a token what it draws there."""
+def test_attention_is_that_of_the_uncut_one(name: str) -> None:
     heads, more = ATTENTIONS[name]
     torch.manual_seed(0)
-    q = torch.randn(2, 4, 12, 8).double().requires_grad_()
-    k, v = (torch.randn(2, heads, 12, 8).double().requires_grad_() for _ in range(2))
-    torch.manual_seed(1)
-    want = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, **more)
-    torch.manual_seed(1)
-    chunks = attention(q, k, v, dropout_p=dropout, lengths=lengths_of(12, 5), **more)
-    assert type(chunks) is Chunked
-    found = chunks.joined()
-    assert torch.allclose(found, want, rtol=1e-10, equal_nan=True)
-    weight = torch.randn_like(want)
-    grads = (torch.autograd.grad((x * weight).nansum(), (q, k, v)) for x in (want, found))
-    for grad, other in zip(*grads, strict=True):
-        assert torch.allclose(other, grad, rtol=1e-10, atol=1e-12, equal_nan=True)
+    model = Model(Attention(heads, 0.0, more), Attention(heads, 0.0, more)).double()
+    assert_equal_in_chunks(model, 5)
+    kernel = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    one, cut = (sum(op.target == kernel for op in ops_of(model, n)) for n in (1, 5))
+    assert cut == 5 * one
+
+
+@pytest.mark.parametrize("name", ["causal", *(slow(name) for name in ATTENTIONS if name != "causal")])
+def test_attention_draws_what_it_draws_in_the_uncut_model(name: str) -> None:
+    heads, more = ATTENTIONS[name]
+    torch.manual_seed(0)
+    assert_draws_the_same(Model(Attention(heads, 0.4, more)).double(), loss_of, IDS, 5)
 
 
 def test_a_kernel_that_drops_by_itself_is_refused() -> None:
@@ -144,34 +194,90 @@ CALLS = {
 }
 
 
-STAY = ("rows", "heads", "beside a whole", "norm", "topk", "a feature", "an activation in place")
-"""Those whose result stays in chunks."""
+def _zeroed(x: Tensor) -> Tensor:
+    x[:, 0].zero_()
+    return x
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("degree", [2, 5])
+def _written_through(x: Tensor) -> Tensor:
+    rows, first = x.view(24, 8), x[:, 0]
+    rows.mul_(2)
+    return x + first.unsqueeze(1)
+
+
+CALLS |= {
+    "a token zeroed": lambda x: _zeroed(x.clone()),
+    "written by a view": lambda x: _written_through(x.clone()),
+    "a part of a token zeroed": lambda x: (y := x.clone(), y[:, 0][:, 2:].zero_(), y)[0],
+    "transposed in place": lambda x: x.clone().transpose_(1, 2).cumsum(dim=2),
+    "a function of one's own": lambda x: Doubled.apply(x),  # type: ignore[no-untyped-call]
+}
+"""Whatever code does to the stream: it is traced uncut, and chunks are of its ops."""
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad
+
+
+class Called(nn.Module):
+    """A block that makes a call of the stream, and adds what comes of it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = CALLS[self.name](self.linear(x)).to(x.dtype)
+        return x + (made if made.shape == x.shape else made.sin().mean())
+
+
+FEW_CALLS = ("softmax over positions", "cumsum", "rows", "heads", "a token written", "windows", "topk")
+
+
+@pytest.mark.parametrize("name", [name if name in FEW_CALLS else slow(name) for name in CALLS])
+@pytest.mark.parametrize("degree", [slow(2), 5])
 def test_any_call_gives_what_it_gives_of_the_whole(name: str, degree: int) -> None:
-    full = torch.randn(2, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    cut = Chunked(full.split(lengths_of(12, degree), dim=1), 1)
-    made = CALLS[name](cut)
-    found = joined(made)
-    assert type(made) is Chunked or name not in STAY
-    assert torch.allclose(found.double(), CALLS[name](full).double(), rtol=1e-12)
+    torch.manual_seed(0)
+    model = Model(Called(name), Called(name), width=8).double()
+    if name == "dropped":
+        assert_draws_the_same(model, loss_of, IDS, degree)
+    else:
+        assert_equal_in_chunks(model, degree)
 
 
-def test_gradients_of_what_is_made_in_place() -> None:
-    def made(x: Any, of: Tensor) -> list[Tensor]:
-        y = x * 2.0
-        F.silu(y, inplace=True)
-        return list(torch.autograd.grad((joined(y) * torch.arange(8.0)).square().sum(), of))
-
-    full = torch.randn(2, 12, 8, dtype=torch.float64).requires_grad_()
-    [expected] = made(full, full)
-    [found] = made(Chunked(full.split(lengths_of(12, 5), dim=1), 1), full)
-    assert torch.allclose(found, expected, rtol=1e-12)
+STAY = {"rows": "sin", "heads": "sin", "norm": "native_layer_norm", "topk": "topk", "a feature": "sin"}
+"""Calls that stay in chunks, and an op of which each chunk has its own."""
 
 
-def test_attention_that_cannot_be_cut_is_refused() -> None:
+@pytest.mark.parametrize("name", STAY)
+def test_what_is_of_tokens_alone_is_of_a_chunk(name: str) -> None:
+    one, cut = (
+        sum(op.target.startswith(f"aten.{STAY[name]}.") for op in ops_of(Model(Called(name), width=8), n))
+        for n in (1, 3)
+    )
+    assert cut == 3 * one > 0
+
+
+def test_attention_of_plain_ops_is_cut_by_its_rules() -> None:
+    """It calls no kernel of PyTorch's."""
+    pytest.importorskip("transformers")
+    model = small("LlamaForCausalLM", attn_implementation="eager").double()
+    job = capture(model, batch_of(), huggingface_loss, Parallel(ampipe_degree=2))
+    assert_plan_is_plain(planned(job), model, huggingface_loss, batch_of(), 1e-6)
+    softmax = [
+        op for stage in job.stages for op in stage.ops[Phase.F] if op.target == "aten._softmax.default"
+    ]
+    assert len(softmax) == 2 * 2
+
+
+def test_a_sequence_that_nothing_makes_is_refused() -> None:
     class Mixer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -181,7 +287,7 @@ def test_attention_that_cannot_be_cut_is_refused() -> None:
             made: Tensor = self.blocks[0](x)
             return made
 
-    with pytest.raises(UsageError, match="which no block of Mixer calls"):
+    with pytest.raises(UsageError, match=r"enters blocks.0, which reads no activation"):
         capture(Mixer(), torch.zeros(4, 6, 8), lambda m, x: m(x).sum(), Parallel(ampipe_degree=2))
 
 
@@ -209,58 +315,6 @@ def test_auto_says_that_it_cuts_nothing() -> None:
     with pytest.warns(UserWarning, match="cuts nothing"):
         job = capture(model, torch.zeros(4, 4), lambda m, x: m(x).sum(), Parallel(ampipe_degree="auto"))
     assert job.forms == ()
-
-
-def cut() -> Chunked:
-    return Chunked(torch.randn(2, 12, 8).double().split(4, dim=1), 1)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: x[:, 0].zero_(),
-        lambda x: (x[:, 0], x.add_(1)),
-        lambda x: x.select(1, 0).add_(1),
-        lambda x: x[:, 0][:, 2:].zero_(),
-        lambda x: (own := x.clone(), y := own.view(24, 8), own[:, 0], y.mul_(2)),
-        lambda x: x.register_hook(lambda g: g),
-        lambda x: torch.mul(x, 2, out=torch.empty(2, 12, 8).double()),
-        lambda x: x.requires_grad_(),
-        lambda x: x.transpose_(1, 2),
-    ],
-)
-def test_what_the_whole_would_share_is_refused(call: Any) -> None:
-    with pytest.raises(CaptureError, match="in chunks"), views_noted(), _ChunkedAttention(3):
-        call(cut())
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return 2 * grad
-
-
-class OwnFunction(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
-        return made
-
-
-def test_functions_of_ones_own_are_given_the_whole() -> None:
-    model = GPT(GPTConfig(vocab_size=32, layers=2, hidden=16, heads=2, context=12)).double()
-    model.blocks[0].mlp = nn.Sequential(model.blocks[0].mlp, OwnFunction())
-    grads = []
-    for degree in (1, 2):
-        own = copy.deepcopy(model)
-        with ampipe(own, Chunks(degree)) if degree > 1 else nullcontext():
-            next_token_sum(own, batch())[0].backward()
-        grads.append([p.grad for p in own.parameters()])
-    for one, other in zip(*grads, strict=True):
-        assert torch.allclose(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_later_chunks_have_flash_attention_on_cuda() -> None:

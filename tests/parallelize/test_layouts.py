@@ -208,7 +208,7 @@ def test_a_model_is_traced_once_for_all_layouts(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(captures, "trace", counted)
     kept = Captures(gpt(), batch_of(), next_token_loss)
-    for layout in (TP, SP, {"tp": 4}, {**SP, "pp": 2}):
+    for layout in (TP, SP, {"tp": 4}, {**SP, "pp": 2}, {"ampipe_degree": 2}, {**SP, "ampipe_degree": 3}):
         kept.job(parallel_of(**layout))
     assert len(traces) == 1
 

@@ -146,6 +146,13 @@ def named(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
     return {name: tuple(value) if isinstance(value, list) else value for name, value in result.items()}
 
 
+def positional(function: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of arguments by name those that the function takes: by position, and by keyword where it wants that."""
+    taken = function._schema.arguments
+    args = tuple(given[argument.name] for argument in taken if not argument.kwarg_only)
+    return args, {a.name: given[a.name] for a in taken if a.kwarg_only and given.get(a.name) is not None}
+
+
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """(N, K) and (K, M) to (N, M), or (B, N, K) and (B, K, M) to (B, N, M)."""
     return torch.mm(left, right) if left.dim() == 2 else torch.bmm(left, right)

@@ -48,9 +48,6 @@ TRACED_BY = (
 )
 """The settings that a trace depends on, besides the number of microbatches of all copies."""
 
-OF_EXPERTS = ("ep", "ep_plan", "ep_buffer", "ep_overflow", "pipe_experts", "pipe_experts_multi_data")
-"""The settings on which depends how experts are traced."""
-
 KEPT = 4
 """Traces that are kept, the ones used last. Assumed: one of 96 layers takes about 100 MB."""
 
@@ -140,14 +137,14 @@ class Captures:
             self._traced.popitem(last=False)
 
     def _laid_out(self, parallel: ParallelSettings, layout: Layout) -> Traced:
-        """Layouts over tensor-parallel ranks are made of one trace."""
-        if layout.tensor is None:
+        """Layouts are made of one trace."""
+        if not layout.by_passes:
             return self._traced_now(parallel, layout)
         key = plain_traced_by(parallel, layout)
         if key not in self._traced:
             self._keep(key, self._traced_now(parallel, layout.traced), layout.traced)
         self._traced.move_to_end(key)
-        return laid_out(self._traced[key][0], layout, parallel.skip_passes)
+        return laid_out(self._traced[key][0], layout, self.model, parallel.skip_passes)
 
     def _traced_now(self, parallel: ParallelSettings, layout: Layout, meshes: Any = None) -> Traced:
         return trace(
@@ -172,5 +169,5 @@ def traced_by(parallel: ParallelSettings, degree: int | None = None) -> str:
 
 def plain_traced_by(parallel: ParallelSettings, layout: Layout) -> str:
     """Equal for settings whose layouts are passes over one trace."""
-    given = [(name, getattr(parallel, name)) for name in OF_EXPERTS]
-    return repr(("plain", given, layout.chunks, parallel.skip_passes, parallel.microbatches * parallel.dp))
+    rows = parallel.microbatches * parallel.dp
+    return repr(("plain", layout.mixtures, parallel.ep, parallel.skip_passes, rows))

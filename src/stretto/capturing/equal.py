@@ -86,10 +86,10 @@ def _groups(members: dict[str, nn.Module], places: Counter[int], tensors: Counte
         if not _is_standalone(member, places, tensors):
             continue
         for first, group in groups:
-            differing = _differing(first, member, group.names[0], name)
-            if differing is not None:
+            other = differing(first, member, group.names[0], name)
+            if other is not None:
                 group.names.append(name)
-                group.differing |= differing
+                group.differing |= other
                 break
         else:
             groups.append((member, EqualLayers([name], set())))
@@ -112,7 +112,8 @@ def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in table.values() if tensor is not None)
 
 
-def _differing(a: nn.Module, b: nn.Module, a_name: str, b_name: str) -> set[Attribute] | None:
+def differing(a: nn.Module, b: nn.Module, a_name: str, b_name: str) -> set[Attribute] | None:
+    """The attributes in which equal layers of these names may differ; None where they are not equal."""
     ours, theirs = dict(a.named_modules()), dict(b.named_modules())
     if list(ours) != list(theirs):
         return None

@@ -1,6 +1,7 @@
 """The step of a plain model, as it was traced, laid out by passes: one rank's part of it.
 
-1. Placements of parameters come from the plan that is read for the patched way as well
+1. The sequence is cut in chunks (`stretto.passes.layout.chunks`), and a rank's ops come in the place of
+   modules of experts (`stretto.capturing.experts`). Placements of parameters come from the plan
    (`stretto.parallelize.tensor`); with sequence parallelism, what enters the first block is sharded along
    the sequence.
 2. `stretto.passes.layout` makes one rank's ops of the global ones.
@@ -13,8 +14,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from stretto.backend.process_memory import rarely_collected
+from stretto.capturing.experts import by_chunk, with_experts
 from stretto.capturing.graph import Traced, TracedOp, passed
 from stretto.capturing.in_full import check_in_full
 from stretto.capturing.outputs import with_partial
@@ -25,34 +28,71 @@ from stretto.ir.program import CHUNK, GETITEM, INDEX, STARTS, Op, Shard, TensorS
 from stretto.parallelize.layout import Layout
 from stretto.parallelize.tensor import TensorParallel
 from stretto.passes.layout.ahead import Ahead
+from stretto.passes.layout.chunks import SEQUENCE_DIM, ChunkedProgram, in_chunks, stream_into
 from stretto.passes.layout.emit import MisfitError
 from stretto.passes.layout.lower import lower
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
 from stretto.passes.layout.program import Origin, StepProgram, with_equal_views_once
-from stretto.passes.layout.shard import GRAD, PARAM, shard
+from stretto.passes.layout.shard import GRAD, PARAM, ShardedProgram, shard
 from stretto.passes.layout.shared_heads import copies_of
 from stretto.passes.rewrite import rooted
-
-SEQUENCE_DIM = 1
-"""The dim of the sequence in activations (batch, sequence, hidden)."""
 
 LOSS, UPDATE, SEEN = "loss", "update/", "seen/"
 """How roots of a step's program begin."""
 
 
 @rarely_collected()
-def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) -> Traced:
+def laid_out(traced: Traced, layout: Layout, model: nn.Module, skip_passes: Collection[str] = ()) -> Traced:
     """See the module. traced: of the plain model. Raises CaptureError for what does not fit."""
-    tensor = layout.tensor
-    if tensor is None:
-        return traced
-    for item in traced.ops:
+    for item in traced.ops if layout.tensor is not None else ():
         if item.op.target in (*STARTS, CHUNK, INDEX) and item.op.args[-2] == TENSOR:
             raise CaptureError(
                 f"{item.op.module or 'the loss'} communicates along {TENSOR}, over which passes lay out what "
                 "the code computes in full: leave it out"
             )
-    program, size = with_equal_views_once(program_of(traced)), tensor.size
+    program = with_equal_views_once(program_of(traced))
+    placed: Mapping[str, AxisPlacement] = {}
+    partial: Collection[str] = ()
+    try:
+        wishes = stream(program, layout)
+        if layout.chunks is not None:
+            chunked = _in_chunks(program, layout, _may_be_partial(traced))
+            program = chunked.program
+            if wishes:
+                wishes = dict.fromkeys(chunked.entering, sharded(SEQUENCE_DIM))
+                wishes |= dict.fromkeys(chunked.leaving, REPLICATED)
+        program, traced = with_experts(program, model, layout, traced)
+        if layout.tensor is not None:
+            layout, made = _along_tensor(program, traced, layout, layout.tensor, wishes)
+            program, placed, partial = made.program, made.placed, made.partial
+    except MisfitError as error:
+        raise CaptureError(
+            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
+        ) from None
+    return _as_traced(traced, layout, program, placed, partial, skip_passes)
+
+
+def _may_be_partial(traced: Traced) -> frozenset[str]:
+    return frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
+
+
+def _in_chunks(program: StepProgram, layout: Layout, may_be_partial: frozenset[str]) -> ChunkedProgram:
+    chunks, tensor = layout.chunks, layout.tensor
+    assert chunks is not None
+    ranks = 1 if tensor is None or tensor.first is None else tensor.size
+    program = program if chunks.full else by_chunk(program)
+    return in_chunks(program, chunks.blocks, chunks.degree, ranks, may_be_partial)
+
+
+def _along_tensor(
+    program: StepProgram,
+    traced: Traced,
+    layout: Layout,
+    tensor: TensorParallel,
+    wishes: Mapping[str, AxisPlacement],
+) -> tuple[Layout, ShardedProgram]:
+    """The layout with the shards that were found."""
+    size = tensor.size
     ahead = Ahead(program, size, dict(program.given))
     shards = {name: _shared(ahead, name, one) for name, one in tensor.shards.items()}
     if len({of.copies for of in shards.values()} - {1, size}) > 1:
@@ -61,26 +101,32 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
             "heads of keys, or some the style 'replicated'"
         )
     placed = {f"{PARAM}{name}": _placement(of, size) for name, of in shards.items()}
-    may_be_partial = frozenset(f"{SEEN}{k}" for k, one in enumerate(traced.seen) if one.joined == "sum")
-    wishes = {**stream(program, layout), **entering_mixtures(program, tensor)}
-    try:
-        made = shard(program, TENSOR, size, placed, wishes, may_be_partial)
-    except MisfitError as error:
-        raise CaptureError(
-            f"the passes of layouts do not fit {traced.name} ({error}): leave the module out of tp_plan"
-        ) from None
+    wishes = {**wishes, **entering_mixtures(program, tensor)}
+    made = shard(program, TENSOR, size, placed, wishes, _may_be_partial(traced))
     check_in_full(traced, made, _mixtures(tensor))
-    low = lower(made.program)
+    return layout.with_tensor(shards), made
+
+
+def _as_traced(
+    traced: Traced,
+    layout: Layout,
+    program: StepProgram,
+    placed: Mapping[str, AxisPlacement],
+    partial_roots: Collection[str],
+    skip_passes: Collection[str],
+) -> Traced:
+    """Steps 2 and 3."""
+    low = lower(program)
     owned = rooted(op for op, _ in low.ops)
     if traced.device == "cuda" and not torch.cuda.is_available():
         owned = with_cuda_results(owned, low.given)
     ops = [
         TracedOp(op, origin.segment, origin.backward) for op, (_, origin) in zip(owned, low.ops, strict=True)
     ]
-    first = frozenset(value for value, at in made.placed.items() if at.is_sharded and at.dim == 0)
+    first = frozenset(value for value, at in placed.items() if at.is_sharded and at.dim == 0)
     ops, now = passed(ops, set(low.roots.values()), low.given, first, skip_passes)
     roots = {root: now.get(value, value) for root, value in low.roots.items()}
-    partial = dict.fromkeys(made.partial, (TENSOR,))
+    partial = dict.fromkeys(partial_roots, (TENSOR,))
     gradients = {root.removeprefix(GRAD): axes for root, axes in partial.items() if root.startswith(GRAD)}
     return replace(
         traced,
@@ -91,7 +137,7 @@ def laid_out(traced: Traced, layout: Layout, skip_passes: Collection[str] = ()) 
         },
         buffers={name: (spec, roots.get(f"{UPDATE}{name}")) for name, (spec, _) in traced.buffers.items()},
         loss=roots[LOSS],
-        shards=_kept_shards(layout.with_tensor(shards).shards, gradients, size),
+        shards=_kept_shards(layout, gradients),
         partial=gradients,
         seen=tuple(
             with_partial(one, partial.get(f"{SEEN}{k}", ()), roots[f"{SEEN}{k}"])
@@ -112,12 +158,12 @@ def _placement(shard: Shard, size: int) -> AxisPlacement:
     return replace(sharded(shard.dim, shard.blocks), copies=shard.copies)
 
 
-def _kept_shards(
-    shards: Mapping[str, tuple[Shard, ...]], partial: Collection[str], size: int
-) -> dict[str, tuple[Shard, ...]]:
+def _kept_shards(layout: Layout, partial: Collection[str]) -> dict[str, tuple[Shard, ...]]:
     """One part that all ranks have is the full parameter, where its gradient is no partial sum."""
+    size = 1 if layout.tensor is None else layout.tensor.size
     result = {
-        name: tuple(one for one in of if one.copies < size or name in partial) for name, of in shards.items()
+        name: tuple(one for one in of if one.axis != TENSOR or one.copies < size or name in partial)
+        for name, of in layout.shards.items()
     }
     return {name: of for name, of in result.items() if of}
 
@@ -149,33 +195,22 @@ def _spec_of(ops: Mapping[str, Op], name: str) -> TensorSpec:
 
 def stream(program: StepProgram, layout: Layout) -> dict[str, AxisPlacement]:
     """With sequence parallelism: the residual stream, as it enters the first block, is sharded along the
-    sequence, and along each of its chunks. It is the first activation that the block reads. Raises UsageError
-    where there is none, and for a sequence that ranks cannot share equally."""
-    tensor, chunks = layout.tensor, 1 if layout.chunks is None else layout.chunks.degree
+    sequence. Raises UsageError where there is none, and for a sequence that ranks cannot share equally."""
+    tensor = layout.tensor
     if tensor is None or tensor.first is None:
         return {}
-    made: dict[str, Op] = {}
-    of_parameters: set[str] = set()
-    for op, _ in program.ops:
-        inside = op.module == tensor.first or op.module.startswith(f"{tensor.first}.")
-        for name in op.uses if inside else ():
-            spec = made[name].outputs[0] if name in made and len(made[name].outputs) == 1 else None
-            if name in of_parameters and spec is not None and len(spec.shape) == 3:
-                length = spec.shape[SEQUENCE_DIM]
-                if length % tensor.size:
-                    raise UsageError(
-                        f"sequence_parallel: a sequence of {length} cannot be sharded equally over "
-                        f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
-                    )
-                blocks = 1 if length % (tensor.size * chunks) else chunks
-                return {name: sharded(SEQUENCE_DIM, blocks)}
-        if any(name.startswith(PARAM) or name in of_parameters for name in op.uses):
-            of_parameters.add(op.name)
-        made[op.name] = op
-    raise UsageError(
-        f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
-        "before it has made: give it one, or leave sequence_parallel out"
-    )
+    entering = stream_into(program, tensor.first)
+    if entering is None:
+        raise UsageError(
+            f"sequence_parallel: {tensor.first} reads no activation (batch, sequence, hidden) that a module "
+            "before it has made: give it one, or leave sequence_parallel out"
+        )
+    if entering.length % tensor.size:
+        raise UsageError(
+            f"sequence_parallel: a sequence of {entering.length} cannot be sharded equally over "
+            f"{TENSOR} = {tensor.size}: change one of them, or leave sequence_parallel out"
+        )
+    return {entering.name: sharded(SEQUENCE_DIM)}
 
 
 def entering_mixtures(program: StepProgram, tensor: TensorParallel) -> dict[str, AxisPlacement]:

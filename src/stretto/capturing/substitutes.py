@@ -43,8 +43,8 @@ from torch.overrides import TorchFunctionMode
 
 from stretto.errors import CaptureError
 from stretto.ir.program import GETITEM, Op, TensorSpec
-from stretto.parallelize.lower_right_adapter import HALF, heads_fit
 from stretto.parallelize.unseen import put_forward
+from stretto.passes.layout.attention import heads_fit
 
 FORWARDS = (nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward)
 """Of all of PyTorch's own, whatever their number of dims."""
@@ -136,6 +136,8 @@ def in_float32(value: Any) -> Any:
 
 _aten: Any = torch.ops.aten
 
+HALF = (torch.float16, torch.bfloat16)
+
 MODE_MAX = 2
 """Of an embedding bag: each bag's greatest elements."""
 
@@ -143,6 +145,12 @@ MODE_MAX = 2
 def attention_on_cuda(function: Any, args: Sequence[Any], named: dict[str, Any]) -> Any:
     """A call, for `PyTorchCalls`."""
     return (_attention if function is F.scaled_dot_product_attention else function)(*args, **named)
+
+
+def _heads_fit(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether CUDA's kernels of attention take such heads."""
+    sizes = {x.shape[-1] for x in (query, key, value)}
+    return query.dim() == key.dim() == value.dim() == 4 and len(sizes) == 1 and heads_fit(max(sizes))
 
 
 def _attention(
@@ -156,7 +164,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     flash = query.dtype in HALF and attn_mask is None
-    fits = query.dtype != torch.float64 and heads_fit(query, key, value)
+    fits = query.dtype != torch.float64 and _heads_fit(query, key, value)
     if not fits or (key.shape[1] != query.shape[1] and not flash):
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(

@@ -253,6 +253,24 @@ def export_joint(
     return joint, calls.reads
 
 
+def export_call(module: nn.Module, leaves: Sequence[torch.Tensor], mode: FakeTensorMode) -> JointGraph:
+    """A module's forward, and its backward as one graph with it. All tensors are fake; gradients are those of
+    its parameters, and of leaves that require one."""
+
+    def run(_buffers: Mapping[str, Any], given: Leaves) -> Any:
+        with watched():
+            return module(*given)
+
+    step = _ModelAndLoss(module, run)
+    with ExitStack() as stack:
+        for context in (torch.enable_grad(), mode, tracing_state(), fx_traceback.preserve_node_meta()):
+            stack.enter_context(context)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Error detected in ")
+        joint = aot_export_joint_with_descriptors(stack, step, tuple(leaves))
+        return _joint(joint.graph_module, _Segments(), None)
+
+
 def _joint(module: torch.fx.GraphModule, segments: _Segments, count: float | None) -> JointGraph:
     inputs: dict[torch.fx.Node, tuple[str, str | int]] = {}
     for node in module.graph.find_nodes(op="placeholder"):
@@ -306,5 +324,5 @@ def _output(desc: Any) -> tuple[str, str]:
 
 def mark_of(node: torch.fx.Node, key: str) -> Any:
     """What the node, forward or backward, is marked with; None where it is not. key: `SEGMENT` (sums of
-    gradients have none), or `CHUNK` of a sequence."""
+    gradients have none)."""
     return (node.meta.get("custom") or {}).get(key)

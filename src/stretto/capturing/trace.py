@@ -39,6 +39,7 @@ from stretto.capturing.read import Reads
 from stretto.capturing.repeat import layers_of
 from stretto.capturing.split import layer_names
 from stretto.capturing.substitutes import (
+    HALF,
     PyTorchCalls,
     attention_on_cuda,
     batch_norms_in_ops,
@@ -47,8 +48,6 @@ from stretto.capturing.substitutes import (
 from stretto.errors import CaptureError, UsageError
 from stretto.ir.program import Constant, TensorSpec
 from stretto.parallelize.layout import Layout
-from stretto.parallelize.lower_right_adapter import HALF
-from stretto.parallelize.unseen import ON_CUDA, now
 from stretto.passes import check_names
 
 _log = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ def trace(
     Raises CaptureError that names the source line and the reason; UsageError for a batch that does not fit.
     """
     check_names(skip_passes)
-    if meshes is None and layout.tensor is not None:
+    if meshes is None and layout.by_passes:
         plain = trace(
             *(model, batch, loss),
             microbatches=microbatches,
@@ -131,13 +130,13 @@ def trace(
             equal_layers=equal_layers,
             skip_passes=skip_passes,
         )
-        return laid_out(plain, layout, skip_passes)
+        return laid_out(plain, layout, model, skip_passes)
     traced = partial(
         _trace, model, batch, loss, microbatches, param_dtype, device, layout, skip_passes, meshes
     )
     with batch_norms_in_ops(model):
         # Layers that are repeated would number the borders of meshes again.
-        if equal_layers and meshes is None and layout.chunks is None:
+        if equal_layers and meshes is None:
             try:
                 return traced(repeats=True)
             except (NotRepeatedError, CaptureError) as reason:
@@ -264,7 +263,6 @@ def _exported(setup: _TraceSetup) -> _ExportedStep:
     with (
         setup.fake_state(layout.part_shapes(model)),
         PyTorchCalls(attention_on_cuda) if setup.absent else nullcontext(),
-        now(ON_CUDA) if setup.absent else nullcontext(),
         layout.applied(model),
     ):
         specs = {name: spec_of(p) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -263,6 +263,26 @@ def repeat(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
     return Dims((labels[skipped:],), (labels,), full=unsharded, linear=each(0))
 
 
+def mixture(op: Op, specs: Sequence[TensorSpec]) -> Dims | None:
+    """Experts: tokens are by themselves, but where they share a capacity. Backward, gradients of parameters
+    are summed over tokens."""
+    backward, each = len(specs) - len(op.args[-2]) == 4, bool(op.args[-1])
+    tokens, chosen = specs[1:3] if backward else specs[:2]
+    count = len(tokens.shape) - 1
+    rows, features, choices = labels_of(count), count, count + 1
+    if chosen.shape[:count] != tokens.shape[:count] or len(chosen.shape) > count + 1:
+        return None
+    of_tokens: Labels = (*rows, features)
+    of_choices: Labels = (*rows, choices)[: len(chosen.shape)]
+    of_parameters: list[Labels] = [(None,) * len(spec.shape) for spec in specs[4 if backward else 3 :]]
+    full = frozenset((features, choices, *(() if each else rows)))
+    inputs = (of_tokens, of_choices, of_choices, *of_parameters)
+    if not backward:
+        return Dims(inputs, (of_tokens,), full=full)
+    outputs = (of_tokens, of_choices, *of_parameters)
+    return Dims((of_tokens, *inputs), outputs, full=full, summed=frozenset(rows))
+
+
 # --- rows that are looked up ------------------------------------------------------------------------------
 
 

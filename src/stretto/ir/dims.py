@@ -32,6 +32,8 @@ from stretto.ir.op_names import (
     FIRST_LINEAR,
     LINEAR_ALONG_ONE,
     LINEAR_REDUCTIONS,
+    MIXTURE,
+    MIXTURE_BACKWARD,
     POINTWISE,
     PRODUCTS,
     QUOTIENTS,
@@ -230,6 +232,7 @@ RULES: dict[str, Rule] = {
 for targets, family_rule in (
     (GROUPED, _grouped),
     (("transformers.grouped_mm_fallback_backward.default",), _grouped_backward),
+    ((MIXTURE, MIXTURE_BACKWARD), dim_rules.mixture),
     (ATTENTION_BACKWARD, dim_rules.attention_backward),
     (ATTENTION, dim_rules.attention),
     (ALONG_ONE, _along_one),

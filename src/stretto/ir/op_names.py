@@ -117,5 +117,8 @@ ATTENTION_BACKWARD = names(
     _scaled_dot_product_fused_attention_overrideable_backward"""
 )
 
+MIXTURE, MIXTURE_BACKWARD = "stretto_experts.mixture.default", "stretto_experts.mixture_backward.default"
+"""A module of experts, until a rank's ops are in its place (`stretto.parallelize.expert_op`)."""
+
 LIKELIHOODS = names("nll_loss_forward nll_loss2d_forward")
 """(input, target, weight, reduction, ignore_index)"""

@@ -51,9 +51,6 @@ STYLE = "experts"
 OF_PARAMETERS = "grouped_gemm"
 """The style of experts' parameters in plans of `transformers`; that of their module has changed its name."""
 
-ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
-"""What `transformers` calls the arguments of a module of experts."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
@@ -143,11 +140,12 @@ def _states_how(module: nn.Module) -> bool:
 
 
 @contextmanager
-def sharded_experts(model: nn.Module, how: ExpertParallel) -> Iterator[None]:
-    """While the context lasts, the modules compute a rank's experts. Parameters must already be parts."""
+def sharded_experts(model: nn.Module, how: ExpertParallel, names: Sequence[str]) -> Iterator[None]:
+    """While the context lasts, modules of these names compute a rank's experts. Parameters must already be
+    parts."""
     modules = dict(model.named_modules(remove_duplicate=False))
     with ExitStack() as undo:
-        for module, name in {modules[name]: name for name in how.modules}.items():
+        for module, name in {modules[name]: name for name in names}.items():
             undo.enter_context(part_of_experts(module, how.size))
             undo.callback(put_forward(module, _forward(module, how, how.trials.get(name))))
         yield
@@ -158,19 +156,11 @@ def _forward(module: nn.Module, how: ExpertParallel, trial: ExpertTrial | None) 
     of_rows = own.of_rows if trial is None else partial(rows_by, module, module.forward)
     experts = next(module.parameters(recurse=False)).shape[0] * how.size
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        given = (*args, *(kwargs.pop(key) for key in ARGUMENTS[len(args) :] if key in kwargs))
-        if kwargs or not _are_of_experts(given):
-            raise UsageError(
-                f"{type(module).__name__} is not called with tokens (N, D), the experts that each chose "
-                f"(N, K) and their weights (N, K) alone, which {AXIS} ranks send each other: leave it out of "
-                "ep_plan, or give ep = 1"
-            )
-        hidden_states, top_k_index, top_k_weights = given
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen_NK = top_k_index.reshape(x_ND.shape[0], -1)
         weights_NK = top_k_weights.reshape(x_ND.shape[0], -1)
-        inside = trial is not None and trial.weighed(module, *given[:2]) == "inside"
+        inside = trial is not None and trial.weighed(module, hidden_states, top_k_index) == "inside"
         slots = own.slots(x_ND.shape[0]) if trial is None else None
         if slots is None:
             served = partial(_of_rows, own=of_rows, how=how)
@@ -183,12 +173,13 @@ def _forward(module: nn.Module, how: ExpertParallel, trial: ExpertTrial | None) 
     return forward
 
 
-def _are_of_experts(given: Sequence[Any]) -> bool:
-    if len(given) != len(ARGUMENTS) or not all(isinstance(x, Tensor) for x in given):
-        return False
-    tokens, chosen, weights = given
-    fits = chosen.shape == weights.shape and chosen.numel() % max(tokens.shape[:-1].numel(), 1) == 0
-    return fits and not chosen.is_floating_point() and weights.is_floating_point()
+def other_arguments(module: nn.Module) -> UsageError:
+    """What a module's call is refused with that is none of tokens, choices and weights."""
+    return UsageError(
+        f"{type(module).__name__} is not called with tokens (N, D), the experts that each chose "
+        f"(N, K) and their weights (N, K) alone, which {AXIS} ranks send each other: leave it out of "
+        "ep_plan, or give ep = 1"
+    )
 
 
 def _of_slots(x_ECD: Tensor, own: Callable[..., Tensor], how: ExpertParallel) -> Tensor:

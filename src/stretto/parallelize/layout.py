@@ -1,10 +1,9 @@
-"""How a model is laid out while one rank's part of it is traced: what is sharded over ranks, and cut in
-chunks."""
+"""How a model is laid out: what is sharded over ranks, and cut in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,19 +11,35 @@ from torch import nn
 
 from stretto.config import ParallelSettings
 from stretto.ir.program import Shard
-from stretto.parallelize.ampipe import Chunks, ampipe
-from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, sharded_experts
+from stretto.parallelize.chunks import Chunks, blocks_of
+from stretto.parallelize.expert_op import as_one_op
+from stretto.parallelize.experts import ExpertParallel, expert_parallel, experts_in, other_arguments
 from stretto.parallelize.parts import local_shape
 from stretto.parallelize.tensor import TensorParallel, tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Each is None where there is nothing of the kind."""
+    """Each is None where there is nothing of the kind. is_traced: whether it is what a model is traced with,
+    before passes lay it out."""
 
     tensor: TensorParallel | None = None
     experts: ExpertParallel | None = None
     chunks: Chunks | None = None
+    is_traced: bool = False
+
+    @property
+    def by_passes(self) -> bool:
+        """Whether passes lay out what is traced."""
+        parts = (self.tensor, self.experts, self.chunks)
+        return not self.is_traced and any(part is not None for part in parts)
+
+    @property
+    def mixtures(self) -> tuple[str, ...]:
+        """Names of the modules of experts that are one op each while the model is traced."""
+        if self.experts is not None:
+            return self.experts.modules
+        return () if self.chunks is None else self.chunks.experts
 
     @property
     def shards(self) -> dict[str, tuple[Shard, ...]]:
@@ -52,8 +67,8 @@ class Layout:
 
     @property
     def traced(self) -> Layout:
-        """What the model is traced with: a trace is laid out over tensor-parallel ranks by passes."""
-        return replace(self, tensor=None)
+        """What the model is traced with: parts of experts, which are one op."""
+        return replace(self, tensor=None, is_traced=True)
 
     def with_tensor(self, shards: Mapping[str, Shard]) -> Layout:
         """The same with other shards over tensor-parallel ranks."""
@@ -67,12 +82,9 @@ class Layout:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """While the context lasts, the model computes a rank's experts, and in chunks. Parameters of experts
-        must already be parts."""
-        with (
-            nullcontext() if self.experts is None else sharded_experts(model, self.experts),
-            nullcontext() if self.chunks is None else ampipe(model, self.chunks),
-        ):
+        """While the context lasts, modules of experts are one op each. Their parameters must already be
+        parts."""
+        with as_one_op(model, self.mixtures, None if self.experts is None else other_arguments):
             yield
 
 
@@ -100,4 +112,4 @@ def chunks_of(model: nn.Module, parallel: ParallelSettings, degree: int) -> Chun
     if degree == 1:
         return None
     experts, full = experts_in(model, parallel.ep_plan), parallel.ampipe_capacity == "whole"
-    return Chunks(degree, experts, full)
+    return Chunks(degree, tuple(blocks_of(model)), experts, full)

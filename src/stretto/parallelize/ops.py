@@ -24,7 +24,6 @@ from stretto.ir.collectives import (
     REDUCE_SCATTER,
     Kind,
 )
-from stretto.parallelize.chunked import Chunked
 from stretto.parallelize.unseen import AXES, value_now
 
 NAMESPACE = "stretto"
@@ -158,9 +157,6 @@ class _OneToOnePair(torch.autograd.Function):
 
 
 def _pair(x: Tensor, there: OneToOne, back: OneToOne) -> Tensor:
-    """Of a sequence in chunks, each chunk communicates by itself."""
-    if type(x) is Chunked:
-        return x.each(lambda chunk: _pair(chunk, there, back))
     made: Tensor = _OneToOnePair.apply(x, there, back)  # type: ignore[no-untyped-call]
     return made
 

@@ -56,6 +56,7 @@ class Alone:
             edges=(),
             parameters=(),
             buffers=(),
+            metrics=(),
             loss=(0, value),
         )
         window = Window("alone", ((0, Phase.F),), tuple(Item(ItemKind.OP, 0, op.name) for op in ops))

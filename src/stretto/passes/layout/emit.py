@@ -9,6 +9,7 @@ the program's own, at the end:
     layout.scatter(x, dim, blocks, axis, size)    a slice of the sum
     layout.slice(x, dim, blocks, axis, size)      a slice of what all have
     layout.reduce(x, "sum" | "max", axis, size)
+    layout.attention(kernel, ...)                 of one chunk, see `attention`
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from stretto.passes.rewrite import spec_with, strides_of
 GATHER, SCATTER, SLICE, REDUCE = LAYOUT_OPS = (
     *("layout.gather", "layout.scatter", "layout.slice", "layout.reduce"),
 )
+
+ATTEND = "layout.attention"
 
 CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
 
@@ -111,6 +114,8 @@ class Emitter:
             return (self.specs[args[0].name],)
         if target in LAYOUT_OPS or target in BY_TARGET or target == CHUNK:
             return (_communicated(target, self.specs[args[0].name], args),)
+        if target == ATTEND:
+            return self._made(args[0], args[1:], kwargs)
         key = f"{target}{self._text(tuple(args))}{self._text(tuple(kwargs))}"
         if key not in _known:
             if len(_known) >= MOST_CALLS:

@@ -28,7 +28,7 @@ from stretto.passes.layout.losses import LOG_SOFTMAX, NLL, SplitLoss, TokenLoss,
 from stretto.passes.layout.op_groups import SAME_DATA
 from stretto.passes.layout.placement import REPLICATED, AxisPlacement, local_spec, sharded
 from stretto.passes.layout.program import StepProgram
-from stretto.passes.layout.rules import Choice, emit_op
+from stretto.passes.layout.rules import Choice, Rule, emit_op
 from stretto.passes.layout.values import Values
 
 GRAD, PARAM = "grad/", "param/"
@@ -53,11 +53,14 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class ShardedProgram:
-    """placed: of all values of the global program. gathered: what was computed in full for want of a rule;
-    flops_in_full: of that, and of what follows of it alone. partial: roots that are partial sums still."""
+    """placed: of all values of the global program. local: of local values. forms: of a value, by placement
+    the local values that it is. gathered: what was computed in full for want of a rule; flops_in_full: of
+    that, and of what follows of it alone. partial: roots that are partial sums still."""
 
     program: StepProgram
     placed: Mapping[str, AxisPlacement]
+    local: Mapping[str, AxisPlacement]
+    forms: Mapping[str, Mapping[AxisPlacement, str]]
     gathered: tuple[Gathered, ...]
     flops_in_full: int
     partial: frozenset[str]
@@ -70,10 +73,12 @@ def shard(
     placed: Mapping[str, AxisPlacement],
     wishes: Mapping[str, AxisPlacement],
     may_be_partial: frozenset[str] = frozenset(),
+    of_time: Mapping[str, Rule] | None = None,
 ) -> ShardedProgram:
-    """See the module. placed: of parameters and leaves that are sharded. wishes: value of the forward -> its
-    placement, as soon as it is made. may_be_partial: roots beside gradients. Raises MisfitError."""
-    return _Walk(program, axis, size, placed, wishes).run(may_be_partial)
+    """See the module. placed: of parameters and leaves that are sharded. wishes: value -> its placement, as
+    soon as it is made. may_be_partial: roots beside gradients. of_time: of an axis of time, rules that it has
+    besides; what draws draws in full there. Raises MisfitError."""
+    return _Walk(program, axis, size, placed, wishes, of_time).run(may_be_partial)
 
 
 class _Walk:
@@ -88,6 +93,7 @@ class _Walk:
         size: int,
         placed: Mapping[str, AxisPlacement],
         wishes: Mapping[str, AxisPlacement],
+        of_time: Mapping[str, Rule] | None,
     ) -> None:
         self.program, self.size, self.asked = program, size, dict(wishes)
         self.stored = {name: placed.get(name, REPLICATED) for name in program.given}
@@ -101,7 +107,7 @@ class _Walk:
         self.wanted = ahead.wanted({value: at for value, at in roots.items() if at.is_sharded})
         partial = [value for root, value in program.roots.items() if self._may_be_partial(root)]
         later = ahead.copied_to(partial)
-        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size)
+        self.choices = OpChoices(self.values, ahead, self.asked, self.wanted, later, size, of_time)
         self.losses = token_losses((op for op, _ in program.ops), ahead.uses)
         self.split: dict[str, SplitLoss] = {}
         self.parts: dict[str, list[str]] = {}
@@ -121,8 +127,15 @@ class _Walk:
         roots, partial = self._roots(may_be_partial)
         given = {name: self.out.specs[name] for name in self.program.given}
         made = replace(self.program, ops=tuple(self.out.ops), given=given, roots=roots)
+        values = self.values
         return ShardedProgram(
-            made, dict(self.values.placed), tuple(self.gathered), self.flops_in_full, partial
+            made,
+            dict(values.placed),
+            values.local,
+            values.forms,
+            tuple(self.gathered),
+            self.flops_in_full,
+            partial,
         )
 
     # --- step 1 -------------------------------------------------------------------------------------------

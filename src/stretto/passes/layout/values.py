@@ -25,8 +25,8 @@ STAYS = 1e6
 @dataclass(slots=True)
 class Values:
     """out: where local ops go. made: value -> the global op that makes it. spec: global ones. placed: as the
-    next op finds values; forms: placement -> the local value. fixed: parameters that are sharded, and views
-    of them."""
+    next op finds values; forms: placement -> the local value. local: how local values are placed. fixed:
+    parameters that are sharded, and views of them."""
 
     out: Emitter
     made: Mapping[str, Op]
@@ -34,6 +34,7 @@ class Values:
     placed: dict[str, AxisPlacement]
     fixed: dict[str, None]
     forms: dict[str, dict[AxisPlacement, str]] = field(init=False)
+    local: dict[str, AxisPlacement] = field(default_factory=dict)
     origins: dict[str, tuple[Origin, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,6 +46,7 @@ class Values:
         if self.out.specs[local].shape != local_shape(at, spec.shape, self.out.size):
             raise MisfitError(f"{value} is {self.out.specs[local]}, where {spec} is {at}")
         self.spec[value], self.placed[value], self.forms[value] = spec, at, {at: local}
+        self.local[local] = at
         self.origins[value] = self.out.origin, self.out.module
         maker = self.made.get(value)
         if at == REPLICATED and maker is not None and maker.target in ZEROS:
@@ -70,6 +72,7 @@ class Values:
                 given = [self.form(each, REPLICATED) for each in operands(op)]
                 (forms[at],) = emit_op(full(op), self.out.size)(self.out, op, given)
             self.out.origin, self.out.module = now
+            self.local[forms[at]] = at
         return forms[at]
 
     def place(self, name: str, at: AxisPlacement, *, only: bool = False) -> None:

@@ -1,0 +1,236 @@
+"""In the place of a module of experts, which is one op in what was traced, the ops of one rank.
+
+1. The module's forward on one rank, and its backward, are traced for the shapes that the op has: of equal
+   modules and equal shapes once. With expert parallelism ranks send each other the rows
+   (`stretto.parallelize.experts`).
+2. Each `mixture` becomes the ops of the forward, and its `mixture_backward` those of the backward, under
+   names of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from stretto.capturing import torch_adapter
+from stretto.capturing.convert import convert
+from stretto.capturing.equal import differing
+from stretto.capturing.graph import Traced, TracedOp
+from stretto.capturing.outputs import observed_of
+from stretto.errors import CaptureError
+from stretto.ir.metrics import Metric
+from stretto.ir.op_names import MIXTURE, MIXTURE_BACKWARD
+from stretto.ir.program import GETITEM, Constant, Op, Ref, TensorSpec
+from stretto.parallelize.experts import sharded_experts
+from stretto.parallelize.layout import Layout
+from stretto.passes.layout.emit import CONTIGUOUS
+from stretto.passes.layout.program import Origin, StepProgram
+from stretto.passes.rewrite import strides_of, with_uses
+
+TOKENS, CHOSEN, WEIGHTS, TANGENT = "batch/0", "batch/1", "batch/2", "tangent"
+"""Names of a call's inputs, besides those of parameters and buffers."""
+
+
+BUFFER = "buffer/"
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A module's call and its backward, traced. parameters: names within the module, in the op's order; made:
+    the result; grads: input -> its gradient."""
+
+    ops: tuple[TracedOp, ...]
+    parameters: tuple[str, ...]
+    made: str
+    grads: Mapping[str, str]
+    seen: tuple[Metric, ...]
+    constants: tuple[Constant, ...]
+
+
+@dataclass(slots=True)
+class ExpertCalls:
+    """Traces calls of a model's modules of experts. kept: a module, the specs of what it was given, the
+    call."""
+
+    model: nn.Module
+    layout: Layout
+    traced: Traced
+    kept: list[tuple[str, tuple[TensorSpec, ...], _Call]] = field(default_factory=list)
+
+    def of(self, name: str, specs: tuple[TensorSpec, ...]) -> _Call:
+        """specs: of tokens, choices and weights."""
+        module = self.model.get_submodule(name)
+        for like, given, call in self.kept:
+            alike = like == name or differing(self.model.get_submodule(like), module, like, name) == set()
+            if given == specs and alike:
+                return call
+        call = self._traced(module, name, specs)
+        self.kept.append((name, specs, call))
+        return call
+
+    def _traced(self, module: nn.Module, name: str, specs: Sequence[TensorSpec]) -> _Call:
+        traced, experts = self.traced, self.layout.experts
+        absent = traced.device == "cuda" and not torch.cuda.is_available()
+        device = torch.device("cpu" if absent else traced.device)
+        dtype = None if traced.param_dtype is None else getattr(torch, traced.param_dtype)
+        mode = torch_adapter.fake_mode()
+        with mode:
+            leaves = [_empty(spec, device) for spec in specs]
+        for leaf in leaves:
+            leaf.requires_grad_(leaf.is_floating_point())
+        parts = self.layout.traced.part_shapes(self.model)
+        with (
+            torch_adapter.fake_state(module, mode, device, dtype, parts),
+            nullcontext() if experts is None else sharded_experts(self.model, experts, (name,)),
+        ):
+            joint = torch_adapter.export_call(module, leaves, mode)
+        names = {
+            node: TANGENT if kind == TANGENT else f"{kind}/{key}"
+            for node, (kind, key) in joint.inputs.items()
+        }
+        ops, constants = convert(joint, names)
+        left, seen = observed_of(ops)
+        made, grads = "", {}
+        for kind, key, out in joint.outputs:
+            if kind == "update":
+                raise CaptureError(f"{name} writes into its buffer {key!r}, and experts may write into none")
+            if kind == "loss" and out is not None:
+                made = names[out]
+            elif out is not None:
+                grads[f"param/{key}" if kind == "grad" else f"batch/{key}"] = names[out]
+        parameters = tuple(f"param/{key}" for key, _ in module.named_parameters())
+        return _Call(tuple(left), parameters, made, grads, seen, tuple(constants))
+
+
+def with_experts(
+    program: StepProgram, model: nn.Module, layout: Layout, traced: Traced
+) -> tuple[StepProgram, Traced]:
+    """See the module. Returns the step with what it lets see and its constants besides. traced: whose step
+    the program is."""
+    if not any(op.target == MIXTURE for op, _ in program.ops):
+        return program, traced
+    return _Walk(program, ExpertCalls(model, layout, traced)).run()
+
+
+class _Walk:
+    """now: value that is gone -> the one in its place. calls: forwards by what they read. results: of a
+    backward, by number."""
+
+    def __init__(self, program: StepProgram, calls: ExpertCalls) -> None:
+        self.program, self.calls = program, calls
+        self.taken = {op.name for op, _ in program.ops} | {*program.given}
+        self.specs = {
+            **program.given,
+            **{op.name: op.outputs[0] for op, _ in program.ops if len(op.outputs) == 1},
+        }
+        self.ops: list[tuple[Op, Origin]] = []
+        self.now: dict[str, str] = {}
+        self.results: dict[str, list[str]] = {}
+        self.forwards: dict[tuple[str, ...], tuple[_Call, dict[str, str]]] = {}
+        self.seen: list[Metric] = []
+        self.constants: dict[str, Constant] = {}
+
+    def run(self) -> tuple[StepProgram, Traced]:
+        for op, origin in self.program.ops:
+            if op.target == GETITEM and op.args[0].name in self.results:
+                self.now[op.name] = self.results[op.args[0].name][op.args[1]]
+                continue
+            op = with_uses(op, self._now)
+            if op.target == MIXTURE:
+                self._forward(op, origin)
+            elif op.target == MIXTURE_BACKWARD:
+                self._backward(op, origin)
+            else:
+                self.ops.append((op, origin))
+        traced = self.calls.traced
+        roots = {root: self._now(value) for root, value in self.program.roots.items()}
+        first = len(traced.seen)
+        roots |= {f"seen/{first + k}": one.value for k, one in enumerate(self.seen)}
+        given = {**self.program.given, **{f"const/{n}": c.spec for n, c in self.constants.items()}}
+        program = replace(self.program, ops=tuple(self.ops), roots=roots, given=given)
+        return program, replace(
+            traced,
+            seen=(*traced.seen, *self.seen),
+            constants=(*traced.constants, *self.constants.values()),
+        )
+
+    def _now(self, name: str) -> str:
+        return self.now.get(name, name)
+
+    def _forward(self, op: Op, origin: Origin) -> None:
+        tokens, chosen, weights = (arg.name for arg in op.args[:3])
+        specs = [self.specs[name] for name in (tokens, chosen, weights)]
+        assert all(spec is not None for spec in specs)
+        call = self.calls.of(op.module, tuple(spec for spec in specs if spec is not None))
+        names = {TOKENS: tokens, CHOSEN: chosen, WEIGHTS: weights}
+        names |= {own: ref.name for own, ref in zip(call.parameters, op.args[3], strict=True)}
+        for constant in call.constants:
+            name = self._fresh(f"const/{constant.name}")
+            names[f"const/{constant.name}"] = name
+            self.constants[name.removeprefix("const/")] = replace(constant, name=name.removeprefix("const/"))
+        self._copied(call, names, op, origin)
+        self.now[op.name] = self._contiguous(names[call.made], op, origin)
+        self.seen += [replace(one, module=op.module, value=names[one.value]) for one in call.seen]
+        self.forwards[tokens, chosen, weights, op.module] = call, names
+
+    def _backward(self, op: Op, origin: Origin) -> None:
+        grad, *given = (arg.name for arg in op.args[:4])
+        call, names = self.forwards[(*given, op.module)]
+        names[TANGENT] = grad
+        self._copied(call, names, op, origin)
+        inputs = (TOKENS, WEIGHTS, *call.parameters)
+        self.results[op.name] = [
+            self._contiguous(names[call.grads[name]], op, origin) if name in call.grads else ""
+            for name in inputs
+        ]
+
+    def _contiguous(self, name: str, op: Op, origin: Origin) -> str:
+        """A result, as the one op makes it."""
+        spec = self.specs[name]
+        if spec is None or spec.stride is None:
+            return name
+        copy = self._fresh(f"{name}_copy")
+        made = replace(spec, stride=None)
+        clone = Op(copy, "aten.clone.default", (Ref(name),), tuple(CONTIGUOUS.items()), (made,))
+        self.ops.append((replace(clone, module=op.module), origin))
+        return copy
+
+    def _copied(self, call: _Call, names: dict[str, str], op: Op, origin: Origin) -> None:
+        """Step 2. names: of what was traced -> of the step; those of its ops come to it."""
+        for item in call.ops:
+            if item.backward is not (op.target == MIXTURE_BACKWARD):
+                continue
+            for used in item.op.uses:
+                if used.startswith(BUFFER):
+                    names[used] = f"{BUFFER}{op.module}.{used.removeprefix(BUFFER)}"
+            fresh = self._fresh(item.op.name)
+            own = with_uses(item.op, lambda name: names.get(name, name))
+            names[item.op.name] = fresh
+            self.specs[fresh] = own.outputs[0] if len(own.outputs) == 1 else None
+            self.ops.append((replace(own, name=fresh, module=op.module), origin))
+
+    def _fresh(self, like: str) -> str:
+        name, count = like, 0
+        while name in self.taken:
+            count += 1
+            name = f"{like}_{count}"
+        self.taken.add(name)
+        return name
+
+
+def _empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype)
+    return torch.empty_strided(spec.shape, strides_of(spec), dtype=dtype, device=device)
+
+
+def by_chunk(program: StepProgram) -> StepProgram:
+    """Experts with a capacity serve the tokens of each chunk by themselves."""
+    ops = (
+        (replace(op, args=(*op.args[:-1], True)) if op.target in (MIXTURE, MIXTURE_BACKWARD) else op, origin)
+        for op, origin in program.ops
+    )
+    return replace(program, ops=tuple(ops))

@@ -1,0 +1,168 @@
+"""Where the sequence is in chunks (AMPipe): from what enters the first block to what leaves the last one.
+
+    1. What enters the first block, the residual stream, is sharded along the sequence over an axis of time,
+       and so are gradients of what leaves the last block.
+    2. `shard` carries that through the blocks, and `unroll` writes the chunks one behind another. Chunk k of
+       attention reads keys of the chunks before it (`attention`); all else is of a chunk's own tokens.
+    3. What leaves the blocks is full again.
+
+Chunks do not depend on each other but by attention, and the order of ops hides an all-to-all, forward and
+backward. Source: MindSpeed's Ampipe (docs/features/ampipe.md), where it is one autograd function with its own
+streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from stretto.errors import UsageError
+from stretto.ir.program import GETITEM, Op, TensorSpec
+from stretto.parallelize.parts import lengths_of
+from stretto.passes.layout.attention import IN_CHUNKS, check_draws
+from stretto.passes.layout.placement import REPLICATED, AxisPlacement, sharded
+from stretto.passes.layout.program import StepProgram
+from stretto.passes.layout.shard import PARAM, shard
+from stretto.passes.layout.unroll import unroll
+
+AXIS = "chunk"
+"""The axis of time. No mesh has it."""
+
+SEQUENCE_DIM = 1
+"""The dim of the sequence in activations (batch, sequence, hidden)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream: the value that enters the first block, and its spec."""
+
+    name: str
+    spec: TensorSpec
+
+    @property
+    def length(self) -> int:
+        return self.spec.shape[SEQUENCE_DIM]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedProgram:
+    """entering, leaving: the chunks of what enters the first block and leaves the last."""
+
+    program: StepProgram
+    entering: tuple[str, ...]
+    leaving: tuple[str, ...]
+
+
+def stream_into(program: StepProgram, block: str) -> Stream | None:
+    """The first activation (batch, sequence, hidden) that a block reads and a module before it has made."""
+    specs: dict[str, TensorSpec] = {}
+    of_parameters: set[str] = set()
+    for op, _ in program.ops:
+        for name in op.uses if _inside(op, (block,)) else ():
+            if name in of_parameters and name in specs and len(specs[name].shape) == 3:
+                return Stream(name, specs[name])
+        if any(name.startswith(PARAM) or name in of_parameters for name in op.uses):
+            of_parameters.add(op.name)
+        if len(op.outputs) == 1 and op.outputs[0] is not None:
+            specs[op.name] = op.outputs[0]
+    return None
+
+
+def in_chunks(
+    program: StepProgram,
+    blocks: Sequence[str],
+    degree: int,
+    ranks: int,
+    may_be_partial: frozenset[str] = frozenset(),
+) -> ChunkedProgram:
+    """See the module. ranks: with sequence parallelism, those that share each chunk, and go on with it up to
+    the norm behind the last block. Raises UsageError for a sequence that is too short, and MisfitError."""
+    stream = stream_into(program, blocks[0])
+    if stream is None:
+        raise UsageError(
+            f"ampipe_degree = {degree} cuts the sequence where it enters {blocks[0]}, which reads no "
+            "activation (batch, sequence, hidden) that a module before it has made: leave ampipe_degree out"
+        )
+    least = max(2, ranks)
+    if stream.length < least * degree:
+        fewer = "two tokens" if ranks == 1 else f"{ranks} tokens, one of each rank"
+        raise UsageError(
+            f"ampipe_degree = {degree} cuts a sequence of {stream.length} into chunks of less than {fewer}; "
+            f"give {max(stream.length // least, 1)} or less"
+        )
+    check_draws((op for op, _ in program.ops), "ampipe_degree")
+    lengths = [ranks * n for n in lengths_of(stream.length // ranks, degree)]
+    unit = gcd(*lengths)
+    region = _Region(program, blocks, stream)
+    if ranks > 1:
+        region = region.with_norm_behind()
+    wishes = region.wishes()
+    made = shard(program, AXIS, stream.length // unit, {}, wishes, may_be_partial, IN_CHUNKS)
+    unrolled = unroll(made, AXIS, [length // unit for length in lengths])
+    entering = made.forms[stream.name][sharded(SEQUENCE_DIM)]
+    leaving = unrolled.chunks.get(region.leaving, ())
+    return ChunkedProgram(unrolled.program, unrolled.chunks[entering], leaving)
+
+
+class _Region:
+    """The ops of the blocks: the forward's, and the backward's, each from the first to the last. leaving:
+    what leaves them of the stream's shape; "" for nothing."""
+
+    def __init__(self, program: StepProgram, modules: Sequence[str], stream: Stream) -> None:
+        self.program, self.modules, self.stream = program, tuple(modules), stream
+        self.made = {op.name: op for op, _ in program.ops}
+        self.forward = [op for op, origin in program.ops if not origin.backward]
+        self.backward = [op for op, origin in program.ops if origin.backward]
+        self.leaving = next(filter(self._is_like_stream, self._left()), "")
+
+    def _left(self) -> list[str]:
+        """What the forward of the blocks makes for others alone."""
+        _, inside, after = self._parts(self.forward)
+        own = {op.name for op in inside} - {name for op in inside for name in op.uses}
+        return list(dict.fromkeys(name for op in after for name in op.uses if name in own))
+
+    def with_norm_behind(self) -> _Region:
+        """Up to the module that is given what leaves the blocks, where it makes the like of it."""
+        _, _, after = self._parts(self.forward)
+        behind = next((op.module for op in after if self.leaving in op.uses), "")
+        if not behind or any(_names(self.modules[0], (behind,))):
+            return self
+        wider = _Region(self.program, (*self.modules, behind), self.stream)
+        return wider if wider.leaving else self
+
+    def wishes(self) -> Mapping[str, AxisPlacement]:
+        """Steps 1 and 3."""
+        result = {self.stream.name: sharded(SEQUENCE_DIM)}
+        result |= dict.fromkeys(self._left(), REPLICATED)
+        before, inside, after = self._parts(self.backward)
+        outside = {op.name for op in before}
+        for name in {name: None for op in inside for name in op.uses if name in outside}:
+            if self._is_like_stream(name):
+                result[name] = sharded(SEQUENCE_DIM)
+        own = {op.name for op in (*inside, *after) if not op.module or _inside(op, self.modules)}
+        for op in after:
+            for name in op.uses if op.module else ():
+                if name in own and self._is_like_stream(name):
+                    result[name] = REPLICATED
+        return result
+
+    def _parts(self, ops: Sequence[Op]) -> tuple[Sequence[Op], Sequence[Op], Sequence[Op]]:
+        """The ops before, in and after the modules."""
+        places = [at for at, op in enumerate(ops) if _inside(op, self.modules)]
+        first, last = (places[0], places[-1] + 1) if places else (len(ops), len(ops))
+        return ops[:first], ops[first:last], ops[last:]
+
+    def _is_like_stream(self, name: str) -> bool:
+        op = self.made[name]
+        spec = self.made[op.args[0].name].outputs[op.args[1]] if op.target == GETITEM else op.outputs[0]
+        return spec is not None and spec.shape == self.stream.spec.shape
+
+
+def _inside(op: Op, modules: Collection[str]) -> bool:
+    """Whether the op is of one of the modules, or of one within."""
+    return any(_names(op.module, modules))
+
+
+def _names(module: str, modules: Collection[str]) -> Iterator[bool]:
+    return (module == name or module.startswith(f"{name}.") for name in modules)
