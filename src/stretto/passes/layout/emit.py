@@ -35,6 +35,7 @@ GATHER, SCATTER, SLICE, REDUCE = LAYOUT_OPS = (
 
 ATTEND = "layout.attention"
 
+ON_THE_RANK = {"device": Const("device", "job")}
 CONTIGUOUS = {"memory_format": Const("memory_format", "contiguous_format")}
 
 Outputs = tuple[TensorSpec | None, ...]
