@@ -35,10 +35,11 @@ from stretto.ir.program import GETITEM, VIEW, VIEWS, WAIT, Edge, Job, Op, Ref, S
 from stretto.parallelize.tensor import AXIS
 from stretto.passes.messages_in_parts import cut_rows, divisible, in_parts, part_of, rows_of
 from stretto.passes.rewrite import changed, read_as, stage_of, users_of, with_uses
-from stretto.passes.scatter import RESHAPES as SHAPED
 
 ADD = "aten.add.Tensor"
 NORM = "aten.native_layer_norm_backward.default"
+
+SHAPED = (*VIEWS, "aten.reshape.default")
 
 
 def scatter_borders(job: Job) -> Job:
